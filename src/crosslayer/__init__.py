@@ -1,0 +1,21 @@
+"""What connects the layers of a Transformer, as one library. See `crosslayer.connection` first."""
+
+from typing import TYPE_CHECKING, Any
+
+from .connection import Connection, Site, plan
+from .registry import available, make
+
+if TYPE_CHECKING:
+    from .hf import connect
+
+__version__ = "0.1.0"
+__all__ = ["Connection", "Site", "__version__", "available", "connect", "make", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    # importing crosslayer imports torch alone; transformers waits until it is asked for
+    if name == "connect":
+        from .hf import connect
+
+        return connect
+    raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")

@@ -1,0 +1,141 @@
+"""A Transformer is a row of sites along depth; a connection sits at each and decides what is read and where output goes.
+
+    y_0 ──► site 0 ──► attention ──► site 1 ──► mlp ──► … ──► site `depth`: the readout
+             read                     write(y_1), read                write(y_S), read
+
+Depth is the only axis a connection knows: every token is alone, so a connection is causal by construction and needs no
+cache when decoding. A whole model, in anyone's code:
+
+    state = sites[0].init(embed(tokens))
+    for connection, sublayer in zip(sites, sublayers):
+        inputs, state = connection.read(state)
+        state = connection.write(state, sublayer(*inputs))
+    hidden = sites[-1].readout(state)
+
+Axes: B batch, T token, D width, L sources, C ways, n streams.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+State = Any  # a NamedTuple of tensors, tuples of tensors and None; only the method that made it looks inside
+Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
+
+
+class Site(NamedTuple):
+    """A place along depth where a sub-layer runs; the last one is the readout."""
+
+    index: int  # 0 .. depth
+    layer: int  # the Transformer layer it belongs to; the number of layers at the readout
+    ports: tuple[str, ...]  # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",)
+    opens: bool  # first site of its layer
+    closes: bool  # last site of its layer
+    depth: int  # index of the readout, which is the number of sub-layers
+
+
+def plan(layers: int, parallel: bool = False) -> list[Site]:
+    """The sites of a model with `layers` layers of attention and MLP, one after the other or in parallel."""
+    if layers < 1:
+        raise ValueError(f"plan: layers must be at least 1, got {layers}")
+    sublayers = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
+    depth = layers * len(sublayers)
+    sites = [
+        Site(layer * len(sublayers) + i, layer, ports, i == 0, i == len(sublayers) - 1, depth)
+        for layer in range(layers)
+        for i, ports in enumerate(sublayers)
+    ]
+    return [*sites, Site(depth, layers, ("out",), True, True, depth)]
+
+
+class Connection(nn.Module):
+    """What every method is: four verbs on an immutable state.
+
+    `init(x) -> state`, `read(state) -> inputs, state`, `write(state, y) -> state`, `readout(state) -> hidden`.
+
+    A write is lazy: it records y, and the next site's read applies it. A method therefore says two things: how its state
+    begins (`init`) and how the next inputs come out of it (`gather`). Nothing is ever stored on the module in forward,
+    so a state survives checkpointing, re-entry, `deepcopy` and a pipeline cut.
+
+    Args:
+        site: where this connection sits.
+        dim: D, the width of the stream.
+        norm: makes, or finds in the host model, the norm of a port.
+        ports: the tensors the sub-layer is given, `site.ports` unless the method feeds q, k and v apart.
+
+    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32 whatever the model's dtype.
+    """
+
+    starts_as_prenorm: ClassVar[bool] = True  # at initialisation it computes what PreNorm does, up to the norms' eps
+    variants: ClassVar[tuple[str, ...]] = ()  # arms beside the default that the suite of laws must cover
+    decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
+
+    def __init__(self, site: Site, dim: int, norm: Norm, ports: tuple[str, ...] | None = None):
+        super().__init__()
+        self.site, self.dim, self.ports = site, dim, ports or site.ports
+        # forward branches on booleans alone: an integer that differs between layers would be a graph per layer
+        self.opens, self.last = site.opens, site.index == site.depth
+        self.norms = nn.ModuleList(norm(port) for port in self.ports)
+
+    def reset_parameters(self) -> None:
+        """Put the connection's own parameters (not its norms) at the method's initial values."""
+
+    def init(self, x: Tensor) -> State:
+        """The state of an empty model. x: the embedding y_0, [B T D]."""
+        raise NotImplementedError
+
+    def gather(self, state: State) -> tuple[tuple[Tensor, ...], State]:
+        """Absorb the pending write and mix: what the ports read before their norms (or one tensor for all), and the state."""
+        raise NotImplementedError
+
+    def read(self, state: State) -> tuple[tuple[Tensor, ...], State]:
+        """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure: recomputing it is safe."""
+        leaf = next(x for x in torch.utils._pytree.tree_leaves(state) if x is not None)
+        # autocast would run the coefficients' matmuls in half precision
+        with torch.autocast(leaf.device.type, enabled=False):
+            xs, state = self.gather(state)
+            return self.feed(*xs), state
+
+    def write(self, state: State, y: Tensor) -> State:
+        """Record y, the sub-layer's output [B T D]; the next read applies it."""
+        return state._replace(y=y)
+
+    def readout(self, state: State) -> Tensor:
+        """The hidden state [B T D] that the head reads, after the final norm."""
+        return self.read(state)[0][0]
+
+    def feed(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Norm what the sub-layer reads: a tensor a port, or one tensor for all."""
+        return tuple(norm(x) for norm, x in zip(self.norms, xs if len(xs) > 1 else xs * len(self.norms), strict=True))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `model.bfloat16()` casts the norms, which are the host's; the connection's own parameters stay float32
+        def wide(t: Tensor) -> Tensor:
+            new = fn(t)
+            return t.to(new.device, torch.float32) if new.dtype in (torch.bfloat16, torch.float16) else new
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(wide, recurse=False)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    """An uninitialised connection parameter: float32 whatever torch's default dtype is."""
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
+
+
+def normal_(parameter: Tensor, std: float, site: Site) -> None:
+    """Fill with N(0, std²), seeded by torch's seed and the site, leaving the global random state as it was."""
+    if not parameter.is_meta:
+        generator = torch.Generator(parameter.device).manual_seed(torch.initial_seed() + site.index)
+        nn.init.normal_(parameter, std=std, generator=generator)
+
+
+def positive(**options: int) -> None:
+    """Raise a ValueError for an option that is not a whole number of at least 1."""
+    for name, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -1,0 +1,53 @@
+"""Attention residuals: every sub-layer attends over the outputs before it (Kimi Team, 2026), arXiv 2603.15031.
+
+    input_k = Σ_i p_i v_i,   p = softmax_i ⟨w_k, RMSNorm(v_i; g_k)⟩
+    full:   v = [y_0, y_1, …, y_{k−1}]                 y_0 the embedding, y_k the output of sub-layer k
+    block:  v = [y_0, sums of the completed blocks …, the current block's sum so far when it has one]
+
+`block_size` counts sub-layers (attention and MLP one each; a parallel block is one); 1 is full attention, and the last
+block may be short. The values are raw, there is no 1/√D, and the readout has a query of its own. The first sub-layer has
+one source and so no parameters. w = 0 and g = 1 at the start: the uniform average is the plain residual stream divided by
+the number of sources, which the norms remove up to their eps (visible with tiny embeddings and an eps of 1e-6).
+State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token at sub-layer k when full.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ..connection import Connection, Norm, Site, positive, weight
+from ..ops import add, attend
+
+
+class Values(NamedTuple):
+    done: tuple[Tensor, ...]  # y_0 and the completed blocks' sums, [B T D] each
+    partial: Tensor | None = None  # the current block's sum so far
+    y: Tensor | None = None  # pending write
+
+
+class AttnRes(Connection):
+    variants = ("attnres(block_size=3)", "attnres(block_size=4)")
+
+    def __init__(self, site: Site, dim: int, norm: Norm, block_size: int = 1):
+        super().__init__(site, dim, norm)
+        positive(block_size=block_size)
+        self.completes = site.index % block_size == 0  # the pending write was the last of its block
+        self.query = weight(dim) if site.index else None
+        self.key_norm = weight(dim) if site.index else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.query is not None and self.key_norm is not None:
+            nn.init.zeros_(self.query)
+            nn.init.ones_(self.key_norm)
+
+    def init(self, x: Tensor) -> Values:
+        return Values((x,))
+
+    def gather(self, state: Values) -> tuple[tuple[Tensor, ...], Values]:
+        if self.query is None or self.key_norm is None:
+            return state.done, state
+        partial = state.y if state.partial is None else add(state.partial, state.y)
+        sources = (*state.done, partial)
+        h = attend(sources, self.query * self.key_norm)
+        return (h,), Values(sources) if self.completes else Values(state.done, partial)

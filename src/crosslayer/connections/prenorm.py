@@ -1,0 +1,28 @@
+"""Pre-norm residual: every sub-layer adds its output to one stream. On Layer Normalization (Xiong et al., 2020), arXiv 2002.04745.
+
+    x ← x + F(Norm(x))
+
+A parallel block (GPT-J, Pythia) reads the same x twice: x ← x + attn(n1(x)) + mlp(n2(x)).
+State: one stream. Parameters: none. Traffic: 4D a token and boundary.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..connection import Connection
+from ..ops import add
+
+
+class Stream(NamedTuple):
+    h: Tensor  # [B T D]
+    y: Tensor | None = None  # pending write
+
+
+class PreNorm(Connection):
+    def init(self, x: Tensor) -> Stream:
+        return Stream(x)
+
+    def gather(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
+        h = add(*state)
+        return (h,), Stream(h)

@@ -1,0 +1,9 @@
+"""The few tensor functions all methods are made of. The torch reference here is the definition of each."""
+
+from .attend import attend, scores
+from .gate import gate
+from .mix import mix
+from .norm import add, rms, rstd, wide
+from .streams import deposit, streams
+
+__all__ = ["add", "attend", "deposit", "gate", "mix", "rms", "rstd", "scores", "streams", "wide"]

@@ -1,0 +1,25 @@
+"""The pieces every op shares: the pending write, the coefficients' precision, the root mean square."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def add(h: Tensor, y: Tensor | None) -> Tensor:
+    """h + y where a write is pending."""
+    return h if y is None else h + y
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the precision coefficients are computed in: float32, or float64 where x is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, no weight; float32 inside and out."""
+    return F.rms_norm(wide(x), x.shape[-1:], eps=eps)
+
+
+def rstd(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """rsqrt(mean(x²) + eps): what RMS(x) multiplies x by. [..., D] -> [...], reading x once."""
+    return torch.rsqrt(torch.linalg.vector_norm(wide(x), dim=-1).square() / x.shape[-1] + eps)

@@ -1,0 +1,85 @@
+"""One string names an arm everywhere: on the command line, in config.json, in a result row, in a test id.
+
+The file name is the registry and the constructor's signature is the configuration: "mudd(dilation=2)" is the class in
+`connections/mudd.py` with its keyword argument `dilation`.
+"""
+
+import ast
+import difflib
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from . import connections
+from .connection import Connection, Norm, Site
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A connection's name and options: call it with (site, dim, norm); `str` gives the arm's string back."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> type[Connection]:
+        module = importlib.import_module(f"{connections.__name__}.{self.name}")
+        return next(
+            c for c in vars(module).values()
+            if isinstance(c, type) and issubclass(c, Connection) and c.__module__ == module.__name__
+        )  # fmt: skip
+
+    def __call__(self, site: Site, dim: int, norm: Norm) -> Connection:
+        return self.method(site, dim, norm, **self.options)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{k}={v!r}" for k, v in self.options.items())
+        return f"{self.name}({options})" if options else self.name
+
+
+def available() -> tuple[str, ...]:
+    """The names `make` knows: the files in `crosslayer/connections/`."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(connections.__path__)))
+
+
+def options(method: type[nn.Module]) -> dict[str, Any]:
+    """A connection's options and their defaults."""
+    return {k: p.default for k, p in list(inspect.signature(method).parameters.items())[3:]}
+
+
+def make(arm: str) -> Factory:
+    """A connection's factory from its string: `make("mudd(dilation=2)")(site, dim, norm)` is a Connection.
+
+    Raises:
+        ValueError: the string is not a name with keyword literals, or the name or an option is unknown.
+    """
+    name, given = parse(arm)
+    if name not in available():
+        raise ValueError(f"unknown connection {name!r}{nearest(name, available())}; known: {', '.join(available())}")
+    known = options(Factory(name).method)
+    for key in given:
+        if key not in known:
+            listed = ", ".join(f"{k}={v!r}" for k, v in known.items()) or "none"
+            raise ValueError(f"unknown option {key!r} of {name!r}{nearest(key, known)}; its options: {listed}")
+    return Factory(name, given)
+
+
+def parse(arm: str) -> tuple[str, dict[str, Any]]:
+    try:
+        match ast.parse(arm.strip(), mode="eval").body:
+            case ast.Name(id=name):
+                return name, {}
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(k.arg for k in keywords):
+                return name, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise ValueError(f"cannot read the connection {arm!r}: expected a name, or like \"mudd(dilation=2, ways='qkvr')\"")
+
+
+def nearest(word: str, words: Any) -> str:
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
