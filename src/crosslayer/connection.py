@@ -20,8 +20,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-State = Any  # a NamedTuple of tensors, tuples of tensors and None; only the method that made it looks inside
+State = Any  # a NamedTuple of tensors (the first of them never None), tuples and None; opaque but to its method
 Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
 
 
@@ -57,7 +58,8 @@ class Connection(nn.Module):
 
     A write is lazy: it records y, and the next site's read applies it. A method therefore says two things: how its state
     begins (`init`) and how the next inputs come out of it (`gather`). Nothing is ever stored on the module in forward,
-    so a state survives checkpointing, re-entry, `deepcopy` and a pipeline cut.
+    so a state survives checkpointing, re-entry, `deepcopy` and a pipeline cut. A parameter never travels in the state
+    (a clone may): FSDP frees it as soon as its block is done.
 
     Args:
         site: where this connection sits.
@@ -92,9 +94,8 @@ class Connection(nn.Module):
 
     def read(self, state: State) -> tuple[tuple[Tensor, ...], State]:
         """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure: recomputing it is safe."""
-        leaf = next(x for x in torch.utils._pytree.tree_leaves(state) if x is not None)
         # autocast would run the coefficients' matmuls in half precision
-        with torch.autocast(leaf.device.type, enabled=False):
+        with torch.autocast(tree_leaves(state)[0].device.type, enabled=False):
             xs, state = self.gather(state)
             return self.feed(*xs), state
 

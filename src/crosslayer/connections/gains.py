@@ -35,4 +35,4 @@ class Gains(Connection):
         h, y, gain = state
         if y is not None and gain is not None:
             h = (gain * h + y).to(h.dtype)
-        return (h,), Gained(h, gain=self.gain)
+        return (h,), Gained(h, gain=None if self.gain is None else self.gain.clone())

@@ -70,13 +70,13 @@ class Hyper(Connection):
         if self.last:
             return (H.sum(-2),), Streams(H)
         alpha, beta = self.coefficients(H)
-        mixed = streams(H, alpha)
-        return (mixed[..., 0, :],), Streams(mixed[..., 1:, :], beta=beta)
+        (x,) = streams(H, alpha[..., :1]).unbind(-2)
+        return (x,), Streams(streams(H, alpha[..., 1:]), beta=beta)
 
     def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor]:
         """alpha [B T n n+1] and beta [B T n], or without the leading axes when static."""
         if not self.dynamic:
-            return self.static_alpha, self.static_beta
+            return self.static_alpha, self.static_beta.clone()
         N = F.layer_norm(wide(H), (self.dim,), self.norm_weight, self.norm_bias)
         alpha = self.dynamic_alpha_scale * self.bound(N @ self.dynamic_alpha_fn) + self.static_alpha
         beta = self.dynamic_beta_scale * self.bound(N @ self.dynamic_beta_fn) + self.static_beta

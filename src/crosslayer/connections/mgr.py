@@ -34,7 +34,7 @@ class Gated(NamedTuple):
 
 class MGR(Connection):
     starts_as_prenorm = False
-    variants = ("mgr(gate='independent')", "mgr(streams=2)", "mgr(streams=16)")
+    variants = ("mgr(gate='independent')", "mgr(streams=2)")
 
     def __init__(self, site: Site, dim: int, norm: Norm, streams: int = 4, gate: str = "competitive"):
         super().__init__(site, dim, norm)

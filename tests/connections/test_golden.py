@@ -1,0 +1,192 @@
+"""Every connection against numbers from reference implementations: outputs and every gradient, float64 to 1e-9."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import crosslayer
+from crosslayer import Site
+from crosslayer.connections.denseformer import History
+from crosslayer.ops import attend, gate, scores
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def close(ours: Tensor, golden: Tensor) -> None:
+    assert ours.dtype == golden.dtype == torch.float64
+    torch.testing.assert_close(ours.reshape(golden.shape), golden, rtol=1e-9, atol=1e-9)
+
+
+def built(arm: str, sites: list[Site], dim: int) -> list[crosslayer.Connection]:
+    """Connections without norms, as the golden runs have none."""
+    make = crosslayer.make(arm)
+    return [make(site, dim, lambda port: nn.Identity()).double() for site in sites]
+
+
+# what a site's parameters are called in the golden file
+NAMES = {
+    "hyper": lambda site: {
+        name: f"hc{site.index}.{name.replace('norm_', 'layer_norm.')}"
+        for name in (
+            "static_alpha", "static_beta", "dynamic_alpha_fn", "dynamic_alpha_scale",
+            "dynamic_beta_fn", "dynamic_beta_scale", "norm_weight", "norm_bias",
+        )
+    },
+    "attnres": lambda site: {
+        "query": f"{f'sublayer{site.index}' if site.index < site.depth else 'final'}.query",
+        "key_norm": f"{f'sublayer{site.index}' if site.index < site.depth else 'final'}.key_norm_weight",
+    },
+    "mgr": lambda site: {"w2": f"mgr{site.index}.w2", "w1": f"mgr{site.index + 1}.w1", "b": f"mgr{site.index + 1}.b1"},
+}  # fmt: skip
+
+CASES = {
+    "hc_static_n2_3sublayers": "hyper(streams=2, dynamic=False)",
+    "hc_dynamic_n4_tanh_layernorm_3sublayers": "hyper",
+    "attnres_full_8sublayers": "attnres",
+    "attnres_block4_8sublayers": "attnres(block_size=4)",
+    "mgr_competitive_n4_10sublayers": "mgr",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_of_linear_sublayers(case):
+    arm, file = CASES[case], load_file(GOLDEN / f"{case}.safetensors")
+    depth = json.loads((GOLDEN / f"{case}.json").read_text())["config"]["sub_layers"]
+    sites = built(arm, [Site(k, k, ("mlp",), True, True, depth) for k in range(depth + 1)], file["input/x"].shape[-1])
+    golden = {k.removeprefix("param/"): v.double().requires_grad_() for k, v in file.items() if k.startswith("param/")}
+    used = set()
+    for site in sites:
+        for ours, theirs in NAMES[crosslayer.make(arm).name](site.site).items():
+            if getattr(site, ours, None) is not None:
+                used.add(theirs)
+                getattr(site, ours).data.copy_(golden[theirs].detach().reshape(getattr(site, ours).shape))
+    first = 1 if "layer1.weight" in golden and "layer0.weight" not in golden else 0
+
+    x = file["input/x"].double().requires_grad_()
+    state = sites[0].init(x)
+    for k, site in enumerate(sites[:-1]):
+        (h,), state = site.read(state)
+        y = F.linear(h, golden[f"layer{k + first}.weight"], golden[f"layer{k + first}.bias"])
+        state = site.write(state, y)
+        step = f"f64/intermediate/sublayer{k + first}"
+        for name, ours in {"branch_input": h, "input_h": h, "branch_output": y, "output_y": y}.items():
+            if f"{step}.{name}" in file:
+                close(ours, file[f"{step}.{name}"])
+    (out,), state = sites[-1].read(state)
+    close(out, file["f64/output/out"])
+    loss = (out * file["input/loss_weight"]).sum()
+    if "f64/output/streams" in file:
+        streams = state.H if hasattr(state, "H") else torch.stack(state.S, -2)
+        close(streams, file["f64/output/streams"])
+        loss = loss + (streams * file["input/loss_weight_streams"]).sum()
+    close(loss, file["f64/loss"])
+
+    loss.backward()
+    close(x.grad, file["f64/grad/input/x"])
+    for name, p in golden.items():
+        if name.startswith("layer"):
+            close(p.grad, file[f"f64/grad/param/{name}"])
+    for site in sites:
+        for ours, theirs in NAMES[crosslayer.make(arm).name](site.site).items():
+            if getattr(site, ours, None) is not None:
+                close(getattr(site, ours).grad, file[f"f64/grad/param/{theirs}"])
+    unused = {name for name in golden if not name.startswith("layer")} - used
+    assert all(file[f"f64/grad/param/{name}"].abs().max() == 0 for name in unused), f"not loaded: {unused}"
+
+
+@pytest.mark.parametrize("gating", ["competitive", "independent"])
+def test_mgr_op(gating):
+    from crosslayer.connections.mgr import GATES
+
+    file = load_file(GOLDEN / f"mgr_op_{gating}_n4.safetensors")
+    leaf = {k: file[k].double().requires_grad_() for k in file if k.startswith(("param/", "input/")) and "loss" not in k}
+    S, y = leaf["input/streams"].unbind(-2), leaf["input/layer_output"]
+    scale = y.shape[-1] ** -0.5
+    beta = GATES[gating](scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
+    close(beta, file["f64/intermediate/beta"])
+    S = gate(S, y, beta)
+    out = attend(S, leaf["param/w2"] * scale)
+    close(out, file["f64/output/out"])
+    close(torch.stack(S, -2), file["f64/output/new_streams"])
+    loss = (out * file["input/loss_weight"]).sum() + (torch.stack(S, -2) * file["input/loss_weight_streams"]).sum()
+    close(loss, file["f64/loss"])
+    loss.backward()
+    for name, p in leaf.items():
+        close(p.grad, file[f"f64/grad/{name}"])
+
+
+def test_mgr_biases_follow_equation_14():
+    table = json.loads((GOLDEN / "mgr_competitive_n4_10sublayers.json").read_text())["eq14_bias_init_table"]
+    for row, expected in table.items():
+        gated, n = (int(part.split("=")[1]) for part in row.split(","))
+        site = Site(n, n, ("mlp",), True, True, gated + n - 1)
+        for gating, bias in (("competitive", "b_init_eq14"), ("independent", "independent_bias_with_n_eq_1")):
+            b = crosslayer.make(f"mgr(streams={n}, gate={gating!r})")(site, 4, lambda port: nn.Identity()).b
+            assert b[0].item() == pytest.approx(expected[bias], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "arm"),
+    [
+        ("denseformer_dwa_k1_p1_12blocks", "denseformer"),
+        ("denseformer_dwa_k4_p5_12blocks", "denseformer(dilation=4, period=5)"),
+        ("denseformer_dwa_k1_p1_12blocks", "mudd(ways='qkvr', dynamic=False)"),
+        ("denseformer_dwa_k4_p5_12blocks", "mudd(ways='qkvr', dynamic=False, dilation=4, period=5)"),
+    ],
+)
+def test_denseformer(case, arm):
+    file = load_file(GOLDEN / f"{case}.float64.safetensors")
+    sites = built(arm, crosslayer.plan(12, parallel=True), 16)
+    alphas = {}
+    for depth, site in enumerate(sites):
+        own = dict(site.named_parameters())
+        assert len(own) == (f"param.alpha.depth{depth}" in file)
+        for p in own.values():
+            assert torch.equal(p.detach().view(-1), file[f"init.alpha.depth{depth}"])
+            p.data.copy_(file[f"param.alpha.depth{depth}"].view_as(p))
+            alphas[depth] = p
+    blocks = {k: file[k].requires_grad_() for k in file if k.startswith("param.block")}
+    x = file["X.0"].clone().requires_grad_()
+    state = sites[0].init(x)
+    for i, site in enumerate(sites[:-1]):
+        (h, _), state = site.read(state)
+        close(h, file[f"Y.{i}"])
+        # these blocks have no residual of their own, ours add one
+        X = torch.tanh(F.linear(h, blocks[f"param.block.{i}.weight"], blocks[f"param.block.{i}.bias"]))
+        state = site.write(state, X - h)
+    out = sites[-1].readout(state)
+    close(out, file["output"])
+    loss = (out * file["param.cotangent"]).sum()
+    close(loss, file["loss"])
+    loss.backward()
+    close(x.grad, file["grad.x0"])
+    for name, p in blocks.items():
+        close(p.grad, file[name.replace("param.", "grad.")])
+    for depth, p in alphas.items():
+        close(p.grad, file[f"grad.alpha.depth{depth}"])
+
+
+def test_mudd_streams():
+    """Every depth aggregation of the golden model, given its recorded block outputs."""
+    case = GOLDEN / "muddformer_llama_L4_D64_noqknorm_noround_noexpand"
+    file, weights = load_file(f"{case}.forward_float64_exactrope.safetensors"), load_file(f"{case}.params.safetensors")
+    sites = built("mudd", crosslayer.plan(4), 64)
+    assert sites[0].ports == ("attn",)
+    for l, site in enumerate(sites[2::2], start=1):
+        site.a.data.copy_(weights[f"dense_bs.{l - 1}"])
+        site.W1.data.copy_(weights[f"dynamic_dense.{l - 1}.w1.weight"].T)
+        site.W2.data.copy_(weights[f"dynamic_dense.{l - 1}.w2.weight"].T)
+        X = tuple(file[f"X.{j}"] for j in range(l))
+        close(site.weights(file[f"X.{l}"], site.a).movedim(-2, 0), file[f"da_weights.{l - 1}"])
+        inputs, state = site.read(History(X, file[f"X.{l}"]))
+        if l == 4:
+            close(inputs[0], file["final_hidden"])
+        else:
+            assert site.ports == ("q", "k", "v")
+            for way, x in zip("qkvr", (*inputs, state.h), strict=True):
+                close(x, file[f"block_input.{l}.{way}"])
