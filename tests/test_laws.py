@@ -122,14 +122,15 @@ def test_inductor(arm):
 @both
 @every
 def test_blocks_compile_to_few_graphs(arm, parallel):
-    """Per-block compile: one graph for each structure of state and parameters, so no integer of the site is baked in."""
+    """Per-block compile: a graph for each structure of state, parameters and booleans; no integer of the site is baked in."""
     from torch._dynamo.testing import CompileCounter
 
     model, counter, ids = gpt(arm, parallel, layers=6), CompileCounter(), tokens()
     state, structures = model.readout.init(model.embed(ids)), set()
     for block in model.blocks:
-        shapes = tuple((n, p.shape) for n, p in block.named_parameters())
-        structures.add((tuple(leaf is None for leaf in tree_leaves(state)), shapes))
+        wiring = [tuple((n, p.shape) for n, p in block.named_parameters())]
+        wiring += [tuple(v for v in vars(c).values() if isinstance(v, bool)) for c in block.connections]
+        structures.add((tuple(leaf is None for leaf in tree_leaves(state)), *wiring))
         state = block(state)
         block.compile(fullgraph=True, backend=counter)
     model(ids)
