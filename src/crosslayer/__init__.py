@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import autoload
 from .connection import Connection, Site, plan
 from .registry import available, make
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Connection", "Site", "__version__", "available", "connect", "make", "plan"]
+
+autoload.watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,37 @@
+"""Where each family of transformers models keeps its parts: one row of data a family."""
+
+from typing import NamedTuple
+
+
+class Sublayer(NamedTuple):
+    module: str
+    norm: str  # before it
+    dropout: str | None = None  # on its output
+
+
+class Family(NamedTuple):
+    attn: Sublayer
+    mlp: Sublayer
+    qkv: tuple[str, ...]  # the attention's projections of q, k and v, or the one that is all three
+    layers: str  # the body's list of layers ...
+    final: str  # ... and its final norm
+    parallel: str | None = None  # the config's switch for attention and MLP side by side
+
+
+FAMILIES = {
+    "llama": Family(
+        Sublayer("self_attn", "input_layernorm"),
+        Sublayer("mlp", "post_attention_layernorm"),
+        ("q_proj", "k_proj", "v_proj"),
+        layers="layers",
+        final="norm",
+    ),
+    "gpt_neox": Family(
+        Sublayer("attention", "input_layernorm", "post_attention_dropout"),
+        Sublayer("mlp", "post_attention_layernorm", "post_mlp_dropout"),
+        ("query_key_value",),
+        layers="layers",
+        final="final_layer_norm",
+        parallel="use_parallel_residual",
+    ),
+}
