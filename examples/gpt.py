@@ -1,6 +1,6 @@
 """A whole GPT in plain PyTorch on the four verbs: the model never writes `+` on the stream.
 
-    python examples/gpt.py "mudd(dilation=2)"        trains a tiny one on this file, byte by byte
+python examples/gpt.py "mudd(dilation=2)"        trains a tiny one on this file, byte by byte
 """
 
 import sys
@@ -22,7 +22,9 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         k, v = q if k is None else k, q if v is None else v
-        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, x in ((self.q, q), (self.k, k), (self.v, v)))
+        q, k, v = (
+            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, x in ((self.q, q), (self.k, k), (self.v, v))
+        )
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 

@@ -1,9 +1,11 @@
 import os
 
+# before torch is imported: two workers on two cores, a thread each
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True)

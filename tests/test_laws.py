@@ -9,12 +9,12 @@ import warnings
 import pytest
 import torch
 import torch.multiprocessing
+from tiny import ARMS, connections, gpt, loss_and_gradients, shake, tokens
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
-from tiny import ARMS, connections, gpt, loss_and_gradients, shake, tokens
 
 both = pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 every = pytest.mark.parametrize("arm", ARMS)
@@ -68,7 +68,9 @@ def test_state_cuts_bitwise(arm, parallel):
         assert hasattr(state, "_fields"), "a state is a NamedTuple"
         leaves, spec = tree_flatten(state)
         assert all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
-        assert not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves), "FSDP would free it under the next block"
+        assert not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves), (
+            "FSDP would free it under the next block"
+        )
         state = tree_unflatten([leaf if leaf is None else leaf.clone() for leaf in leaves], spec)
         for block in model.blocks[cut:]:
             state = block(state)
@@ -122,7 +124,7 @@ def test_inductor(arm):
 @both
 @every
 def test_blocks_compile_to_few_graphs(arm, parallel):
-    """Per-block compile: a graph for each structure of state, parameters and booleans; no integer of the site is baked in."""
+    """Per-block compile: a graph a structure of state, parameters and booleans; no integer of the site is baked in."""
     from torch._dynamo.testing import CompileCounter
 
     model, counter, ids = gpt(arm, parallel, layers=6), CompileCounter(), tokens()
@@ -274,7 +276,9 @@ def shard_and_train(rank: int, folder: str) -> None:
             _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
             missing = expected.keys() ^ sharded.keys()
             errors[f"{arm}-{parallel}"] = (
-                float("inf") if missing else max((sharded[n].full_tensor() - g).abs().max().item() for n, g in expected.items())
+                float("inf")
+                if missing
+                else max((sharded[n].full_tensor() - g).abs().max().item() for n, g in expected.items())
             )
     if rank == 0:
         with open(f"{folder}/errors.json", "w") as file:

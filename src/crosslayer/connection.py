@@ -1,4 +1,4 @@
-"""A Transformer is a row of sites along depth; a connection sits at each and decides what is read and where output goes.
+"""A Transformer is a row of sites along depth; at each, a connection decides what is read and where output goes.
 
     y_0 ──► site 0 ──► attention ──► site 1 ──► mlp ──► … ──► site `depth`: the readout
              read                     write(y_1), read                write(y_S), read
@@ -29,7 +29,7 @@ Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
 class Site(NamedTuple):
     """A place along depth where a sub-layer runs; the last one is the readout."""
 
-    index: int  # 0 .. depth
+    index: int  # type: ignore[assignment]  # 0 .. depth
     layer: int  # the Transformer layer it belongs to; the number of layers at the readout
     ports: tuple[str, ...]  # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",)
     opens: bool  # first site of its layer
@@ -56,10 +56,10 @@ class Connection(nn.Module):
 
     `init(x) -> state`, `read(state) -> inputs, state`, `write(state, y) -> state`, `readout(state) -> hidden`.
 
-    A write is lazy: it records y, and the next site's read applies it. A method therefore says two things: how its state
-    begins (`init`) and how the next inputs come out of it (`gather`). Nothing is ever stored on the module in forward,
-    so a state survives checkpointing, re-entry, `deepcopy` and a pipeline cut. A parameter never travels in the state
-    (a clone may): FSDP frees it as soon as its block is done.
+    A write is lazy: it records y, and the next site's read applies it. A method therefore says two things: how its
+    state begins (`init`) and how the next inputs come out of it (`gather`). Nothing is ever stored on the module in
+    forward, so a state survives checkpointing, re-entry, `deepcopy` and a pipeline cut. A parameter never travels in
+    the state (a clone may): FSDP frees it as soon as its block is done.
 
     Args:
         site: where this connection sits.
@@ -89,7 +89,7 @@ class Connection(nn.Module):
         raise NotImplementedError
 
     def gather(self, state: State) -> tuple[tuple[Tensor, ...], State]:
-        """Absorb the pending write and mix: what the ports read before their norms (or one tensor for all), and the state."""
+        """Absorb the pending write and mix: what the ports read before their norms, one for all or one each."""
         raise NotImplementedError
 
     def read(self, state: State) -> tuple[tuple[Tensor, ...], State]:

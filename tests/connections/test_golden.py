@@ -104,10 +104,12 @@ def test_mgr_op(gating):
     from crosslayer.connections.mgr import GATES
 
     file = load_file(GOLDEN / f"mgr_op_{gating}_n4.safetensors")
-    leaf = {k: file[k].double().requires_grad_() for k in file if k.startswith(("param/", "input/")) and "loss" not in k}
+    leaf = {
+        k: file[k].double().requires_grad_() for k in file if k.startswith(("param/", "input/")) and "loss" not in k
+    }
     S, y = leaf["input/streams"].unbind(-2), leaf["input/layer_output"]
     scale = y.shape[-1] ** -0.5
-    beta = GATES[gating](scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
+    beta = GATES[gating].beta(scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
     close(beta, file["f64/intermediate/beta"])
     S = gate(S, y, beta)
     out = attend(S, leaf["param/w2"] * scale)

@@ -208,16 +208,17 @@ def test_connects_on_the_meta_device(host, arm):
 def test_a_body_without_a_head(tmp_path):
     body = crosslayer.connect(llama().model, "mudd")
     body.save_pretrained(tmp_path)
-    assert torch.equal(
-        LlamaModel.from_pretrained(tmp_path)(ids()).last_hidden_state, body(ids()).last_hidden_state
-    )
+    assert torch.equal(LlamaModel.from_pretrained(tmp_path)(ids()).last_hidden_state, body(ids()).last_hidden_state)
 
 
 @pytest.mark.parametrize(
     ("arm", "message"),
     [
         ("mud", r"unknown connection 'mud' \(did you mean 'mudd'\?\)"),
-        ("mudd(dilatation=2)", r"unknown option 'dilatation' of 'mudd' \(did you mean 'dilation'\?\); its options: ways="),
+        (
+            "mudd(dilatation=2)",
+            r"unknown option 'dilatation' of 'mudd' \(did you mean 'dilation'\?\); its options: ways=",
+        ),
         ("mudd(dilation=0)", "dilation must be a whole number of at least 1, got 0"),
         ("mgr(streams=6)", r"Eq. 14 has no bias for 6 streams and 1 gated sub-layers"),
     ],

@@ -54,7 +54,9 @@ def transposed(theirs: str, value: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def muddformer():
     weights = load_file(f"{CASE}.params.safetensors")
-    model = llama(hidden_size=64, num_hidden_layers=4, num_key_value_heads=4, rms_norm_eps=1e-6, tie_word_embeddings=False)
+    model = llama(
+        hidden_size=64, num_hidden_layers=4, num_key_value_heads=4, rms_norm_eps=1e-6, tie_word_embeddings=False
+    )
     for layer, width in zip(model.model.layers, WIDTHS, strict=True):
         layer.mlp.gate_proj, layer.mlp.up_proj = (nn.Linear(64, width, bias=False) for _ in range(2))
         layer.mlp.down_proj = nn.Linear(width, 64, bias=False)

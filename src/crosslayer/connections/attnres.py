@@ -1,14 +1,16 @@
-"""Attention residuals: every sub-layer attends over the outputs before it (Kimi Team, 2026), arXiv 2603.15031.
+"""Attention residuals: every sub-layer attends over the outputs before it.
+
+Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 2-5.
 
     input_k = Σ_i p_i v_i,   p = softmax_i ⟨w_k, RMSNorm(v_i; g_k)⟩
     full:   v = [y_0, y_1, …, y_{k−1}]                 y_0 the embedding, y_k the output of sub-layer k
     block:  v = [y_0, sums of the completed blocks …, the current block's sum so far when it has one]
 
 `block_size` counts sub-layers (attention and MLP one each; a parallel block is one); 1 is full attention, and the last
-block may be short. The values are raw, there is no 1/√D, and the readout has a query of its own. The first sub-layer has
-one source and so no parameters. w = 0 and g = 1 at the start: the uniform average is the plain residual stream divided by
-the number of sources, which the norms remove up to their eps (visible with tiny embeddings and an eps of 1e-6).
-State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token at sub-layer k when full.
+block may be short. The values are raw, there is no 1/√D, and the readout has a query of its own. The first sub-layer
+has one source and so no parameters. w = 0 and g = 1 at the start: the uniform average is the plain residual stream
+divided by the number of sources, which the norms remove up to their eps (visible where embeddings are tiny).
+State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token when full.
 """
 
 from typing import NamedTuple
@@ -45,9 +47,9 @@ class AttnRes(Connection):
         return Values((x,))
 
     def gather(self, state: Values) -> tuple[tuple[Tensor, ...], Values]:
-        if self.query is None or self.key_norm is None:
+        if self.query is None or self.key_norm is None or state.y is None:
             return state.done, state
-        partial = state.y if state.partial is None else add(state.partial, state.y)
+        partial = add(state.y, state.partial)
         sources = (*state.done, partial)
         h = attend(sources, self.query * self.key_norm)
         return (h,), Values(sources) if self.completes else Values(state.done, partial)

@@ -1,7 +1,9 @@
-"""DenseFormer's depth-weighted averages of whole blocks (Pagliardini et al., 2024), arXiv 2402.02622.
+"""DenseFormer: depth-weighted averages of the blocks' outputs.
+
+Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3 and 3.2.
 
     X_0 the embedding, X_i = B_i(Y_{i−1}) the output of block i, Y_0 = X_0
-    Y_i = Σ_{j ≤ i, j ≡ i mod k} α_{i,j} X_j   where p divides i, else Y_i = X_i            (section 3; k × p: section 3.2)
+    Y_i = Σ_{j ≤ i, j ≡ i mod k} α_{i,j} X_j   where p divides i, else Y_i = X_i
     block i + 1 reads Y_i; the readout reads Y_L
 
 k is the `dilation` and p the `period`, counted in blocks as the paper defines them (its experiment code counts the

@@ -1,4 +1,6 @@
-"""Skips with gains: a learned scalar on every skip; DenseFormer's baseline (Pagliardini et al., 2024), arXiv 2402.02622.
+"""Skips with gains: a learned scalar on every skip, DenseFormer's baseline.
+
+Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
 
     x ← g_k · x + F_k(Norm(x)),  g_k = 1 at the start
 

@@ -1,14 +1,16 @@
-"""Hyper-connections: n streams with learnt, input-dependent wiring (Zhu et al., 2024), arXiv 2409.19606.
+"""Hyper-connections: n streams with learnt, input-dependent wiring.
 
-    H_0 = the embedding, repeated n times;  at sub-layer k (1-based), Algorithm 2:
-    alpha = s_a · tanh(N(H) W_a) + static_alpha      [B T n n+1]     static_alpha = [e_{(k−1) mod n} | I]   (Eq. 10–13, 14)
+Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 and Algorithm 2.
+
+    H_0 = the embedding, repeated n times;  at sub-layer k, counted from 1:
+    alpha = s_a · tanh(N(H) W_a) + static_alpha      [B T n n+1]     static_alpha = [e_{(k−1) mod n} | I]
     beta  = s_b · tanh(N(H) w_b) + static_beta       [B T n]         static_beta = 1
-    mixed = alphaᵀ H                                 [B T n+1 D]     row 0 is the sub-layer's input, rows 1..n are carried
-    H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n}                     readout: the sum of the streams, then the final norm
+    mixed = alphaᵀ H                                 [B T n+1 D]     row 0 is the input, rows 1..n are carried
+    H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n};    readout: the sum of the streams, then the final norm
 
-Row s of the dynamic part depends on stream s alone. N is the listing's LayerNorm with weight and bias; `tanh=False` drops
-the tanh, `dynamic=False` leaves the static part (SHC). W_a = w_b = 0 and s = 0.01 at the start: the streams are then equal
-copies of the plain residual, and the readout n times it, which the final norm removes up to its eps.
+Row s of the dynamic part depends on stream s alone. N is the listing's LayerNorm with weight and bias; `tanh=False`
+drops the tanh, `dynamic=False` leaves the static part (SHC). W_a = w_b = 0 and s = 0.01 at the start: the streams are
+then equal copies of the plain residual, and the readout n times it, which the final norm removes up to its eps.
 State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2), and when dynamic D(n+2) + 2D + 2.
 Traffic: (2n + 2)D a token and boundary at the least.
 """

@@ -1,13 +1,16 @@
-"""Multi-gate residuals: n streams gated towards each output, pooled for the next input (2026), arXiv 2605.23259.
+"""Multi-gate residuals: n streams gated towards each output and pooled for the next input.
+
+Paper: Multi-Gate Residuals (2026), arXiv 2605.23259, equations 1-6 and 14, Listing 1.
 
     streams start as [y_0], and input_1 = y_0
-    k = 1 .. n−1:  append y_k as a stream          k = n .. S:  s_i ← s_i + β_i (y_k − s_i)                        (Eq. 5)
-    competitive:   β = softmax([0, q] + b_k)[1:],  q_i = (RMS(s_i)·w1_k)/√D,  b_k [n+1], index 0 the forget gate  (Eq. 4, 6)
+    k = 1 .. n−1:  append y_k as a stream          k = n .. S:  s_i ← s_i + β_i (y_k − s_i)
+    competitive:   β = softmax([0, q] + b_k)[1:],  q_i = (RMS(s_i)·w1_k)/√D,  b_k [n+1], index 0 the forget gate
     independent:   β = σ(q + b_k),                 b_k [n]
-    input_{k+1} = Σ_i softmax_i((RMS(s_i)·w2_k)/√D) s_i,   and the readout is input_{S+1}                          (Eq. 1)
+    input_{k+1} = Σ_i softmax_i((RMS(s_i)·w2_k)/√D) s_i,   and the readout is input_{S+1}
 
-As Listing 1: RMS has no weight, eps 1e-6, w1 = w2 = 0. Eq. 14 gives b from the number L = S − (n−1) of gated sub-layers,
-    b = ln(√(L/21) (e³ + 1) − n):   competitive b_0 = b, others 0;   independent −b with n = 1 in the formula, as the text's −3
+As Listing 1: RMS has no weight, eps 1e-6, w1 = w2 = 0. Eq. 14 gives b from the number L = S − (n−1) of gated
+sub-layers,  b = ln(√(L/21) (e³ + 1) − n).  Competitive: b_0 = b, the others 0. Independent: −b with n = 1 in the
+formula, as the text's −3 asks.
 The gate of write k depends on the streams before it, so the read of sub-layer k computes it and the state carries it.
 Every stream is a convex combination of outputs: it neither starts as PreNorm nor can represent it, so do not connect a
 trained model with it unless it is to be trained anew.
@@ -16,6 +19,7 @@ Traffic: (2n + 2)D a token and boundary.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,11 +45,12 @@ class MGR(Connection):
         positive(streams=streams)
         if gate not in GATES:
             raise ValueError(f"mgr: gate must be one of {', '.join(GATES)}, got {gate!r}")
-        self.n, self.gate = streams, GATES[gate]
+        self.gate = GATES[gate]
         gated = streams - 1 <= site.index < site.depth
+        self.bias = self.gate.bias(site.depth - (streams - 1), streams) if gated else []
         self.w2 = weight(dim) if site.index else None
         self.w1 = weight(dim) if gated else None
-        self.b = weight(self.gate.biases(streams)) if gated else None
+        self.b = weight(len(self.bias)) if gated else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -54,7 +59,7 @@ class MGR(Connection):
             nn.init.zeros_(self.w2)
         if self.w1 is not None and self.b is not None:
             nn.init.zeros_(self.w1)
-            self.gate.reset(self.b, self.site.depth - (self.n - 1), self.n)
+            self.b.copy_(torch.tensor(self.bias))
 
     def init(self, x: Tensor) -> Gated:
         return Gated((x,))
@@ -64,46 +69,43 @@ class MGR(Connection):
         if y is not None:
             S = (*S, y) if beta is None else gate(S, y, beta)
         h = S[0] if self.w2 is None else attend(S, self.w2 / math.sqrt(self.dim))
-        beta = None if self.w1 is None else self.gate(scores(S, self.w1 / math.sqrt(self.dim)), self.b)
-        return (h,), Gated(S, beta=beta)
+        if self.w1 is None or self.b is None:
+            return (h,), Gated(S)
+        return (h,), Gated(S, beta=self.gate.beta(scores(S, self.w1 / math.sqrt(self.dim)), self.b))
 
 
 def eq14(L: int, n: int) -> float:
     """The forget gate's bias at the start, in a model with L gated sub-layers and n streams."""
     margin = math.sqrt(L / 21) * (math.exp(3) + 1) - n
     if margin <= 0:
-        raise ValueError(f"mgr: Eq. 14 has no bias for {n} streams and {L} gated sub-layers: √(L/21)·(e³+1) must exceed n")
+        raise ValueError(
+            f"mgr: Eq. 14 has no bias for {n} streams and {L} gated sub-layers: √(L/21)·(e³+1) must exceed n"
+        )
     return math.log(margin)
 
 
-class Competitive:
-    """Streams compete with a forget gate, whose logit is its bias alone."""
-
-    @staticmethod
-    def biases(n: int) -> int:
-        return n + 1
-
-    @staticmethod
-    def reset(b: Tensor, L: int, n: int) -> None:
-        b.zero_()[0] = eq14(L, n)
-
-    def __call__(self, q: Tensor, b: Tensor) -> Tensor:
-        return (F.pad(q, (1, 0)) + b).softmax(-1)[..., 1:]
+class Gate(NamedTuple):
+    beta: Callable[[Tensor, Tensor], Tensor]  # scores q [B T n] and biases b -> β [B T n]
+    bias: Callable[[int, int], list[float]]  # b at the start, given L and n
 
 
-class Independent:
-    """Each stream has a sigmoid of its own."""
-
-    @staticmethod
-    def biases(n: int) -> int:
-        return n
-
-    @staticmethod
-    def reset(b: Tensor, L: int, n: int) -> None:
-        b.fill_(-eq14(L, 1))
-
-    def __call__(self, q: Tensor, b: Tensor) -> Tensor:
-        return (q + b).sigmoid()
+def competitive(q: Tensor, b: Tensor) -> Tensor:
+    return (F.pad(q, (1, 0)) + b).softmax(-1)[..., 1:]
 
 
-GATES = {"competitive": Competitive(), "independent": Independent()}
+def competitive_bias(L: int, n: int) -> list[float]:
+    return [eq14(L, n)] + [0.0] * n
+
+
+def independent(q: Tensor, b: Tensor) -> Tensor:
+    return (q + b).sigmoid()
+
+
+def independent_bias(L: int, n: int) -> list[float]:
+    return [-eq14(L, 1)] * n
+
+
+GATES = {
+    "competitive": Gate(competitive, competitive_bias),
+    "independent": Gate(independent, independent_bias),
+}

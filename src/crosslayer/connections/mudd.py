@@ -1,20 +1,22 @@
-"""MUDD: multiway dynamic dense connections (Xiao et al., 2025), arXiv 2502.12170.
+"""MUDD: multiway dynamic dense connections, a mixture of the blocks' outputs for each of q, k, v and the residual.
 
-    X_0 the embedding, X_l the output of block l;  in the depth aggregation after block l:
-    A  = GELU(RMSNorm(X_l) W1) W2 + a            [B T C l+1]      W1 [D, K], W2 [K, C(l+1)], a [C, l+1], K = C(l+1)     (Eq. 6)
-    S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j                c = q, k, v, r                                                        (Eq. 5, 8)
-    block l + 1:  h = S_r + MHA(n_q(S_q), n_k(S_k), n_v(S_v));   X_{l+1} = h + FFN(n(h))                                (Eq. 7)
+Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8.
+
+    X_0 the embedding, X_l the output of block l;  the depth aggregation after block l, K = C(l+1):
+    A   = GELU(RMSNorm(X_l) W1) W2 + a      [B T C l+1]     W1 [D, K], W2 [K, C(l+1)], a [C, l+1]       (Eq. 6)
+    S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j           c = q, k, v, r                                              (Eq. 5, 8)
+    block l + 1:  h = S_r + MHA(n_q(S_q), n_k(S_k), n_v(S_v));   X_{l+1} = h + FFN(n(h))                (Eq. 7)
     parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r));          readout: S_r of the last block, its one way
 
-`ways` are the mixtures, separated by spaces, each named by the streams it feeds; a stream left out reads X_l, as a plain
-residual does:
+`ways` are the mixtures, separated by spaces, each named by the streams it feeds; a stream left out reads X_l, as a
+plain residual does:
     mudd                                     the paper's: "q k v r"
     mudd(ways="qkvr")                        one dynamic way for all: DDFormer (section 2.2)
     mudd(ways="qkvr", dynamic=False)         static: DenseFormer's averages (section 2.1)
     mudd(ways="k v r")                       the paper's ablation −Q
 `dilation` and `period` are DenseFormer's. GELU is erf's and the norm has no weight, as in the released checkpoints.
-W1 ~ N(0, 1/D), W2 = 0, a one-hot on X_l: it starts exactly as the plain Transformer. q, k and v have norms of their own
-where they are mixed apart.
+W1 ~ N(0, 1/D), W2 = 0, a one-hot on X_l: it starts exactly as the plain Transformer. q, k and v have norms of their
+own where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l. Traffic: (l + 5)D a token.
 """
 
@@ -98,5 +100,7 @@ class Mudd(Connection):
 def streams_of(ways: str) -> list[str]:
     groups = ways.split() if isinstance(ways, str) else []
     if not groups or not set("".join(groups)) <= set("qkvr") or len(set("".join(groups))) < len("".join(groups)):
-        raise ValueError(f"mudd: ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', got {ways!r}")
+        raise ValueError(
+            f"mudd: ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', got {ways!r}"
+        )
     return groups

@@ -1,10 +1,12 @@
-"""Post-norm residual: the stream is normed after every write. Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762.
+"""Post-norm residual: the stream is normed after every write.
+
+Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762.
 
     x ← Norm(x + y)        for every write y, the embedding's y_0 included, as in BERT
 
-The norm that a pre-norm host keeps before sub-layer k is the norm after write k − 1, and the final norm is the one after
-the last, so each of the host's norms has its place and none is applied twice. In a parallel block the stream is what the
-attention reads, and the MLP reads the same sum through its own norm.
+The norm that a pre-norm host keeps before sub-layer k is the norm after write k − 1, and the final norm is the one
+after the last, so each of the host's norms has its place and none is applied twice. In a parallel block the stream is
+what the attention reads, and the MLP reads the same sum through its own norm.
 Computes another function than PreNorm from the start: not for a model that was trained with one.
 State: one stream. Parameters: none. Traffic: 4D a token and boundary.
 """

@@ -1,4 +1,6 @@
-"""Pre-norm residual: every sub-layer adds its output to one stream. On Layer Normalization (Xiong et al., 2020), arXiv 2002.04745.
+"""Pre-norm residual: every sub-layer adds its output to one stream.
+
+Paper: On Layer Normalization in the Transformer Architecture (Xiong et al., 2020), arXiv 2002.04745.
 
     x ← x + F(Norm(x))
 

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,14 +37,14 @@ def connect(model: Model, connection: str | Factory) -> Model:
             f"connect takes a transformers model, got {type(model).__name__}; "
             "in a model of your own, call the four verbs (see crosslayer.connection)"
         )
-    body = model.base_model
+    body: Any = model.base_model
     family = FAMILIES.get(body.config.model_type)
     if family is None or not hasattr(body, family.layers):
         raise ValueError(
             f"connect does not know the family {body.config.model_type!r}; it knows {', '.join(FAMILIES)}; "
             "in any other model, call the four verbs (see crosslayer.connection)"
         )
-    if isinstance(body, Body):
+    if Body in type(body).__mro__:
         raise ValueError(f"the model is connected already, with {body.config.crosslayer!r}")
 
     layers, final = getattr(body, family.layers), getattr(body, family.final)

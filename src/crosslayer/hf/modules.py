@@ -2,7 +2,7 @@
 wrap policies, gradient checkpointing and output recording still hold."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,23 +13,24 @@ from ..connection import Connection
 from .families import Family
 
 
-def become(module: nn.Module, role: type) -> None:
+def become(module: Any, role: type) -> None:
     """Give the module the methods of `role`, in front of its own class's."""
-    module.__class__ = subclass(role, type(module))
+    host: Any = type(module)
+    module.__class__ = subclass(role, host)
 
 
 @functools.cache
-def subclass(role: type, host: type) -> type:
+def subclass(role: type, host: Any) -> Any:
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         # the class exists at run time only, so copies and pickles rebuild it from its two bases
         return (blank, (role, host), *super(cls, self).__reduce_ex__(protocol)[2:])
 
     members = {"__module__": host.__module__, "__qualname__": host.__qualname__, "__reduce_ex__": reduce}
-    cls = type(host.__name__, (role, host), members)
+    cls: Any = type(host.__name__, (role, host), members)
     return cls
 
 
-def blank(role: type, host: type) -> Any:
+def blank(role: type, host: Any) -> Any:
     cls = subclass(role, host)
     return cls.__new__(cls)
 
@@ -63,7 +64,7 @@ class Layer:
     The state's tensors travel flat through `forward`, as reentrant checkpointing gives no gradient to nested ones.
     """
 
-    connections: nn.ModuleList
+    connections: Sequence[Connection]
     family: Family
 
     def __call__(self, hidden_states: Any, **kwargs: Any) -> Any:
@@ -78,8 +79,8 @@ class Layer:
         for connection in self.connections:
             inputs, state = connection.read(state)
             state = connection.write(state, self.sublayer(connection.ports, inputs, kwargs))
-        leaves, spec = tree_flatten(state)
-        return (*leaves, spec)
+        tensors, spec = tree_flatten(state)
+        return (*tensors, spec)
 
     def sublayer(self, ports: tuple[str, ...], inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
         """Attention, MLP, or both side by side, as the ports say."""
@@ -163,7 +164,9 @@ class FusedProjection:
         weights = self.weight.unflatten(0, (self.heads, 3, -1)).unbind(1)
         biases = [None] * 3 if self.bias is None else self.bias.unflatten(0, (self.heads, 3, -1)).unbind(1)
         parts = [
-            nn.functional.linear(port, w.flatten(0, 1), b if b is None else b.flatten()).unflatten(-1, (self.heads, 1, -1))
+            nn.functional.linear(port, w.flatten(0, 1), b if b is None else b.flatten()).unflatten(
+                -1, (self.heads, 1, -1)
+            )
             for port, w, b in zip(x, weights, biases, strict=True)
         ]
         return torch.cat(parts, -2).flatten(-3)
