@@ -4,11 +4,11 @@ import copy
 import io
 import json
 import pickle
-import warnings
 
 import pytest
 import torch
 import torch.multiprocessing
+import two_ranks
 from tiny import ARMS, connections, gpt, loss_and_gradients, shake, tokens
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -254,42 +254,10 @@ def test_autocast_leaves_coefficients_in_float32(arm, parallel):
     assert all(torch.equal(x, y) for x, y in zip(inputs, expected, strict=True))
 
 
-def shard_and_train(rank: int, folder: str) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    # a pending write is a Linear's output, which is a view; nothing here writes into it
-    warnings.filterwarnings("ignore", ".*returned a view tensor")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh, ids, errors = init_device_mesh("cpu", (2,)), tokens(4), {}
-    for arm in ARMS:
-        for parallel in (False, True):
-            model = gpt(arm, parallel)
-            _, expected = loss_and_gradients(model, ids)
-            model.checkpointing = True
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
-            missing = expected.keys() ^ sharded.keys()
-            errors[f"{arm}-{parallel}"] = (
-                float("inf")
-                if missing
-                else max((sharded[n].full_tensor() - g).abs().max().item() for n, g in expected.items())
-            )
-    if rank == 0:
-        with open(f"{folder}/errors.json", "w") as file:
-            json.dump(errors, file)
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="session")
 def sharded_errors(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("fsdp"))
-    torch.multiprocessing.spawn(shard_and_train, (folder,), nprocs=2)
+    torch.multiprocessing.spawn(two_ranks.shard_and_train, (folder,), nprocs=2)
     with open(f"{folder}/errors.json") as file:
         return json.load(file)
 
