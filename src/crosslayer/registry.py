@@ -48,7 +48,8 @@ def available() -> tuple[str, ...]:
 
 def options(method: type[nn.Module]) -> dict[str, Any]:
     """A connection's options and their defaults."""
-    return {k: p.default for k, p in list(inspect.signature(method).parameters.items())[3:]}
+    house = inspect.signature(Connection).parameters
+    return {k: p.default for k, p in inspect.signature(method).parameters.items() if k not in house}
 
 
 def make(arm: str) -> Factory:
@@ -78,6 +79,23 @@ def parse(arm: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError):
         pass
     raise ValueError(f"cannot read the connection {arm!r}: expected a name, or like \"mudd(dilation=2, ways='qkvr')\"")
+
+
+def separate(arms: str) -> list[str]:
+    """The arms in a line, separated by spaces or commas outside parentheses and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for char in arms:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        else:
+            depth += (char == "(") - (char == ")")
+            if depth == 0 and (char == "," or char.isspace()):
+                parts.append("")
+                continue
+        parts[-1] += char
+    return [part for part in parts if part]
 
 
 def nearest(word: str, words: Any) -> str:

@@ -1,6 +1,6 @@
 """DenseFormer: depth-weighted averages of the blocks' outputs.
 
-Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3 and 3.2.
+Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2 and 3.3.
 
     X_0 the embedding, X_i = B_i(Y_{i−1}) the output of block i, Y_0 = X_0
     Y_i = Σ_{j ≤ i, j ≡ i mod k} α_{i,j} X_j   where p divides i, else Y_i = X_i

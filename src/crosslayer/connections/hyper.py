@@ -40,6 +40,8 @@ class Hyper(Connection):
     ):  # fmt: skip
         super().__init__(site, dim, norm)
         positive(streams=streams)
+        if not (dynamic or tanh):
+            raise ValueError("tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone")
         self.n, self.dynamic, self.bound = streams, dynamic, torch.tanh if tanh else nn.Identity()
         if not self.last:
             self.static_alpha, self.static_beta = weight(streams, streams + 1), weight(streams)

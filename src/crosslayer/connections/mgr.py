@@ -1,6 +1,6 @@
 """Multi-gate residuals: n streams gated towards each output and pooled for the next input.
 
-Paper: Multi-Gate Residuals (2026), arXiv 2605.23259, equations 1-6 and 14, Listing 1.
+Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, equations 1-6 and 14, Listing 1.
 
     streams start as [y_0], and input_1 = y_0
     k = 1 .. n−1:  append y_k as a stream          k = n .. S:  s_i ← s_i + β_i (y_k − s_i)

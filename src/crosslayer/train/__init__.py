@@ -1,0 +1,1 @@
+"""Text, optimizer and the loop that trains one arm."""

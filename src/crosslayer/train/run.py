@@ -1,0 +1,197 @@
+"""One arm, trained: the body, its optimizer, the loop, and what was measured on the way."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..connection import Connection
+from ..hf import connect
+from .data import Text
+
+
+@dataclass
+class Settings:
+    """What every arm of a comparison shares.
+
+    Args:
+        data: "stdlib", the running interpreter's own library, or a text, .jsonl or .gz file or a folder of them.
+        steps: optimizer steps.
+        batch: sequences a step.
+        context: bytes a sequence.
+        lr: peak learning rate; it warms up over the first tenth and falls on a cosine to a tenth.
+        weight_decay: of matrices; connections declare which of their parameters take it.
+        family: the body, of transformers: llama or gpt_neox.
+        layers: of the body.
+        dim: width of the stream.
+        heads: of the attention.
+        precision: Fabric's, like 32-true or bf16-mixed.
+    """
+
+    data: str = "stdlib"
+    steps: int = 160
+    batch: int = 8
+    context: int = 256
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    family: str = "llama"
+    layers: int = 6
+    dim: int = 128
+    heads: int = 4
+    precision: str = "32-true"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "context", "layers", "dim", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % (2 * self.heads):
+            raise ValueError(f"dim must be a multiple of twice the heads, got dim {self.dim} and {self.heads} heads")
+
+
+class Progress(NamedTuple):
+    step: int
+    loss: float
+    tokens_per_second: float
+
+
+class Diverged(Exception):
+    """The loss is no longer a number."""
+
+    def __init__(self, step: int, loss: float):
+        super().__init__(f"the loss is {loss} at step {step}")
+        self.step, self.loss = step, loss
+
+
+Watch = Callable[[Progress], None]
+
+
+def build(settings: Settings, arm: str, seed: int) -> PreTrainedModel:
+    """The body with its connections; the body's weights depend on the seed alone."""
+    torch.manual_seed(seed)
+    width = -(-settings.dim * 8 // 3 // 32) * 32
+    config = AutoConfig.for_model(
+        settings.family,
+        vocab_size=256,
+        hidden_size=settings.dim,
+        intermediate_size=width if settings.family == "llama" else 4 * settings.dim,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        max_position_embeddings=settings.context,
+        tie_word_embeddings=False,
+    )
+    return connect(AutoModelForCausalLM.from_config(config), arm)
+
+
+def parameters(model: nn.Module) -> tuple[int, int]:
+    """Of the whole model, and what its connections added."""
+    total = sum(p.numel() for p in model.parameters())
+    own = sum(p.numel() for m in model.modules() if isinstance(m, Connection) for p in m.parameters())
+    return total, own
+
+
+def optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW: weight decay on the body's matrices and on what a connection says takes it, on nothing else."""
+    own = {p: n in m.decayed for m in model.modules() if isinstance(m, Connection) for n, p in m.named_parameters()}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for p in model.parameters():
+        groups[own.get(p, p.dim() >= 2)].append(p)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": settings.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+
+
+def schedule(step: int, steps: int) -> float:
+    """Warm up over the first tenth, then a cosine down to a tenth."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: list[Tensor]) -> float:
+    """Mean loss a token, in nats."""
+    model.eval()
+    total = sum(loss_of(model, batch).item() * len(batch) for batch in batches)
+    model.train()
+    return total / sum(len(batch) for batch in batches)
+
+
+def activation_bytes(model: nn.Module, batch: Tensor) -> int:
+    """What the forward pass of one step keeps for the backward, its parameters not counted."""
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_of(model, batch)  # holds the graph, so that no address is used twice
+    del loss
+    return sum(size for address, size in kept.items() if address not in own)
+
+
+def train(settings: Settings, arm: str, seed: int, text: Text, watch: Watch) -> dict[str, Any]:
+    """Train one arm from one seed and return its row: sizes, curve, losses, speed and memory."""
+    fabric = Fabric(accelerator="auto", devices=1, precision=settings.precision)
+    model = build(settings, arm, seed)
+    total, extra = parameters(model)
+    model, adamw = fabric.setup(model, optimizer(model, settings))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: schedule(step, settings.steps))
+    held_out = [fabric.to_device(batch) for batch in text.held_out(settings.batch, settings.context, 12)]
+    batches = text.batches(seed, settings.batch, settings.context)
+    memory = activation_bytes(model, fabric.to_device(next(text.batches(seed, settings.batch, settings.context))))
+
+    tokens, seconds, curve = settings.batch * settings.context, [], []
+    every = max(1, settings.steps // 6)
+    model.train()
+    for step in range(1, settings.steps + 1):
+        start = time.perf_counter()
+        loss = loss_of(model, fabric.to_device(next(batches)))
+        adamw.zero_grad()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, adamw, max_norm=1.0, error_if_nonfinite=False)
+        adamw.step()
+        scheduler.step()
+        value = loss.item()  # waits for the device, so that the step is timed whole
+        seconds.append(time.perf_counter() - start)
+        if not math.isfinite(value):
+            raise Diverged(step, value)
+        # the first steps warm caches up
+        speed = tokens / statistics.median(seconds[min(3, len(seconds) - 1) :])
+        if step % every == 0 or step == settings.steps:
+            curve.append([step, evaluate(model, held_out)])
+        watch(Progress(step, value, speed))
+    return {
+        "arm": arm,
+        "seed": seed,
+        "parameters": total,
+        "extra_parameters": extra,
+        "valid_loss": curve[-1][1],
+        "bits_per_byte": curve[-1][1] / math.log(2),
+        "tokens_per_second": speed,
+        "activation_bytes": memory,
+        "train_loss": value,
+        "curve": curve,
+        "seconds": sum(seconds),
+    }

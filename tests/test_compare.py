@@ -1,0 +1,238 @@
+"""The main job, from the command line: runs, stops, goes on, reports, and says what is wrong in one line."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.cli import main
+from crosslayer.compare import prepare, run, table
+from crosslayer.connection import Connection
+from crosslayer.train.data import load
+from crosslayer.train.run import Settings, activation_bytes, build, optimizer, schedule, train
+
+TINY = {"steps": 6, "batch": 2, "context": 32, "layers": 2, "dim": 16, "heads": 2}
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(400)))
+    return str(path)
+
+
+@pytest.fixture
+def tiny(text_file):
+    return Settings(data=text_file, **TINY)
+
+
+def options(text_file) -> list[str]:
+    return ["compare", "--data", text_file, *(f"--{k}={v}" for k, v in TINY.items())]
+
+
+def test_the_whole_command(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arms = ["--arms", "prenorm", "mudd(dilation=2, ways='k v r')", "hyper,attnres"]
+    assert main([*options(text_file), *arms, "--seeds", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "mudd(ways='k v r', dilation=2)" in printed or "mudd(dilation=2, ways='k v r')" in printed
+    results = json.loads((out / "results.json").read_text())
+    assert len(results["runs"]) == 8 and results["settings"]["steps"] == 6
+    for row in results["runs"]:
+        assert row["curve"][-1] == [6, row["valid_loss"]]
+        assert row["bits_per_byte"] == pytest.approx(row["valid_loss"] / math.log(2))
+        assert row["tokens_per_second"] > 0 and row["activation_bytes"] > 0
+    markdown, page = (out / "report.md").read_text(), (out / "report.html").read_text()
+    for arm in ("prenorm", "mudd", "hyper", "attnres"):
+        assert arm in printed and arm in markdown and arm in page
+    assert "±" in markdown and page.count("<svg") == 2
+    assert not re.search(r"""(src|href)=["'](?!#)""", page), "the page stands alone"
+    assert "vs prenorm" in printed and "1.00×" in printed
+
+    before = (out / "results.json").read_text()
+    assert main([*options(text_file), *arms, "--seeds", "2", "--out", str(out)]) == 0
+    assert (out / "results.json").read_text() == before, "nothing is run again"
+    assert main([*options(text_file), "--arms", "gains", "--out", str(out)]) == 0
+    assert len(json.loads((out / "results.json").read_text())["runs"]) == 9, "an arm can be added"
+
+
+def test_every_arm_starts_from_one_body():
+    settings = Settings(**TINY)
+    plain = build(settings, "prenorm", 3).state_dict()
+    for arm in crosslayer.available():
+        state = build(settings, arm, 3).state_dict()
+        assert all(torch.equal(state[k], v) for k, v in plain.items())
+    assert not torch.equal(build(settings, "prenorm", 4).state_dict()["lm_head.weight"], plain["lm_head.weight"])
+
+
+def test_a_run_repeats_bitwise(tiny):
+    text = load(tiny.data, tiny.context)
+    first, again = (train(tiny, "mudd", 1, text, lambda progress: None)["curve"] for _ in range(2))
+    assert first == again
+
+
+def test_parameters_are_counted_against_the_body(tiny):
+    text = load(tiny.data, tiny.context)
+    plain, mudd = (train(tiny, arm, 0, text, lambda progress: None) for arm in ("prenorm", "mudd"))
+    assert mudd["parameters"] - mudd["extra_parameters"] == plain["parameters"] and plain["extra_parameters"] == 0
+    assert mudd["extra_parameters"] == sum(
+        p.numel() for m in build(tiny, "mudd", 0).modules() if isinstance(m, Connection) for p in m.parameters()
+    )
+
+
+def test_activation_bytes_are_those_saved_for_backward():
+    lone = torch.nn.Linear(8, 8, bias=False)
+
+    class Body(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lone = lone
+
+        def forward(self, input_ids, use_cache):
+            x = torch.nn.functional.one_hot(input_ids, 8).float()
+            return type("Out", (), {"logits": self.lone(x)})
+
+    # one_hot's float input [2 4 8] for the Linear; log-softmax's output; the targets and a scalar of the loss
+    found = activation_bytes(Body(), torch.randint(8, (2, 5)))
+    assert 2 * 4 * 8 * 4 * 2 <= found <= 2 * 4 * 8 * 4 * 2 + 2 * 5 * 8 + 64
+
+
+def test_weight_decay_is_what_connections_say():
+    model = build(Settings(**TINY), "hyper", 0)
+    decay = {p: g["weight_decay"] for g in optimizer(model, Settings(**TINY)).param_groups for p in g["params"]}
+    for module in model.modules():
+        if isinstance(module, Connection):
+            for name, p in module.named_parameters(recurse=False):
+                assert decay[p] == (0.1 if name in ("dynamic_alpha_fn", "dynamic_beta_fn") else 0.0)
+    assert decay[model.lm_head.weight] == 0.1 and decay[model.model.norm.weight] == 0.0
+
+
+def test_schedule():
+    rates = [schedule(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1 and rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_stopped_and_started_again(tiny, tmp_path):
+    comparison = prepare(tiny, ["prenorm", "gains"], 1, tmp_path / "out")
+
+    def stop(arm, seed, progress):
+        if arm == "gains" and progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(comparison, stop)
+    assert [row.arm for row in table(comparison)] == ["prenorm"]
+    again, seen = prepare(tiny, ["prenorm", "gains"], 1, tmp_path / "out"), set()
+    run(again, lambda arm, seed, progress: seen.add(arm))
+    assert seen == {"gains"} and [row.arm for row in table(again)] == ["prenorm", "gains"]
+
+
+def test_control_c(text_file, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "crosslayer.cli", *options(text_file), "--steps=150", "--out", str(out)]
+    process = subprocess.Popen([*command, "--arms", "prenorm", "mudd"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until = time.time() + 120
+    while not (out / "results.json").exists() and time.time() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, errors = (stream.decode() for stream in process.communicate(timeout=60))
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert "Stopped: 1 runs had finished" in printed and "prenorm" in (out / "report.md").read_text()
+    assert "Not finished: mudd" in (out / "report.md").read_text()
+    done = subprocess.run([*command, "--arms", "prenorm", "mudd"], capture_output=True, text=True)
+    assert done.returncode == 0 and "mudd" in (out / "report.md").read_text()
+    assert "Not finished" not in (out / "report.md").read_text()
+
+
+def test_a_diverged_arm_is_a_result(tiny, tmp_path):
+    tiny.lr = 1e30
+    tiny.steps = 40
+    comparison = prepare(tiny, ["prenorm"], 1, tmp_path / "out")
+    run(comparison, lambda arm, seed, progress: None)
+    assert comparison.results["diverged"][0]["arm"] == "prenorm" and not comparison.missing
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--arms", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
+        (["--arms", "mudd(dilatation=2)"], "unknown option 'dilatation' of 'mudd' (did you mean 'dilation'?)"),
+        (["--arms", "mgr(streams=9)", "mgr(streams=4, gate='x')"], "gate must be one of competitive, independent"),
+        (["--arms", "mgr(streams=3)", "mudd("], "cannot read the connection 'mudd('"),
+        (["--step=3"], "unknown option --step (did you mean '--steps'?)"),
+        (["--steps=many"], "Parser key \"steps\": Expected a <class 'int'>. Got value: many"),
+        (["--steps=0"], "steps must be at least 1, got 0"),
+        (["--seeds=0"], "seeds must be at least 1, got 0"),
+        (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
+        (["--family=bert"], "connect does not know the family 'bert'"),
+        (["--data=/nowhere/at/all"], "/nowhere/at/all: no such file or folder"),
+        (["--context=100000"], "fewer than one context of 100000"),
+    ],
+)
+def test_bad_input_is_one_line(text_file, tmp_path, extra, message, capsys):
+    out = tmp_path / "out"
+    assert main([*options(text_file), "--out", str(out), *extra]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and "Traceback" not in printed.err
+    assert not out.exists()
+
+
+def test_the_folder_of_another_run(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = [*options(text_file), "--arms", "prenorm", "--out", str(out)]
+    assert main(command) == 0
+    held = (out / "results.json").read_text()
+    for extra, message in (("--steps=7", "with steps 6 where this one has 7"), ("--lr=0.1", "with lr 0.003")):
+        assert main([*command, extra]) == 1
+        assert message in capsys.readouterr().err
+    assert (out / "results.json").read_text() == held
+    (out / "results.json").write_text(held[:50])
+    assert main(command) == 1 and "not a comparison's results (damaged?)" in capsys.readouterr().err
+    assert (out / "results.json").read_text() == held[:50], "nothing is lost"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    assert main([*options(text_file), "--out", str(other)]) == 1
+    assert "not empty and without results.json" in capsys.readouterr().err
+    assert main([*options(text_file), "--out", text_file]) == 1
+    assert "a file is in the way" in capsys.readouterr().err
+
+
+def test_a_yaml_file_of_options(text_file, tmp_path):
+    config = tmp_path / "small.yaml"
+    config.write_text("arms: [prenorm]\nsteps: 2\n")
+    assert (
+        main([*options(text_file)[:3], *options(text_file)[4:], "--config", str(config), "--out", str(tmp_path / "o")])
+        == 0
+    )
+    assert json.loads((tmp_path / "o" / "results.json").read_text())["settings"]["steps"] == 2
+
+
+@pytest.mark.slow
+def test_without_arguments(tmp_path):
+    """The command of the README, as a new user types it."""
+    start = time.time()
+    environment = {k: v for k, v in __import__("os").environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "crosslayer.cli", "compare"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.time() - start < 360
+    (folder,) = tmp_path.iterdir()
+    results = json.loads((folder / "results.json").read_text())
+    bits = {row["arm"]: row["bits_per_byte"] for row in results["runs"]}
+    assert set(bits) == {"prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"}
+    assert all(value < results["entropy"] - 0.5 for value in bits.values())
+    assert bits["mudd"] < bits["prenorm"] - 0.05
+    print(done.stdout)

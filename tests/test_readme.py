@@ -1,0 +1,32 @@
+"""README's blocks run, and its table is the docstrings'."""
+
+import re
+from pathlib import Path
+
+import pytest
+import readme
+import torch
+from bodies import neox
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf8"), re.DOTALL)
+
+
+def test_the_table_is_fresh():
+    assert (ROOT / "README.md").read_text("utf8") == readme.generated(), "run python tools/readme.py"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["connect", "loop"])
+def test_blocks_run(block, tmp_path, monkeypatch):
+    # a folder of that name stands in for the hub
+    neox(True).save_pretrained(tmp_path / "EleutherAI" / "pythia-1.4b")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(block, names)
+    assert any(isinstance(value, torch.Tensor | torch.nn.Module) for value in names.values())
+
+
+def test_the_example_trains():
+    import gpt
+
+    assert gpt.main("mudd(dilation=2)", steps=10) < 4.5
