@@ -1,12 +1,23 @@
 """What many tests share: every arm, a small model of it, and weights shaken off their initial values."""
 
+from dataclasses import replace
+
 import torch
 from gpt import GPT
 from torch import nn
 
 import crosslayer
+from crosslayer.registry import options
 
 ARMS = [arm for name in crosslayer.available() for arm in (name, *crosslayer.make(name).method.variants)]
+
+
+def without_eps(arm: str) -> str:
+    """The arm with its own eps, where it has one, as good as zero."""
+    factory = crosslayer.make(arm)
+    return (
+        str(replace(factory, options={**factory.options, "eps": 1e-300})) if "eps" in options(factory.method) else arm
+    )
 
 
 def gpt(arm: str, parallel: bool = False, layers: int = 4, eps: float = 1e-6, shaken: bool = True) -> GPT:

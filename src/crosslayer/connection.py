@@ -16,13 +16,14 @@ Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 State = Any  # a NamedTuple of tensors (the first of them never None), tuples and None; opaque but to its method
+Choice = TypeVar("Choice")
 Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
 
 
@@ -57,7 +58,7 @@ class Connection(nn.Module):
     `init(x) -> state`, `read(state) -> inputs, state`, `write(state, y) -> state`, `readout(state) -> hidden`.
 
     A write is lazy: it records y, and the next site's read applies it. A method therefore says two things: how its
-    state begins (`init`) and how the next inputs come out of it (`gather`). Nothing is ever stored on the module in
+    state begins (`begin`) and how the next inputs come out of it (`gather`). Nothing is ever stored on the module in
     forward, so a state survives checkpointing, re-entry, `deepcopy` and a pipeline cut. A parameter never travels in
     the state (a clone may): FSDP frees it as soon as its block is done.
 
@@ -73,6 +74,8 @@ class Connection(nn.Module):
     starts_as_prenorm: ClassVar[bool] = True  # at initialisation it computes what PreNorm does, up to the norms' eps
     variants: ClassVar[tuple[str, ...]] = ()  # arms beside the default that the suite of laws must cover
     decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
+    lr_factors: ClassVar[dict[str, float]] = {}  # own parameters whose learning rate is a multiple of the model's
+    stream_dtype: torch.dtype | None = None  # of the streams; the embedding's where None. Every arm has it as an option
 
     def __init__(self, site: Site, dim: int, norm: Norm, ports: tuple[str, ...] | None = None):
         super().__init__()
@@ -86,6 +89,10 @@ class Connection(nn.Module):
 
     def init(self, x: Tensor) -> State:
         """The state of an empty model. x: the embedding y_0, [B T D]."""
+        return self.begin(self.streamed(x))
+
+    def begin(self, x: Tensor) -> State:
+        """The state before the first sub-layer, given the embedding in the streams' dtype."""
         raise NotImplementedError
 
     def gather(self, state: State) -> tuple[tuple[Tensor, ...], State]:
@@ -101,7 +108,7 @@ class Connection(nn.Module):
 
     def write(self, state: State, y: Tensor) -> State:
         """Record y, the sub-layer's output [B T D]; the next read applies it."""
-        return state._replace(y=y)
+        return state._replace(y=self.streamed(y))
 
     def readout(self, state: State) -> Tensor:
         """The hidden state [B T D] that the head reads, after the final norm."""
@@ -109,7 +116,13 @@ class Connection(nn.Module):
 
     def feed(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Norm what the sub-layer reads: a tensor a port, or one tensor for all."""
-        return tuple(norm(x) for norm, x in zip(self.norms, xs if len(xs) > 1 else xs * len(self.norms), strict=True))
+        xs = xs if len(xs) > 1 else xs * len(self.norms)
+        if self.stream_dtype is not None:  # the sub-layers go on in their own
+            xs = tuple(x.to(dtype_of(norm, x.dtype)) for norm, x in zip(self.norms, xs, strict=True))
+        return tuple(norm(x) for norm, x in zip(self.norms, xs, strict=True))
+
+    def streamed(self, x: Tensor) -> Tensor:
+        return x if self.stream_dtype is None else x.to(self.stream_dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.bfloat16()` casts the norms, which are the host's; the connection's own parameters stay float32
@@ -121,6 +134,11 @@ class Connection(nn.Module):
             for child in self.children():
                 child._apply(fn)
         return super()._apply(wide, recurse=False)
+
+
+def dtype_of(norm: nn.Module, default: torch.dtype) -> torch.dtype:
+    """The dtype of a norm's weight, whether its own or a host's it refers to."""
+    return getattr(norm, "dtype", None) or next((p.dtype for p in norm.parameters()), default)
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -140,3 +158,10 @@ def positive(**options: int) -> None:
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
+    """What the option's word stands for; a ValueError lists the words where it is none of them."""
+    if given not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {given!r}")
+    return choices[given]

@@ -12,10 +12,14 @@ import pkgutil
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import connections
-from .connection import Connection, Norm, Site
+from .connection import Connection, Norm, Site, choice
+
+DTYPES = {str(dtype).split(".")[1]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+EVERY: dict[str, Any] = {"stream_dtype": None}  # options every connection has
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,11 @@ class Factory:
         )  # fmt: skip
 
     def __call__(self, site: Site, dim: int, norm: Norm) -> Connection:
-        return self.method(site, dim, norm, **self.options)
+        own = {name: value for name, value in self.options.items() if name not in EVERY}
+        connection = self.method(site, dim, norm, **own)
+        if "stream_dtype" in self.options:
+            connection.stream_dtype = choice("stream_dtype", self.options["stream_dtype"], DTYPES)
+        return connection
 
     def __str__(self) -> str:
         options = ", ".join(f"{k}={v!r}" for k, v in self.options.items())
@@ -47,7 +55,7 @@ def available() -> tuple[str, ...]:
 
 
 def options(method: type[nn.Module]) -> dict[str, Any]:
-    """A connection's options and their defaults."""
+    """A connection's own options and their defaults; every connection has those of `EVERY` too."""
     house = inspect.signature(Connection).parameters
     return {k: p.default for k, p in inspect.signature(method).parameters.items() if k not in house}
 
@@ -61,7 +69,7 @@ def make(arm: str) -> Factory:
     name, given = parse(arm)
     if name not in available():
         raise ValueError(f"unknown connection {name!r}{nearest(name, available())}; known: {', '.join(available())}")
-    known = options(Factory(name).method)
+    known = options(Factory(name).method) | EVERY
     for key in given:
         if key not in known:
             listed = ", ".join(f"{k}={v!r}" for k, v in known.items()) or "none"

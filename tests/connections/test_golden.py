@@ -44,7 +44,27 @@ NAMES = {
     "mgr": lambda site: {"w2": f"mgr{site.index}.w2", "w1": f"mgr{site.index + 1}.w1", "b": f"mgr{site.index + 1}.b1"},
 }  # fmt: skip
 
+def mhc_names(site: Site) -> dict[str, str]:
+    prefix = f"hc{site.index}" if site.index < site.depth else "head"
+    return {name: f"{prefix}.{name}" for name in ("fn", "base", "scale")}
+
+
+def mhc_lite_names(site: Site) -> dict[str, str]:
+    plain = ("static_alpha", "static_beta", "dynamic_alpha_fn", "dynamic_beta_fn")
+    scales = ("pre_branch_scale", "residual_scale", "h_post_scale")
+    return {**{name: f"hc{site.index}.{name}" for name in (*plain, *scales)}, "gamma": f"hc{site.index}.norm.gamma"}
+
+
+NAMES |= {
+    "frac": lambda site: {name: f"fc{site.index}.{name}" for name in ("static_alpha", "static_beta")},
+    "mhc": mhc_names,
+    "mhc_lite": mhc_lite_names,
+}
+
 CASES = {
+    "frac_static_m2_3sublayers": "frac(dynamic=False)",
+    "mhc_deepseek_v4_n4_with_head_3sublayers": "mhc",
+    "mhc_lite_n4_3sublayers": "mhc_lite",
     "hc_static_n2_3sublayers": "hyper(streams=2, dynamic=False)",
     "hc_dynamic_n4_tanh_layernorm_3sublayers": "hyper",
     "attnres_full_8sublayers": "attnres",

@@ -43,7 +43,7 @@ class AttnRes(Connection):
             nn.init.zeros_(self.query)
             nn.init.ones_(self.key_norm)
 
-    def init(self, x: Tensor) -> Values:
+    def begin(self, x: Tensor) -> Values:
         return Values((x,))
 
     def gather(self, state: Values) -> tuple[tuple[Tensor, ...], Values]:

@@ -8,11 +8,14 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2
 
 k is the `dilation` and p the `period`, counted in blocks as the paper defines them (its experiment code counts the
 dilation in groups of blocks). No softmax, no normalisation; α starts one-hot on X_i, which is the plain Transformer.
+    last_k=K            only the last K blocks and the embedding are averaged ("Last K", Table 4)
+    period="last"       one average alone, after the last block ("Connect to Last", Table 4)
+    prune(threshold)    after training: small weights to zero (section 5, Figure 7)
 State: the outputs of all blocks so far. Parameters: ⌊i/k⌋ + 1 at each averaged depth i, L(L + 3)/2 for 1 × 1.
 Traffic: (i + 2)D a token at depth i, over k·p.
 """
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +31,25 @@ class History(NamedTuple):
 
 
 class DenseFormer(Connection):
-    variants = ("denseformer(dilation=2, period=3)", "denseformer(dilation=4, period=2)")
+    variants = (
+        "denseformer(dilation=2, period=3)",
+        "denseformer(dilation=4, period=2)",
+        "denseformer(last_k=2)",
+        "denseformer(period='last')",
+    )
 
-    def __init__(self, site: Site, dim: int, norm: Norm, dilation: int = 1, period: int = 1):
+    def __init__(
+        self,
+        site: Site,
+        dim: int,
+        norm: Norm,
+        dilation: int = 1,
+        period: int | Literal["last"] = 1,
+        last_k: int | None = None,
+    ):
         super().__init__(site, dim, norm)
-        positive(dilation=dilation, period=period)
-        averages = site.opens and site.layer > 0 and site.layer % period == 0
-        self.sources = slice(site.layer % dilation, None, dilation)
-        self.alpha = weight(site.layer // dilation + 1) if averages else None
+        self.sources = sources(site, dilation, period, last_k)
+        self.alpha = weight(len(self.sources)) if self.sources else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -43,7 +57,7 @@ class DenseFormer(Connection):
         if self.alpha is not None:
             self.alpha.zero_()[-1] = 1
 
-    def init(self, x: Tensor) -> History:
+    def begin(self, x: Tensor) -> History:
         return History((), x)
 
     def gather(self, state: History) -> tuple[tuple[Tensor, ...], History]:
@@ -51,5 +65,28 @@ class DenseFormer(Connection):
         if self.opens:
             X = (*X, h)
         if self.alpha is not None:
-            (h,) = mix(X[self.sources], self.alpha[None])
+            (h,) = mix(tuple(X[j] for j in self.sources), self.alpha[None])
         return (h,), History(X, h)
+
+    @torch.no_grad()
+    def prune(self, threshold: float) -> int:
+        """Set weights below the threshold in magnitude to zero, and return how many those were."""
+        if self.alpha is None:
+            return 0
+        small = self.alpha.abs() < threshold
+        self.alpha[small] = 0
+        return int(small.sum())
+
+
+def sources(site: Site, dilation: int, period: int | Literal["last"], window: int | None) -> tuple[int, ...]:
+    """Which blocks' outputs are averaged where a layer opens; none at a site without an average.
+
+    Those at a distance that the dilation divides; with a window, of those only the nearest, and the embedding.
+    """
+    given: dict[str, Any] = {"dilation": dilation, "period": period, "window": window}
+    positive(**{name: value for name, value in given.items() if value not in ("last", None)})
+    i = site.layer
+    if not site.opens or i == 0 or (site.index < site.depth if period == "last" else i % period):
+        return ()
+    near = [j for j in range(i + 1) if (i - j) % dilation == 0 and (window is None or i - j < window)]
+    return tuple(near if window is None or near[0] == 0 else [0, *near])

@@ -7,7 +7,7 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
 State: one stream and the gain of the pending write. Parameters: 1 a sub-layer. Traffic: 4D a token and boundary.
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,6 +21,8 @@ class Gained(NamedTuple):
 
 
 class Gains(Connection):
+    lr_factors: ClassVar[dict[str, float]] = {"gain": 0.01}  # a product over depth is steep
+
     def __init__(self, site: Site, dim: int, norm: Norm):
         super().__init__(site, dim, norm)
         self.gain = None if self.last else weight(1)
@@ -30,7 +32,7 @@ class Gains(Connection):
         if self.gain is not None:
             nn.init.ones_(self.gain)
 
-    def init(self, x: Tensor) -> Gained:
+    def begin(self, x: Tensor) -> Gained:
         return Gained(x)
 
     def gather(self, state: Gained) -> tuple[tuple[Tensor, ...], Gained]:

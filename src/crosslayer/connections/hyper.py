@@ -8,21 +8,28 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 a
     mixed = alphaᵀ H                                 [B T n+1 D]     row 0 is the input, rows 1..n are carried
     H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n};    readout: the sum of the streams, then the final norm
 
-Row s of the dynamic part depends on stream s alone. N is the listing's LayerNorm with weight and bias; `tanh=False`
-drops the tanh, `dynamic=False` leaves the static part (SHC). W_a = w_b = 0 and s = 0.01 at the start: the streams are
-then equal copies of the plain residual, and the readout n times it, which the final norm removes up to its eps.
-State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2), and when dynamic D(n+2) + 2D + 2.
+Row s of the dynamic part depends on stream s alone. W_a = w_b = 0 and s = 0.01 at the start: the streams are then
+equal copies of the plain residual, and the readout n times it, which the final norm removes up to its eps.
+    dynamic=False     the static part alone (SHC); `tanh=False` drops the tanh
+    stats             N: "layernorm" with weight and bias as in the listing, "rmsnorm", or "unweighted" LayerNorm (OLMo)
+    matrix            where the static part starts, as the paper writes it: [[0, B], [A_m, A_r]], one for every
+                      sub-layer or a list of them taken in turn (Eq. 17-19, 54)
+    beta              what static_beta starts at; 1/√n or √n is the paper's scaling of the output projections, whose
+                      direction it does not state
+    frozen            "B", "WC" or "B WC": the depth or width connections keep their initial values (Table 4)
+State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2), and when dynamic D(n+2) + |N| + 2.
 Traffic: (2n + 2)D a token and boundary at the least.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import deposit, streams, wide
+from ..connection import Connection, Norm, Site, choice, positive, weight
+from ..ops import deposit, repeat, streams, wide
 
 
 class Streams(NamedTuple):
@@ -32,56 +39,137 @@ class Streams(NamedTuple):
 
 
 class Hyper(Connection):
-    variants = ("hyper(streams=2, dynamic=False)", "hyper(streams=3, tanh=False)")
+    variants: ClassVar[tuple[str, ...]] = (
+        "hyper(streams=2, dynamic=False)",
+        "hyper(streams=3, tanh=False, stats='rmsnorm')",
+        "hyper(stats='unweighted', frozen='B')",
+        "hyper(dynamic=False, matrix=[[0, 1, 1], [1, 1, 0], [0, 0, 1]], streams=2)",
+    )
     decayed = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
 
     def __init__(
-        self, site: Site, dim: int, norm: Norm, streams: int = 4, dynamic: bool = True, tanh: bool = True
-    ):  # fmt: skip
+        self,
+        site: Site,
+        dim: int,
+        norm: Norm,
+        streams: int = 4,
+        dynamic: bool = True,
+        tanh: bool = True,
+        stats: str = "layernorm",
+        beta: float = 1.0,
+        matrix: Sequence[Any] | None = None,
+        frozen: str = "",
+    ):
         super().__init__(site, dim, norm)
         positive(streams=streams)
         if not (dynamic or tanh):
             raise ValueError("tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone")
+        if matrix is not None and beta != 1.0:
+            raise ValueError("matrix and beta exclude each other: the matrix has beta in its first row")
         self.n, self.dynamic, self.bound = streams, dynamic, torch.tanh if tanh else nn.Identity()
+        self.stats = choice("stats", stats, STATS)
+        self.start = (*self.identity(), beta * torch.ones(streams)) if matrix is None else self.given(matrix)
         if not self.last:
-            self.static_alpha, self.static_beta = weight(streams, streams + 1), weight(streams)
-        if not self.last and dynamic:
-            self.dynamic_alpha_fn, self.dynamic_beta_fn = weight(dim, streams + 1), weight(dim)
-            self.dynamic_alpha_scale, self.dynamic_beta_scale = weight(1), weight(1)
-            self.norm_weight, self.norm_bias = weight(dim), weight(dim)
+            self.parameters_of(*self.start)
+            self.freeze(frozen)
         self.reset_parameters()
+
+    def identity(self) -> tuple[Tensor, ...]:
+        """static_alpha that passes every stream on and reads one of them."""
+        read = torch.zeros(self.n, 1)
+        read[self.site.index % self.n] = 1
+        return (torch.cat([read, torch.eye(self.n)], 1),)
+
+    def given(self, matrix: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """static_alpha and static_beta of the paper's matrix at this site."""
+        turns = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
+        HC = torch.tensor(turns[self.site.index % len(turns)], dtype=torch.float32)
+        if HC.shape != (self.n + 1, self.n + 1):
+            raise ValueError(f"matrix must be {self.n + 1} by {self.n + 1} for {self.n} streams, got {list(HC.shape)}")
+        return HC[1:], HC[0, 1:]
+
+    def parameters_of(self, alpha: Tensor, beta: Tensor) -> None:
+        width = self.dim if alpha.shape[1] == self.n + 1 else self.dim // self.n
+        self.static_alpha, self.static_beta = weight(*alpha.shape), weight(self.n)
+        if self.dynamic:
+            self.dynamic_alpha_fn, self.dynamic_beta_fn = weight(width, alpha.shape[1]), weight(width)
+            self.dynamic_alpha_scale, self.dynamic_beta_scale = weight(1), weight(1)
+            self.norm_weight = weight(width) if self.stats.weighted else None
+            self.norm_bias = weight(width) if self.stats.biased else None
+
+    def freeze(self, frozen: str) -> None:
+        if not set(frozen.split()) <= {"B", "WC"}:
+            raise ValueError(f"frozen must be 'B', 'WC' or 'B WC', got {frozen!r}")
+        parts = {"B": "beta", "WC": "alpha"}
+        for name, p in self.named_parameters(recurse=False):
+            if any(parts[word] in name for word in frozen.split()) or (len(frozen.split()) == 2 and "norm" in name):
+                p.requires_grad_(False)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.last:
             return
-        nn.init.eye_(self.static_alpha[:, 1:])
-        nn.init.zeros_(self.static_alpha[:, 0])[self.site.index % self.n] = 1
-        nn.init.ones_(self.static_beta)
+        alpha, beta = self.start
+        self.static_alpha.copy_(alpha)
+        self.static_beta.copy_(beta)
         if self.dynamic:
             nn.init.zeros_(self.dynamic_alpha_fn)
             nn.init.zeros_(self.dynamic_beta_fn)
             nn.init.constant_(self.dynamic_alpha_scale, 0.01)
             nn.init.constant_(self.dynamic_beta_scale, 0.01)
-            nn.init.ones_(self.norm_weight)
-            nn.init.zeros_(self.norm_bias)
+            if self.norm_weight is not None:
+                nn.init.ones_(self.norm_weight)
+            if self.norm_bias is not None:
+                nn.init.zeros_(self.norm_bias)
 
-    def init(self, x: Tensor) -> Streams:
-        return Streams(x[..., None, :].expand(*x.shape[:-1], self.n, x.shape[-1]))
+    def begin(self, x: Tensor) -> Streams:
+        return Streams(repeat(x, self.n))
+
+    def spread(self, y: Tensor) -> Tensor:
+        """The sub-layer's output as the streams take it: [B T D] -> [B T 1 D]."""
+        return y[..., None, :]
+
+    def collapse(self, H: Tensor) -> Tensor:
+        """What the head reads: [B T n D] -> [B T D]."""
+        return H.sum(-2)
 
     def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
-        H = deposit(*state)
+        H, y, beta = state
+        if y is not None and beta is not None:
+            H = deposit(H, self.spread(y), beta)
         if self.last:
-            return (H.sum(-2),), Streams(H)
+            return (self.collapse(H),), Streams(H)
         alpha, beta = self.coefficients(H)
-        (x,) = streams(H, alpha[..., :1]).unbind(-2)
-        return (x,), Streams(streams(H, alpha[..., 1:]), beta=beta)
+        reads = alpha.shape[-1] - self.n
+        x = streams(H, alpha[..., :reads]).flatten(-2)
+        return (x,), Streams(streams(H, alpha[..., reads:]), beta=beta)
 
     def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor]:
         """alpha [B T n n+1] and beta [B T n], or without the leading axes when static."""
         if not self.dynamic:
             return self.static_alpha, self.static_beta.clone()
-        N = F.layer_norm(wide(H), (self.dim,), self.norm_weight, self.norm_bias)
+        N = self.stats.norm(wide(H), self.norm_weight, self.norm_bias)
         alpha = self.dynamic_alpha_scale * self.bound(N @ self.dynamic_alpha_fn) + self.static_alpha
         beta = self.dynamic_beta_scale * self.bound(N @ self.dynamic_beta_fn) + self.static_beta
         return alpha, beta
+
+
+def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def rmsnorm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps=1e-6)
+
+
+class Stats(NamedTuple):
+    norm: Any
+    weighted: bool
+    biased: bool
+
+
+STATS = {
+    "layernorm": Stats(layernorm, True, True),
+    "rmsnorm": Stats(rmsnorm, True, False),
+    "unweighted": Stats(layernorm, False, False),
+}

@@ -10,7 +10,7 @@ Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, equations 1-
 
 As Listing 1: RMS has no weight, eps 1e-6, w1 = w2 = 0. Eq. 14 gives b from the number L = S − (n−1) of gated
 sub-layers,  b = ln(√(L/21) (e³ + 1) − n).  Competitive: b_0 = b, the others 0. Independent: −b with n = 1 in the
-formula, as the text's −3 asks.
+formula, as the text's −3 asks, or with n as the formula has it under eq14="literal".
 The gate of write k depends on the streams before it, so the read of sub-layer k computes it and the state carries it.
 Every stream is a convex combination of outputs: it neither starts as PreNorm nor can represent it, so do not connect a
 trained model with it unless it is to be trained anew.
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, positive, weight
+from ..connection import Connection, Norm, Site, choice, positive, weight
 from ..ops import attend, gate, scores
 
 
@@ -38,16 +38,17 @@ class Gated(NamedTuple):
 
 class MGR(Connection):
     starts_as_prenorm = False
-    variants = ("mgr(gate='independent')", "mgr(streams=2)")
+    variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
 
-    def __init__(self, site: Site, dim: int, norm: Norm, streams: int = 4, gate: str = "competitive"):
+    def __init__(
+        self, site: Site, dim: int, norm: Norm, streams: int = 4, gate: str = "competitive", eq14: str = "text"
+    ):
         super().__init__(site, dim, norm)
         positive(streams=streams)
-        if gate not in GATES:
-            raise ValueError(f"mgr: gate must be one of {', '.join(GATES)}, got {gate!r}")
-        self.gate = GATES[gate]
+        self.gate = choice("gate", gate, GATES)
         gated = streams - 1 <= site.index < site.depth
-        self.bias = self.gate.bias(site.depth - (streams - 1), streams) if gated else []
+        alone = choice("eq14", eq14, {"text": 1, "literal": streams})
+        self.bias = self.gate.bias(site.depth - (streams - 1), streams, alone) if gated else []
         self.w2 = weight(dim) if site.index else None
         self.w1 = weight(dim) if gated else None
         self.b = weight(len(self.bias)) if gated else None
@@ -61,7 +62,7 @@ class MGR(Connection):
             nn.init.zeros_(self.w1)
             self.b.copy_(torch.tensor(self.bias))
 
-    def init(self, x: Tensor) -> Gated:
+    def begin(self, x: Tensor) -> Gated:
         return Gated((x,))
 
     def gather(self, state: Gated) -> tuple[tuple[Tensor, ...], Gated]:
@@ -74,35 +75,35 @@ class MGR(Connection):
         return (h,), Gated(S, beta=self.gate.beta(scores(S, self.w1 / math.sqrt(self.dim)), self.b))
 
 
-def eq14(L: int, n: int) -> float:
-    """The forget gate's bias at the start, in a model with L gated sub-layers and n streams."""
-    margin = math.sqrt(L / 21) * (math.exp(3) + 1) - n
-    if margin <= 0:
+def margin(L: int, n: int) -> float:
+    """Eq. 14: the forget gate's bias at the start, in a model with L gated sub-layers and n streams."""
+    exceeds = math.sqrt(L / 21) * (math.exp(3) + 1) - n
+    if exceeds <= 0:
         raise ValueError(
             f"mgr: Eq. 14 has no bias for {n} streams and {L} gated sub-layers: √(L/21)·(e³+1) must exceed n"
         )
-    return math.log(margin)
+    return math.log(exceeds)
 
 
 class Gate(NamedTuple):
     beta: Callable[[Tensor, Tensor], Tensor]  # scores q [B T n] and biases b -> β [B T n]
-    bias: Callable[[int, int], list[float]]  # b at the start, given L and n
+    bias: Callable[[int, int, int], list[float]]  # b at the start, given L, n, and n as a stream alone counts it
 
 
 def competitive(q: Tensor, b: Tensor) -> Tensor:
     return (F.pad(q, (1, 0)) + b).softmax(-1)[..., 1:]
 
 
-def competitive_bias(L: int, n: int) -> list[float]:
-    return [eq14(L, n)] + [0.0] * n
+def competitive_bias(L: int, n: int, alone: int) -> list[float]:
+    return [margin(L, n)] + [0.0] * n
 
 
 def independent(q: Tensor, b: Tensor) -> Tensor:
     return (q + b).sigmoid()
 
 
-def independent_bias(L: int, n: int) -> list[float]:
-    return [-eq14(L, 1)] * n
+def independent_bias(L: int, n: int, alone: int) -> list[float]:
+    return [-margin(L, alone)] * n
 
 
 GATES = {

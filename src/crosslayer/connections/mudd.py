@@ -14,7 +14,12 @@ plain residual does:
     mudd(ways="qkvr")                        one dynamic way for all: DDFormer (section 2.2)
     mudd(ways="qkvr", dynamic=False)         static: DenseFormer's averages (section 2.1)
     mudd(ways="k v r")                       the paper's ablation −Q
-`dilation` and `period` are DenseFormer's. GELU is erf's and the norm has no weight, as in the released checkpoints.
+`dilation` and `period` are DenseFormer's; `window=n` keeps the last n blocks and the embedding (SW-n, section 4).
+`normed=True` is PrePostDANorm (Eq. 10): P_j = n_j(X_j) for every source, m_c = Σ A_{c,j} ⊙ P_j, S_c = X_l + m_c for
+q, k and v, S_r = X_l + post(m_r) with post's weight 1e-3, a = 0, and the generator's norm has a weight. The cure where
+plain MUDD diverges: 24 layers and more with a large learning rate.
+`round64=True` rounds K up to (K//64 + 1)·64 and `expand_last=True` takes four times K in the last block, both as the
+released checkpoints do. GELU is erf's, and the norm has no weight, as there.
 W1 ~ N(0, 1/D), W2 = 0, a one-hot on X_l: it starts exactly as the plain Transformer. q, k and v have norms of their
 own where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l. Traffic: (l + 5)D a token.
@@ -24,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, normal_, positive, weight
+from ..connection import Connection, Norm, Site, normal_, weight
 from ..ops import add, mix, rms
-from .denseformer import History
+from .denseformer import History, sources
 
 
 class Mudd(Connection):
@@ -36,6 +41,9 @@ class Mudd(Connection):
         "mudd(dynamic=False)",
         "mudd(ways='k v r', dilation=2)",
         "mudd(ways='qk v', period=2)",
+        "mudd(window=2, round64=True, expand_last=True)",
+        "mudd(normed=True)",
+        "mudd(normed=True, ways='q kvr', dynamic=False)",
     )
     decayed = frozenset({"W1", "W2"})
 
@@ -48,45 +56,61 @@ class Mudd(Connection):
         dynamic: bool = True,
         dilation: int = 1,
         period: int = 1,
+        window: int | None = None,
+        normed: bool = False,
+        round64: bool = False,
+        expand_last: bool = False,
     ):
-        positive(dilation=dilation, period=period)
-        groups = streams_of(ways)
+        if normed and (dilation, period) != (1, 1):
+            raise ValueError("normed=True excludes dilation and period: a source left out would have an idle norm")
         last = site.index == site.depth
-        if last:
-            groups = [group for group in groups if "r" in group]
-        mixes = bool(groups) and site.opens and site.layer > 0 and site.layer % period == 0
+        groups = [group for group in streams_of(ways) if not last or "r" in group]
+        depths = sources(site, dilation, period, window) if groups else ()
         # which mixture each stream is: an index, or None for X_l itself
         way = {stream: next((c for c, group in enumerate(groups) if stream in group), None) for stream in "qkvr"}
-        apart = mixes and not last and not way["q"] == way["k"] == way["v"]
+        apart = bool(depths) and not last and not way["q"] == way["k"] == way["v"]
         ports = tuple(p for port in site.ports for p in (("q", "k", "v") if apart and port == "attn" else (port,)))
         super().__init__(site, dim, norm, ports)
         self.ways = [way[{"attn": "q", "mlp": "r", "out": "r"}.get(port, port)] for port in ports] + [way["r"]]
-        self.sources = slice(site.layer % dilation, None, dilation)
+        self.sources, self.residual = depths, way["r"]
 
-        C, L = len(groups), site.layer // dilation + 1
-        self.a = weight(C, L) if mixes else None
-        self.W1 = weight(dim, C * L) if mixes and dynamic else None
-        self.W2 = weight(C * L, C * L) if mixes and dynamic else None
+        C, L = len(groups), len(depths)
+        K = (C * L // 64 + 1) * 64 if round64 else C * L
+        K = 4 * K if expand_last and last else K
+        self.a = weight(C, L) if depths else None
+        self.W1 = weight(dim, K) if depths and dynamic else None
+        self.W2 = weight(K, C * L) if depths and dynamic else None
+        # of PrePostDANorm: of the source this block adds, of the generator's input, and after the mixture for r
+        self.pre = weight(dim) if normed and (depths or site.index == 0) else None
+        self.weigh = weight(dim) if normed and depths and dynamic else None
+        self.post = weight(dim) if normed and depths and way["r"] is not None else None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.a is not None:
-            self.a.zero_()[:, -1] = 1
+            self.a.zero_()
+            if self.pre is None:
+                self.a[:, -1] = 1
         if self.W1 is not None and self.W2 is not None:
             normal_(self.W1, self.dim**-0.5, self.site)
             nn.init.zeros_(self.W2)
+        for p, value in ((self.pre, 1.0), (self.weigh, 1.0), (self.post, 1e-3)):
+            if p is not None:
+                nn.init.constant_(p, value)
 
-    def init(self, x: Tensor) -> History:
+    def begin(self, x: Tensor) -> History:
         return History((), x)
 
     def gather(self, state: History) -> tuple[tuple[Tensor, ...], History]:
         X, h = state.X, add(state.h, state.y)
         if self.opens:
-            X = (*X, h)
+            X = (*X, h if self.pre is None else (rms(h) * self.pre).to(h.dtype))
         if self.a is None:
             return (h,), History(X, h)
-        S = mix(X[self.sources], self.weights(h, self.a))
+        S = mix(tuple(X[j] for j in self.sources), self.weights(h, self.a))
+        if self.pre is not None:
+            S = tuple(self.around(h, m, c == self.residual) for c, m in enumerate(S))
         *xs, r = (h if way is None else S[way] for way in self.ways)
         return tuple(xs), History(X, r)
 
@@ -94,7 +118,14 @@ class Mudd(Connection):
         """The mixtures' weights: [C L], or [B T C L] a token's own."""
         if self.W1 is None or self.W2 is None:
             return a
-        return (F.gelu(rms(x) @ self.W1) @ self.W2).unflatten(-1, a.shape) + a
+        N = rms(x) if self.weigh is None else rms(x) * self.weigh
+        return (F.gelu(N @ self.W1) @ self.W2).unflatten(-1, a.shape) + a
+
+    def around(self, h: Tensor, m: Tensor, residual: bool) -> Tensor:
+        """PrePostDANorm's skip around a mixture, whose norm is on the residual way alone."""
+        if residual and self.post is not None:
+            m = (rms(m) * self.post).to(h.dtype)
+        return h + m
 
 
 def streams_of(ways: str) -> list[str]:

@@ -22,7 +22,7 @@ class Stream(NamedTuple):
 
 
 class PreNorm(Connection):
-    def init(self, x: Tensor) -> Stream:
+    def begin(self, x: Tensor) -> Stream:
         return Stream(x)
 
     def gather(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:

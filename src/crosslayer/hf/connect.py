@@ -53,7 +53,8 @@ def connect(model: Model, connection: str | Factory) -> Model:
     # everything that can fail comes before anything of the model is changed
     inner = [[build(factory, s, body, layer, family) for s in sites if s.layer == i] for i, layer in enumerate(layers)]
     with torch.device(next(final.parameters()).device):
-        readout = factory(out, body.config.hidden_size, lambda port: nn.Identity())
+        # the final norm is lent to the first port once it has become the readout
+        readout = factory(out, body.config.hidden_size, lambda port: nn.Identity() if port == "out" else own(final))
 
     for layer, connections in zip(layers, inner, strict=True):
         layer.connections, layer.family = nn.ModuleList(connections).train(layer.training), family
@@ -73,15 +74,18 @@ def build(factory: Factory, site: Site, body: PreTrainedModel, layer: nn.Module,
 
     def norm(port: str) -> nn.Module:
         host = getattr(layer, (family.mlp if port == "mlp" else family.attn).norm)
-        if port not in ("k", "v"):
-            return Borrowed(host)
-        own = copy.deepcopy(host)
-        become(own, CopiedNorm)
-        own.origin = (host,)
-        return own
+        return own(host) if port in ("k", "v") else Borrowed(host)
 
     with torch.device(next(layer.parameters()).device):
         return factory(site, body.config.hidden_size, norm)
+
+
+def own(host: nn.Module) -> nn.Module:
+    """A copy of a host's norm, with weights of its own."""
+    norm: Any = copy.deepcopy(host)
+    become(norm, CopiedNorm)
+    norm.origin = (host,)
+    return norm
 
 
 def part_ports(attention: nn.Module, family: Family, heads: int) -> None:

@@ -117,6 +117,11 @@ class Borrowed(nn.Module):
         super().__init__()
         self.norm = (norm,)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        host: Any = getattr(self.norm[0], "__self__", self.norm[0])
+        return next((p.dtype for p in host.parameters(recurse=False)), None)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.norm[0](x)
 

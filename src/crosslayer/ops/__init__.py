@@ -4,6 +4,7 @@ from .attend import attend, scores
 from .gate import gate
 from .mix import mix
 from .norm import add, rms, rstd, wide
-from .streams import deposit, streams
+from .sinkhorn import sinkhorn
+from .streams import deposit, repeat, streams
 
-__all__ = ["add", "attend", "deposit", "gate", "mix", "rms", "rstd", "scores", "streams", "wide"]
+__all__ = ["add", "attend", "deposit", "gate", "mix", "repeat", "rms", "rstd", "scores", "sinkhorn", "streams", "wide"]

@@ -5,6 +5,11 @@ from torch import Tensor
 from .norm import wide
 
 
+def repeat(x: Tensor, n: int) -> Tensor:
+    """n equal streams, a view: [B T D] -> [B T n D]."""
+    return x[..., None, :].expand(*x.shape[:-1], n, x.shape[-1])
+
+
 def streams(H: Tensor, w: Tensor) -> Tensor:
     """out_c = Σ_s w[…, s, c] · H_s: C mixtures of n streams, rows of w the source, columns the destination.
 
@@ -14,11 +19,10 @@ def streams(H: Tensor, w: Tensor) -> Tensor:
     return (w.mT @ wide(H)).to(H.dtype)
 
 
-def deposit(H: Tensor, y: Tensor | None, beta: Tensor | None) -> Tensor:
-    """H_s + beta_s · y where a write is pending.
+def deposit(H: Tensor, Y: Tensor, beta: Tensor) -> Tensor:
+    """H_s + beta_s · Y_s.
 
-    H: [B T n D].  y: [B T D].  beta: [n] static, or [B T n], float32.  ->  [B T n D] in H's dtype.
+    H: [B T n D].  Y: [B T n D], or [B T 1 D] for all streams.  beta: [n] static, or [B T n], float32.
+    ->  [B T n D] in H's dtype.
     """
-    if y is None or beta is None:
-        return H
-    return (H + beta[..., None] * y[..., None, :]).to(H.dtype)
+    return (H + beta[..., None] * Y).to(H.dtype)

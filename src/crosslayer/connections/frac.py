@@ -1,0 +1,40 @@
+"""Frac-connections: hyper-connections over m fractions of the width instead of m copies of it.
+
+Paper: Frac-Connections (Zhu et al., 2025), arXiv 2503.14125, Algorithms 2 and 3.
+
+    H = reshape(h, (m, D/m))
+    alpha = tanh(LayerNorm(H) W_a) s_a + static_alpha     [B T m 2m]     static_alpha = [I | I]
+    beta  = tanh(LayerNorm(H) w_b) s_b + static_beta      [B T m]        static_beta = 1
+    mixed = alphaᵀ H;   input = concat(mixed_{1..m});   H ← beta · reshape(F(Norm(input))) + mixed_{m+1..2m}
+
+The stream is as wide as a plain residual's. W_a = w_b = 0 at the start, which is exactly the plain residual.
+State: one stream in m fractions, and beta of the pending write. Parameters a sub-layer: 2m² + m, and when dynamic
+(D/m)(2m + 3) + 2. Traffic: 4D a token and boundary.
+"""
+
+import torch
+from torch import Tensor
+
+from ..connection import Norm, Site
+from .hyper import Hyper, Streams
+
+
+class Frac(Hyper):
+    variants = ("frac(fractions=3, dynamic=False)",)
+
+    def __init__(self, site: Site, dim: int, norm: Norm, fractions: int = 2, dynamic: bool = True, tanh: bool = True):
+        if isinstance(fractions, int) and fractions > 0 and dim % fractions:
+            raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
+        super().__init__(site, dim, norm, fractions, dynamic, tanh)
+
+    def identity(self) -> tuple[Tensor, ...]:
+        return (torch.cat([torch.eye(self.n), torch.eye(self.n)], 1),)
+
+    def begin(self, x: Tensor) -> Streams:
+        return Streams(self.spread(x))
+
+    def spread(self, y: Tensor) -> Tensor:
+        return y.unflatten(-1, (self.n, -1))
+
+    def collapse(self, H: Tensor) -> Tensor:
+        return H.flatten(-2)

@@ -1,0 +1,52 @@
+"""Highway: a learnt gate between carrying the stream and taking the output.
+
+Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3 with the carry gate 1 − T.
+
+    x ← (1 − g) ⊙ x + g ⊙ F(Norm(x)),   g = σ(x W + b)      W [D, D], b [D] = `bias`, negative: carry at the start
+
+W = 0 at the start, so g = σ(bias) everywhere. It carries less of the stream at each write, so it neither starts as
+PreNorm nor can represent it. The gate depends on the stream alone, so the read computes it and the state carries it.
+State: one stream, and the gate of the pending write. Parameters: D² + D a sub-layer. Traffic: 6D a token and boundary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..connection import Connection, Norm, Site, weight
+from ..ops import wide
+
+
+class Carried(NamedTuple):
+    h: Tensor  # [B T D]
+    y: Tensor | None = None  # pending write ...
+    g: Tensor | None = None  # ... and how far the stream goes to it, [B T D]
+
+
+class Highway(Connection):
+    starts_as_prenorm = False
+    decayed = frozenset({"W"})
+
+    def __init__(self, site: Site, dim: int, norm: Norm, bias: float = -2.0):
+        super().__init__(site, dim, norm)
+        self.bias = bias
+        self.W = None if self.last else weight(dim, dim)
+        self.b = None if self.last else weight(dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.W is not None and self.b is not None:
+            nn.init.zeros_(self.W)
+            nn.init.constant_(self.b, self.bias)
+
+    def begin(self, x: Tensor) -> Carried:
+        return Carried(x)
+
+    def gather(self, state: Carried) -> tuple[tuple[Tensor, ...], Carried]:
+        h, y, g = state
+        if y is not None and g is not None:
+            h = torch.lerp(wide(h), wide(y), g).to(h.dtype)
+        if self.W is None or self.b is None:
+            return (h,), Carried(h)
+        return (h,), Carried(h, g=(wide(h) @ self.W + self.b).sigmoid())

@@ -1,0 +1,140 @@
+"""mHC: hyper-connections whose residual matrix is doubly stochastic, in DeepSeek-V4's convention.
+
+Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.24880, equations 7-9.
+
+    v = vec(H) [nD];   z = (v·fnᵀ)·rsqrt(mean(v²) + eps)·scale + base      fn [n²+2n, nD], order pre | post | res
+    pre = σ(z_pre) + eps;   post = 2σ(z_post);   R = Sinkhorn(z_res), R[src, dst]
+    input = Σ_s pre_s H_s;   H_dst ← post_dst · y + Σ_src R[src, dst] H_src
+    entry: the embedding repeated n times;   readout: Σ_s (σ(z_head) + eps)_s H_s, then the final norm
+
+Public implementations differ in what follows and give fluent wrong answers where it is mixed up, so each is named:
+    orientation    "src dst" (default): z_res is laid out with the source as its row;  "dst src": transposed
+    order          "src last" (default, the paper's T_r(T_c(·))): the last normalisation is over sources;  "dst last"
+    readout        "head" (learnt, DeepSeek-V4), "sum" or "mean" (GLM)
+    residual       "sinkhorn", or "identity": R = I and no z_res (iHC)
+    eps            of the sigmoid, of Sinkhorn and of the norm of v
+    single_pass    the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes the streams; the
+                   first collapse takes stream 0 and the readout uses the last pre (DeepSeek-V4.1)
+Starts as PreNorm, up to eps: fn = 0, scale 0.01, base 0 on the diagonal of z_res and −8 off it, and −1 for pre but +1
+at the layer's own stream. Mixer parameters stay float32.
+State: n streams, post of the pending write, and pre when single-pass. Parameters a sub-layer: (n²+2n)(nD + 1) + 3, and
+n(nD + 1) + 1 for the head. Traffic: (2n + 2)D a token and boundary at the least.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..connection import Connection, Norm, Site, choice, positive, weight
+from ..ops import deposit, repeat, rstd, sinkhorn, streams, wide
+
+
+class Manifold(NamedTuple):
+    H: Tensor  # [B T n D]
+    y: Tensor | None = None  # pending write ...
+    post: Tensor | None = None  # ... and how much of it each stream takes, [B T n]
+    pre: Tensor | None = None  # single pass: what collapses the streams next, [B T n]
+
+
+class MHC(Connection):
+    variants = (
+        "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",
+        "mhc(residual='identity', readout='mean', streams=2)",
+        "mhc(single_pass=True)",
+    )
+    decayed = frozenset({"fn"})
+
+    def __init__(
+        self,
+        site: Site,
+        dim: int,
+        norm: Norm,
+        streams: int = 4,
+        iterations: int = 20,
+        orientation: str = "src dst",
+        order: str = "src last",
+        readout: str = "head",
+        residual: str = "sinkhorn",
+        single_pass: bool = False,
+        eps: float = 1e-6,
+    ):
+        super().__init__(site, dim, norm)
+        positive(streams=streams, iterations=iterations)
+        self.n, self.iterations, self.eps, self.single_pass = streams, iterations, eps, single_pass
+        self.transposed = choice("orientation", orientation, {"src dst": False, "dst src": True})
+        self.dst_last = choice("order", order, {"src last": False, "dst last": True})
+        self.mixes = choice("residual", residual, {"sinkhorn": True, "identity": False})
+        self.collapse = choice("readout", readout, READOUTS)
+        if single_pass and readout != "head":
+            raise ValueError(f"single_pass and readout={readout!r} exclude each other: its readout is the last pre")
+        n = streams
+        sizes = [n] if self.last else [n, n] + [n * n] * self.mixes
+        mixers = not self.last or (readout == "head" and not single_pass)
+        self.sizes = sizes
+        self.fn = weight(sum(sizes), n * dim) if mixers else None
+        self.base = weight(sum(sizes)) if mixers else None
+        self.scale = weight(len(sizes)) if mixers else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.fn is None or self.base is None or self.scale is None:
+            return
+        nn.init.zeros_(self.fn)
+        nn.init.constant_(self.scale, 0.01)
+        nn.init.zeros_(self.base)
+        if not self.last:
+            self.base[: self.n] = -1
+            self.base[self.site.index % self.n] = 1
+        if not self.last and self.mixes:
+            self.base[2 * self.n :] = -8 * (1 - torch.eye(self.n, device=self.base.device).flatten())
+
+    def begin(self, x: Tensor) -> Manifold:
+        return Manifold(repeat(x, self.n))
+
+    def gather(self, state: Manifold) -> tuple[tuple[Tensor, ...], Manifold]:
+        H, y, post, pre = state
+        if y is not None and post is not None:
+            H = deposit(H, y[..., None, :], post)
+        if self.fn is None:  # a readout without a head
+            return (self.collapse(H) if pre is None else collapsed(H, pre),), Manifold(H)
+        now, *rest = self.coefficients(H)
+        if self.last:
+            return (collapsed(H, now),), Manifold(H)
+        carried, post = streams(H, self.mixture(rest[1])) if self.mixes else H, 2 * rest[0].sigmoid()
+        if not self.single_pass:
+            return (collapsed(H, now),), Manifold(carried, post=post)
+        return (H[..., 0, :] if pre is None else collapsed(H, pre),), Manifold(carried, post=post, pre=now)
+
+    def coefficients(self, H: Tensor) -> tuple[Tensor, ...]:
+        """pre [B T n], and the logits of post [B T n] and of R [B T n·n] as far as the site has them."""
+        assert self.fn is not None and self.base is not None and self.scale is not None
+        v = wide(H).flatten(-2)
+        z = (v @ self.fn.T * rstd(v, self.eps)[..., None]).split(self.sizes, -1)
+        pre, *rest = (part * s + b for part, s, b in zip(z, self.scale, self.base.split(self.sizes), strict=True))
+        return pre.sigmoid() + self.eps, *rest
+
+    def mixture(self, logits: Tensor) -> Tensor:
+        """R [B T src dst]."""
+        R = logits.unflatten(-1, (self.n, self.n))
+        R = R.mT if self.transposed else R
+        if self.dst_last:
+            return sinkhorn(R.mT, self.iterations, self.eps).mT
+        return sinkhorn(R, self.iterations, self.eps)
+
+
+def collapsed(H: Tensor, pre: Tensor) -> Tensor:
+    """Σ_s pre_s H_s: [B T n D] -> [B T D]."""
+    return streams(H, pre[..., None]).squeeze(-2)
+
+
+def total(H: Tensor) -> Tensor:
+    return H.sum(-2)
+
+
+def mean(H: Tensor) -> Tensor:
+    return H.mean(-2)
+
+
+READOUTS = {"head": total, "sum": total, "mean": mean}

@@ -1,0 +1,88 @@
+"""mHC-lite: mHC whose residual matrix is a convex combination of permutations, exactly doubly stochastic.
+
+Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
+
+    v = RMSNorm(vec(H); g) [nD];   z = v W_alpha [n + n!],  z_post = v W_beta [n]
+    pre = σ(s_pre z_pre + b_pre);   post = 2σ(s_post z_post + b_post)
+    R = Σ_r softmax(s_res z_res + b_res)_r P_r,   P_r the n! permutations in lexicographic order, the identity first
+    input = Σ_s pre_s H_s;   H_dst ← post_dst · y + Σ_src R[src, dst] H_src;   readout: the sum of the streams
+
+W = 0 and b_res = 0 for the identity and −8 for the others at the start; pre as in mHC: it starts as PreNorm, as R is a
+doubly stochastic mixture of equal streams.
+State: n streams, and post of the pending write. Parameters a sub-layer: nD(2n + n! + 1) + 2n + n! + 3.
+Traffic: (2n + 2)D a token and boundary at the least.
+"""
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..connection import Connection, Norm, Site, positive, weight
+from ..ops import deposit, repeat, streams, wide
+from .hyper import Streams
+from .mhc import collapsed
+
+
+class MHCLite(Connection):
+    variants = ("mhc_lite(streams=3)",)
+    decayed = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
+
+    def __init__(self, site: Site, dim: int, norm: Norm, streams: int = 4):
+        super().__init__(site, dim, norm)
+        positive(streams=streams)
+        if streams > 5:
+            raise ValueError(f"streams must be at most 5, as n! permutations are mixed, got {streams}")
+        self.n = streams
+        if not self.last:
+            count = math.factorial(streams)
+            self.static_alpha, self.static_beta = weight(streams + count), weight(streams)
+            self.dynamic_alpha_fn = weight(streams * dim, streams + count)
+            self.dynamic_beta_fn = weight(streams * dim, streams)
+            self.pre_branch_scale, self.residual_scale, self.h_post_scale = weight(1), weight(1), weight(1)
+            self.gamma = weight(streams * dim)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.last:
+            return
+        for p in (self.dynamic_alpha_fn, self.dynamic_beta_fn, self.static_beta):
+            nn.init.zeros_(p)
+        for p in (self.pre_branch_scale, self.residual_scale, self.h_post_scale):
+            nn.init.constant_(p, 0.01)
+        nn.init.ones_(self.gamma)
+        nn.init.constant_(self.static_alpha, -8)
+        self.static_alpha[: self.n] = -1
+        self.static_alpha[self.site.index % self.n] = 1
+        self.static_alpha[self.n] = 0
+
+    def begin(self, x: Tensor) -> Streams:
+        return Streams(repeat(x, self.n))
+
+    def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
+        H, y, beta = state
+        if y is not None and beta is not None:
+            H = deposit(H, y[..., None, :], beta)
+        if self.last:
+            return (H.sum(-2),), Streams(H)
+        pre, post, R = self.coefficients(H)
+        return (collapsed(H, pre),), Streams(streams(H, R), beta=post)
+
+    def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pre and post [B T n], R [B T src dst]."""
+        v = F.rms_norm(wide(H).flatten(-2), self.gamma.shape, self.gamma, eps=1e-6)
+        z_pre, z_res = (v @ self.dynamic_alpha_fn).tensor_split([self.n], -1)
+        b_pre, b_res = self.static_alpha.tensor_split([self.n])
+        pre = (self.pre_branch_scale * z_pre + b_pre).sigmoid()
+        share = (self.residual_scale * z_res + b_res).softmax(-1)
+        post = 2 * (self.h_post_scale * (v @ self.dynamic_beta_fn) + self.static_beta).sigmoid()
+        return pre, post, torch.tensordot(share, permutations(self.n, share), 1)
+
+
+def permutations(n: int, like: Tensor) -> Tensor:
+    """All permutation matrices [n! n n] in lexicographic order, P[r, i, perm_r(i)] = 1."""
+    orders = torch.tensor(list(itertools.permutations(range(n))), device=like.device)
+    return F.one_hot(orders, n).to(like.dtype)

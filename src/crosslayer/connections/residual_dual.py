@@ -1,0 +1,45 @@
+"""ResiDual: a post-norm stream that feeds the layers beside a plain sum that is read at the end.
+
+Paper: ResiDual (Xie et al., 2023), arXiv 2304.14802, equations 3-5.
+
+    x ← Norm(x + y),   d ← d + y        for every write y, the embedding's y_0 included
+    sub-layers read x;   readout: x + Norm(d)
+
+As in `postnorm`, the norm a pre-norm host keeps before sub-layer k is the norm after write k − 1 and the final norm the
+one after the last; the norm of d is one of its own, a copy of the final norm where a host is connected.
+Computes another function than PreNorm from the start.
+State: two streams. Parameters: one more norm. Traffic: 6D a token and boundary.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..connection import Connection, Norm, Site
+from ..ops import add
+
+
+class Dual(NamedTuple):
+    x: Tensor  # post-norm stream [B T D]
+    d: Tensor  # the sum of all writes [B T D]
+    y: Tensor | None = None  # pending write
+
+
+class ResidualDual(Connection):
+    starts_as_prenorm = False
+
+    def __init__(self, site: Site, dim: int, norm: Norm):
+        super().__init__(site, dim, norm, ports=("out", "dual") if site.index == site.depth else None)
+
+    def begin(self, x: Tensor) -> Dual:
+        return Dual(x, x)
+
+    def gather(self, state: Dual) -> tuple[tuple[Tensor, ...], Dual]:
+        x, d = add(state.x, state.y), add(state.d, state.y)
+        return (x, d) if self.last else (x,), Dual(x, d)
+
+    def read(self, state: Dual) -> tuple[tuple[Tensor, ...], Dual]:
+        xs, (_, d, _) = super().read(state)
+        if self.last:
+            return (xs[0] + xs[1],), Dual(xs[0], d)
+        return xs, Dual(xs[0], d)
