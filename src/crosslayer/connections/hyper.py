@@ -69,6 +69,10 @@ class Hyper(Connection):
     def init(self, x: Tensor) -> Streams:
         return Streams(x[..., None, :].expand(*x.shape[:-1], self.n, x.shape[-1]))
 
+    def traffic(self) -> float:
+        read = self.n + 1 if self.site.index else 1  # the streams start as copies of one
+        return read + (0 if self.last else self.n) + len(self.ports)
+
     def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
         H = deposit(*state)
         if self.last:
