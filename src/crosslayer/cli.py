@@ -8,7 +8,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from . import __version__
 from .registry import available, nearest, separate
@@ -54,7 +54,7 @@ def command(arguments: Sequence[str] | None) -> int:
     cost.add_function_arguments(sized, None)
     cost.add_argument("--batch", type=int, default=8, help="sequences a step on one GPU")
     cost.add_argument("--context", type=int, default=2048, help="tokens a sequence")
-    cost.add_argument("--gpu", type=Literal[tuple(GPUS)], default="H100", help="whose memory and peak set the floor")
+    cost.add_argument("--gpu", type=str, default="H100", help="whose memory sets the floor: " + ", ".join(GPUS))
 
     commands = {"compare": compare, "cost": cost}
     for sub in commands.values():
@@ -97,6 +97,8 @@ def run_cost(options: Any) -> int:
 
     from . import costs
 
+    if options.gpu not in costs.GPUS:
+        raise ValueError(f"unknown GPU {options.gpu!r}{nearest(options.gpu, costs.GPUS)}; known: {', '.join(costs.GPUS)}")
     sizes = {name: options[name] for name in ("family", "layers", "dim", "heads", "vocab")}
     arms = separate(" ".join(options.arms))
     rows = costs.estimates(arms, costs.sized(**sizes), options.batch, options.context)

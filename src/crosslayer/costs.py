@@ -145,6 +145,7 @@ def on_meta(arm: str, body: Any, context: int, dtype: torch.dtype) -> nn.Module:
     # a kernel without a mask of its own in transformers is asked for none, and causal
     AttentionInterface.register(attention.__name__, attention)
     config = copy.deepcopy(body)
+    vars(config).pop("crosslayer", None)  # of a connected model, which would be built with its connection
     config.max_position_embeddings = max(context, config.max_position_embeddings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.__name__, dtype=dtype)
