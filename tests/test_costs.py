@@ -4,6 +4,7 @@ import copy
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -21,21 +22,20 @@ from crosslayer.registry import options
 BODIES = ("llama", "gpt_neox-parallel", "gpt_neox-sequential")
 
 
-def arrives(arm: str) -> pytest.MarkDecorator | tuple:
+def case(arm: str, *values):
     """Expected to fail while an option of the arm does not exist."""
     name, given = crosslayer.registry.parse(arm)
-    missing = given.keys() - options(crosslayer.make(name).method).keys()
-    return pytest.mark.xfail(bool(missing), reason="option arrives with the i3 branch", strict=False)
-
-
-def case(arm: str, *values):
-    return pytest.param(arm, *values, marks=arrives(arm), id="-".join(map(str, (arm, *values))))
+    missing = bool(given.keys() - options(crosslayer.make(name).method).keys())
+    mark = pytest.mark.xfail(missing, reason="option arrives with the i3 branch", strict=False)
+    return pytest.param(arm, *values, marks=mark, id="-".join(map(str, (arm, *values))))
 
 
 def row(arm: str, layers: int, dim: int, parallel: bool = False) -> list[crosslayer.Connection]:
     """A model's connections alone, weightless norms."""
     with torch.device("meta"):
-        return [crosslayer.make(arm)(site, dim, lambda port: nn.Identity()) for site in crosslayer.plan(layers, parallel)]
+        return [
+            crosslayer.make(arm)(site, dim, lambda port: nn.Identity()) for site in crosslayer.plan(layers, parallel)
+        ]
 
 
 def own(arm: str, layers: int, dim: int) -> int:
@@ -52,9 +52,6 @@ def small(body: str, **sizes):
 
 def real(arm: str, config, dtype: torch.dtype = torch.float32) -> nn.Module:
     return crosslayer.connect(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype), arm)
-
-
-# --- the papers
 
 
 TABLE_1 = [(24, 2048, 0.22, 0.38), (42, 1536, 0.49, 0.80), (32, 2560, 0.23, 0.40), (32, 4096, 0.14, 0.26)]
@@ -113,25 +110,37 @@ OLMO = LlamaConfig(
     case("prenorm", 0, 2.3536),
     case("hyper(dynamic=False, streams=2)", 0.0010, 2.3545),
     case("hyper(dynamic=False)", 0.0031, 2.3566),
-    case("hyper(streams=2)", None, 2.3554),
-    case("hyper", None, 2.3583),
-    case("hyper(stats='unweighted')", None, 2.3583),
+    case("hyper(streams=2)", 0.0020, 2.3554),
+    case("hyper", 0.0062, 2.3583),
+    case("hyper(stats='unweighted')", 0.0062, 2.3583),
 ])  # fmt: skip
 def test_hyper_connections_table_8(arm, added, total):
-    """FLOPs a token of OLMo-1B, in units of 1e9; the paper leaves attention's T² out, so one token."""
+    """FLOPs a token of OLMo-1B, in units of 1e9; the paper leaves attention's T² out, so one token.
+
+    `added` is the paper's but for DHC×4, which it has at 0.0049 without a derivation. The listing's matrices give
+    2Dn(n + 2) for the coefficients, 2Dn(n + 1) for the mixtures and 2Dn for the write: 0.0063, less PreNorm's sums.
+    """
     cost = estimate(arm, OLMO, 1, 1)
     assert cost.body.parameters == 1_176_764_416 + 33 * 2048  # Table 7, and Llama's norms, which OLMo's have not
     assert cost.model.flops / 1e9 == pytest.approx(total, rel=0.01)
-    if added is not None:
-        assert (cost.model.flops - cost.body.flops) / 1e9 == pytest.approx(added, abs=1e-4)
-    else:
-        # a dynamic arm's coefficients are 2Dn(n + 2) by the listing; the paper's sum is smaller and not derived there
-        n = crosslayer.make(arm).options.get("streams", 4)
-        expected = 32 * 2048 * (2 * n * (n + 1) + 2 * n + 2 * n * (n + 2))
-        assert cost.model.flops - cost.body.flops == pytest.approx(expected, rel=0.04)
+    assert (cost.model.flops - cost.body.flops) / 1e9 == pytest.approx(added, abs=0.6e-4)
 
 
-# --- the model itself
+def test_memory_under_checkpointing():
+    """Dense methods keep one more tensor a layer, as in MUDD's Table 6 (there the gradient of each hidden state)."""
+    layers, tensors = 12, {}
+    for arm in ("prenorm", "denseformer", "mudd"):
+        model: Any = on_meta(arm, sized(layers=layers, dim=1024, heads=8, vocab=97), 1024, torch.bfloat16).train()
+        # reentrant: what it keeps passes the hooks
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": True, "preserve_rng_state": False})
+        model.enable_input_require_grads()
+        ids = torch.zeros(2, 1025, dtype=torch.long, device="meta")
+        tensors[arm] = costs.activation_bytes(model, ids) / (2 * 2 * 1024 * 1024)
+    # two a layer where the table has one: a pending write is apart from the stream it is to enter
+    assert 2 * layers < tensors["prenorm"] < 2 * layers + 4
+    assert tensors["denseformer"] - tensors["prenorm"] == pytest.approx(layers, rel=0.01)
+    assert layers + 3 < tensors["mudd"] - tensors["prenorm"] < layers + 5  # the readout's own, which has no checkpoint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -192,13 +201,14 @@ def test_nothing_is_built_and_nothing_changed():
 def test_costs_grow_as_they_should():
     one, two = (estimate("hyper", small("llama"), batch, 16).model for batch in (1, 2))
     # a handful of products belongs to no token: the rotation's angles
-    assert two.flops == pytest.approx(2 * one.flops, rel=1e-3) and two.moved == 2 * one.moved and two.parameters == one.parameters
+    assert (
+        two.flops == pytest.approx(2 * one.flops, rel=1e-3)
+        and two.moved == 2 * one.moved
+        and two.parameters == one.parameters
+    )
     assert two.activations == pytest.approx(2 * one.activations, rel=0.02)
     wide, half = (estimate("prenorm", small("llama"), 1, 16, d).model for d in (torch.float32, torch.bfloat16))
     assert wide.moved == 2 * half.moved and wide.activations > half.activations
-
-
-# --- the floor
 
 
 def traffic(arm: str, layers: int, parallel: bool = False) -> list[float]:
@@ -248,9 +258,6 @@ def test_the_floor_in_seconds():
     assert hyper.floor(GPUS["A100"]) > hyper.floor(H100) > hyper.floor(GPUS["H200"]) > hyper.floor(GPUS["B200"])
 
 
-# --- the command
-
-
 SIZES = ["--layers=2", "--dim=32", "--heads=2", "--batch=2", "--context=16", "--vocab=97"]
 
 
@@ -264,18 +271,15 @@ def test_the_command(capsys):
     assert f"{1e3 * cost.floor(GPUS['A100']):.2f}" in printed and math.isfinite(cost.slowdown(GPUS["A100"]))
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--arms", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
-        (["--arms", "mudd("], "cannot read the connection 'mudd('"),
-        (["--gpu=H10"], "unknown GPU 'H10' (did you mean 'H100'?); known: A100, H100, H200, B200"),
-        (["--layer=3"], "unknown option --layer (did you mean '--layers'?); see crosslayer cost --help"),
-        (["--batch=0"], "batch must be a whole number of at least 1, got 0"),
-        (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
-        (["--family=gpt2"], "connect does not know the family 'gpt2'"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "message"), [
+    (["--arms", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
+    (["--arms", "mudd("], "cannot read the connection 'mudd('"),
+    (["--gpu=H10"], "unknown GPU 'H10' (did you mean 'H100'?); known: A100, H100, H200, B200"),
+    (["--layer=3"], "unknown option --layer (did you mean '--layers'?); see crosslayer cost --help"),
+    (["--batch=0"], "batch must be a whole number of at least 1, got 0"),
+    (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
+    (["--family=gpt2"], "connect does not know the family 'gpt2'"),
+])  # fmt: skip
 def test_bad_input_is_one_line(extra, message, capsys):
     assert main(["cost", *SIZES, *extra]) == 1
     printed = capsys.readouterr()

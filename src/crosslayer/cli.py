@@ -78,12 +78,12 @@ def command(arguments: Sequence[str] | None) -> int:
         given = parser.parse_args(arguments)
     except ArgumentError as error:
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", str(error))
-        name = next((a for a in arguments or sys.argv[1:] if a in commands), None)
-        if not unknown or name is None:
+        asked = next((a for a in arguments or sys.argv[1:] if a in commands), None)
+        if not unknown or asked is None:
             raise
-        known = [f"--{option}" for option in ("config", *commands[name].get_defaults().keys())]
+        known = [f"--{option}" for option in ("config", *commands[asked].get_defaults().keys())]
         raise ValueError(
-            f"unknown option {unknown[1]}{nearest(unknown[1], known)}; see crosslayer {name} --help"
+            f"unknown option {unknown[1]}{nearest(unknown[1], known)}; see crosslayer {asked} --help"
         ) from None
     options = given[given.command]
     if given.command == "cost":
@@ -98,7 +98,9 @@ def run_cost(options: Any) -> int:
     from . import costs
 
     if options.gpu not in costs.GPUS:
-        raise ValueError(f"unknown GPU {options.gpu!r}{nearest(options.gpu, costs.GPUS)}; known: {', '.join(costs.GPUS)}")
+        raise ValueError(
+            f"unknown GPU {options.gpu!r}{nearest(options.gpu, costs.GPUS)}; known: {', '.join(costs.GPUS)}"
+        )
     sizes = {name: options[name] for name in ("family", "layers", "dim", "heads", "vocab")}
     arms = separate(" ".join(options.arms))
     rows = costs.estimates(arms, costs.sized(**sizes), options.batch, options.context)

@@ -75,7 +75,7 @@ class Cost(NamedTuple):
         return self.model.activations / self.body.activations
 
     def floor(self, gpu: GPU) -> float:
-        """Seconds a step, forward and backward, that the connections' traffic takes at the least; PreNorm's has some."""
+        """Seconds a step, forward and backward, that the connections' traffic takes at the least; PreNorm's too."""
         return self.model.moved / gpu.bandwidth
 
     def slowdown(self, gpu: GPU) -> float:
@@ -155,7 +155,7 @@ def on_meta(arm: str, body: Any, context: int, dtype: torch.dtype) -> nn.Module:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention by its fused kernel: on the meta device torch's own choice is the one that keeps T × T weights."""
+    """Causal attention by its fused kernel: on the meta device torch would choose the one that keeps T × T weights."""
     out = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scaling)[0]
     return out.transpose(1, 2).contiguous(), None
 
