@@ -111,6 +111,7 @@ def test_one_graph(arm, parallel):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("arm", ["prenorm", "mudd", "hyper", "attnres(block_size=3)", "mgr"])
 def test_inductor(arm):
     model, ids = gpt(arm, layers=3), tokens()

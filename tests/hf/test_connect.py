@@ -137,6 +137,7 @@ def test_one_graph(host, arm):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("arm", ["mudd", "hyper"])
 @hosts
 def test_inductor(host, arm):
