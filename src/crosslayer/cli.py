@@ -1,4 +1,4 @@
-"""`crosslayer compare`: the library from the command line. Every command is a thin layer over a function."""
+"""`crosslayer compare | cost`: the library from the command line. Every command is a thin layer over a function."""
 
 import logging
 import os
@@ -32,6 +32,7 @@ def command(arguments: Sequence[str] | None) -> int:
     from jsonargparse import ArgumentParser
 
     from .compare import ARMS
+    from .costs import GPUS, sized
     from .train.run import Settings
 
     compare = ArgumentParser(
@@ -40,14 +41,28 @@ def command(arguments: Sequence[str] | None) -> int:
         allow_abbrev=False,
     )
     compare.add_argument("--config", action="config", help="a YAML file of these options")
-    compare.add_argument(
-        "--arms", nargs="+", default=ARMS, type=str,
-        help='connections, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
-        + ", ".join(available()),
-    )  # fmt: skip
     compare.add_argument("--seeds", type=int, default=1, help="runs of each arm; more than one gives means and spreads")
     compare.add_argument("--out", type=str | None, default=None, help="folder of results.json and the report")
     compare.add_class_arguments(Settings, None)
+
+    cost = ArgumentParser(
+        description="What connections cost on a body before it is trained: parameters, FLOPs, memory, and the least "
+        "time their traffic takes.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    cost.add_function_arguments(sized, None)
+    cost.add_argument("--batch", type=int, default=8, help="sequences a step on one GPU")
+    cost.add_argument("--context", type=int, default=2048, help="tokens a sequence")
+    cost.add_argument("--gpu", type=str, default="H100", help="whose memory sets the floor: " + ", ".join(GPUS))
+
+    commands = {"compare": compare, "cost": cost}
+    for sub in commands.values():
+        sub.add_argument(
+            "--arms", nargs="+", default=ARMS, type=str,
+            help='connections, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
+            + ", ".join(available()),
+        )  # fmt: skip
 
     parser = ArgumentParser(
         prog="crosslayer",
@@ -56,26 +71,67 @@ def command(arguments: Sequence[str] | None) -> int:
         allow_abbrev=False,
         version=__version__,
     )
-    commands = parser.add_subcommands(required=True, dest="command")
-    commands.add_subcommand("compare", compare)
+    subcommands = parser.add_subcommands(required=True, dest="command")
+    for name, sub in commands.items():
+        subcommands.add_subcommand(name, sub)
     try:
         given = parser.parse_args(arguments)
     except ArgumentError as error:
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", str(error))
-        if not unknown:
+        asked = next((a for a in arguments or sys.argv[1:] if a in commands), None)
+        if not unknown or asked is None:
             raise
-        known = [f"--{name}" for name in ("arms", "seeds", "out", "config", *Settings.__dataclass_fields__)]
+        known = [f"--{option}" for option in ("config", *commands[asked].get_defaults().keys())]
         raise ValueError(
-            f"unknown option {unknown[1]}{nearest(unknown[1], known)}; see crosslayer compare --help"
+            f"unknown option {unknown[1]}{nearest(unknown[1], known)}; see crosslayer {asked} --help"
         ) from None
     options = given[given.command]
+    if given.command == "cost":
+        return run_cost(options)
     return run_compare(options, Settings(**{name: options[name] for name in Settings.__dataclass_fields__}))
+
+
+def run_cost(options: Any) -> int:
+    quiet()
+    from rich.console import Console
+
+    from . import costs
+
+    if options.gpu not in costs.GPUS:
+        raise ValueError(
+            f"unknown GPU {options.gpu!r}{nearest(options.gpu, costs.GPUS)}; known: {', '.join(costs.GPUS)}"
+        )
+    sizes = {name: options[name] for name in ("family", "layers", "dim", "heads", "vocab")}
+    arms = separate(" ".join(options.arms))
+    rows = costs.estimates(arms, costs.sized(**sizes), options.batch, options.context)
+    gpu = costs.GPUS[options.gpu]
+    console, table = Console(), grid("crosslayer cost", costs.HEAD)
+    for row in rows:
+        table.add_row(*costs.cells(row, gpu))
+    show(table, console)
+    console.print(costs.legend(rows[0], gpu), soft_wrap=True)
+    return 0
+
+
+def grid(title: str, head: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def show(table: Any, console: Any) -> None:
+    from rich.console import Console
+
+    # a narrow terminal may wrap a row, but no number is cut off
+    Console(width=max(console.width, Console(width=999).measure(table).maximum)).print(table)
 
 
 def run_compare(options: Any, settings: Any) -> int:
     quiet()
     from rich.console import Console
-    from rich.table import Table
 
     from . import compare
     from .report import HEAD, cells, report
@@ -93,13 +149,10 @@ def run_compare(options: Any, settings: Any) -> int:
         console.print("Stopped before any arm had finished; nothing to report.")
         return 130
     report(comparison)
-    table = Table(title="crosslayer compare", title_justify="left")
-    for i, name in enumerate(HEAD):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    table = grid("crosslayer compare", HEAD)
     for row in rows:
         table.add_row(*cells(row))
-    # a narrow terminal may wrap a row, but no number is cut off
-    Console(width=max(console.width, Console(width=999).measure(table).maximum)).print(table)
+    show(table, console)
     if stopped:
         console.print(f"Stopped: {len(comparison.runs)} runs had finished. The same command goes on with the others.")
     console.print(f"Report: {comparison.folder / 'report.html'}")

@@ -101,8 +101,9 @@ class Connection(nn.Module):
 
     def read(self, state: State) -> tuple[tuple[Tensor, ...], State]:
         """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure: recomputing it is safe."""
-        # autocast would run the coefficients' matmuls in half precision
-        with torch.autocast(tree_leaves(state)[0].device.type, enabled=False):
+        device = tree_leaves(state)[0].device.type
+        # autocast would run the coefficients' matmuls in half precision; the meta device has none to switch off
+        with torch.autocast("cpu" if device == "meta" else device, enabled=False):
             xs, state = self.gather(state)
             return self.feed(*xs), state
 
@@ -113,6 +114,15 @@ class Connection(nn.Module):
     def readout(self, state: State) -> Tensor:
         """The hidden state [B T D] that the head reads, after the final norm."""
         return self.read(state)[0][0]
+
+    def traffic(self) -> float:
+        """What this site's read, with the write it absorbs, must move in a forward pass at the least.
+
+        In elements of D a token. Here that of a single stream: it and y are read, it and the normed inputs written.
+        """
+        if not self.site.index:  # the embedding is in memory, and there is no y
+            return 1 + len(self.site.ports)
+        return (2 if self.last else 3) + len(self.site.ports)
 
     def feed(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Norm what the sub-layer reads: a tensor a port, or one tensor for all."""

@@ -10,7 +10,7 @@ Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 The embedding is repeated and the blocks summed as in the paper's Recycled-AltUp, for the host's width is D. P = I and
 g = 1 at the start: the blocks are then equal copies of the plain residual, which the final norm reads up to its eps.
 State: the prediction's K blocks, the stream inside the layer, and g of the pending correction. Parameters: K² + K a
-layer. Traffic: (2K + 2)D a token where a layer opens, 4D inside.
+layer. Traffic: (2K + 4)D a token where a layer opens, 4D inside.
 """
 
 from typing import NamedTuple
@@ -50,6 +50,12 @@ class AltUp(Connection):
 
     def begin(self, x: Tensor) -> Alternating:
         return Alternating(repeat(x, self.K), x)
+
+    def traffic(self) -> float:
+        if not self.opens:
+            return super().traffic()
+        read = self.K + 2 if self.site.index else 1  # the prediction, h and y
+        return read + len(self.ports) + (0 if self.last else self.K + 1)
 
     def gather(self, state: Alternating) -> tuple[tuple[Tensor, ...], Alternating]:
         h, X = add(state.h, state.y), state.X

@@ -34,6 +34,7 @@ class AttnRes(Connection):
         super().__init__(site, dim, norm)
         positive(block_size=block_size)
         self.completes = site.index % block_size == 0  # the pending write was the last of its block
+        self.sources = (site.index - 1) // block_size + 2  # y_0, the completed blocks and the current one's sum
         self.query = weight(dim) if site.index else None
         self.key_norm = weight(dim) if site.index else None
         self.reset_parameters()
@@ -45,6 +46,9 @@ class AttnRes(Connection):
 
     def begin(self, x: Tensor) -> Values:
         return Values((x,))
+
+    def traffic(self) -> float:
+        return self.sources + len(self.ports)
 
     def gather(self, state: Values) -> tuple[tuple[Tensor, ...], Values]:
         if self.query is None or self.key_norm is None or state.y is None:

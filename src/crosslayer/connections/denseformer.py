@@ -60,6 +60,9 @@ class DenseFormer(Connection):
     def begin(self, x: Tensor) -> History:
         return History((), x)
 
+    def traffic(self) -> float:
+        return super().traffic() if self.alpha is None else len(self.alpha) + len(self.ports)
+
     def gather(self, state: History) -> tuple[tuple[Tensor, ...], History]:
         X, h = state.X, add(state.h, state.y)
         if self.opens:

@@ -15,7 +15,7 @@ State: one stream in m fractions, and beta of the pending write. Parameters a su
 import torch
 from torch import Tensor
 
-from ..connection import Norm, Site
+from ..connection import Connection, Norm, Site
 from .hyper import Hyper, Streams
 
 
@@ -35,6 +35,9 @@ class Frac(Hyper):
 
     def spread(self, y: Tensor) -> Tensor:
         return y.unflatten(-1, (self.n, -1))
+
+    def traffic(self) -> float:
+        return Connection.traffic(self)
 
     def collapse(self, H: Tensor) -> Tensor:
         return H.flatten(-2)

@@ -43,6 +43,10 @@ class Highway(Connection):
     def begin(self, x: Tensor) -> Carried:
         return Carried(x)
 
+    def traffic(self) -> float:
+        # beside a single stream's, the gate of the pending write is read and the next one written
+        return super().traffic() + bool(self.site.index) + (not self.last)
+
     def gather(self, state: Carried) -> tuple[tuple[Tensor, ...], Carried]:
         h, y, g = state
         if y is not None and g is not None:

@@ -133,6 +133,9 @@ class Hyper(Connection):
         """What the head reads: [B T n D] -> [B T D]."""
         return H.sum(-2)
 
+    def traffic(self) -> float:
+        return streams_traffic(self, self.n)
+
     def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
         if y is not None and beta is not None:
@@ -152,6 +155,12 @@ class Hyper(Connection):
         alpha = self.dynamic_alpha_scale * self.bound(N @ self.dynamic_alpha_fn) + self.static_alpha
         beta = self.dynamic_beta_scale * self.bound(N @ self.dynamic_beta_fn) + self.static_beta
         return alpha, beta
+
+
+def streams_traffic(connection: Connection, n: int) -> float:
+    """What n streams move at a site: they and y are read, they and the inputs written."""
+    read = n + 1 if connection.site.index else 1  # they start as copies of one
+    return read + (0 if connection.last else n) + len(connection.ports)
 
 
 def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

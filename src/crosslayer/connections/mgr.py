@@ -47,6 +47,8 @@ class MGR(Connection):
         positive(streams=streams)
         self.gate = choice("gate", gate, GATES)
         gated = streams - 1 <= site.index < site.depth
+        self.streams = min(site.index + 1, streams)  # once the pending write is absorbed
+        self.gates = site.index >= streams  # the pending write, rather than append it
         alone = choice("eq14", eq14, {"text": 1, "literal": streams})
         self.bias = self.gate.bias(site.depth - (streams - 1), streams, alone) if gated else []
         self.w2 = weight(dim) if site.index else None
@@ -64,6 +66,11 @@ class MGR(Connection):
 
     def begin(self, x: Tensor) -> Gated:
         return Gated((x,))
+
+    def traffic(self) -> float:
+        # the paper's own fused kernel (section 4.4) is at 4n: it reads the streams three times, and writes them
+        read = self.streams + self.gates
+        return read + (self.streams if self.gates and not self.last else 0) + len(self.ports)
 
     def gather(self, state: Gated) -> tuple[tuple[Tensor, ...], Gated]:
         S, y, beta = state

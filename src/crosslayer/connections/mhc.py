@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
 from ..ops import deposit, repeat, rstd, sinkhorn, streams, wide
+from .hyper import streams_traffic
 
 
 class Manifold(NamedTuple):
@@ -106,6 +107,9 @@ class MHC(Connection):
         if not self.single_pass:
             return (collapsed(H, now),), Manifold(carried, post=post)
         return (H[..., 0, :] if pre is None else collapsed(H, pre),), Manifold(carried, post=post, pre=now)
+
+    def traffic(self) -> float:
+        return streams_traffic(self, self.n)
 
     def coefficients(self, H: Tensor) -> tuple[Tensor, ...]:
         """pre [B T n], and the logits of post [B T n] and of R [B T n·n] as far as the site has them."""

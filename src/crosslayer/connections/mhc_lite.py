@@ -2,7 +2,7 @@
 
 Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
 
-    v = RMSNorm(vec(H); g) [nD];   z = v W_alpha [n + n!],  z_post = v W_beta [n]
+    v = vec(H)/‖vec(H)‖ · √(nD) · (1 + gamma) [nD];   z = v W_alpha [n + n!],  z_post = v W_beta [n]
     pre = σ(s_pre z_pre + b_pre);   post = 2σ(s_post z_post + b_post)
     R = Σ_r softmax(s_res z_res + b_res)_r P_r,   P_r the n! permutations in lexicographic order, the identity first
     input = Σ_s pre_s H_s;   H_dst ← post_dst · y + Σ_src R[src, dst] H_src;   readout: the sum of the streams
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, positive, weight
 from ..ops import deposit, repeat, streams, wide
-from .hyper import Streams
+from .hyper import Streams, streams_traffic
 from .mhc import collapsed
 
 
@@ -49,11 +49,10 @@ class MHCLite(Connection):
     def reset_parameters(self) -> None:
         if self.last:
             return
-        for p in (self.dynamic_alpha_fn, self.dynamic_beta_fn, self.static_beta):
+        for p in (self.dynamic_alpha_fn, self.dynamic_beta_fn, self.static_beta, self.gamma):
             nn.init.zeros_(p)
         for p in (self.pre_branch_scale, self.residual_scale, self.h_post_scale):
             nn.init.constant_(p, 0.01)
-        nn.init.ones_(self.gamma)
         nn.init.constant_(self.static_alpha, -8)
         self.static_alpha[: self.n] = -1
         self.static_alpha[self.site.index % self.n] = 1
@@ -71,9 +70,12 @@ class MHCLite(Connection):
         pre, post, R = self.coefficients(H)
         return (collapsed(H, pre),), Streams(streams(H, R), beta=post)
 
+    def traffic(self) -> float:
+        return streams_traffic(self, self.n)
+
     def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre and post [B T n], R [B T src dst]."""
-        v = F.rms_norm(wide(H).flatten(-2), self.gamma.shape, self.gamma, eps=1e-6)
+        v = F.normalize(wide(H).flatten(-2), dim=-1) * (1 + self.gamma) * len(self.gamma) ** 0.5
         z_pre, z_res = (v @ self.dynamic_alpha_fn).tensor_split([self.n], -1)
         b_pre, b_res = self.static_alpha.tensor_split([self.n])
         pre = (self.pre_branch_scale * z_pre + b_pre).sigmoid()

@@ -102,6 +102,9 @@ class Mudd(Connection):
     def begin(self, x: Tensor) -> History:
         return History((), x)
 
+    def traffic(self) -> float:
+        return super().traffic() if self.a is None else sum(self.a.shape)
+
     def gather(self, state: History) -> tuple[tuple[Tensor, ...], History]:
         X, h = state.X, add(state.h, state.y)
         if self.opens:

@@ -8,7 +8,7 @@ The norm that a pre-norm host keeps before sub-layer k is the norm after write k
 after the last, so each of the host's norms has its place and none is applied twice. In a parallel block the stream is
 what the attention reads, and the MLP reads the same sum through its own norm.
 Computes another function than PreNorm from the start: not for a model that was trained with one.
-State: one stream. Parameters: none. Traffic: 4D a token and boundary.
+State: one stream. Parameters: none. Traffic: 3D a token and boundary.
 """
 
 from torch import Tensor
@@ -18,6 +18,9 @@ from .prenorm import PreNorm, Stream
 
 class PostNorm(PreNorm):
     starts_as_prenorm = False
+
+    def traffic(self) -> float:
+        return super().traffic() - (not self.last)  # what the layers read is the stream itself
 
     def read(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
         xs, _ = super().read(state)

@@ -8,7 +8,7 @@ Paper: ResiDual (Xie et al., 2023), arXiv 2304.14802, equations 3-5.
 As in `postnorm`, the norm a pre-norm host keeps before sub-layer k is the norm after write k − 1 and the final norm the
 one after the last; the norm of d is one of its own, a copy of the final norm where a host is connected.
 Computes another function than PreNorm from the start.
-State: two streams. Parameters: one more norm. Traffic: 6D a token and boundary.
+State: two streams. Parameters: one more norm. Traffic: 5D a token and boundary.
 """
 
 from typing import NamedTuple
@@ -33,6 +33,10 @@ class ResidualDual(Connection):
 
     def begin(self, x: Tensor) -> Dual:
         return Dual(x, x)
+
+    def traffic(self) -> float:
+        read = 3 if self.site.index else 1
+        return read + 1 if self.last else read + 1 + len(self.ports)  # what the layers read is the stream itself
 
     def gather(self, state: Dual) -> tuple[tuple[Tensor, ...], Dual]:
         x, d = add(state.x, state.y), add(state.d, state.y)

@@ -18,4 +18,4 @@ def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
 
 def scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     """⟨q, RMS(X_l)⟩ of every source: [B T L] float32."""
-    return torch.stack([wide(x) @ q * rstd(x, eps) for x in X], -1)
+    return torch.stack([x @ q * rstd(x, eps) for x in map(wide, X)], -1)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..connection import Connection
+from ..costs import activation_bytes, loss_of, parameters, sized
 from ..hf import connect
 from .data import Text
 
@@ -52,8 +52,6 @@ class Settings:
         for name in ("steps", "batch", "context", "layers", "dim", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim % (2 * self.heads):
-            raise ValueError(f"dim must be a multiple of twice the heads, got dim {self.dim} and {self.heads} heads")
 
 
 class Progress(NamedTuple):
@@ -76,25 +74,9 @@ Watch = Callable[[Progress], None]
 def build(settings: Settings, arm: str, seed: int) -> PreTrainedModel:
     """The body with its connections; the body's weights depend on the seed alone."""
     torch.manual_seed(seed)
-    width = -(-settings.dim * 8 // 3 // 32) * 32
-    config = AutoConfig.for_model(
-        settings.family,
-        vocab_size=256,
-        hidden_size=settings.dim,
-        intermediate_size=width if settings.family == "llama" else 4 * settings.dim,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        max_position_embeddings=settings.context,
-        tie_word_embeddings=False,
-    )
+    config = sized(settings.family, settings.layers, settings.dim, settings.heads, vocab=256)
+    config.max_position_embeddings = settings.context
     return connect(AutoModelForCausalLM.from_config(config), arm)
-
-
-def parameters(model: nn.Module) -> tuple[int, int]:
-    """Of the whole model, and what its connections added."""
-    total = sum(p.numel() for p in model.parameters())
-    own = sum(p.numel() for m in model.modules() if isinstance(m, Connection) for p in m.parameters())
-    return total, own
 
 
 def optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -122,11 +104,6 @@ def schedule(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-
-
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: list[Tensor]) -> float:
     """Mean loss a token, in nats."""
@@ -134,21 +111,6 @@ def evaluate(model: nn.Module, batches: list[Tensor]) -> float:
     total = sum(loss_of(model, batch).item() * len(batch) for batch in batches)
     model.train()
     return total / sum(len(batch) for batch in batches)
-
-
-def activation_bytes(model: nn.Module, batch: Tensor) -> int:
-    """What the forward pass of one step keeps for the backward, its parameters not counted."""
-    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = loss_of(model, batch)  # holds the graph, so that no address is used twice
-    del loss
-    return sum(size for address, size in kept.items() if address not in own)
 
 
 def train(settings: Settings, arm: str, seed: int, text: Text, watch: Watch) -> dict[str, Any]:
