@@ -48,14 +48,14 @@ def test_a_string_and_back(arm):
     [
         (
             "denseforme",
-            r"^unknown connection 'denseforme' \(did you mean 'denseformer'\?\); known: attnres, .*prenorm$",
+            r"^unknown connection 'denseforme' \(did you mean 'denseformer'\?\); known: altup, attnres, .*residual_dual$",
         ),
-        ("xyz", "^unknown connection 'xyz'; known: attnres"),
+        ("xyz", "^unknown connection 'xyz'; known: altup, attnres"),
         (
             "hyper(stream=2)",
             r"^unknown option 'stream' of 'hyper' \(did you mean 'streams'\?\); its options: streams=4,",
         ),
-        ("prenorm(x=1)", "^unknown option 'x' of 'prenorm'; its options: none$"),
+        ("prenorm(x=1)", "^unknown option 'x' of 'prenorm'; its options: stream_dtype=None$"),
         ("mudd(2)", r"^cannot read the connection 'mudd\(2\)': expected a name, or like"),
         ("mudd(dilation=)", "^cannot read the connection"),
         ("mudd(**{'dilation': 2})", "^cannot read the connection"),

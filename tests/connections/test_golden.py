@@ -44,6 +44,7 @@ NAMES = {
     "mgr": lambda site: {"w2": f"mgr{site.index}.w2", "w1": f"mgr{site.index + 1}.w1", "b": f"mgr{site.index + 1}.b1"},
 }  # fmt: skip
 
+
 def mhc_names(site: Site) -> dict[str, str]:
     prefix = f"hc{site.index}" if site.index < site.depth else "head"
     return {name: f"{prefix}.{name}" for name in ("fn", "base", "scale")}

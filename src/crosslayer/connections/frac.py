@@ -20,7 +20,7 @@ from .hyper import Hyper, Streams
 
 
 class Frac(Hyper):
-    variants = ("frac(fractions=3, dynamic=False)",)
+    variants = ("frac(dynamic=False)",)
 
     def __init__(self, site: Site, dim: int, norm: Norm, fractions: int = 2, dynamic: bool = True, tanh: bool = True):
         if isinstance(fractions, int) and fractions > 0 and dim % fractions:

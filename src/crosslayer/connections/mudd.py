@@ -18,8 +18,8 @@ plain residual does:
 `normed=True` is PrePostDANorm (Eq. 10): P_j = n_j(X_j) for every source, m_c = Σ A_{c,j} ⊙ P_j, S_c = X_l + m_c for
 q, k and v, S_r = X_l + post(m_r) with post's weight 1e-3, a = 0, and the generator's norm has a weight. The cure where
 plain MUDD diverges: 24 layers and more with a large learning rate.
-`round64=True` rounds K up to (K//64 + 1)·64 and `expand_last=True` takes four times K in the last block, both as the
-released checkpoints do. GELU is erf's, and the norm has no weight, as there.
+`expand_last=True` takes four times K in the last block and `round64=True` then rounds K up to (K//64 + 1)·64, both as
+the released checkpoints do. GELU is erf's, and the norm has no weight, as there.
 W1 ~ N(0, 1/D), W2 = 0, a one-hot on X_l: it starts exactly as the plain Transformer. q, k and v have norms of their
 own where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l. Traffic: (l + 5)D a token.
@@ -75,8 +75,8 @@ class Mudd(Connection):
         self.sources, self.residual = depths, way["r"]
 
         C, L = len(groups), len(depths)
-        K = (C * L // 64 + 1) * 64 if round64 else C * L
-        K = 4 * K if expand_last and last else K
+        K = C * L * (4 if expand_last and last else 1)
+        K = (K // 64 + 1) * 64 if round64 else K
         self.a = weight(C, L) if depths else None
         self.W1 = weight(dim, K) if depths and dynamic else None
         self.W2 = weight(K, C * L) if depths and dynamic else None
