@@ -11,7 +11,7 @@ import torch.multiprocessing
 import two_ranks
 from tiny import ARMS, connections, gpt, loss_and_gradients, shake, tokens, without_eps
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
@@ -30,6 +30,11 @@ def chain(arm: str, parallel: bool, dim: int = 6, layers: int = 4) -> list[cross
     norm = lambda port: torch.nn.RMSNorm(dim, eps=1e-6)  # noqa: E731
     sites = [make(site, dim, norm).double() for site in crosslayer.plan(layers, parallel)]
     return [shake(site) for site in sites]
+
+
+def rounded(state, dim: int):
+    """The state as a bf16 model holds it: activations in bf16, coefficients as they are."""
+    return tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.shape[-1] == dim else x, state)
 
 
 def run(sites: list[crosslayer.Connection], x: Tensor) -> Tensor:
@@ -242,6 +247,29 @@ def test_a_bf16_model_keeps_coefficients_in_float32(arm, parallel):
     rounding = (copy.deepcopy(plain).float().bfloat16()(tokens()).double() - plain(tokens())).norm()
     error = (logits.double() - exact(tokens())).norm()
     assert error < 4 * rounding, "a connection may not lose more than bf16 itself does"
+
+
+@both
+@every
+def test_bf16_error_is_at_most_twice_the_float32_internal_reference(arm, parallel):
+    """The reference reads every bf16 state in float32 throughout and rounds what it gives out, nothing in between."""
+    dim = 48
+    make = crosslayer.make(arm)
+    exact = [shake(make(site, dim, lambda port: torch.nn.Identity()).double()) for site in crosslayer.plan(4, parallel)]
+    sites = [copy.deepcopy(site).float() for site in exact]
+    x = torch.randn(4, 32, dim).bfloat16()
+
+    def reference(sites, x):
+        state = rounded(sites[0].init(x), dim)
+        for k, site in enumerate(sites[:-1]):
+            inputs, state = site.read(tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, state))
+            inputs, state = rounded(inputs, dim), rounded(state, dim)
+            state = site.write(state, sum(torch.tanh((i + k + 1) * x.roll(i, -1)) for i, x in enumerate(inputs)))
+        return sites[-1].readout(tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, state)).bfloat16()
+
+    truth = run(exact, x.double())
+    ours, theirs = ((f(sites, x).double() - truth).norm() for f in (run, reference))
+    assert ours <= 2 * theirs
 
 
 @both

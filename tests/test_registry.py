@@ -12,7 +12,16 @@ from crosslayer.registry import separate
 
 
 def test_public_names():
-    assert crosslayer.__all__ == ["Connection", "Site", "__version__", "available", "connect", "make", "plan"]
+    assert crosslayer.__all__ == [
+        "Connection",
+        "Site",
+        "__version__",
+        "available",
+        "connect",
+        "make",
+        "param_groups",
+        "plan",
+    ]
     assert all(hasattr(crosslayer, name) for name in crosslayer.__all__)
 
 
@@ -48,7 +57,7 @@ def test_a_string_and_back(arm):
     [
         (
             "denseforme",
-            r"^unknown connection 'denseforme' \(did you mean 'denseformer'\?\); known: altup, attnres, .*residual_dual$",
+            r"^unknown connection 'denseforme' \(did you mean 'denseformer'\?\); known: altup, .*residual_dual$",
         ),
         ("xyz", "^unknown connection 'xyz'; known: altup, attnres"),
         (

@@ -4,13 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import autoload
 from .connection import Connection, Site, plan
+from .optim import param_groups
 from .registry import available, make
 
 if TYPE_CHECKING:
     from .hf import connect
 
 __version__ = "0.1.0"
-__all__ = ["Connection", "Site", "__version__", "available", "connect", "make", "plan"]
+__all__ = ["Connection", "Site", "__version__", "available", "connect", "make", "param_groups", "plan"]
 
 autoload.watch()
 

@@ -27,7 +27,7 @@ def patch(modeling_utils: ModuleType) -> None:
         if arm is not None and self.base_model is self:
             from .hf import connect
 
-            connect(self, arm)
+            connect(self, arm, reallocate=getattr(self.config, "crosslayer_reallocate", False))
         post_init(self)
 
     modeling_utils.PreTrainedModel.post_init = connecting_post_init

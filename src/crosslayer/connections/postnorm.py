@@ -20,7 +20,8 @@ class PostNorm(PreNorm):
     starts_as_prenorm = False
 
     def traffic(self) -> float:
-        return super().traffic() - (not self.last)  # what the layers read is the stream itself
+        # what the layers read is the stream itself
+        return super().traffic() - (0 < self.site.index < self.site.depth)
 
     def read(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
         xs, _ = super().read(state)

@@ -35,8 +35,10 @@ class ResidualDual(Connection):
         return Dual(x, x)
 
     def traffic(self) -> float:
-        read = 3 if self.site.index else 1
-        return read + 1 if self.last else read + 1 + len(self.ports)  # what the layers read is the stream itself
+        # x, d and y are read; what the layers read is x itself, and d is written too
+        if not self.site.index:
+            return 1 + len(self.ports)
+        return 4 if self.last else 4 + len(self.ports)
 
     def gather(self, state: Dual) -> tuple[tuple[Tensor, ...], Dual]:
         x, d = add(state.x, state.y), add(state.d, state.y)

@@ -12,11 +12,12 @@ from ..connection import Connection, Site, plan
 from ..registry import Factory, make
 from .families import FAMILIES, Family
 from .modules import Body, Borrowed, CopiedNorm, FusedProjection, Layer, Readout, become, take
+from .reallocate import reallocate as widen
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def connect(model: Model, connection: str | Factory) -> Model:
+def connect(model: Model, connection: str | Factory, reallocate: bool = False) -> Model:
     """Replace what connects the layers of `model`, in place, and return it.
 
     Its classes, module paths and state-dict keys stay; the connection's parameters are added beneath each layer
@@ -26,6 +27,8 @@ def connect(model: Model, connection: str | Factory) -> Model:
     Args:
         model: a transformers model of a family in `crosslayer.hf.families`, on any device, meta included.
         connection: like "mudd(dilation=2)", or what `make` returns.
+        reallocate: for training from scratch, let the MLPs' hidden widths grow with depth from half to one and a half
+            times the config's, with new weights (MUDD, Eq. 9; the total stays within half a percent).
 
     Raises:
         ValueError: the connection, an option or the family is unknown, or the model is connected already. The model is
@@ -56,6 +59,9 @@ def connect(model: Model, connection: str | Factory) -> Model:
         # the final norm is lent to the first port once it has become the readout
         readout = factory(out, body.config.hidden_size, lambda port: nn.Identity() if port == "out" else own(final))
 
+    if reallocate:
+        widen(body, family)
+        model.config.crosslayer_reallocate = body.config.crosslayer_reallocate = True
     for layer, connections in zip(layers, inner, strict=True):
         layer.connections, layer.family = nn.ModuleList(connections).train(layer.training), family
         become(layer, Layer)

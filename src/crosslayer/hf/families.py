@@ -7,6 +7,8 @@ class Sublayer(NamedTuple):
     module: str
     norm: str  # before it
     dropout: str | None = None  # on its output
+    widens: tuple[str, ...] = ()  # an MLP's maps into its hidden width ...
+    narrows: str = ""  # ... and out of it
 
 
 class Family(NamedTuple):
@@ -21,14 +23,14 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family(
         Sublayer("self_attn", "input_layernorm"),
-        Sublayer("mlp", "post_attention_layernorm"),
+        Sublayer("mlp", "post_attention_layernorm", widens=("gate_proj", "up_proj"), narrows="down_proj"),
         ("q_proj", "k_proj", "v_proj"),
         layers="layers",
         final="norm",
     ),
     "gpt_neox": Family(
         Sublayer("attention", "input_layernorm", "post_attention_dropout"),
-        Sublayer("mlp", "post_attention_layernorm", "post_mlp_dropout"),
+        Sublayer("mlp", "post_attention_layernorm", "post_mlp_dropout", ("dense_h_to_4h",), "dense_4h_to_h"),
         ("query_key_value",),
         layers="layers",
         final="final_layer_norm",

@@ -12,9 +12,9 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..connection import Connection
 from ..costs import activation_bytes, loss_of, parameters, sized
 from ..hf import connect
+from ..optim import param_groups
 from .data import Text
 
 
@@ -80,20 +80,9 @@ def build(settings: Settings, arm: str, seed: int) -> PreTrainedModel:
 
 
 def optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW: weight decay on the body's matrices and on what a connection says takes it, on nothing else."""
-    own = {p: n in m.decayed for m in model.modules() if isinstance(m, Connection) for n, p in m.named_parameters()}
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for p in model.parameters():
-        groups[own.get(p, p.dim() >= 2)].append(p)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": settings.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        lr=settings.lr,
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+    """AdamW on the model's parameter groups."""
+    groups = param_groups(model, settings.lr, settings.weight_decay)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
 
 
 def schedule(step: int, steps: int) -> float:

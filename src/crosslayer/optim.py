@@ -1,0 +1,51 @@
+"""How an optimizer should treat a model with connections."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .connection import Connection
+
+
+def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of `model` for any torch optimizer, each `{name, params, lr, weight_decay, muon}`.
+
+    The body's matrices take weight decay, its vectors none. Of a connection, what the class names in `decayed` (what
+    depends on the input) takes it and the static rest does not, and a class's `lr_factors` multiply the learning rate.
+    `muon` marks the 2-d matrices of the body's layers: no embedding, no output head, and nothing of a connection, whose
+    tables are 2-d without being maps between activations. Frozen parameters are left out.
+
+    Args:
+        model: any module; its connections are found.
+        lr: the model's learning rate.
+        weight_decay: of what takes it.
+    """
+    groups: dict[tuple[str, float, float, bool], list[nn.Parameter]] = {}
+    own = {id(p) for m in model.modules() if isinstance(m, Connection) for p in m.parameters(recurse=False)}
+    ends = {id(p) for p in embeddings(model)}
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in seen or not p.requires_grad:
+                continue
+            seen.add(id(p))
+            if id(p) in own and isinstance(module, Connection):
+                decays, factor = name in module.decayed, module.lr_factors.get(name, 1.0)
+                kind, muon = "connection " + ("dynamic" if decays else "static"), False
+            else:
+                decays, factor, muon = p.dim() >= 2, 1.0, p.dim() == 2 and id(p) not in ends
+                kind = "matrices" if muon else "embeddings" if decays else "vectors"
+            groups.setdefault((kind, lr * factor, weight_decay * decays, muon), []).append(p)
+    return [
+        {"name": kind, "params": params, "lr": rate, "weight_decay": decay, "muon": muon}
+        for (kind, rate, decay, muon), params in groups.items()
+    ]
+
+
+def embeddings(model: nn.Module) -> Sequence[Tensor]:
+    """The weights between tokens and activations: embeddings, and linear maps onto as many outputs as one has rows."""
+    inputs = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    sizes = {m.num_embeddings for m in inputs}
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
+    return [*(m.weight for m in inputs), *(m.weight for m in heads)]

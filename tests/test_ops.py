@@ -1,0 +1,41 @@
+"""The ops' own identities."""
+
+import pytest
+import torch
+
+from crosslayer.ops import attend, attend_ahead, attend_merge, mix, sinkhorn
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("complete", [1, 2, 5])
+def test_two_phases_are_one(dtype, complete):
+    X = tuple(torch.randn(2, 3, 7, dtype=torch.float64).to(dtype) for _ in range(complete + 1))
+    Q = torch.randn(4, 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    out, lse = attend_ahead(X[:-1], Q)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for s in range(4):
+        torch.testing.assert_close(out[s], attend(X[:-1], Q[s]), rtol=0, atol=tolerance)
+        merged = attend_merge(out[s], lse[s], X[-1], Q[s])
+        torch.testing.assert_close(merged, attend(X, Q[s]), rtol=0, atol=tolerance)
+
+
+def test_two_phases_have_one_gradient():
+    X = tuple(torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    q = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    out, lse = attend_ahead(X[:-1], q[None])
+    two = torch.autograd.grad(attend_merge(out[0], lse[0], X[-1], q).square().sum(), (*X, q))
+    one = torch.autograd.grad(attend(X, q).square().sum(), (*X, q))
+    for a, b in zip(two, one, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_sinkhorn_ends_with_columns_and_differentiates_every_round():
+    logits = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True)
+    M = sinkhorn(logits, 20)
+    torch.testing.assert_close(M.sum(-2), torch.ones(3, 4, dtype=torch.float64), rtol=0, atol=2e-6)
+    assert torch.autograd.gradcheck(lambda x: sinkhorn(x, 3, 1e-2), (logits,))
+
+
+def test_mix_counts_its_weights():
+    with pytest.raises(ValueError, match="2 sources but weights for 3"):
+        mix((torch.ones(1, 1, 2),) * 2, torch.ones(1, 3))

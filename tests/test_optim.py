@@ -1,0 +1,67 @@
+"""Parameter groups: who decays, who learns slower, and who is never Muon's."""
+
+import pytest
+import torch
+from bodies import llama
+from tiny import ARMS, connections, gpt, shake
+
+import crosslayer
+
+every = pytest.mark.parametrize("arm", ARMS)
+
+
+@every
+def test_every_parameter_is_in_one_group(arm):
+    model = gpt(arm)
+    groups = crosslayer.param_groups(model, 1e-3, 0.1)
+    found = [id(p) for g in groups for p in g["params"]]
+    assert sorted(found) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    assert len(set(found)) == len(found)
+
+
+@every
+def test_connections_are_treated_as_they_say(arm):
+    model = gpt(arm)
+    group = {id(p): g for g in crosslayer.param_groups(model, 1e-3, 0.1) for p in g["params"]}
+    for connection in connections(model):
+        for name, p in connection.named_parameters(recurse=False):
+            if not p.requires_grad:
+                continue
+            assert group[id(p)]["weight_decay"] == (0.1 if name in connection.decayed else 0)
+            assert group[id(p)]["lr"] == 1e-3 * connection.lr_factors.get(name, 1)
+            assert group[id(p)]["muon"] is False
+        for p in connection.norms.parameters():
+            assert group[id(p)]["weight_decay"] == 0 and not group[id(p)]["muon"]
+
+
+def test_muon_gets_the_layers_matrices_alone():
+    model = crosslayer.connect(llama(), "mudd")
+    muon = {id(p) for g in crosslayer.param_groups(model, 1e-3, 0.1) if g["muon"] for p in g["params"]}
+    names = {n for n, p in model.named_parameters() if id(p) in muon}
+    assert all(n.endswith("_proj.weight") for n in names) and len(names) == 3 * 7
+
+
+def test_tied_and_frozen():
+    model = crosslayer.connect(llama(tie_word_embeddings=True), "hyper(frozen='B WC')")
+    groups = crosslayer.param_groups(model, 1e-3, 0.1)
+    assert sum(p is model.lm_head.weight for g in groups for p in g["params"]) == 1
+    assert not any("connection" in g["name"] for g in groups)
+
+
+def test_an_optimizer_takes_them():
+    model = gpt("gains")
+    optimizer = torch.optim.AdamW(crosslayer.param_groups(model, 1e-2, 0.1))
+    before = model.blocks[0].connections[0].gain.item()
+    model(torch.randint(31, (2, 7))).square().mean().backward()
+    optimizer.step()
+    assert abs(model.blocks[0].connections[0].gain.item() - before) == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_float32_streams_under_a_bf16_model():
+    arm = "hyper(stream_dtype='float32')"
+    model = shake(crosslayer.connect(llama(), arm)).bfloat16()
+    ids = torch.randint(97, (2, 9))
+    state = model.model.layers[0].connections[0].init(model.model.embed_tokens(ids))
+    inputs, state = model.model.layers[0].connections[0].read(state)
+    assert state.H.dtype == torch.float32 and inputs[0].dtype == torch.bfloat16
+    assert model(ids).logits.dtype == torch.bfloat16
