@@ -29,7 +29,7 @@ def reallocate(body: Any, family: Family) -> None:
         for name in (*family.mlp.widens, family.mlp.narrows):
             old = getattr(mlp, name)
             ends = (width, old.out_features) if name == family.mlp.narrows else (old.in_features, width)
-            new = nn.Linear(*ends, old.bias is not None, device=old.weight.device, dtype=old.weight.dtype)
+            new = nn.Linear(ends[0], ends[1], old.bias is not None, old.weight.device, old.weight.dtype)
             setattr(mlp, name, new)
             if not new.weight.is_meta:
                 with torch.no_grad():
