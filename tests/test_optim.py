@@ -6,6 +6,7 @@ from bodies import llama
 from tiny import ARMS, connections, gpt, shake
 
 import crosslayer
+from crosslayer.optim import delayed_start
 
 every = pytest.mark.parametrize("arm", ARMS)
 
@@ -65,3 +66,16 @@ def test_float32_streams_under_a_bf16_model():
     inputs, state = model.model.layers[0].connections[0].read(state)
     assert state.H.dtype == torch.float32 and inputs[0].dtype == torch.bfloat16
     assert model(ids).logits.dtype == torch.bfloat16
+
+
+def test_delayed_start():
+    model = gpt("denseformer")
+    optimizer = torch.optim.AdamW(crosslayer.param_groups(model, 1e-2, 0.1))
+    scheduler = delayed_start(optimizer, 3)
+    alpha, head = model.readout.alpha, model.head.weight
+    for step in range(5):
+        before = alpha.detach().clone(), head.detach().clone()
+        model(torch.randint(31, (2, 7))).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        assert torch.equal(alpha, before[0]) == (step < 3) and not torch.equal(head, before[1])

@@ -9,6 +9,8 @@ import json
 import re
 from pathlib import Path
 
+import proofs
+
 import crosslayer
 from crosslayer.compare import Comparison
 from crosslayer.registry import options
@@ -47,7 +49,7 @@ def generated() -> str:
     """README as it should be."""
     text = README.read_text("utf8")
     results = "\n".join(markdown(measured()).splitlines()[2:]) + "\n"
-    for name, content in (("connections", connections()), ("results", results)):
+    for name, content in (("connections", connections()), ("results", results), ("proofs", proofs.table())):
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = block.sub(lambda match, content=content: match[1] + content + match[2], text)
     return text

@@ -74,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=[f"{arm}-{case}" for case, arm in CASES.items()])
 def test_a_row_of_linear_sublayers(case):
     arm, file = CASES[case], load_file(GOLDEN / f"{case}.safetensors")
     depth = json.loads((GOLDEN / f"{case}.json").read_text())["config"]["sub_layers"]

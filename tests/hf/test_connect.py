@@ -17,7 +17,7 @@ from crosslayer import Connection
 
 hosts = pytest.mark.parametrize("host", HOSTS)
 methods = pytest.mark.parametrize("arm", crosslayer.available())
-EXACT = {"prenorm", "gains", "denseformer", "mudd"}  # from the first bit; the others up to the eps of a norm
+EXACT = {"prenorm", "gains", "denseformer", "frac", "mudd"}  # from the first bit; the others up to the eps of a norm
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ State: one stream in m fractions, and beta of the pending write. Parameters a su
 (D/m)(2m + 3) + 2. Traffic: 4D a token and boundary.
 """
 
-import torch
 from torch import Tensor
 
 from ..connection import Connection, Norm, Site
@@ -27,8 +26,8 @@ class Frac(Hyper):
             raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
         super().__init__(site, dim, norm, fractions, dynamic, tanh)
 
-    def identity(self) -> tuple[Tensor, ...]:
-        return (torch.cat([torch.eye(self.n), torch.eye(self.n)], 1),)
+    def identity(self) -> list[list[float]]:
+        return [[float(s == t % self.n) for t in range(2 * self.n)] for s in range(self.n)]
 
     def begin(self, x: Tensor) -> Streams:
         return Streams(self.spread(x))

@@ -68,31 +68,30 @@ class Hyper(Connection):
             raise ValueError("matrix and beta exclude each other: the matrix has beta in its first row")
         self.n, self.dynamic, self.bound = streams, dynamic, torch.tanh if tanh else nn.Identity()
         self.stats = choice("stats", stats, STATS)
-        self.start = (*self.identity(), beta * torch.ones(streams)) if matrix is None else self.given(matrix)
+        self.start = (self.identity(), [float(beta)] * streams) if matrix is None else self.given(matrix)
         if not self.last:
-            self.parameters_of(*self.start)
+            self.add_parameters(columns=len(self.start[0][0]))
             self.freeze(frozen)
         self.reset_parameters()
 
-    def identity(self) -> tuple[Tensor, ...]:
-        """static_alpha that passes every stream on and reads one of them."""
-        read = torch.zeros(self.n, 1)
-        read[self.site.index % self.n] = 1
-        return (torch.cat([read, torch.eye(self.n)], 1),)
+    def identity(self) -> list[list[float]]:
+        """static_alpha [n n+1] that reads one stream and passes every one on."""
+        read = self.site.index % self.n
+        return [[float(s == read), *(float(s == t) for t in range(self.n))] for s in range(self.n)]
 
-    def given(self, matrix: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def given(self, matrix: Sequence[Any]) -> tuple[list[list[float]], list[float]]:
         """static_alpha and static_beta of the paper's matrix at this site."""
         turns = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
-        HC = torch.tensor(turns[self.site.index % len(turns)], dtype=torch.float32)
-        if HC.shape != (self.n + 1, self.n + 1):
-            raise ValueError(f"matrix must be {self.n + 1} by {self.n + 1} for {self.n} streams, got {list(HC.shape)}")
-        return HC[1:], HC[0, 1:]
+        (_, *beta), *alpha = turns[self.site.index % len(turns)]
+        if len(alpha) != self.n or any(len(row) != self.n + 1 for row in ([0, *beta], *alpha)):
+            raise ValueError(f"matrix must be {self.n + 1} by {self.n + 1} for {self.n} streams, got {matrix!r}")
+        return alpha, beta
 
-    def parameters_of(self, alpha: Tensor, beta: Tensor) -> None:
-        width = self.dim if alpha.shape[1] == self.n + 1 else self.dim // self.n
-        self.static_alpha, self.static_beta = weight(*alpha.shape), weight(self.n)
+    def add_parameters(self, columns: int) -> None:
+        width = self.dim if columns == self.n + 1 else self.dim // self.n
+        self.static_alpha, self.static_beta = weight(self.n, columns), weight(self.n)
         if self.dynamic:
-            self.dynamic_alpha_fn, self.dynamic_beta_fn = weight(width, alpha.shape[1]), weight(width)
+            self.dynamic_alpha_fn, self.dynamic_beta_fn = weight(width, columns), weight(width)
             self.dynamic_alpha_scale, self.dynamic_beta_scale = weight(1), weight(1)
             self.norm_weight = weight(width) if self.stats.weighted else None
             self.norm_bias = weight(width) if self.stats.biased else None
@@ -109,9 +108,8 @@ class Hyper(Connection):
     def reset_parameters(self) -> None:
         if self.last:
             return
-        alpha, beta = self.start
-        self.static_alpha.copy_(alpha)
-        self.static_beta.copy_(beta)
+        for p, values in zip((self.static_alpha, self.static_beta), self.start, strict=True):
+            p.copy_(torch.tensor(values, device=p.device))
         if self.dynamic:
             nn.init.zeros_(self.dynamic_alpha_fn)
             nn.init.zeros_(self.dynamic_beta_fn)

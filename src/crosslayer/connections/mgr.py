@@ -62,7 +62,7 @@ class MGR(Connection):
             nn.init.zeros_(self.w2)
         if self.w1 is not None and self.b is not None:
             nn.init.zeros_(self.w1)
-            self.b.copy_(torch.tensor(self.bias))
+            self.b.copy_(torch.tensor(self.bias, device=self.b.device))
 
     def begin(self, x: Tensor) -> Gated:
         return Gated((x,))
