@@ -18,6 +18,10 @@ import crosslayer
 
 both = pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 every = pytest.mark.parametrize("arm", ARMS)
+# a compile takes seconds: the variants are compiled among the slow tests
+compiled = pytest.mark.parametrize(
+    "arm", [arm if arm in crosslayer.available() else pytest.param(arm, marks=pytest.mark.slow) for arm in ARMS]
+)
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -106,7 +110,7 @@ def test_read_recomputes_bitwise(arm, parallel):
 
 
 @both
-@every
+@compiled
 def test_one_graph(arm, parallel):
     model, ids = gpt(arm, parallel), tokens()
     loss, gradients = loss_and_gradients(model, ids)
@@ -129,7 +133,7 @@ def test_inductor(arm):
 
 
 @both
-@every
+@compiled
 def test_blocks_compile_to_few_graphs(arm, parallel):
     """Per-block compile: a graph a structure of state, parameters and declared wiring; no other integer is baked in."""
     from torch._dynamo.testing import CompileCounter
