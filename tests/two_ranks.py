@@ -35,4 +35,5 @@ def shard_and_train(rank: int, folder: str) -> None:
     if rank == 0:
         with open(f"{folder}/errors.json", "w") as file:
             json.dump(errors, file)
+    dist.barrier()  # neither leaves while the other still talks to it
     dist.destroy_process_group()
