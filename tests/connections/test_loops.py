@@ -59,6 +59,9 @@ class Network:
         self.sites = [make(site, case.dim, norm).double() for site in crosslayer.plan(case.layers, case.parallel)]
         for k, site in enumerate(self.sites if shaken else ()):
             shake(site, 0.1 + 0.05 * k)  # no two sites alike
+            for name in ("base", "static_alpha"):
+                if case.seed % 2 and getattr(site, name, None) is not None:
+                    nn.init.normal_(getattr(site, name))  # far from R = I, where its orientation hardly shows
         self.depth = len(self.sites) - 1
         self.matrices = [
             {port: torch.randn(case.dim, case.dim, dtype=torch.float64) for port in ("attn", "mlp", *"qkv")}
@@ -764,18 +767,18 @@ manifolds = st.builds(
 
 @few
 @given(case=cases, options=manifolds)
-@example(case=Case(layers=2), options=Manifold())
-@example(case=Case(layers=2), options=Manifold(orientation="dst src", iterations=2, eps=1e-3))
-@example(case=Case(layers=2), options=Manifold(order="dst last", iterations=2, eps=1e-3))
-@example(case=Case(layers=3), options=Manifold(residual="identity", readout="mean"))
-@example(case=Case(layers=3), options=Manifold(iterations=1, readout="sum"))
+@example(case=Case(layers=2, seed=1), options=Manifold())
+@example(case=Case(layers=2, seed=1), options=Manifold(orientation="dst src", iterations=2, eps=1e-3))
+@example(case=Case(layers=2, seed=1), options=Manifold(order="dst last", iterations=2, eps=1e-3))
+@example(case=Case(layers=3, seed=1), options=Manifold(residual="identity", readout="mean"))
+@example(case=Case(layers=3, seed=1), options=Manifold(iterations=1, readout="sum"))
 def test_mhc(case, options):
     check(options.arm, mhc(options), case)
 
 
 @few
 @given(case=cases, options=manifolds)
-@example(case=Case(layers=3), options=Manifold(single_pass=True))
+@example(case=Case(layers=3, seed=1), options=Manifold(single_pass=True))
 def test_single_pass_mhc(case, options):
     options = options._replace(single_pass=True, readout="head")
     check(options.arm, mhc(options), case)
@@ -811,7 +814,7 @@ def mhc_lite(n: int) -> Loop:
 
 @few
 @given(case=cases, n=st.sampled_from([3, 2, 1]))
-@example(case=Case(layers=2), n=4)
+@example(case=Case(layers=2, seed=1), n=4)
 def test_mhc_lite(case, n):
     check(f"mhc_lite(streams={n})", mhc_lite(n), case)
 
