@@ -831,6 +831,11 @@ def starts_on_its_own_stream(arm: str) -> None:
         else:
             pre = (site.base if arm.startswith("mhc(") or arm == "mhc" else site.static_alpha)[: site.n]
             assert pre.tolist() == [1.0 if s == k % site.n else -1.0 for s in range(site.n)]
+        if arm.startswith("mhc_lite"):
+            assert site.static_alpha[site.n :].tolist() == [0.0] + [-8.0] * (math.factorial(site.n) - 1)
+        elif arm.startswith("mhc"):
+            assert torch.equal(site.base[2 * site.n :].view(site.n, -1), 8 * torch.eye(site.n).double() - 8)
+            assert site.scale.tolist() == pytest.approx([0.01] * 3)
 
 
 @pytest.mark.parametrize("arm", ["hyper", "hyper(streams=3)", "mhc", "mhc(streams=3)", "mhc_lite(streams=3)"])
