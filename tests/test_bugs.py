@@ -1,0 +1,414 @@
+"""The bugs that users of these methods meet, put back one by one: the suite must see each.
+
+A bug is planted into the library; the check that guards against it, which is one of the suite's own, passes before
+and fails after.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import test_laws as laws
+import torch
+import torch.nn.functional as F
+from connections import test_golden as golden
+from connections import test_loops as loops
+from connections.test_loops import Case, Manifold
+from tiny import ARMS, gpt
+from torch import Tensor, nn
+from torch.autograd.gradcheck import GradcheckError
+
+import crosslayer
+from crosslayer.connection import Connection
+from crosslayer.connections import attnres, denseformer, gains, hyper, mgr, mhc, mhc_lite, mudd
+from crosslayer.connections.denseformer import DenseFormer, History
+from crosslayer.connections.gains import Gained, Gains
+from crosslayer.connections.hyper import Hyper
+from crosslayer.connections.mhc import MHC
+from crosslayer.ops import add, mix
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+Check = Callable[[], None]
+BUGS: dict[str, tuple[Plant, Check]] = {}
+
+
+def bug(**checks: Check) -> Callable[[Plant], Plant]:
+    """Register a bug with the checks that see it."""
+
+    def register(plant: Plant) -> Plant:
+        for name, check in checks.items():
+            BUGS[f"{plant.__name__}-{name}"] = plant, check
+        return plant
+
+    return register
+
+
+# ---- the checks that are no test of another file
+
+
+DECAYED = {
+    "frac": {"dynamic_alpha_fn", "dynamic_beta_fn"},
+    "highway": {"W"},
+    "hyper": {"dynamic_alpha_fn", "dynamic_beta_fn"},
+    "mhc": {"fn"},
+    "mhc_lite": {"dynamic_alpha_fn", "dynamic_beta_fn"},
+    "mudd": {"W1", "W2"},
+}  # of the others nothing is
+
+
+def decays_what_the_papers_decay(arm: str) -> None:
+    """Static weights take no weight decay, generated ones do; nor does a norm, and the body's matrices do."""
+    from crosslayer.train.run import Settings, optimizer
+
+    model = gpt(arm)
+    decay = {p: g["weight_decay"] for g in optimizer(model, Settings()).param_groups for p in g["params"]}
+    assert decay.keys() == set(model.parameters())
+    own = {p: n for m in model.modules() if isinstance(m, Connection) for n, p in m.named_parameters(recurse=False)}
+    for name, p in model.named_parameters():
+        takes = own[p] in DECAYED.get(crosslayer.make(arm).name, ()) if p in own else p.dim() >= 2
+        assert decay[p] == (0.1 if takes else 0.0), name
+
+
+def two_depths_at_once(arm: str) -> None:
+    """Two inputs that go through one model by turns, sub-layer by sub-layer, are as two that go one after the other."""
+    sites = laws.chain(arm, parallel=False)
+    x = torch.randn(2, 1, 4, 6, dtype=torch.float64)
+    alone = [laws.run(sites, each) for each in x]
+    states = [sites[0].init(each) for each in x]
+    for k, site in enumerate(sites[:-1]):
+        for i in range(2):
+            inputs, states[i] = site.read(states[i])
+            y = sum(torch.tanh((j + k + 1) * h.roll(j, -1)) for j, h in enumerate(inputs))
+            states[i] = site.write(states[i], y)
+    assert all(torch.equal(sites[-1].readout(state), out) for state, out in zip(states, alone, strict=True))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_weight_decay(arm):
+    decays_what_the_papers_decay(arm)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_two_depths_at_once(arm):
+    two_depths_at_once(arm)
+
+
+def gradcheck_sinkhorn() -> None:
+    """Of logits far from the identity: of those the methods start from, the law of gradients sees next to nothing."""
+    logits = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    for rounds in (2, 20):
+        assert torch.autograd.gradcheck(lambda z: mhc.sinkhorn(z, rounds, 1e-6), logits)
+
+
+def row(case: str) -> Check:
+    return partial(golden.test_a_row_of_linear_sublayers, case)
+
+
+golden_mhc = row("mhc_deepseek_v4_n4_with_head_3sublayers")
+golden_mhc_lite = row("mhc_lite_n4_3sublayers")
+golden_static = row("hc_static_n2_3sublayers")
+golden_hyper = row("hc_dynamic_n4_tanh_layernorm_3sublayers")
+golden_attnres = row("attnres_full_8sublayers")
+golden_mgr = row("mgr_competitive_n4_10sublayers")
+
+
+def loop(arm: str, reference: loops.Loop) -> Check:
+    return partial(loops.check, arm, reference, Case(layers=3, seed=1))
+
+
+def loop_mhc(**options: object) -> Check:
+    o = Manifold(**{"iterations": 3} | options)
+    return loop(o.arm, loops.mhc(o))
+
+
+loop_hyper = loop("hyper", loops.hyper(4))
+loop_mhc_lite = loop("mhc_lite(streams=3)", loops.mhc_lite(3))
+
+
+# ---- 1. fluent wrong answers
+
+
+def square(w: Tensor) -> bool:
+    return w.shape[-1] == w.shape[-2]
+
+
+@bug(golden=golden_mhc, loop=loop_mhc(), loop_dst_src=loop_mhc(orientation="dst src"))
+def mhc_transposes_its_residual_matrix(patch):
+    right = MHC.mixture
+    patch.setattr(MHC, "mixture", lambda self, logits: right(self, logits).mT)
+
+
+@bug(golden=golden_mhc, loop=loop_mhc())
+def mhc_normalises_in_the_other_order(patch):
+    right = mhc.sinkhorn
+    patch.setattr(mhc, "sinkhorn", lambda logits, *args: right(logits.mT, *args).mT)
+
+
+@bug(golden=golden_mhc_lite, loop=loop_mhc_lite)
+def mhc_lite_transposes_its_residual_matrix(patch):
+    right = mhc_lite.streams
+    patch.setattr(mhc_lite, "streams", lambda H, w: right(H, w.mT))
+
+
+@bug(golden_static=golden_static, golden=golden_hyper, loop=loop_hyper)
+def hyper_transposes_its_width_connections(patch):
+    right = hyper.streams
+    patch.setattr(hyper, "streams", lambda H, w: right(H, w.mT if square(w) else w))
+
+
+@bug(golden=golden_mhc, loop=loop_mhc())
+def mhc_never_applies_its_residual_matrix(patch):
+    right = mhc.streams
+    patch.setattr(mhc, "streams", lambda H, w: H if square(w) else right(H, w))
+
+
+@bug(
+    golden=golden_mhc_lite,
+    loop=loop_mhc_lite,
+    no_dead_parameter=lambda: laws.test_no_parameter_is_dead("mhc_lite", False),
+)
+def mhc_lite_never_applies_its_residual_matrix(patch):
+    patch.setattr(mhc_lite, "streams", lambda H, w: H)
+
+
+@bug(golden=golden_mhc, loop=loop_mhc())
+def mhc_norm_has_another_eps(patch):
+    right = mhc.rstd
+    patch.setattr(mhc, "rstd", lambda v, eps: right(v, 1e-5))
+
+
+@bug(golden=golden_mhc, loop=loop_mhc())
+def mhc_gate_has_no_eps(patch):
+    right = MHC.coefficients
+
+    def coefficients(self, H):
+        pre, *rest = right(self, H)
+        return pre - self.eps, *rest
+
+    patch.setattr(MHC, "coefficients", coefficients)
+
+
+@bug(golden=golden_attnres, loop=loop("attnres(block_size=2)", loops.attnres(2)))
+def attnres_norm_has_another_eps(patch):
+    right = attnres.attend
+    patch.setattr(attnres, "attend", lambda X, q: right(X, q, eps=1e-5))
+
+
+@bug(golden=golden_mgr, loop=loop("mgr", loops.mgr(4, "competitive")))
+def mgr_gate_norm_has_another_eps(patch):
+    right = mgr.scores
+    patch.setattr(mgr, "scores", lambda X, q: right(X, q, eps=1e-5))
+
+
+@bug(golden=golden.test_mudd_streams, loop=loop(loops.Ways().arm, loops.mudd(loops.Ways())))
+def mudd_norm_has_another_eps(patch):
+    right = mudd.rms
+    patch.setattr(mudd, "rms", lambda x: right(x, 1e-5))
+
+
+@bug(golden=golden_hyper, loop=loop_hyper)
+def hyper_layernorm_has_another_eps(patch):
+    wrong = hyper.Stats(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-6), True, True)
+    patch.setitem(hyper.STATS, "layernorm", wrong)
+
+
+@bug(
+    golden_static=golden_static,
+    golden=golden_hyper,
+    loop=partial(loops.check, "hyper", loops.hyper(4), Case(normed=False)),
+)
+def hyper_reads_out_the_mean(patch):
+    patch.setattr(Hyper, "collapse", lambda self, H: H.mean(-2))
+
+
+@bug(
+    loop=partial(
+        loops.check, Manifold(readout="sum").arm, loops.mhc(Manifold(readout="sum")), Case(layers=2, normed=False)
+    )
+)
+def mhc_reads_out_the_mean(patch):
+    patch.setitem(mhc.READOUTS, "sum", mhc.mean)
+
+
+@bug(
+    start=partial(loops.starts_on_its_own_stream, "hyper"),
+    house_rules=lambda: laws.test_parameters_keep_the_house_rules("hyper", False),
+)
+def hyper_draws_its_layer_index(patch):
+    def identity(self):
+        read = torch.zeros(self.n, 1)
+        read[torch.randint(self.n, (), device="cpu").item()] = 1
+        return (torch.cat([read, torch.eye(self.n)], 1),)
+
+    patch.setattr(Hyper, "identity", identity)
+
+
+@bug(start=partial(loops.starts_on_its_own_stream, "mhc"))
+def mhc_draws_its_layer_index(patch):
+    right, draw = MHC.reset_parameters, random.Random(0)
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        right(self)
+        if not self.last:
+            self.base[: self.n] = -1
+            self.base[draw.randrange(self.n)] = 1
+
+    patch.setattr(MHC, "reset_parameters", reset_parameters)
+
+
+class Converged(torch.autograd.Function):
+    """Sinkhorn whose backward holds for a matrix that is doubly stochastic, which 20 rounds give all but exactly."""
+
+    @staticmethod
+    def forward(ctx, logits, rounds, eps):
+        M = crosslayer.ops.sinkhorn(logits, rounds, eps)
+        ctx.save_for_backward(M)
+        return M
+
+    @staticmethod
+    def backward(ctx, G):
+        (M,) = ctx.saved_tensors
+        n, eye = M.shape[-1], torch.eye(M.shape[-1], dtype=M.dtype).expand_as(M)
+        system = torch.cat([torch.cat([eye, M], -1), torch.cat([M.mT, eye], -1)], -2)
+        sums = torch.cat([(G * M).sum(-1), (G * M).sum(-2)], -1)
+        u, v = (torch.linalg.pinv(system) @ sums[..., None]).squeeze(-1).split(n, -1)
+        return M * (G - u[..., :, None] - v[..., None, :]), None, None
+
+
+@bug(golden=golden_mhc, loop=loop_mhc(), loop20=loop_mhc(iterations=20), gradcheck=gradcheck_sinkhorn)
+def sinkhorn_is_differentiated_as_if_converged(patch):
+    patch.setattr(mhc, "sinkhorn", Converged.apply)
+
+
+@bug(golden=golden_mhc, loop=loop_mhc(), gradcheck=gradcheck_sinkhorn)
+def sinkhorn_takes_its_scalings_for_constants(patch):
+    right = mhc.sinkhorn
+
+    def sinkhorn(logits, rounds, eps):
+        K = logits.softmax(-1) + eps
+        return K * (right(logits, rounds, eps) / K).detach()
+
+    patch.setattr(mhc, "sinkhorn", sinkhorn)
+
+
+@bug(golden=golden_mhc, loop=loop_mhc(), gradcheck=gradcheck_sinkhorn)
+def sinkhorn_is_differentiated_through_its_last_round(patch):
+    def sinkhorn(logits, rounds, eps):
+        M = logits.softmax(-1) + eps
+        M = M / (M.sum(-2, keepdim=True) + eps)
+        for turn in range(rounds - 1):
+            M = M if turn < rounds - 2 else (M / logits.exp()).detach() * logits.exp()
+            M = M / (M.sum(-1, keepdim=True) + eps)
+            M = M / (M.sum(-2, keepdim=True) + eps)
+        return M
+
+    patch.setattr(mhc, "sinkhorn", sinkhorn)
+
+
+@bug(bf16=lambda: laws.test_a_bf16_model_keeps_coefficients_in_float32("mhc", False))
+def mixers_are_cast_with_the_model(patch):
+    patch.setattr(Connection, "_apply", nn.Module._apply)
+
+
+@bug(autocast=lambda: laws.test_autocast_leaves_coefficients_in_float32("mhc", False))
+def autocast_reaches_the_mixers(patch):
+    def read(self, state):
+        xs, state = self.gather(state)
+        return self.feed(*xs), state
+
+    patch.setattr(Connection, "read", read)
+
+
+# ---- 2. what does not compose
+
+
+def zero_dim(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(() if shape == (1,) else shape))
+
+
+@bug(
+    gains=lambda: laws.test_parameters_keep_the_house_rules("gains", False),
+    hyper=lambda: laws.test_parameters_keep_the_house_rules("hyper", False),
+)
+def scalars_are_parameters_without_a_dimension(patch):
+    patch.setattr(gains, "weight", zero_dim)
+    patch.setattr(hyper, "weight", zero_dim)
+
+
+@bug(law=lambda: laws.test_forward_stores_nothing("denseformer", False))
+def denseformer_keeps_its_history_on_the_module(patch):
+    right = DenseFormer.gather
+
+    def gather(self, state):
+        xs, state = right(self, state)
+        self.accumulators = state.X
+        return xs, state
+
+    patch.setattr(DenseFormer, "gather", gather)
+
+
+@bug(two_depths=partial(two_depths_at_once, "denseformer"))
+def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
+    kept: list[Tensor] = []  # what the law of attributes cannot see: the same list all along
+
+    def gather(self, state):
+        h = add(state.h, state.y)
+        if not self.site.index:
+            kept.clear()
+        if self.opens:
+            kept.append(h)
+        if self.alpha is not None:
+            (h,) = mix(tuple(kept[j] for j in self.sources), self.alpha[None])
+        return (h,), History((), h)
+
+    patch.setattr(denseformer.DenseFormer, "gather", gather)
+
+
+@bug(cuts=lambda: laws.test_state_cuts_bitwise("gains", False))
+def the_gain_itself_travels_in_the_state(patch):
+    def gather(self, state):
+        h = state.h if state.y is None else state.gain * state.h + state.y
+        return (h,), Gained(h, gain=self.gain)
+
+    patch.setattr(Gains, "gather", gather)
+
+
+@bug(cuts=lambda: laws.test_state_cuts_bitwise(Hyper.variants[0], False))
+def static_beta_itself_travels_in_the_state(patch):
+    patch.setattr(Hyper, "coefficients", lambda self, H: (self.static_alpha, self.static_beta))
+
+
+# ---- 3. the optimizer
+
+
+@bug(hyper=partial(decays_what_the_papers_decay, "hyper"))
+def static_weights_are_decayed(patch):
+    patch.setattr(Hyper, "decayed", Hyper.decayed | {"static_alpha", "static_beta"})
+
+
+@bug(
+    hyper=partial(decays_what_the_papers_decay, "hyper"),
+    mudd=partial(decays_what_the_papers_decay, "mudd"),
+    altup=partial(decays_what_the_papers_decay, "altup"),
+)
+def whatever_is_a_matrix_is_decayed(patch):
+    """The usual rule of training scripts, which knows nothing of connections."""
+    from crosslayer.train import run
+
+    class NoConnection:
+        pass
+
+    patch.setattr(run, "Connection", NoConnection)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_suite_sees(name, monkeypatch):
+    plant, check = BUGS[name]
+    torch.manual_seed(0)
+    check()
+    plant(monkeypatch)
+    torch.manual_seed(0)
+    with pytest.raises((AssertionError, GradcheckError)):
+        check()
