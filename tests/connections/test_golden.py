@@ -194,16 +194,27 @@ def test_denseformer(case, arm):
         close(p.grad, file[f"grad.alpha.depth{depth}"])
 
 
-def test_mudd_streams():
+@pytest.mark.parametrize(
+    ("arm", "case"),
+    [
+        ("mudd", "muddformer_llama_L4_D64_noqknorm_noround_noexpand"),
+        ("mudd(round64=True, expand_last=True)", "muddformer_llama_L4_D64_qknorm_round64_expandlast"),
+    ],
+)
+def test_mudd_streams(arm, case):
     """Every depth aggregation of the golden model, given its recorded block outputs."""
-    case = GOLDEN / "muddformer_llama_L4_D64_noqknorm_noround_noexpand"
-    file, weights = load_file(f"{case}.forward_float64_exactrope.safetensors"), load_file(f"{case}.params.safetensors")
-    sites = built("mudd", crosslayer.plan(4), 64)
+    file = load_file(GOLDEN / f"{case}.forward_float64_exactrope.safetensors")
+    weights = load_file(GOLDEN / f"{case}.params.safetensors")
+    sites = built(arm, crosslayer.plan(4), 64)
     assert sites[0].ports == ("attn",)
     for l, site in enumerate(sites[2::2], start=1):
-        site.a.data.copy_(weights[f"dense_bs.{l - 1}"])
-        site.W1.data.copy_(weights[f"dynamic_dense.{l - 1}.w1.weight"].T)
-        site.W2.data.copy_(weights[f"dynamic_dense.{l - 1}.w2.weight"].T)
+        for p, value in (
+            (site.a, weights[f"dense_bs.{l - 1}"]),
+            (site.W1, weights[f"dynamic_dense.{l - 1}.w1.weight"].T),
+            (site.W2, weights[f"dynamic_dense.{l - 1}.w2.weight"].T),
+        ):
+            assert p.shape == value.shape
+            p.data.copy_(value)
         X = tuple(file[f"X.{j}"] for j in range(l))
         close(site.weights(file[f"X.{l}"], site.a).movedim(-2, 0), file[f"da_weights.{l - 1}"])
         inputs, state = site.read(History(X, file[f"X.{l}"]))
@@ -213,3 +224,18 @@ def test_mudd_streams():
             assert site.ports == ("q", "k", "v")
             for way, x in zip("qkvr", (*inputs, state.h), strict=True):
                 close(x, file[f"block_input.{l}.{way}"])
+
+
+def test_prenorm_streams():
+    """The golden Transformer++: the residual stream from its recorded attention outputs and block outputs."""
+    file = load_file(GOLDEN / "transformerpp_baseline_dense_false_L4_D64.forward_float64_exactrope.safetensors")
+    sites = built("prenorm", crosslayer.plan(4), 64)
+    state = sites[0].init(file["X.0"])
+    for l in range(4):
+        attention, mlp = sites[2 * l : 2 * l + 2]
+        (x,), state = attention.read(state)
+        close(x, file[f"block_input.{l}.single"])
+        state = attention.write(state, file[f"attn_out.{l}"])
+        (h,), state = mlp.read(state)
+        state = mlp.write(state, file[f"X.{l + 1}"] - h)
+    close(sites[-1].readout(state), file["final_hidden"])
