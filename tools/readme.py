@@ -1,5 +1,5 @@
-"""Writes what README has from elsewhere: the table of connections from their docstrings, and the table and picture of
-docs/results.json, which is a `crosslayer compare` without arguments.
+"""Writes what README and docs/ have from elsewhere: the table of connections from their docstrings, the table of proofs
+from the tests, and the table and picture of docs/results.json, which is a `crosslayer compare` without arguments.
 
     python tools/readme.py
 """
@@ -18,7 +18,8 @@ from crosslayer.report import curves, markdown, picture, tradeoff
 from crosslayer.train.run import Settings
 
 ROOT = Path(__file__).parent.parent
-README, PICTURE, RESULTS = ROOT / "README.md", ROOT / "docs" / "compare.svg", ROOT / "docs" / "results.json"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "connections.md"
+PICTURE, RESULTS = ROOT / "docs" / "compare.svg", ROOT / "docs" / "results.json"
 
 
 def connections() -> str:
@@ -45,16 +46,18 @@ def measured() -> Comparison:
     return Comparison(Settings(**results["settings"]), arms, seeds, RESULTS.parent, None, results)
 
 
-def generated() -> str:
-    """README as it should be."""
+def pages() -> dict[Path, str]:
+    """README and docs/connections.md as they should be."""
+    known, proven = connections(), proofs.table()
     text = README.read_text("utf8")
     results = "\n".join(markdown(measured()).splitlines()[2:]) + "\n"
-    for name, content in (("connections", connections()), ("results", results), ("proofs", proofs.table())):
+    for name, content in (("connections", known), ("results", results), ("proofs", proven)):
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = block.sub(lambda match, content=content: match[1] + content + match[2], text)
-    return text
+    return {README: text, PAGE: f"# Connections\n\n{known}\n# What holds each to its paper\n\n{proven}"}
 
 
 if __name__ == "__main__":
-    README.write_text(generated(), "utf8")
+    for path, text in pages().items():
+        path.write_text(text, "utf8")
     PICTURE.write_text(picture(measured(), curves, tradeoff), "utf8")

@@ -114,7 +114,7 @@ def train(settings: Settings, arm: str, seed: int, text: Text, watch: Watch) -> 
     memory = activation_bytes(model, fabric.to_device(next(text.batches(seed, settings.batch, settings.context))))
 
     tokens, seconds, curve = settings.batch * settings.context, [], []
-    every = max(1, settings.steps // 6)
+    marks = {round(settings.steps * i / 6) for i in range(1, 7)}
     model.train()
     for step in range(1, settings.steps + 1):
         start = time.perf_counter()
@@ -130,7 +130,7 @@ def train(settings: Settings, arm: str, seed: int, text: Text, watch: Watch) -> 
             raise Diverged(step, value)
         # the first steps warm caches up
         speed = tokens / statistics.median(seconds[min(3, len(seconds) - 1) :])
-        if step % every == 0 or step == settings.steps:
+        if step in marks:
             curve.append([step, evaluate(model, held_out)])
         watch(Progress(step, value, speed))
     return {
