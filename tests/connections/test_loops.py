@@ -678,6 +678,12 @@ def test_frac(case, m, width, how):
     check(f"frac(fractions={m}, dynamic={how[0]}, tanh={how[1]})", frac(m, *how), case._replace(dim=m * width))
 
 
+def test_frac_starts_with_every_fraction_on_its_own():
+    for site in Network("frac(fractions=3)", Case(), shaken=False).sites[:-1]:
+        assert torch.equal(site.static_alpha, torch.eye(3).double().repeat(1, 2))
+        assert site.static_beta.tolist() == [1.0] * 3 and not site.dynamic_alpha_fn.any()
+
+
 # ---- manifold-constrained
 
 
