@@ -108,6 +108,7 @@ def row(case: str) -> Check:
 
 
 golden_mhc = row("mhc_deepseek_v4_n4_with_head_3sublayers")
+golden_mudd = partial(golden.test_mudd_streams, "mudd", "muddformer_llama_L4_D64_noqknorm_noround_noexpand")
 golden_mhc_lite = row("mhc_lite_n4_3sublayers")
 golden_static = row("hc_static_n2_3sublayers")
 golden_hyper = row("hc_dynamic_n4_tanh_layernorm_3sublayers")
@@ -203,7 +204,7 @@ def mgr_gate_norm_has_another_eps(patch):
     patch.setattr(mgr, "scores", lambda X, q: right(X, q, eps=1e-5))
 
 
-@bug(golden=golden.test_mudd_streams, loop=loop(loops.Ways().arm, loops.mudd(loops.Ways())))
+@bug(golden=golden_mudd, loop=loop(loops.Ways().arm, loops.mudd(loops.Ways())))
 def mudd_norm_has_another_eps(patch):
     right = mudd.rms
     patch.setattr(mudd, "rms", lambda x: right(x, 1e-5))

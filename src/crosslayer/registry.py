@@ -39,7 +39,10 @@ class Factory:
 
     def __call__(self, site: Site, dim: int, norm: Norm) -> Connection:
         own = {name: value for name, value in self.options.items() if name not in EVERY}
-        connection = self.method(site, dim, norm, **own)
+        try:
+            connection = self.method(site, dim, norm, **own)
+        except (TypeError, IndexError, AttributeError) as error:  # a value of the wrong kind, like a word for a number
+            raise ValueError(f"cannot build {self} with these values ({error})") from error
         if "stream_dtype" in self.options:
             connection.stream_dtype = choice("stream_dtype", self.options["stream_dtype"], DTYPES)
         return connection

@@ -331,10 +331,9 @@ def aggregated(site: crosslayer.Connection, options: Ways, X: list[Tensor], P: l
                 hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
                 weight = weight + dot(hidden, site.W2[:, c * len(sources) + j])
             mixed = mixed + weight * (P if options.normed else X)[source]
-        if options.normed:
-            # a group that feeds the residual too is one stream: its post-norm is all the group's
-            mixed = X[l] + (rms(mixed) * site.post if "r" in group else mixed)
-        S |= dict.fromkeys(group, mixed)
+        S |= dict.fromkeys(group, X[l] + mixed if options.normed else mixed)
+        if options.normed and "r" in group:  # the post-norm is the residual stream's alone
+            S["r"] = X[l] + rms(mixed) * site.post
     return S
 
 
@@ -698,6 +697,8 @@ class Manifold(NamedTuple):
     residual: str = "sinkhorn"
     single_pass: bool = False
     eps: float = 1e-6
+    norm_eps: float = 1e-6
+    magnitude: float = 2.0
 
     @property
     def arm(self) -> str:
@@ -721,7 +722,7 @@ def mhc(o: Manifold) -> Loop:
     def logits(site: crosslayer.Connection, H: list[Tensor]) -> list[Tensor]:
         """Every row of fn, with its scale and base."""
         v = torch.cat(H, -1)
-        norm = 1 / ((v * v).mean(-1, keepdim=True) + o.eps).sqrt()
+        norm = 1 / ((v * v).mean(-1, keepdim=True) + o.norm_eps).sqrt()
         part = [i for i, size in enumerate((n, n, n * n)) for _ in range(size)]
         return [dot(v, row) * norm * site.scale[part[i]] + site.base[i] for i, row in enumerate(site.fn)]
 
@@ -743,7 +744,7 @@ def mhc(o: Manifold) -> Loop:
         for k, site in enumerate(net.sites[:-1]):
             z = logits(site, H)
             pre = [sigmoid(z[s]) + o.eps for s in range(n)]
-            post = [2 * sigmoid(z[n + s]) for s in range(n)]
+            post = [o.magnitude * sigmoid(z[n + s]) for s in range(n)]
             R = residual(z[2 * n :])
             y = net.F(k, collapse(H, before if o.single_pass else pre))
             H = [post[d] * y + sum(R[s][d] * H[s] for s in range(n)) for d in range(n)]
@@ -768,6 +769,8 @@ manifolds = st.builds(
     residual=st.sampled_from(["sinkhorn", "identity"]),
     single_pass=st.just(False),
     eps=st.sampled_from([1e-6, 1e-3]),
+    norm_eps=st.sampled_from([1e-6, 1e-3]),
+    magnitude=st.sampled_from([2.0, 1.5]),
 )
 
 

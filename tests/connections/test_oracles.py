@@ -171,30 +171,29 @@ def test_mhc_of_glm_5():
 
 
 @pytest.mark.parametrize("model", ["glm5_next", "hy_v4"])
-def test_released_models_may_have_two_eps(model):
-    """Where the norm's eps is not the gates' (1e-5 and 1e-6 in both configurations' defaults), `eps` cannot be both.
-
-    It shows where the streams are small: one eps each is what `mhc` would need to load such a checkpoint bit for bit.
-    """
+def test_released_models_have_two_eps(model):
+    """Their configurations' defaults: 1e-5 for the norm, 1e-6 for the gates. It shows where the streams are small."""
     hc = getattr(shipped(model), {"glm5_next": "Glm5NextTextHyperConnection", "hy_v4": "HYV4HyperConnection"}[model])
-    site = chain("mhc" if model == "glm5_next" else "mhc(residual='identity')")[1]
+    residual = "sinkhorn" if model == "glm5_next" else "identity"
     H = torch.randn(B, T, 4, D) * 3e-3
-    for rms_norm_eps, agrees in ((1e-6, True), (1e-5, False)):
-        *_, collapsed = mixers(hc, site, rms_norm_eps=rms_norm_eps, hc_magnitude=2.0)(H)
-        (h,), _ = site.read(Manifold(H))
-        assert torch.allclose(h, collapsed, rtol=1e-9, atol=0) == agrees
+    for norm_eps in (1e-6, 1e-5):
+        site = chain(f"mhc(residual={residual!r}, norm_eps={norm_eps})")[1]
+        for rms_norm_eps in (1e-6, 1e-5):
+            *_, collapsed = mixers(hc, site, rms_norm_eps=rms_norm_eps, hc_magnitude=2.0)(H)
+            (h,), _ = site.read(Manifold(H))
+            assert torch.allclose(h, collapsed, rtol=1e-9, atol=0) == (rms_norm_eps == norm_eps)
 
 
 @pytest.mark.parametrize("magnitude", [2.0, 1.5])
 def test_identity_mhc_of_hy_v4(magnitude):
-    """R = I. Their post has a magnitude, 2 in the released configuration as ours always is, and eps is added to it."""
-    theirs, sites = shipped("hy_v4"), chain("mhc(residual='identity')")
+    """R = I. Their post has a magnitude, 2 in the released configuration, and eps is added to it."""
+    theirs, sites = shipped("hy_v4"), chain(f"mhc(residual='identity', magnitude={magnitude}, post_eps=1e-6)")
     site, H, y = sites[1], torch.randn(B, T, 4, D), torch.randn(B, T, D)
     hc = mixers(theirs.HYV4HyperConnection, site, hc_magnitude=magnitude)
     post, collapsed = hc(H)
     (h,), state = site.read(Manifold(H))
     close(h, collapsed)
-    close(magnitude / 2 * state.post + 1e-6, post)
+    close(state.post, post)
     assert torch.equal(state.H, H), "the streams go on as they are"
     layer = hollow(
         theirs.HYV4DecoderLayer,
@@ -215,13 +214,12 @@ def test_identity_mhc_of_hy_v4(magnitude):
 
 
 def test_identity_mhc_of_hy_v4_over_depth():
-    """The whole chain: their eps on post is 1e-6 a write, and no more parts the two."""
-    theirs, sites = shipped("hy_v4"), chain("mhc(residual='identity')")
+    theirs, sites = shipped("hy_v4"), chain("mhc(residual='identity', post_eps=1e-6)")
     x = torch.randn(B, T, D)
     H = x[:, :, None].expand(B, T, 4, D)
     for k, site in enumerate(sites[:-1]):
         post, h = mixers(theirs.HYV4HyperConnection, site, hc_magnitude=2.0)(H)
-        H = (post - 1e-6)[..., None] * sublayer(k, h)[:, :, None] + H
+        H = post[..., None] * sublayer(k, h)[:, :, None] + H
     out, streams = run(sites, x)
     close(streams, H)
     end = sites[-1]

@@ -14,7 +14,7 @@ State: one stream in m fractions, and beta of the pending write. Parameters a su
 
 from torch import Tensor
 
-from ..connection import Connection, Norm, Site
+from ..connection import Connection, Norm, Site, positive
 from .hyper import Hyper, Streams
 
 
@@ -22,7 +22,8 @@ class Frac(Hyper):
     variants = ("frac(dynamic=False)",)
 
     def __init__(self, site: Site, dim: int, norm: Norm, fractions: int = 2, dynamic: bool = True, tanh: bool = True):
-        if isinstance(fractions, int) and fractions > 0 and dim % fractions:
+        positive(fractions=fractions)
+        if dim % fractions:
             raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
         super().__init__(site, dim, norm, fractions, dynamic, tanh)
 

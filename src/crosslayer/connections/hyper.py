@@ -82,8 +82,9 @@ class Hyper(Connection):
     def given(self, matrix: Sequence[Any]) -> tuple[list[list[float]], list[float]]:
         """static_alpha and static_beta of the paper's matrix at this site."""
         turns = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
-        (_, *beta), *alpha = turns[self.site.index % len(turns)]
-        if len(alpha) != self.n or any(len(row) != self.n + 1 for row in ([0, *beta], *alpha)):
+        HC = turns[self.site.index % len(turns)]
+        (_, *beta), *alpha = HC
+        if [len(row) for row in HC] != [self.n + 1] * (self.n + 1):
             raise ValueError(f"matrix must be {self.n + 1} by {self.n + 1} for {self.n} streams, got {matrix!r}")
         return alpha, beta
 

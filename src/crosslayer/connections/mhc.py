@@ -2,7 +2,7 @@
 
 Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.24880, equations 7-9.
 
-    v = vec(H) [nD];   z = (v·fnᵀ)·rsqrt(mean(v²) + eps)·scale + base      fn [n²+2n, nD], order pre | post | res
+    v = vec(H) [nD];   z = (v·fnᵀ)·rsqrt(mean(v²) + norm_eps)·scale + base      fn [n²+2n, nD], order pre | post | res
     pre = σ(z_pre) + eps;   post = 2σ(z_post);   R = Sinkhorn(z_res), R[src, dst]
     input = Σ_s pre_s H_s;   H_dst ← post_dst · y + Σ_src R[src, dst] H_src
     entry: the embedding repeated n times;   readout: Σ_s (σ(z_head) + eps)_s H_s, then the final norm
@@ -12,7 +12,8 @@ Public implementations differ in what follows and give fluent wrong answers wher
     order          "src last" (default, the paper's T_r(T_c(·))): the last normalisation is over sources;  "dst last"
     readout        "head" (learnt, DeepSeek-V4), "sum" or "mean" (GLM)
     residual       "sinkhorn", or "identity": R = I and no z_res (iHC)
-    eps            of the sigmoid, of Sinkhorn and of the norm of v
+    eps, norm_eps  of pre's sigmoid and Sinkhorn; of the norm of v (GLM and Hy4: 1e-5)
+    magnitude, post_eps    post = magnitude · σ(z_post) + post_eps (Hy4 adds 1e-6)
     single_pass    the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes the streams; the
                    first collapse takes stream 0 and the readout uses the last pre (DeepSeek-V4.1)
 Starts as PreNorm, up to eps: fn = 0, scale 0.01, base 0 on the diagonal of z_res and −8 off it, and −1 for pre but +1
@@ -41,7 +42,7 @@ class Manifold(NamedTuple):
 class MHC(Connection):
     variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",
-        "mhc(residual='identity', readout='mean', streams=2)",
+        "mhc(residual='identity', readout='mean', streams=2, norm_eps=1e-5, post_eps=1e-6)",
         "mhc(single_pass=True)",
     )
     decayed = frozenset({"fn"})
@@ -59,10 +60,14 @@ class MHC(Connection):
         residual: str = "sinkhorn",
         single_pass: bool = False,
         eps: float = 1e-6,
+        norm_eps: float = 1e-6,
+        magnitude: float = 2.0,
+        post_eps: float = 0.0,
     ):
         super().__init__(site, dim, norm)
         positive(streams=streams, iterations=iterations)
-        self.n, self.iterations, self.eps, self.single_pass = streams, iterations, eps, single_pass
+        self.n, self.iterations, self.single_pass = streams, iterations, single_pass
+        self.eps, self.norm_eps, self.magnitude, self.post_eps = eps, norm_eps, magnitude, post_eps
         self.transposed = choice("orientation", orientation, {"src dst": False, "dst src": True})
         self.dst_last = choice("order", order, {"src last": False, "dst last": True})
         self.mixes = choice("residual", residual, {"sinkhorn": True, "identity": False})
@@ -103,7 +108,8 @@ class MHC(Connection):
         now, *rest = self.coefficients(H)
         if self.last:
             return (collapsed(H, now),), Manifold(H)
-        carried, post = streams(H, self.mixture(rest[1])) if self.mixes else H, 2 * rest[0].sigmoid()
+        carried = streams(H, self.mixture(rest[1])) if self.mixes else H
+        post = self.magnitude * rest[0].sigmoid() + self.post_eps
         if not self.single_pass:
             return (collapsed(H, now),), Manifold(carried, post=post)
         return (H[..., 0, :] if pre is None else collapsed(H, pre),), Manifold(carried, post=post, pre=now)
@@ -115,7 +121,7 @@ class MHC(Connection):
         """pre [B T n], and the logits of post [B T n] and of R [B T n·n] as far as the site has them."""
         assert self.fn is not None and self.base is not None and self.scale is not None
         v = wide(H).flatten(-2)
-        z = (v @ self.fn.T * rstd(v, self.eps)[..., None]).split(self.sizes, -1)
+        z = (v @ self.fn.T * rstd(v, self.norm_eps)[..., None]).split(self.sizes, -1)
         pre, *rest = (part * s + b for part, s, b in zip(z, self.scale, self.base.split(self.sizes), strict=True))
         return pre.sigmoid() + self.eps, *rest
 

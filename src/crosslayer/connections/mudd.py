@@ -71,8 +71,10 @@ class Mudd(Connection):
         apart = bool(depths) and not last and not way["q"] == way["k"] == way["v"]
         ports = tuple(p for port in site.ports for p in (("q", "k", "v") if apart and port == "attn" else (port,)))
         super().__init__(site, dim, norm, ports)
-        self.ways = [way[{"attn": "q", "mlp": "r", "out": "r"}.get(port, port)] for port in ports] + [way["r"]]
-        self.sources, self.residual = depths, way["r"]
+        # the streams of the ports and, last, the block's residual: (mixture, whether it is the residual stream r)
+        read = [{"attn": "q", "mlp": "r", "out": "r"}.get(port, port) for port in ports]
+        self.ways = [(way[stream], stream == "r") for stream in (*read, "r")]
+        self.sources = depths
 
         C, L = len(groups), len(depths)
         K = C * L * (4 if expand_last and last else 1)
@@ -112,9 +114,7 @@ class Mudd(Connection):
         if self.a is None:
             return (h,), History(X, h)
         S = mix(tuple(X[j] for j in self.sources), self.weights(h, self.a))
-        if self.pre is not None:
-            S = tuple(self.around(h, m, c == self.residual) for c, m in enumerate(S))
-        *xs, r = (h if way is None else S[way] for way in self.ways)
+        *xs, r = (h if way is None else self.around(h, S[way], residual) for way, residual in self.ways)
         return tuple(xs), History(X, r)
 
     def weights(self, x: Tensor, a: Tensor) -> Tensor:
@@ -125,10 +125,10 @@ class Mudd(Connection):
         return (F.gelu(N @ self.W1) @ self.W2).unflatten(-1, a.shape) + a
 
     def around(self, h: Tensor, m: Tensor, residual: bool) -> Tensor:
-        """PrePostDANorm's skip around a mixture, whose norm is on the residual way alone."""
-        if residual and self.post is not None:
-            m = (rms(m) * self.post).to(h.dtype)
-        return h + m
+        """What a stream makes of its mixture: PrePostDANorm adds it to X_l, and norms it first for r alone."""
+        if self.pre is None:
+            return m
+        return h + (m if self.post is None or not residual else (rms(m) * self.post).to(h.dtype))
 
 
 def streams_of(ways: str) -> list[str]:
