@@ -17,11 +17,12 @@ Public implementations differ in what follows and give fluent wrong answers wher
     single_pass    the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes the streams; the
                    first collapse takes stream 0 and the readout uses the last pre (DeepSeek-V4.1)
 Starts as PreNorm, up to eps: fn = 0, scale 0.01, base 0 on the diagonal of z_res and −8 off it, and −1 for pre but +1
-at the layer's own stream. Mixer parameters stay float32.
+at the layer's own stream; post 1. Mixer parameters stay float32.
 State: n streams, post of the pending write, and pre when single-pass. Parameters a sub-layer: (n²+2n)(nD + 1) + 3, and
 n(nD + 1) + 1 for the head. Traffic: (2n + 2)D a token and boundary at the least.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Manifold(NamedTuple):
 class MHC(Connection):
     variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",
-        "mhc(residual='identity', readout='mean', streams=2, norm_eps=1e-5, post_eps=1e-6)",
+        "mhc(residual='identity', readout='mean', streams=2, norm_eps=1e-5)",
         "mhc(single_pass=True)",
     )
     decayed = frozenset({"fn"})
@@ -72,6 +73,8 @@ class MHC(Connection):
         self.dst_last = choice("order", order, {"src last": False, "dst last": True})
         self.mixes = choice("residual", residual, {"sinkhorn": True, "identity": False})
         self.collapse = choice("readout", readout, READOUTS)
+        if magnitude + post_eps <= 1 or post_eps >= 1:
+            raise ValueError(f"post must reach 1 at the start, got magnitude={magnitude!r} and post_eps={post_eps!r}")
         if single_pass and readout != "head":
             raise ValueError(f"single_pass and readout={readout!r} exclude each other: its readout is the last pre")
         n = streams
@@ -91,6 +94,8 @@ class MHC(Connection):
         nn.init.constant_(self.scale, 0.01)
         nn.init.zeros_(self.base)
         if not self.last:
+            share = (1 - self.post_eps) / self.magnitude  # post is 1 at the start
+            self.base[self.n : 2 * self.n] = math.log(share / (1 - share))
             self.base[: self.n] = -1
             self.base[self.site.index % self.n] = 1
         if not self.last and self.mixes:
