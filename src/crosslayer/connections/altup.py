@@ -36,7 +36,7 @@ class AltUp(Connection):
     def __init__(self, site: Site, dim: int, norm: Norm, streams: int = 2):
         super().__init__(site, dim, norm)
         positive(streams=streams)
-        self.K, self.j = streams, site.layer % streams
+        self.K, self.j = streams, site.layer % streams  # j makes K graphs of per-block compile, one a turn
         begins = site.opens and not self.last
         self.P = weight(streams, streams) if begins else None
         self.g = weight(streams) if begins else None
