@@ -44,6 +44,11 @@ def test_starts_where_the_host_is(host, arm):
         plain = shake(HOSTS[host](**{NORM_EPS[host]: 1e-20}), 0.05)
         logits = crosslayer.connect(copy.deepcopy(plain), arm)(ids()).logits
         torch.testing.assert_close(logits, plain(ids()).logits, rtol=0, atol=1e-4)
+    else:
+        # deep enough for mgr to gate: with fewer sub-layers than streams it is their mean, as attnres is
+        plain = shake(HOSTS[host](num_hidden_layers=6), 0.05)
+        logits = crosslayer.connect(copy.deepcopy(plain), arm)(ids()).logits
+        assert not torch.allclose(logits, plain(ids()).logits, atol=1e-2), "starts as PreNorm but does not say so"
 
 
 @hosts

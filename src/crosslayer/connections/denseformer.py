@@ -15,7 +15,7 @@ State: the outputs of all blocks so far. Parameters: ⌊i/k⌋ + 1 at each avera
 Traffic: (i + 2)D a token at depth i, over k·p.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class DenseFormer(Connection):
         last_k: int | None = None,
     ):
         super().__init__(site, dim, norm)
+        if last_k is not None:
+            positive(last_k=last_k)
         self.sources = sources(site, dilation, period, last_k)
         self.alpha = weight(len(self.sources)) if self.sources else None
         self.reset_parameters()
@@ -86,8 +88,11 @@ def sources(site: Site, dilation: int, period: int | Literal["last"], window: in
 
     Those at a distance that the dilation divides; with a window, of those only the nearest, and the embedding.
     """
-    given: dict[str, Any] = {"dilation": dilation, "period": period, "window": window}
-    positive(**{name: value for name, value in given.items() if value not in ("last", None)})
+    positive(dilation=dilation)
+    if period != "last":
+        positive(period=period)
+    if window is not None:
+        positive(window=window)
     i = site.layer
     if not site.opens or i == 0 or (site.index < site.depth if period == "last" else i % period):
         return ()

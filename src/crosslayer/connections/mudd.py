@@ -25,6 +25,8 @@ own where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l. Traffic: (l + 5)D a token.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,7 +57,7 @@ class Mudd(Connection):
         ways: str = "q k v r",
         dynamic: bool = True,
         dilation: int = 1,
-        period: int = 1,
+        period: int | Literal["last"] = 1,
         window: int | None = None,
         normed: bool = False,
         round64: bool = False,
