@@ -20,14 +20,19 @@ class Family(NamedTuple):
     parallel: str | None = None  # the config's switch for attention and MLP side by side
 
 
+LLAMA = Family(
+    Sublayer("self_attn", "input_layernorm"),
+    Sublayer("mlp", "post_attention_layernorm", widens=("gate_proj", "up_proj"), narrows="down_proj"),
+    ("q_proj", "k_proj", "v_proj"),
+    layers="layers",
+    final="norm",
+)
+
 FAMILIES = {
-    "llama": Family(
-        Sublayer("self_attn", "input_layernorm"),
-        Sublayer("mlp", "post_attention_layernorm", widens=("gate_proj", "up_proj"), narrows="down_proj"),
-        ("q_proj", "k_proj", "v_proj"),
-        layers="layers",
-        final="norm",
-    ),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
     "gpt_neox": Family(
         Sublayer("attention", "input_layernorm", "post_attention_dropout"),
         Sublayer("mlp", "post_attention_layernorm", "post_mlp_dropout", ("dense_h_to_4h",), "dense_4h_to_h"),
