@@ -72,6 +72,7 @@ class Connection(nn.Module):
     """
 
     starts_as_prenorm: ClassVar[bool] = True  # at initialisation it computes what PreNorm does, up to the norms' eps
+    scales: ClassVar[bool] = False  # ... for norms undo a factor on what sub-layers read at the start
     variants: ClassVar[tuple[str, ...]] = ()  # arms beside the default that the suite of laws must cover
     decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
     lr_factors: ClassVar[dict[str, float]] = {}  # own parameters whose learning rate is a multiple of the model's
@@ -101,11 +102,18 @@ class Connection(nn.Module):
 
     def read(self, state: State) -> tuple[tuple[Tensor, ...], State]:
         """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure: recomputing it is safe."""
-        device = tree_leaves(state)[0].device.type
-        # autocast would run the coefficients' matmuls in half precision; the meta device has none to switch off
-        with torch.autocast("cpu" if device == "meta" else device, enabled=False):
+        with as_written(state):
             xs, state = self.gather(state)
             return self.feed(*xs), state
+
+    def forward(self, state: State) -> tuple[tuple[Tensor, ...], State]:
+        """`read`, as a module is called: for those who hook modules, to offload or shard parameters say."""
+        return self.read(state)
+
+    def hidden(self, state: State) -> Tensor:
+        """What the sub-layer's first port reads before its norm, [B T D]: the model's hidden state at this depth."""
+        with as_written(state):
+            return self.gather(state)[0][0]
 
     def write(self, state: State, y: Tensor) -> State:
         """Record y, the sub-layer's output [B T D]; the next read applies it."""
@@ -113,7 +121,7 @@ class Connection(nn.Module):
 
     def readout(self, state: State) -> Tensor:
         """The hidden state [B T D] that the head reads, after the final norm."""
-        return self.read(state)[0][0]
+        return self(state)[0][0]
 
     def traffic(self) -> float:
         """What this site's read, with the write it absorbs, must move in a forward pass at the least.
@@ -144,6 +152,12 @@ class Connection(nn.Module):
             for child in self.children():
                 child._apply(fn)
         return super()._apply(wide, recurse=False)
+
+
+def as_written(state: State) -> torch.autocast:
+    """Without autocast, which would run the coefficients' matmuls in half precision."""
+    device = tree_leaves(state)[0].device.type
+    return torch.autocast("cpu" if device == "meta" else device, enabled=False)  # meta has none to switch off
 
 
 def dtype_of(norm: nn.Module, default: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ from bodies import HOSTS, ids
 from transformers import AutoModelForCausalLM
 
 import crosslayer
-from crosslayer.hf.reallocate import widths
+from crosslayer.hf.reallocate import growing as widths
 
 
 @pytest.mark.parametrize(("layers", "width"), [(24, 5504), (32, 6912), (42, 4096), (3, 64), (7, 100), (2, 3), (1, 9)])

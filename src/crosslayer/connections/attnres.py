@@ -28,6 +28,7 @@ class Values(NamedTuple):
 
 
 class AttnRes(Connection):
+    scales = True
     variants = ("attnres(block_size=3)", "attnres(block_size=4)")
 
     def __init__(self, site: Site, dim: int, norm: Norm, block_size: int = 1):

@@ -41,6 +41,7 @@ class Manifold(NamedTuple):
 
 
 class MHC(Connection):
+    scales = True
     variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",
         "mhc(residual='identity', readout='mean', streams=2, norm_eps=1e-5)",

@@ -1,5 +1,8 @@
-"""Another connection for a transformers model, leaving its classes, module paths and state-dict keys as they are."""
+"""Another connection for a model of transformers or diffusers, leaving its classes, module paths and state-dict keys as
+they are."""
 
-from .connect import connect
+from .attach import connect
+from .saving import from_pretrained
+from .undo import disconnect
 
-__all__ = ["connect"]
+__all__ = ["connect", "disconnect", "from_pretrained"]

@@ -1,48 +1,37 @@
-"""What a host's modules become: subclasses of their own classes, made at run time, so that `isinstance`, module paths,
-wrap policies, gradient checkpointing and output recording still hold."""
+"""What a host's modules become: the body, its layers, its final norm, and the norms that connections borrow."""
 
-import functools
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..connection import Connection
-from .families import Family
-
-
-def become(module: Any, role: type) -> None:
-    """Give the module the methods of `role`, in front of its own class's."""
-    host: Any = type(module)
-    module.__class__ = subclass(role, host)
-
-
-@functools.cache
-def subclass(role: type, host: Any) -> Any:
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # the class exists at run time only, so copies and pickles rebuild it from its two bases
-        return (blank, (role, host), *super(cls, self).__reduce_ex__(protocol)[2:])
-
-    members = {"__module__": host.__module__, "__qualname__": host.__qualname__, "__reduce_ex__": reduce}
-    cls: Any = type(host.__name__, (role, host), members)
-    return cls
-
-
-def blank(role: type, host: Any) -> Any:
-    cls = subclass(role, host)
-    return cls.__new__(cls)
+from .families import Family, Modulation, Sublayer
+from .ports import Ports
+from .roles import become
 
 
 class Body:
     """The model that owns the layers. transformers initialises through it what a checkpoint lacks."""
 
+    arm: str  # the connection's name and options
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("output_hidden_states", self.config.output_hidden_states):  # type: ignore[attr-defined]
-            # what passes between the layers is a connection's state, of which transformers would record a part
-            raise ValueError("output_hidden_states is not supported on a connected model yet")
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        config: Any = getattr(self, "config", None)
+        if not kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        as_dict, seen = kwargs.pop("return_dict", config.return_dict), []  # type: ignore[var-annotated]
+        # transformers records parts of the states; the layers append what a model calls its hidden states
+        out = super().forward(*args, **kwargs, return_dict=True, recorder=seen)  # type: ignore[misc]
+        first = len(out.hidden_states) - len(seen)  # the embedding, where it is recorded
+        out.hidden_states = tuple(
+            state if i < first or state is None or state is out.last_hidden_state else seen[i - first]
+            for i, state in enumerate(out.hidden_states)
+        )
+        return out if as_dict else out.to_tuple()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, CopiedNorm):
@@ -58,53 +47,88 @@ class Body:
             super()._init_weights(module)  # type: ignore[misc]
 
 
-class Layer:
-    """A decoder layer whose `hidden_states` is the connection's state.
+class Hidden(NamedTuple):
+    """What the host takes for its hidden states between layers."""
+
+    state: Any
+
+    @property
+    def dtype(self) -> torch.dtype:  # DiT asks
+        return tree_leaves(self.state)[0].dtype
+
+
+class Owner:
+    """A module with connections beneath it."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        for name, norm in self.named_modules():  # type: ignore[attr-defined]
+            if isinstance(norm, CopiedNorm):
+                for key in norm.state_dict():  # type: ignore[attr-defined]
+                    host = prefix + norm.path + key
+                    if host in state_dict:
+                        state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host])
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+class Layer(Owner):
+    """A layer whose `hidden_states` is the connection's state.
 
     The state's tensors travel flat through `forward`, as reentrant checkpointing gives no gradient to nested ones.
     """
 
     connections: Sequence[Connection]
     family: Family
+    arguments: tuple[str, ...]  # of the host's forward, after hidden_states
+    following: tuple[Connection]  # the first of the next layer, or the readout; a tuple, for it is not a submodule
 
-    def __call__(self, hidden_states: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten(hidden_states)
+        kwargs |= zip(self.arguments, args, strict=False)
+        recorder = kwargs.pop("recorder", None)
         *leaves, spec = super().__call__(*leaves, spec=spec, **kwargs)  # type: ignore[misc]
-        return tree_unflatten(leaves, spec)
+        hidden = tree_unflatten(leaves, spec)
+        if recorder is not None:
+            recorder.append(self.following[0].hidden(hidden.state))
+        return hidden
 
-    def forward(self, *leaves: Tensor | None, spec: TreeSpec, **kwargs: Any) -> tuple[Any, ...]:
-        state = tree_unflatten(leaves, spec)
-        if isinstance(state, Tensor):  # the embedding
-            state = self.connections[0].init(state)
+    def forward(self, *leaves: Any, spec: TreeSpec, **kwargs: Any) -> tuple[Any, ...]:
+        hidden = tree_unflatten(leaves, spec)
+        attn: Modulation | None = None
+        mlp: Modulation | None = None
+        if self.family.condition:
+            kwargs, (attn, mlp) = self.family.condition(self, hidden.dtype, kwargs)  # type: ignore[arg-type]
+        # a tensor is the embedding
+        state = self.connections[0].init(hidden) if isinstance(hidden, Tensor) else hidden.state
         for connection in self.connections:
-            inputs, state = connection.read(state)
-            state = connection.write(state, self.sublayer(connection.ports, inputs, kwargs))
-        tensors, spec = tree_flatten(state)
+            inputs, state = connection(state)
+            outputs = []  # attention's, MLP's, or both side by side, as the ports say
+            if connection.ports[0] != "mlp":
+                qkv = Ports(inputs[:3]) if connection.ports[0] == "q" else inputs[0]
+                outputs.append(self.run(self.family.attn, qkv, attn, kwargs))
+            if connection.ports[-1] == "mlp":
+                outputs.append(self.run(self.family.mlp, inputs[-1], mlp, {}))
+            state = connection.write(state, sum(outputs[1:], outputs[0]))
+        tensors, spec = tree_flatten(Hidden(state))
         return (*tensors, spec)
 
-    def sublayer(self, ports: tuple[str, ...], inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Attention, MLP, or both side by side, as the ports say."""
-        outputs: list[Tensor] = []
-        if ports[0] != "mlp":
-            qkv = Ports(inputs[:3]) if ports[0] == "q" else inputs[0]
-            outputs.append(self.run(self.family.attn, qkv, kwargs))
-        if ports[-1] == "mlp":
-            outputs.append(self.run(self.family.mlp, inputs[-1], {}))
-        return sum(outputs[1:], outputs[0])
-
-    def run(self, part: Any, x: Any, kwargs: dict[str, Any]) -> Tensor:
+    def run(self, part: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]) -> Tensor:
+        if modulation is not None:
+            shift, scale, gate = modulation
+            x = Ports(p * (1 + scale) + shift for p in x) if isinstance(x, Ports) else x * (1 + scale) + shift
         y = getattr(self, part.module)(x, **kwargs)
         y = y[0] if isinstance(y, tuple) else y
-        return y if part.dropout is None else getattr(self, part.dropout)(y)
+        for name in part.after:
+            y = getattr(self, name)(y)
+        return y if modulation is None else gate * y
 
 
-class Readout:
+class Readout(Owner):
     """The final norm, which reads the hidden state out of the connection's state."""
 
     connection: Connection
 
-    def forward(self, hidden_states: Any) -> Tensor:
-        return self.connection.readout(hidden_states)
+    def forward(self, hidden_states: Hidden) -> Tensor:
+        return self.connection.readout(hidden_states.state)
 
     def host_norm(self, x: Tensor) -> Tensor:
         return super().forward(x)  # type: ignore[misc]
@@ -127,51 +151,23 @@ class Borrowed(nn.Module):
 
 
 class CopiedNorm:
-    """A norm of its own for k or v. Where a checkpoint has no weights for it, it takes those of the host's norm."""
+    """A norm of its own for k or v. Where a host's checkpoint has no weights for it, it takes those of the host's norm.
+
+    It is made by `own`, which says where the host's norm is: in `origin`, and in `path`, from the connection's owner.
+    """
 
     origin: tuple[nn.Module]
+    path: str
 
     def follow(self, names: Iterable[str]) -> None:
         with torch.no_grad():
             for name in names:
                 getattr(self, name).copy_(getattr(self.origin[0], name))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-        # the host's norm stands before the connections in its layer, so it is loaded already
-        self.follow(n for n, _ in self.named_parameters() if prefix + n not in state_dict)  # type: ignore[attr-defined]
 
-
-class Ports(tuple):
-    """The inputs of q, k and v, passing for one tensor until the projection that wants its own."""
-
-    __slots__ = ()
-    shape = property(lambda self: self[0].shape)
-    dtype = property(lambda self: self[0].dtype)
-    device = property(lambda self: self[0].device)
-
-
-def take(index: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A forward-pre-hook: one projection of q, k or v takes its own port."""
-    return (args[0][index],) if isinstance(args[0], Ports) else None
-
-
-class FusedProjection:
-    """One Linear for q, k and v whose rows are (head, q | k | v, channel), as GPT-NeoX's."""
-
-    heads: int
-    weight: Tensor
-    bias: Tensor | None
-
-    def forward(self, x: Any) -> Tensor:
-        if not isinstance(x, Ports):
-            return super().forward(x)  # type: ignore[misc]
-        weights = self.weight.unflatten(0, (self.heads, 3, -1)).unbind(1)
-        biases = [None] * 3 if self.bias is None else self.bias.unflatten(0, (self.heads, 3, -1)).unbind(1)
-        parts = [
-            nn.functional.linear(port, w.flatten(0, 1), b if b is None else b.flatten()).unflatten(
-                -1, (self.heads, 1, -1)
-            )
-            for port, w, b in zip(x, weights, biases, strict=True)
-        ]
-        return torch.cat(parts, -2).flatten(-3)
+def own(host: nn.Module, path: str = "") -> nn.Module:
+    """A copy of a host's norm, with weights of its own."""
+    norm: Any = copy.deepcopy(host)
+    become(norm, CopiedNorm)
+    norm.origin, norm.path = (host,), f"{path}." if path else ""
+    return norm

@@ -1,14 +1,16 @@
-"""MUDD's re-allocation of parameters: MLPs that widen with depth, the total as it was (arXiv 2502.12170, Eq. 9)."""
+"""MLPs of a width of their own in every layer, and MUDD's choice of these: widths that grow with depth, the total as it
+was (arXiv 2502.12170, Eq. 9)."""
 
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from .families import Family
 
 
-def widths(layers: int, width: int) -> list[int]:
+def growing(layers: int, width: int) -> list[int]:
     """D_f'(i) = (0.5(L − i) + 1.5(i − 1))/(L − 1) · D_f for i = 1..L, rounded to the largest power of two up to 128
     that keeps the total within half a percent."""
     if layers == 1:
@@ -21,16 +23,44 @@ def widths(layers: int, width: int) -> list[int]:
     raise AssertionError("rounding to one keeps any total")
 
 
-def reallocate(body: Any, family: Family) -> None:
-    """Give every layer's MLP its width of Eq. 9, with new weights from the model's own initialisation."""
+def hidden_width(body: Any, family: Family) -> int:
+    """Of the first layer's MLP.
+
+    Raises:
+        ValueError: the family's row does not name its MLP's maps, as of a mixture of experts.
+    """
+    if not family.mlp.widens:
+        raise ValueError("reallocate does not know how to widen this family's MLP; its row names no maps for it")
+    mlp = getattr(getattr(body, family.layers)[0], family.mlp.module)
+    return ends(getattr(mlp, family.mlp.narrows))[0]
+
+
+def widen(body: Any, family: Family, widths: list[int]) -> None:
+    """Give every layer's MLP its hidden width, with new weights from the model's own initialisation."""
+    before = hidden_width(body, family)
     layers = getattr(body, family.layers)
-    for layer, width in zip(layers, widths(len(layers), body.config.intermediate_size), strict=True):
+    if len(widths) != len(layers):
+        raise ValueError(f"{len(widths)} widths were given for {len(layers)} layers")
+    for layer, width in zip(layers, widths, strict=True):
         mlp = getattr(layer, family.mlp.module)
         for name in (*family.mlp.widens, family.mlp.narrows):
             old = getattr(mlp, name)
-            ends = (width, old.out_features) if name == family.mlp.narrows else (old.in_features, width)
-            new = nn.Linear(ends[0], ends[1], old.bias is not None, old.weight.device, old.weight.dtype)
+            i, o = ends(old)
+            # a map to a gate and a value side by side is twice as wide
+            new = like(old, width, o) if name == family.mlp.narrows else like(old, i, o // before * width)
             setattr(mlp, name, new)
             if not new.weight.is_meta:
                 with torch.no_grad():
                     body._init_weights(new)
+
+
+def ends(projection: Any) -> tuple[int, int]:
+    """Its width of inputs and of outputs."""
+    shape = tuple(projection.weight.shape)
+    return shape if isinstance(projection, Conv1D) else shape[::-1]
+
+
+def like(old: Any, inputs: int, outputs: int) -> Any:
+    with torch.device(old.weight.device):
+        new = Conv1D(outputs, inputs) if isinstance(old, Conv1D) else nn.Linear(inputs, outputs, old.bias is not None)
+    return new.to(old.weight.dtype)

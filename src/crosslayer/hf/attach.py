@@ -1,0 +1,161 @@
+"""`connect`: any model of a known family, with another connection. `disconnect`: back again."""
+
+import inspect
+import warnings
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..connection import Connection, Site, plan
+from ..registry import Factory, make
+from .families import FAMILIES, Family
+from .modules import Body, Borrowed, Layer, Readout, own
+from .ports import part
+from .reallocate import growing, hidden_width, widen
+from .roles import become
+
+Model = TypeVar("Model", bound=nn.Module)
+
+ROW = """
+    from crosslayer.hf.families import FAMILIES, Family, Sublayer
+
+    FAMILIES["{name}"] = Family(
+        attn=Sublayer("self_attn", norm="input_layernorm"),  # names within a layer: the module, the norm before it
+        mlp=Sublayer("mlp", norm="post_attention_layernorm"),  # after=("dropout",): what its output passes
+        qkv=("q_proj", "k_proj", "v_proj"),  # names within the attention
+        layers="layers",  # names within the model: its list of layers ...
+        final="norm",  # ... and its final norm
+    )
+"""
+
+
+def connect(model: Model, connection: str | Factory, reallocate: bool = False) -> Model:
+    """Replace what connects the layers of `model`, in place, and return it.
+
+    Its classes, module paths and state-dict keys stay; the connection's parameters are added beneath each layer
+    (`…layers.3.connections.0.W1`) and the final norm, float32. `model.config.crosslayer` names the connection, so that
+    `save_pretrained` and `from_pretrained` go on working. Where the method starts as PreNorm, so does the model; where
+    it does not and the model looks trained, a warning says so.
+
+    Args:
+        model: a model of a family in `crosslayer.hf.families`, on any device, meta included.
+        connection: like "mudd(dilation=2)", or what `make` returns.
+        reallocate: for training from scratch, let the MLPs' hidden widths grow with depth from half to one and a half
+            times the config's, with new weights (MUDD, Eq. 9; the total stays within half a percent).
+
+    Raises:
+        ValueError: the connection, an option or the family is unknown, or the model is connected already. The model is
+            then as it was.
+    """
+    factory = make(connection) if isinstance(connection, str) else connection
+    body, family = parts_of(model)
+    if connected(body):
+        raise ValueError(f"the model is connected already, with {body.arm!r}")
+    config: Any = getattr(body, "config", None)
+    if getattr(config, "add_cross_attention", False):
+        raise ValueError("connect knows layers of attention and MLP; this model's have cross-attention too")
+    widths = growing(len(getattr(body, family.layers)), hidden_width(body, family)) if reallocate else None
+    reason = strays(factory.method, family)
+    if reason and trained(body, family):
+        warnings.warn(f"{factory} {reason}: what this model has learnt is changed until it is trained on", stacklevel=2)
+    attach(body, family, factory, widths)
+    remember(model, crosslayer=body.arm, crosslayer_widths=widths)
+    return model
+
+
+def attach(body: Any, family: Family, factory: Factory, widths: list[int] | None) -> None:
+    """Make a body's layers those of a connection; all that can fail comes before anything is changed."""
+    config: Any = getattr(body, "config", None)
+    layers, final = getattr(body, family.layers), getattr(body, family.final)
+    parallel = bool(family.parallel and getattr(config, family.parallel))
+    dim = attrgetter(family.width)(body)
+    *sites, out = plan(len(layers), parallel)
+    inner = [[build(factory, s, dim, layer, family) for s in sites if s.layer == i] for i, layer in enumerate(layers)]
+    with torch.device(device_of(final, body)):
+        # the final norm is lent to the first port once it has become the readout
+        readout = factory(out, dim, lambda port: nn.Identity() if port == "out" else own(final))
+
+    if widths is not None:
+        widen(body, family, widths)
+    for layer, connections in zip(layers, inner, strict=True):
+        layer.connections, layer.family = nn.ModuleList(connections).train(layer.training), family
+        layer.arguments = tuple(inspect.signature(layer.forward).parameters)[1:]
+        become(layer, Layer)
+        if any("q" in connection.ports for connection in connections):
+            part(getattr(layer, family.attn.module), family.qkv, family.fused and family.fused(config))
+    become(final, Readout)
+    final.connection = readout.train(final.training)
+    readout.norms[0] = Borrowed(final.host_norm)
+    for layer, following in zip(layers, [*(layer.connections[0] for layer in layers[1:]), readout], strict=True):
+        layer.following = (following,)
+    become(body, Body)
+    body.arm = str(factory)
+    remember(body, crosslayer=body.arm, crosslayer_widths=widths)
+
+
+def parts_of(model: nn.Module) -> tuple[Any, Family]:
+    """The module that owns the layers, and the row that says where it keeps what."""
+    body: Any = getattr(model, "base_model", model)
+    name = getattr(getattr(body, "config", None), "model_type", None) or type(body).__name__
+    family = FAMILIES.get(name)
+    if family is None or not (hasattr(body, family.layers) and hasattr(body, family.final)):
+        raise ValueError(
+            f"connect does not know the family {name!r}; it knows {', '.join(FAMILIES)}. In a loop of your own, call "
+            f"the four verbs (see crosslayer.connection); a model of PreNorm layers is added with one row:\n"
+            + ROW.format(name=name)
+        )
+    return body, family
+
+
+def connected(body: Any) -> bool:
+    return isinstance(body, Body)
+
+
+def strays(method: type[Connection], family: Family) -> str:
+    """Why connecting changes what a model computes, or nothing."""
+    if not method.starts_as_prenorm:
+        return "cannot start as the plain residual that the model was trained with"
+    if method.scales and family.attn.norm is None:
+        return "scales what sub-layers read, which this family does not norm"
+    return ""
+
+
+def trained(body: Any, family: Family) -> bool:
+    """Whether the model comes from a checkpoint, or its final norm has moved from its start."""
+    weight = getattr(getattr(body, family.final), "weight", None)
+    loaded = bool(getattr(getattr(body, "config", None), "_name_or_path", ""))
+    return loaded or (weight is not None and not weight.is_meta and bool((weight != weight.flatten()[0]).any()))
+
+
+def remember(model: Any, **keys: Any) -> None:
+    """Put keys in the model's config, where it has one, to be saved with it; None takes a key out."""
+    if hasattr(model, "register_to_config"):  # diffusers' configs are frozen
+        model._internal_dict = type(model.config)({k: v for k, v in {**model.config, **keys}.items() if v is not None})
+        return
+    for key, value in keys.items():
+        if not hasattr(model, "config"):
+            continue
+        if value is None:
+            vars(model.config).pop(key, None)
+        else:
+            setattr(model.config, key, value)
+
+
+def build(factory: Factory, site: Site, dim: int, layer: nn.Module, family: Family) -> Connection:
+    """A connection that borrows its layer's norms; where k and v are fed apart each gets a copy of the attention's."""
+
+    def norm(port: str) -> nn.Module:
+        path = (family.mlp if port == "mlp" else family.attn).norm
+        if path is None:
+            return nn.Identity()
+        host = layer.get_submodule(path)
+        return own(host, path) if port in ("k", "v") else Borrowed(host)
+
+    with torch.device(next(layer.parameters()).device):
+        return factory(site, dim, norm)
+
+
+def device_of(module: nn.Module, default: nn.Module) -> torch.device:
+    return next((p.device for m in (module, default) for p in m.parameters()), torch.device("cpu"))
