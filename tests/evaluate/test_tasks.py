@@ -9,7 +9,7 @@ import pytest
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from models import DATA, needs_data
+from lms import DATA, needs_data
 
 from crosslayer.evaluate.records import find, records
 from crosslayer.evaluate.tasks import NINE, TASKS

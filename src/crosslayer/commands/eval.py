@@ -86,7 +86,7 @@ def run(options: Any) -> int:
     show(table, console)
     cut = [f"{row['task']} {row['truncated']}" for row in rows if row.get("truncated")]
     if cut:
-        console.print(f"Requests cut from the left to the model's window: {', '.join(cut)}.", soft_wrap=True)
+        console.print(f"Sequences cut from the left to the model's window: {', '.join(cut)}.", soft_wrap=True)
     if options.out:
         console.print(f"Results: {options.out}/results.json", soft_wrap=True)
     return 0

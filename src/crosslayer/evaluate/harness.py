@@ -1,6 +1,7 @@
 """The harness's own model class around a connected model, and its own evaluation of one task."""
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..connection import choice
+from ..registry import DTYPES
 from .records import digest
 from .tasks import TASKS
 
@@ -34,13 +37,17 @@ def open_model(
     """
     from lm_eval.models.huggingface import HFLM
 
+    saved_as = choice("dtype", dtype, {"auto": "auto", **DTYPES})
     if isinstance(model, (str, Path)):
         source = str(model)
-        model = read_model(source, dtype).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model, device = read_model(source, saved_as), device or ("cuda" if torch.cuda.is_available() else "cpu")
     else:
         source = model.name_or_path
+    try:
         model = model.to(device) if device else model
-    words = tokenizer if hasattr(tokenizer, "encode") else read_tokenizer(tokenizer or source)
+    except RuntimeError as error:
+        raise ValueError(f"cannot use the device {device!r} ({str(error).splitlines()[0]})") from None
+    words = tokenizer if callable(tokenizer) else read_tokenizer(tokenizer or source)
     rows = model.get_input_embeddings().num_embeddings
     if len(words) > rows:
         raise ValueError(f"the tokenizer has {len(words)} tokens and the model's embedding {rows} rows: not a pair")
@@ -51,7 +58,7 @@ def open_model(
     return HFLM(
         pretrained=model,
         backend="causal",
-        tokenizer=words,
+        tokenizer=copy.deepcopy(words),  # the harness gives it a padding token
         max_length=context,
         batch_size=batch_size,
         softmax_dtype="float32",
@@ -60,7 +67,7 @@ def open_model(
     )
 
 
-def read_model(source: str, dtype: str) -> Any:
+def read_model(source: str, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
@@ -114,22 +121,21 @@ def identity(lm: Any) -> dict[str, Any]:
 
 def run(lm: Any, name: str, file: Path, shots: int, limit: int | None, seed: int) -> dict[str, Any]:
     """One task's metrics with their standard errors, by `lm_eval.evaluate`."""
-    import datasets
     from lm_eval import evaluate
     from lm_eval.tasks import TaskManager
 
     with tempfile.TemporaryDirectory() as cache, truncations() as cut, quietly():
         where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": cache}}
-        try:
-            loaded = TaskManager(include_defaults=False).load([{"task": name, **TASKS[name].config, **where}])
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise ValueError(f"{file}: not JSON lines of one kind ({error.__cause__ or error})") from None
+        loaded = TaskManager(include_defaults=False).load([{"task": name, **TASKS[name].config, **where}])
         task = loaded["tasks"][name]
         if len(task.eval_docs) <= shots:
             raise ValueError(f"{file}: {len(task.eval_docs)} documents are too few for {shots} examples and one more")
         task.set_config("num_fewshot", shots)
         task.set_fewshot_seed(seed)
-        found = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
+        try:
+            found = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
+        except AssertionError as error:  # the harness's own check
+            raise ValueError(f"{name}: an answer does not fit the window of {lm.max_length} tokens") from error
     values, metrics = found["results"][name], {}
     for metric in TASKS[name].metrics:
         spread = values[f"{metric}_stderr,none"]
@@ -141,17 +147,20 @@ def run(lm: Any, name: str, file: Path, shots: int, limit: int | None, seed: int
 def truncations() -> Iterator[list[str]]:
     """Collect, instead of printing each, the harness's warnings that a request was cut to the model's window."""
     logger, cut = logging.getLogger("lm_eval.models.huggingface"), list[str]()
+    before, shown = logger.level, logger.getEffectiveLevel()
 
     def keep(record: logging.LogRecord) -> bool:
         if "exceeds model's maximum length" not in record.getMessage():
-            return True
+            return record.levelno >= shown
         cut.append(record.getMessage())
         return False
 
     logger.addFilter(keep)
+    logger.setLevel(min(shown, logging.WARNING))
     try:
         yield cut
     finally:
+        logger.setLevel(before)
         logger.removeFilter(keep)
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+KINDS: dict[str, tuple[type, str]] = {
+    "label": (int, "a number"), "choices": (list, "a list of texts"), "contexts": (list, "a list of texts")
+}  # fmt: skip
 VARIABLE = "CROSSLAYER_DATA"  # the folder that holds eval/
 
 
@@ -24,16 +27,27 @@ def folder(given: str | Path | None) -> Path:
 
 
 def find(data: Path, name: str, fields: str) -> Path:
-    """A task's file, checked to hold its fields."""
+    """A task's file, every line of which has been checked."""
     file = next((f for f in (data / f"{name}.jsonl", data / f"{name}.jsonl.gz") if f.is_file()), None)
     if file is None:
         raise ValueError(f"{data}: has no {name}.jsonl or {name}.jsonl.gz")
+    number = 0
     for number, record in records(file):
-        missing = [field for field in fields.split() if field not in record]
-        if missing:
-            raise ValueError(f"{file}: line {number} lacks {', '.join(missing)}; it has {', '.join(record)}")
-        return file
-    raise ValueError(f"{file}: empty")
+        for field in fields.split():
+            kind, expected = KINDS.get(field, (str, "a text"))
+            if field not in record:
+                raise ValueError(f"{file}: line {number} lacks {field}; it has {', '.join(record)}")
+            value = record[field]
+            if not isinstance(value, kind) or (
+                isinstance(value, list) and not all(isinstance(v, str) and v for v in value)
+            ):
+                raise ValueError(f"{file}: line {number} has {field} {value!r}, expected {expected}")
+        answers = len(record.get("contexts") or record.get("choices") or "ny")
+        if "label" in fields.split() and not 0 <= record["label"] < answers:
+            raise ValueError(f"{file}: line {number} has label {record['label']} and {answers} answers")
+    if not number:
+        raise ValueError(f"{file}: empty")
+    return file
 
 
 def records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -90,7 +90,9 @@ def evaluate(
         tasks = () if text or spans else NINE
     jobs = plan(tasks, shots, limit, seed, data, text, stride, spans)
     lm = harness.open_model(model, tokenizer, device, dtype, context, batch_size)
-    settings = {**harness.identity(lm), "limit": limit, "seed": seed}
+    if stride is not None and not 1 <= stride <= lm.max_length:
+        raise ValueError(f"stride must be from 1 to the context of {lm.max_length}, got {stride}")
+    settings = {**harness.identity(lm), "limit": limit, "seed": seed, "lm_eval": version("lm_eval")}
     path = Path(out) / RESULTS if out is not None else None
     rows = held(path, settings) if path else []
     results = {"environment": environment(lm), "model": str(lm.model.name_or_path), "settings": settings}
