@@ -9,6 +9,7 @@ from lms import byte_tokenizer, small_folder, tiny, write_lines
 
 import crosslayer
 from crosslayer.cli import main
+from crosslayer.evaluate import harness
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,12 @@ def saved(tmp_path_factory):
     (folder / "text.txt").write_text("A short text about a dog and a fox.\n")
     write_lines(folder / "spans.jsonl", [{"input": "Question: is it? Answer:", "target": " yes"}] * 3)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def command(saved, *more: str) -> list[str]:
@@ -51,9 +58,16 @@ def test_requests_that_were_cut_are_said(saved, capsys):
     assert "cut from the left to the model's window: copa 4." in capsys.readouterr().out
 
 
-def test_stopped(saved, capsys, monkeypatch, tmp_path):
-    from crosslayer.evaluate import harness
+def test_without_a_folder_it_makes_one_and_goes_on(saved, here, capsys):
+    text = command(saved, "--text", str(saved / "text.txt"))
+    assert main(text) == main([*text, "--stride", "8"]) == 0
+    (folder,) = here.iterdir()
+    assert f"Results: {folder.name}/results.json" in capsys.readouterr().out
+    assert len(json.loads((folder / "results.json").read_text())["results"]) == 2
+    assert main([*text, "--context", "16"]) == 0 and len(list(here.iterdir())) == 2, "another setting, another folder"
 
+
+def test_stopped(saved, capsys, monkeypatch, tmp_path):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
@@ -77,6 +91,7 @@ def test_stopped(saved, capsys, monkeypatch, tmp_path):
         (["--context", "1000", "--text", "TEXT"], "context must be from 2 to the model's 256, got 1000"),
         (["--stride", "300", "--text", "TEXT"], "stride must be from 1 to the context of 256, got 300"),
         (["--tokenizer", "/nowhere/at/all", "--text", "TEXT"], "/nowhere/at/all: no tokenizer there"),
+        (["--tokenizer", "TEXT", "--text", "TEXT"], "text.txt: not a tokenizer.json"),
         (["--dtype", "float31", "--text", "TEXT"], "dtype must be one of auto, float32, bfloat16, float16"),
         (["--device", "nothing", "--text", "TEXT"], "cannot use the device 'nothing'"),
         (["--task", "piqa"], "unknown option --task (did you mean '--tasks'?)"),
@@ -88,7 +103,7 @@ def test_bad_input_is_one_line(saved, tmp_path, more, message, capsys, monkeypat
     assert main(command(saved, "--out", str(tmp_path / "out"), *more)) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("crosslayer: ") and message in error
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

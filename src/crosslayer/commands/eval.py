@@ -1,7 +1,9 @@
 """`crosslayer eval`: lm-evaluation-harness's tasks, a text's perplexity and target spans, of any saved model."""
 
+import json
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from .shared import grid, quiet, show
@@ -47,37 +49,24 @@ def run(options: Any) -> int:
     from rich.console import Console
 
     from ..evaluate import evaluate
+    from ..evaluate.records import digest
+    from ..evaluate.run import RESULTS
 
-    console, rows = Console(), list[dict[str, Any]]()
+    console = Console()
 
     def watch(job: Any, index: int, count: int) -> None:
         console.print(f"[{index + 1}/{count}] {job}", markup=False, highlight=False)
 
-    same = (
-        "fewshot",
-        "limit",
-        "device",
-        "data",
-        "dtype",
-        "tokenizer",
-        "text",
-        "spans",
-        "context",
-        "stride",
-        "seed",
-        "out",
-    )
+    settings = {name: options[name] for name in ("limit", "dtype", "tokenizer", "context", "seed")}
+    if options.out is None:  # one of its own for every setting, so that the same command goes on with the same folder
+        options.out = f"eval-{digest(json.dumps([str(Path(options.model).resolve()), settings]).encode())[:8]}"
+    others = {name: options[name] for name in ("fewshot", "device", "data", "text", "spans", "stride", "out")}
     try:
         rows = evaluate(
-            options.model,
-            options.tasks or None,
-            batch_size=options.batch,
-            watch=watch,
-            **{name: options[name] for name in same},
+            options.model, options.tasks or None, batch_size=options.batch, watch=watch, **settings, **others
         )["results"]
     except KeyboardInterrupt:
-        kept = " What had finished is kept: the same command goes on." if options.out else ""
-        console.print(f"Stopped.{kept}")
+        console.print("Stopped. What had finished is kept: the same command goes on.")
         return 130
     table = grid("crosslayer eval", HEAD)
     for row in rows:
@@ -87,8 +76,7 @@ def run(options: Any) -> int:
     cut = [f"{row['task']} {row['truncated']}" for row in rows if row.get("truncated")]
     if cut:
         console.print(f"Sequences cut from the left to the model's window: {', '.join(cut)}.", soft_wrap=True)
-    if options.out:
-        console.print(f"Results: {options.out}/results.json", soft_wrap=True)
+    console.print(f"Results: {Path(options.out) / RESULTS}", soft_wrap=True)
     return 0
 
 

@@ -45,7 +45,7 @@ def open_model(
         source = model.name_or_path
     try:
         model = model.to(device) if device else model
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # torch built without the device asserts
         raise ValueError(f"cannot use the device {device!r} ({str(error).splitlines()[0]})") from None
     words = tokenizer if callable(tokenizer) else read_tokenizer(tokenizer or source)
     rows = model.get_input_embeddings().num_embeddings
@@ -84,7 +84,10 @@ def read_tokenizer(source: str | Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if Path(source).is_file():
-        words = PreTrainedTokenizerFast(tokenizer_file=str(source))
+        try:
+            words = PreTrainedTokenizerFast(tokenizer_file=str(source))
+        except Exception as error:  # tokenizers raises no narrower one
+            raise ValueError(f"{source}: not a tokenizer.json ({error})") from None
         if END in words.get_vocab():  # a bare tokenizer.json does not say which of its tokens ends a text
             words.eos_token = END
         return words

@@ -42,7 +42,7 @@ Watch = Callable[[Job, int, int], None]  # a job begins: which it is of how many
 
 def evaluate(
     model: Any,
-    tasks: Sequence[str] | None = None,
+    tasks: str | Sequence[str] | None = None,
     fewshot: int | Sequence[int] = 0,
     limit: int | None = None,
     batch_size: int = 8,
@@ -51,8 +51,8 @@ def evaluate(
     *,
     dtype: str = "auto",
     tokenizer: Any = None,
-    text: Sequence[str | Path] = (),
-    spans: Sequence[str | Path] = (),
+    text: str | Path | Sequence[str | Path] = (),
+    spans: str | Path | Sequence[str | Path] = (),
     context: int | None = None,
     stride: int | None = None,
     seed: int = 1234,
@@ -82,13 +82,13 @@ def evaluate(
     Raises:
         ValueError: something that was given is not as it should be. Nothing has been measured or written.
     """
-    shots = [fewshot] if isinstance(fewshot, int) else list(fewshot)
-    for name, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), ("fewshot", min(shots), 0)):
+    shots = several(fewshot)
+    for name, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), *(("fewshot", n, 0) for n in shots)):
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     if tasks is None:
         tasks = () if text or spans else NINE
-    jobs = plan(tasks, shots, limit, seed, data, text, stride, spans)
+    jobs = plan(several(tasks), shots, limit, seed, data, several(text), stride, several(spans))
     lm = harness.open_model(model, tokenizer, device, dtype, context, batch_size)
     if stride is not None and not 1 <= stride <= lm.max_length:
         raise ValueError(f"stride must be from 1 to the context of {lm.max_length}, got {stride}")
@@ -105,6 +105,10 @@ def evaluate(
             if path:
                 write(path, results | {"results": rows})
     return results | {"results": [row for job in jobs for row in done(job, rows)]}
+
+
+def several(given: Any) -> list[Any]:
+    return [given] if isinstance(given, (str, Path, int)) else list(given)
 
 
 def done(job: Job, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

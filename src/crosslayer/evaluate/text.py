@@ -114,6 +114,8 @@ def spans(lm: Any, pairs: list[tuple[str, str]]) -> dict[str, Any]:
     scores = iter(score(lm, [part for window in split for part in window]))
     nats = [-sum(next(scores) for _ in window) for window in split]
     counts = [len(scored) for _, scored in whole]
+    if not sum(counts):
+        raise ValueError("the spans have no token to score")
     each = [total / count for total, count in zip(nats, counts, strict=True) if count]
     loss, mean = sum(nats) / sum(counts), sum(each) / len(each)
     spread = math.sqrt(sum((x - mean) ** 2 for x in each) / (len(each) - 1) / len(each)) if len(each) > 1 else None
