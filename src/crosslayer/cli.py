@@ -15,6 +15,8 @@ from . import __version__, commands
 from .registry import nearest
 
 NAMES = sorted(m.name for m in pkgutil.iter_modules(commands.__path__) if m.name != "shared")
+EXTRAS = dict.fromkeys(("jsonargparse", "rich", "lightning", "matplotlib", "transformers"), "train")
+EXTRAS |= dict.fromkeys(("lm_eval", "datasets", "accelerate"), "eval")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(sys.argv[1:] if arguments is None else arguments)
     except ModuleNotFoundError as error:
-        if error.name not in ("jsonargparse", "rich", "lightning", "matplotlib", "transformers"):
+        if error.name not in EXTRAS:
             raise
-        message = f"{error.name} is not installed; pip install 'crosslayer[train]'"
+        message = f"{error.name} is not installed; pip install 'crosslayer[{EXTRAS[error.name]}]'"
     except (ValueError, OSError, ArgumentError) as error:
         message = " ".join(str(error).split())
     print(f"crosslayer: {message}", file=sys.stderr)
