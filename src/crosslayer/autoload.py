@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 MODULE = "transformers.modeling_utils"
+BODY = ("crosslayer_rope", "crosslayer_qk_norm")  # what published checkpoints' bodies have, see `convert.body`
 
 
 def patch(modeling_utils: ModuleType) -> None:
@@ -27,7 +28,11 @@ def patch(modeling_utils: ModuleType) -> None:
         if arm is not None and self.base_model is self:
             from .hf import connect
 
-            connect(self, arm, reallocate=getattr(self.config, "crosslayer_reallocate", False))
+            connect(self, arm)
+        if self.base_model is self and any(getattr(self.config, key, None) for key in BODY):
+            from .convert.body import adapt
+
+            adapt(self)
         post_init(self)
 
     modeling_utils.PreTrainedModel.post_init = connecting_post_init

@@ -13,6 +13,7 @@ from ..registry import Factory, make
 from .families import FAMILIES, Family
 from .modules import Body, Borrowed, CopiedNorm, FusedProjection, Layer, Readout, become, take
 from .reallocate import reallocate as widen
+from .reallocate import widths
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -29,6 +30,7 @@ def connect(model: Model, connection: str | Factory, reallocate: bool = False) -
         connection: like "mudd(dilation=2)", or what `make` returns.
         reallocate: for training from scratch, let the MLPs' hidden widths grow with depth from half to one and a half
             times the config's, with new weights (MUDD, Eq. 9; the total stays within half a percent).
+            `model.config.crosslayer_widths` lists them; a config that has this key already says the widths itself.
 
     Raises:
         ValueError: the connection, an option or the family is unknown, or the model is connected already. The model is
@@ -60,8 +62,10 @@ def connect(model: Model, connection: str | Factory, reallocate: bool = False) -
         readout = factory(out, body.config.hidden_size, lambda port: nn.Identity() if port == "out" else own(final))
 
     if reallocate:
-        widen(body, family)
-        model.config.crosslayer_reallocate = body.config.crosslayer_reallocate = True
+        found = widths(len(layers), body.config.intermediate_size)
+        model.config.crosslayer_widths = body.config.crosslayer_widths = found
+    if getattr(body.config, "crosslayer_widths", None) is not None:
+        widen(body, family, body.config.crosslayer_widths)
     for layer, connections in zip(layers, inner, strict=True):
         layer.connections, layer.family = nn.ModuleList(connections).train(layer.training), family
         become(layer, Layer)

@@ -1,5 +1,6 @@
 """MUDD's re-allocation of parameters: MLPs that widen with depth, the total as it was (arXiv 2502.12170, Eq. 9)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ def widths(layers: int, width: int) -> list[int]:
     raise AssertionError("rounding to one keeps any total")
 
 
-def reallocate(body: Any, family: Family) -> None:
-    """Give every layer's MLP its width of Eq. 9, with new weights from the model's own initialisation."""
+def reallocate(body: Any, family: Family, widths: Sequence[int]) -> None:
+    """Give every layer's MLP its hidden width, with new weights from the model's own initialisation."""
     layers = getattr(body, family.layers)
-    for layer, width in zip(layers, widths(len(layers), body.config.intermediate_size), strict=True):
+    if len(widths) != len(layers):
+        raise ValueError(f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}")
+    for layer, width in zip(layers, widths, strict=True):
         mlp = getattr(layer, family.mlp.module)
         for name in (*family.mlp.widens, family.mlp.narrows):
             old = getattr(mlp, name)
