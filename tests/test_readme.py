@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import readme
 import torch
-from bodies import neox
+from bodies import build
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf8"), re.DOTALL)
@@ -20,7 +20,7 @@ def test_generated_pages_are_fresh():
 @pytest.mark.parametrize("block", BLOCKS, ids=["connect", "loop"])
 def test_blocks_run(block, tmp_path, monkeypatch):
     # a folder of that name stands in for the hub
-    neox(True).save_pretrained(tmp_path / "EleutherAI" / "pythia-1.4b")
+    build("neox-parallel").save_pretrained(tmp_path / "EleutherAI" / "pythia-1.4b")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(block, names)

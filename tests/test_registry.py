@@ -18,6 +18,8 @@ def test_public_names():
         "__version__",
         "available",
         "connect",
+        "disconnect",
+        "from_pretrained",
         "make",
         "param_groups",
         "plan",

@@ -21,6 +21,10 @@ def rebuild(body: Any, config: Any) -> None:
     from .registry import make
 
     attach(*parts_of(body), make(config["crosslayer"]), config.get("crosslayer_widths"))
+    if any(config.get(key) for key in ("crosslayer_rope", "crosslayer_qk_norm")):  # of published checkpoints' bodies
+        from .convert.body import adapt
+
+        adapt(body)
 
 
 def connect_after_init(modeling_utils: ModuleType) -> None:

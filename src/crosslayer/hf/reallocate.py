@@ -40,7 +40,7 @@ def widen(body: Any, family: Family, widths: list[int]) -> None:
     before = hidden_width(body, family)
     layers = getattr(body, family.layers)
     if len(widths) != len(layers):
-        raise ValueError(f"{len(widths)} widths were given for {len(layers)} layers")
+        raise ValueError(f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}")
     for layer, width in zip(layers, widths, strict=True):
         mlp = getattr(layer, family.mlp.module)
         for name in (*family.mlp.widens, family.mlp.narrows):

@@ -14,6 +14,11 @@ from .ports import FusedProjection, PartedAttention, take
 from .roles import restore
 
 Model = TypeVar("Model", bound=nn.Module)
+OWN = {
+    "crosslayer_widths": "MLPs have widths of their own",
+    "crosslayer_rope": "RoPE table is rounded",
+    "crosslayer_qk_norm": "attention norms q and k",
+}
 
 
 def disconnect(model: Model, tolerance: float = 0.0) -> Model:
@@ -33,8 +38,9 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     body, family = parts_of(model)
     if not connected(body):
         raise ValueError("the model is not connected")
-    if getattr(body.config, "crosslayer_widths", None):
-        raise ValueError("its MLPs have widths of their own, which the plain model's config cannot say")
+    for key, what in OWN.items():
+        if getattr(getattr(body, "config", None), key, None):
+            raise ValueError(f"its {what}, which the plain model's config cannot say")
     layers, final = getattr(body, family.layers), getattr(body, family.final)
     connections = [c for layer in layers for c in layer.connections]
     like = next(body.parameters())

@@ -1,0 +1,119 @@
+"""DeepSeek-V4's and V4.1's mHC tensors: there and back to the last bit, and the streams they make."""
+
+import pytest
+import torch
+from chain import LAYERS, D, randn, row, run, same, sublayer
+from torch import nn
+
+from crosslayer.convert import deepseek, fill, own_states
+
+
+def hc(names: str = "released", prefix: str = "", head: bool = True, n: int = 4) -> dict[str, torch.Tensor]:
+    """The tensors of `LAYERS` layers as they are published, and others beside them."""
+    site = {"released": "layers.{l}.hc_{s}_", "transformers": "layers.{l}.{s}_hc."}[names]
+    end = {"released": "hc_head_", "transformers": "hc_head.hc_"}[names]
+    found = {"model.embed_tokens.weight": randn(3, D), "mtp.0.hc_attn_fn": randn(24, 4 * D)}
+    for l in range(LAYERS):
+        found[f"{prefix}layers.{l}.attn_norm.weight"] = randn(D)
+        for s in ("attn", "ffn"):
+            at, m = prefix + site.format(l=l, s=s), n * n + 2 * n
+            found |= {f"{at}fn": randn(m, n * D), f"{at}base": randn(m), f"{at}scale": randn(3)}
+    at = prefix + end
+    return found | ({f"{at}fn": randn(n, n * D), f"{at}base": randn(n), f"{at}scale": randn(1)} if head else {})
+
+
+def only_hc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in tensors.items() if "hc" in n and not n.startswith("mtp")}
+
+
+@pytest.mark.parametrize("names", ["released", "transformers"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize(
+    ("arm", "head"), [("mhc", True), ("mhc(single_pass=True)", False), ("mhc(readout='mean', norm_eps=1e-5)", False)]
+)
+def test_deepseek(names, prefix, arm, head):
+    theirs = hc(names, prefix, head)
+    ours = deepseek.load(theirs, arm)
+    sites = row(arm)
+    fill(sites, ours)
+    assert same(deepseek.save(ours, names, prefix), only_hc(theirs))
+    assert same(deepseek.save(ours._replace(states=own_states(sites)), names, prefix), only_hc(theirs))
+
+
+def test_deepseek_v4_of_transformers():
+    """Their modules' parameters make their streams and readout."""
+    module = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, hidden_size=D)
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Module() for _ in range(LAYERS))
+    for layer in model.layers:
+        layer.attn_hc, layer.ffn_hc = (module.DeepseekV4HyperConnection(config) for _ in range(2))
+    model.hc_head = module.DeepseekV4HyperHead(config)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    ours = deepseek.load(model.state_dict())
+    sites = row(ours.arm)
+    fill(sites, ours)
+    assert same(deepseek.save(ours, "transformers"), dict(model.state_dict()))
+    x = torch.randn(2, 3, D)
+    H = x[:, :, None].expand(2, 3, 4, D)
+    for k, mixer in enumerate(m for layer in model.layers for m in (layer.attn_hc, layer.ffn_hc)):
+        post, comb, h = mixer(H.contiguous())
+        H = post[..., None] * sublayer(k, h)[:, :, None] + torch.einsum("btij,btid->btjd", comb, H)
+    torch.testing.assert_close(run(sites, x), model.hc_head(H), rtol=1e-4, atol=1e-4)
+
+
+def test_deepseek_v41_from_its_description():
+    """The pre of one sub-layer collapses for the next: the first takes stream 0, the readout the last."""
+    theirs = hc(head=False)
+    sites = row("mhc(single_pass=True)")
+    fill(sites, deepseek.load(theirs, "mhc(single_pass=True)"))
+    x = torch.randn(2, 3, D)
+    H, pre = x[:, :, None].expand(2, 3, 4, D), torch.tensor([1.0, 0, 0, 0]).expand(2, 3, 4)
+    for k in range(2 * LAYERS):
+        at = f"layers.{k // 2}.hc_{'ffn' if k % 2 else 'attn'}_"
+        fn, base, scale = (theirs[at + p] for p in ("fn", "base", "scale"))
+        v = H.flatten(-2)
+        z = v @ fn.T * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+        z = z * scale.repeat_interleave(torch.tensor([4, 4, 16])) + base
+        R = z[..., 8:].unflatten(-1, (4, 4)).softmax(-1) + 1e-6
+        R = R / (R.sum(-2, keepdim=True) + 1e-6)
+        for _ in range(19):
+            R = R / (R.sum(-1, keepdim=True) + 1e-6)
+            R = R / (R.sum(-2, keepdim=True) + 1e-6)
+        y = sublayer(k, torch.einsum("bts,btsd->btd", pre, H))
+        H = (2 * z[..., 4:8].sigmoid())[..., None] * y[:, :, None] + torch.einsum("btsu,btsd->btud", R, H)
+        pre = z[..., :4].sigmoid() + 1e-6
+    torch.testing.assert_close(run(sites, x), torch.einsum("bts,btsd->btd", pre, H), rtol=1e-4, atol=1e-4)
+
+
+def test_what_of_deepseek_does_not_fit():
+    with pytest.raises(ValueError, match=r"have no head, which 'mhc' needs; DeepSeek-V4.1's arm is 'mhc\(single_pass"):
+        deepseek.load(hc(head=False))
+    with pytest.raises(
+        ValueError, match="have a head and 'mhc\\(single_pass=True\\)' has none; DeepSeek-V4's is 'mhc'"
+    ):
+        deepseek.load(hc(), "mhc(single_pass=True)")
+    with pytest.raises(
+        ValueError, match=r"'layers.0.hc_attn_fn' has the shape \(8, 24\), expected \(24, 4·D\) for 'mhc'"
+    ):
+        deepseek.load(hc(n=2))
+    theirs = hc()
+    del theirs["layers.1.hc_ffn_base"]
+    with pytest.raises(ValueError, match=r"a tensor is missing: 'layers\.1\.hc_ffn_base'"):
+        deepseek.load(theirs)
+    with pytest.raises(ValueError, match=r"no mHC tensors; expected 'layers\.0\.hc_attn_fn' or"):
+        deepseek.load({"norm.weight": randn(D)})
+    with pytest.raises(ValueError, match="these tensors are an mhc's, got the arm 'hyper'"):
+        deepseek.load(hc(), "hyper")
+    with pytest.raises(ValueError, match="names must be one of released, transformers, got 'hf'"):
+        deepseek.save(deepseek.load(hc()), "hf")
+
+
+def test_an_arm_from_a_config():
+    config = {"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6, "hidden_size": 7}
+    assert deepseek.arm_of(config) == "mhc"
+    assert deepseek.arm_of(config, single_pass=True) == "mhc(single_pass=True)"
+    assert deepseek.arm_of(config | {"hc_mult": 2, "rms_norm_eps": 1e-5}) == "mhc(streams=2, norm_eps=1e-05)"

@@ -1,0 +1,51 @@
+"""The `denseformer` package's parameters: there and back to the last bit, and the averages they make."""
+
+import pytest
+import torch
+from chain import D, randn, row, run, same, sublayer
+
+from crosslayer.convert import denseformer, fill, own_states
+
+DWA = [(1, 1), (4, 5), (2, 3), (1, 7), (3, 1)]
+
+
+def alphas(blocks: int, dilation: int, period: int) -> dict[str, torch.Tensor]:
+    return {f"alphas.{i - 1}.weight": randn(1, i // dilation + 1) for i in range(period, blocks + 1, period)}
+
+
+@pytest.mark.parametrize("sublayers", [1, 2])
+@pytest.mark.parametrize(("dilation", "period"), DWA)
+def test_denseformer(dilation, period, sublayers):
+    theirs = alphas(12, dilation, period)
+    ours = denseformer.load(theirs, 12, dilation, period, sublayers)
+    sites = row(ours.arm, parallel=sublayers == 1, layers=12)
+    fill(sites, ours)
+    assert same(denseformer.save(ours), theirs)
+    assert same(denseformer.save(ours._replace(states=own_states(sites))), theirs)
+
+    # the averages, from their definition
+    x = torch.randn(2, 3, D)
+    Y, X = x, [x]
+    for i in range(1, 13):
+        h, k = Y, (i - 1) * sublayers
+        for j in range(sublayers):
+            h = h + sublayer(k + j, h)
+        X.append(h)
+        if i % period == 0:
+            (weights,) = theirs[f"alphas.{i - 1}.weight"]
+            h = sum(w * X[j] for w, j in zip(weights, range(i % dilation, i + 1, dilation), strict=True))
+        Y = h
+    torch.testing.assert_close(run(sites, x), Y, rtol=1e-4, atol=1e-4)
+
+
+def test_what_denseformer_has_not():
+    theirs = alphas(6, 2, 3)
+    with pytest.raises(ValueError, match=r"'alphas.2.weight' has the shape \(1, 2\), expected \(1, 4\) for dilation=1"):
+        denseformer.load(theirs, 6, 1, 3)
+    with pytest.raises(ValueError, match=r"4 tensors are missing, the first: 'alphas\.0\.weight'"):
+        denseformer.load(theirs, 6, 2)
+    with pytest.raises(ValueError, match=r"a tensor is of no known part: 'alphas\.5\.weight'"):
+        denseformer.load(theirs, 5, 2, 3)
+    for arm in ("denseformer(last_k=2)", "denseformer(period='last')", "mudd"):
+        with pytest.raises(ValueError, match="the package has dilation and period alone"):
+            denseformer.save(denseformer.load(theirs, 6, 2, 3)._replace(arm=arm))

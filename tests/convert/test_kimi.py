@@ -1,0 +1,63 @@
+"""Kimi-K3's attention residuals: there and back to the last bit, and what a decoder as it is served makes of them."""
+
+import pytest
+import torch
+from chain import LAYERS, D, randn, row, run, same, sublayer
+
+from crosslayer.convert import fill, kimi, own_states
+
+
+def res(prefix: str = "") -> dict[str, torch.Tensor]:
+    pools = [f"layers.{l}.{s}_res" for l in range(LAYERS) for s in ("self_attention", "mlp")]
+    found = {"lm_head.weight": randn(3, D), f"{prefix}layers.0.input_layernorm.weight": randn(D)}
+    for pool in (*pools, "output_attn_res"):
+        found |= {f"{prefix}{pool}_proj.weight": randn(1, D), f"{prefix}{pool}_norm.weight": 1 + randn(D)}
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.model."])
+@pytest.mark.parametrize("block", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_kimi(prefix, block, dtype):
+    theirs = {name: t.to(dtype) for name, t in res(prefix).items()}
+    pools = {name: t for name, t in theirs.items() if "_res_" in name}
+    ours = kimi.load(theirs, block)
+    assert ours.arm == f"attnres(block_size={2 * block})"
+    assert same(kimi.save(ours, prefix), pools), "layer 0's idle pair comes back too"
+    sites = row(ours.arm)
+    fill(sites, ours)
+    if dtype == torch.float32:
+        assert same(kimi.save(ours._replace(states=own_states(sites)), prefix), pools)
+
+    # a decoder as it is served: snapshots of the running sum where a block begins
+    def pool(name, values):
+        w, g = (theirs[f"{prefix}{name}_{part}.weight"].float().view(-1) for part in ("proj", "norm"))
+        keys = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6) * g for v in values]
+        p = torch.stack([key @ w for key in keys], -1).softmax(-1)
+        return sum(p[..., i, None] * v for i, v in enumerate(values))
+
+    x = prefix_sum = torch.randn(2, 3, D)
+    blocks = []
+    for l in range(LAYERS):
+        h = pool(f"layers.{l}.self_attention_res", [*blocks, prefix_sum]) if blocks else prefix_sum
+        if l % block == 0:
+            blocks, prefix_sum = [*blocks, prefix_sum], 0
+        prefix_sum = prefix_sum + sublayer(2 * l, h)
+        h = pool(f"layers.{l}.mlp_res", [*blocks, prefix_sum])
+        prefix_sum = prefix_sum + sublayer(2 * l + 1, h)
+    expected = pool("output_attn_res", [*blocks, prefix_sum])
+    torch.testing.assert_close(run(sites, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_of_kimi_does_not_fit():
+    theirs = res()
+    del theirs["layers.2.self_attention_res_norm.weight"]
+    with pytest.raises(ValueError, match=r"a tensor is missing: 'layers\.2\.self_attention_res_norm\.weight'"):
+        kimi.load(theirs, 1)
+    with pytest.raises(ValueError, match=r"no attention-residual tensors; expected 'layers\.0\.mlp_res_proj\.weight'"):
+        kimi.load({"norm.weight": randn(D)}, 1)
+    with pytest.raises(ValueError, match="attn_res_block_size must be a whole number of at least 1, got 0"):
+        kimi.load(res(), 0)
+    for arm in ("attnres", "attnres(block_size=3)", "mhc"):
+        with pytest.raises(ValueError, match="expected an attnres whose block_size is a number of layers, two each"):
+            kimi.save(kimi.load(res(), 1)._replace(arm=arm))
