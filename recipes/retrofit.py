@@ -11,7 +11,7 @@ Here: any connection, on a body small enough for minutes. A run trains with PreN
 switch itself did to the validation loss is in the results. Expected, as in the paper: the later, the less is gained.
 docs/retrofit.md is what this gave, with the hardware and the command.
 
-    python recipes/retrofit.py run --data novels/ --out retrofit --arms mudd hyper  # resumes
+    python recipes/retrofit.py run --out retrofit --arms '[prenorm, mudd]' --settings.data novels/  # resumes
     python recipes/retrofit.py report --out retrofit --page docs/retrofit.md
 """
 
@@ -37,26 +37,23 @@ SETTINGS = training.Settings(
 
 
 def run(
-    data: str,
     out: str,
     arms: list[str],
     switches: tuple[float, ...] = SWITCHES,
     seed: int = 0,
-    steps: int = SETTINGS.steps,
+    settings: training.Settings = SETTINGS,
     device: str = "auto",
 ) -> None:
     """Train every arm with every switch that `out` has no result of yet.
 
     Args:
-        data: a text, .jsonl or .gz file, a folder of them, or "stdlib".
         out: folder of one result a run.
         arms: like mudd "attnres(block_size=4)"; prenorm is never switched.
         switches: when to connect, as shares of the steps.
         seed: of the body's weights and of the batches.
-        steps: of every run.
+        settings: the body, the data and the training that every run shares.
         device: cuda or cpu.
     """
-    settings = training.Settings(**{**vars(SETTINGS), "steps": steps, "data": data})
     text = load(settings.data, settings.context)
     for arm in arms:
         for share in switches if arm != "prenorm" else (0.0,):

@@ -278,7 +278,7 @@ def test_the_command(capsys):
     (["--layer=3"], "unknown option --layer (did you mean '--layers'?); see crosslayer cost --help"),
     (["--batch=0"], "batch must be a whole number of at least 1, got 0"),
     (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
-    (["--family=gpt2"], "connect does not know the family 'gpt2'"),
+    (["--family=qwen"], "unknown family 'qwen' (did you mean 'qwen3'?); known: llama, mistral"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(extra, message, capsys):
     assert main(["cost", *SIZES, *extra]) == 1

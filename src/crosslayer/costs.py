@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .connection import Connection, positive
+from .registry import nearest
 
 aten = torch.ops.aten
 
@@ -88,7 +89,7 @@ def sized(family: str = "llama", layers: int = 24, dim: int = 2048, heads: int =
     """A body's configuration, of transformers, from its sizes.
 
     Args:
-        family: of transformers: llama or gpt_neox.
+        family: a language model's of transformers that `connect` knows, like llama, qwen3, gpt_neox or arcee.
         layers: of the body.
         dim: width of the stream.
         heads: of the attention.
@@ -96,11 +97,16 @@ def sized(family: str = "llama", layers: int = 24, dim: int = 2048, heads: int =
     """
     from transformers import AutoConfig
 
+    from .hf.families import FAMILIES
+
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}{nearest(family, FAMILIES)}; known: {', '.join(FAMILIES)}")
     positive(layers=layers, dim=dim, heads=heads, vocab=vocab)
     if dim % (2 * heads):
         raise ValueError(f"dim must be a multiple of twice the heads, got dim {dim} and {heads} heads")
     # a gated MLP has three matrices for the plain one's two: 8 D² parameters either way
-    width = -(-dim * 8 // 3 // 32) * 32 if family == "llama" else 4 * dim
+    gated = any("gate" in name for name in FAMILIES[family].mlp.widens)
+    width = -(-dim * 8 // 3 // 32) * 32 if gated else 4 * dim
     return AutoConfig.for_model(
         family,
         vocab_size=vocab,
@@ -108,6 +114,8 @@ def sized(family: str = "llama", layers: int = 24, dim: int = 2048, heads: int =
         intermediate_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=dim // heads,
         tie_word_embeddings=False,
     )
 
@@ -146,6 +154,7 @@ def on_meta(arm: str, body: Any, context: int, dtype: torch.dtype) -> nn.Module:
     AttentionInterface.register(attention.__name__, attention)
     config = copy.deepcopy(body)
     vars(config).pop("crosslayer", None)  # of a connected model, which would be built with its connection
+    config.pad_token_id = None  # a host would look for it in tokens that are not there
     config.max_position_embeddings = max(context, config.max_position_embeddings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.__name__, dtype=dtype)

@@ -29,7 +29,7 @@ class Settings:
         context: bytes a sequence.
         lr: peak learning rate; it warms up over the first tenth and falls on a cosine to a tenth.
         weight_decay: of matrices; connections declare which of their parameters take it.
-        family: the body, of transformers: llama or gpt_neox.
+        family: the body, of transformers: llama, gpt_neox or another that `connect` knows.
         layers: of the body.
         dim: width of the stream.
         heads: of the attention.
