@@ -1,7 +1,7 @@
 """When to connect: from the start, late in training, or never.
 
 Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, Table 5, which starts a 4x5-DenseFormer after N of 40k
-iterations of a 72-block model on OpenWebText2, the schedule unchanged:
+iterations of a model on OpenWebText2, the schedule unchanged:
 
     N            never   0      1k     2k     4k     6k     10k    20k    30k
     perplexity   18.61   17.87  17.99  18.07  18.13  18.17  18.23  18.33  18.40
@@ -9,15 +9,15 @@ iterations of a 72-block model on OpenWebText2, the schedule unchanged:
 Here: any connection, on a body small enough for minutes. A run trains with PreNorm up to the switch, calls
 `crosslayer.connect` on the trained model, and goes on with the same schedule, batches and optimizer state; what the
 switch itself did to the validation loss is in the results. Expected, as in the paper: the later, the less is gained.
-docs/retrofit.md is what this gave, with the hardware and the command.
+docs/retrofit.md is what this gave, with hardware, times and commands.
 
-    python recipes/retrofit.py run --out retrofit --arms '[prenorm, mudd]' --settings.data novels/  # resumes
-    python recipes/retrofit.py report --out retrofit --page docs/retrofit.md
+    python recipes/retrofit.py run --out retrofit --arms '[prenorm, mudd]'  # resumes; `run --help` has the rest
+    python recipes/retrofit.py report --results '[retrofit]' --page docs/retrofit.md
 """
 
 import json
 import os
-import platform
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 import crosslayer
+from crosslayer.compare import environment
 from crosslayer.costs import loss_of
+from crosslayer.report import COLOURS
 from crosslayer.train import run as training
 from crosslayer.train.data import Text, load
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 is from scratch
-SETTINGS = training.Settings(
-    steps=2000, batch=16, context=512, lr=1e-3, layers=10, dim=256, heads=4, precision="bf16-mixed"
-)
+HEAD = ("connection", "connected at step", "at the switch", "validation loss", "against prenorm", "runs")
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     arms: list[str],
     switches: tuple[float, ...] = SWITCHES,
     seed: int = 0,
-    settings: training.Settings = SETTINGS,
+    settings: training.Settings = training.Settings(steps=320),  # noqa: B008
     device: str = "auto",
 ) -> None:
     """Train every arm with every switch that `out` has no result of yet.
@@ -72,11 +72,11 @@ def run(
 def retrofit(settings: Any, text: Text, arm: str, switch: int, seed: int, device: str) -> dict[str, Any]:
     """One run: PreNorm for `switch` steps, the arm from there on."""
     fabric = training.Fabric(accelerator=device, devices=1, precision=settings.precision)
-    model = training.build(settings, "prenorm" if switch else arm, seed)
-    bare, optimizer = model, training.optimizer(model, settings)
+    bare = training.build(settings, "prenorm" if switch else arm, seed)
+    optimizer = training.optimizer(bare, settings)
     rates = [group["lr"] for group in optimizer.param_groups]
-    model, optimizer = fabric.setup(model, optimizer)
-    held_out = [fabric.to_device(batch) for batch in text.held_out(settings.batch, settings.context, 8)]
+    model, optimizer = fabric.setup(bare, optimizer)
+    held_out = [fabric.to_device(batch) for batch in text.held_out(settings.batch, settings.context, 12)]
     batches, start, curve, jump = text.batches(seed, settings.batch, settings.context), time.perf_counter(), [], None
     for step in range(settings.steps):
         if step == switch > 0:
@@ -104,9 +104,7 @@ def retrofit(settings: Any, text: Text, arm: str, switch: int, seed: int, device
         "curve": curve,
         "seconds": time.perf_counter() - start,
         "settings": vars(settings) | {"data": Path(settings.data).name},
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "torch": torch.__version__,
-        "crosslayer": crosslayer.__version__,
+        **environment(),
     }
 
 
@@ -117,18 +115,100 @@ def carried(old: torch.optim.Optimizer, model: nn.Module, settings: Any) -> torc
     return new
 
 
-def report(out: str, page: str) -> None:
-    """Write a page and its picture from the results.
+def report(results: list[str], page: str) -> None:
+    """Write a page with a table and a picture for each folder of results.
 
     Args:
-        out: folder of the results.
-        page: a .md file to write; the picture is an .svg beside it.
+        results: folders that `run` filled.
+        page: a .md file to write; its pictures are .svg files beside it.
     """
-    rows = [json.loads(file.read_text()) for file in sorted(Path(out).glob("*.json"))]
-    print(rows, page)
+    parts = [f"# {__doc__.split(chr(10))[0]}", "", "What `recipes/retrofit.py` gave; its docstring says what a run is."]
+    for number, folder in enumerate(results, start=1):
+        rows = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
+        picture = Path(page).with_name(f"{Path(page).stem}{number}.svg")
+        draw(rows, picture)
+        parts += ["", *section(rows, picture.name)]
+    Path(page).write_text("\n".join(parts) + "\n")
+
+
+def section(rows: list[dict[str, Any]], picture: str) -> list[str]:
+    s, never = rows[0]["settings"], losses(rows, "prenorm", 0)
+    lines = [
+        f"## {s['steps']} steps of {s['batch']} × {s['context']} bytes of {s['data']}",
+        "",
+        f"A {s['family']} body of {s['layers']} layers, width {s['dim']}, {s['heads']} heads; AdamW at {s['lr']:g}, "
+        f"{s['precision']}; on {rows[0]['device']}, torch {rows[0]['torch']}, crosslayer {rows[0]['crosslayer']}. "
+        "Losses in nats a byte on held-out text; differences seed by seed, ± their standard deviation.",
+        "",
+        f"![Validation loss of late switches]({picture})",
+        "",
+        "| " + " | ".join(HEAD) + " |",
+        "| --- |" + " ---: |" * (len(HEAD) - 1),
+    ]
+    for arm, switch in sorted(
+        {(row["arm"], row["switch"]) for row in rows}, key=lambda key: (key[0] != "prenorm", key)
+    ):
+        found, plain = losses(rows, arm, switch), arm == "prenorm"
+        jumps = [row["jump"] for row in rows if (row["arm"], row["switch"]) == (arm, switch) and switch]
+        cells = [
+            f"`{arm}`",
+            "never" if plain else str(switch),
+            f"{max(jumps, key=abs):+.1e}" if jumps else "–",
+            spread(list(found.values()), ".4f"),
+            "–" if plain else spread([found[seed] - never[seed] for seed in found if seed in never], "+.4f"),
+            str(len(found)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def losses(rows: list[dict[str, Any]], arm: str, switch: int) -> dict[int, float]:
+    return {row["seed"]: row["valid_loss"] for row in rows if (row["arm"], row["switch"]) == (arm, switch)}
+
+
+def spread(values: list[float], form: str) -> str:
+    if not values:
+        return "–"
+    around = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{around}"
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Final loss against the switch, one line a connection; and the first seed's curves of the first of them."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "crosslayer"
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    steps, never = rows[0]["settings"]["steps"], losses(rows, "prenorm", 0)
+    arms = sorted({row["arm"] for row in rows} - {"prenorm"})
+    left.axhline(statistics.mean(never.values()), color=COLOURS[0], label="prenorm (never)", linewidth=1.2)
+    for colour, arm in zip(COLOURS[1:], arms, strict=False):
+        points = sorted({row["switch"] for row in rows if row["arm"] == arm})
+        means = [statistics.mean(losses(rows, arm, at).values()) for at in points]
+        left.plot([at / steps for at in points], means, color=colour, label=arm, marker="o", markersize=4)
+    left.set_xlabel("connected after this share of the steps")
+    left.set_ylabel("final validation loss, nats a byte")
+    shown = "mudd" if "mudd" in arms else arms[0]
+    curves = sorted((row for row in rows if row["arm"] == shown and row["seed"] == 0), key=lambda row: row["switch"])
+    plain = [row for row in rows if row["arm"] == "prenorm" and row["seed"] == 0]
+    for colour, row in zip(COLOURS, plain + curves, strict=False):
+        xs, ys = zip(*row["curve"], strict=True)
+        label = "prenorm" if row["arm"] == "prenorm" else f"{shown} from step {row['switch']}"
+        right.plot(xs, ys, color=colour, label=label, linewidth=1.4)
+    right.set_ylim(top=min(ys[len(ys) // 4] for ys in [[y for _, y in row["curve"]] for row in plain]) * 1.05)
+    right.set_xlabel("step")
+    right.set_ylabel("validation loss")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":
     from jsonargparse import auto_cli
 
-    auto_cli([run, report])
+    auto_cli([run, report], as_positional=False)

@@ -134,7 +134,7 @@ def test_a_folder_without_the_file(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("eval", "has no config.json, so it is not a saved model"),
+        ("eval", "has no config.json"),
         ("nowhere", "no such folder, and no such model in the Hugging Face cache"),
     ],
 )

@@ -176,7 +176,7 @@ class TestBadFolders:
     def test_truncated(self, folder):
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
-        self.refuses(folder, "model.safetensors is damaged or cut short")
+        self.refuses(folder, "model.safetensors is truncated or not safetensors")
 
     def change(self, folder, change):
         tensors = load_file(folder / "model.safetensors")
@@ -207,12 +207,12 @@ class TestBadFolders:
         tensors = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
         torch.save(tensors, folder / "pytorch_model.bin")
-        self.refuses(folder, "pickles, which are never loaded")
+        self.refuses(folder, "is a pickle, which can run code and is never loaded")
 
     def test_a_missing_shard(self, folder):
         connected("llama", "mudd").save_pretrained(folder, max_shard_size="20KB")
         next(folder.glob("model-00002*")).unlink()
-        self.refuses(folder, "lacks model-00002")
+        self.refuses(folder, "lacks the shard model-00002")
 
     def test_no_connection(self, tmp_path):
         llama().save_pretrained(tmp_path)
@@ -223,7 +223,7 @@ class TestBadFolders:
 
     def test_a_damaged_config(self, folder):
         (folder / "config.json").write_text('{"crosslayer": ')
-        self.refuses(folder, "config.json is damaged")
+        self.refuses(folder, "config.json is not JSON")
 
     def test_an_unknown_arm(self, folder):
         config = json.loads((folder / "config.json").read_text())

@@ -80,26 +80,17 @@ def tokenizer_of(folder: Path, given: str | None) -> Any:
 
 def model_of(folder: Path, options: Any) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from ..convert import load
-    from ..convert.folder import files
-    from ..convert.published import published
+    from ..convert import open_model
     from ..registry import DTYPES
 
-    dtype = options.dtype and choice("dtype", options.dtype, DTYPES)
     try:
         device = torch.device(options.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"cannot use the device {options.device!r} ({str(error).splitlines()[0]})") from error
-    if published(folder):
-        return load(folder, options.rope, dtype).to(device).eval()
-    if options.rope is not None:
-        raise ValueError("rope is of a published checkpoint; this folder's config.json says its own")
-    files(folder)  # a pickle is never loaded, and the error says what to do
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True)
-    return model.to(device).eval()
+    dtype = choice("dtype", options.dtype, DTYPES) if options.dtype else "auto"
+    return open_model(folder, dtype, options.rope).to(device).eval()
 
 
 def say(model: Any, tokenizer: Any, prompt: str, history: list[dict[str, str]], options: Any) -> None:

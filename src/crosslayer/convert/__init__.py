@@ -5,7 +5,7 @@
 (K3's attention residuals), each with a `load` that gives `Connections` and a `save` that takes them.
 """
 
-from .published import load, save
+from .published import load, open_model, save
 from .rows import Connections, fill, own_states
 
-__all__ = ["Connections", "fill", "load", "own_states", "save"]
+__all__ = ["Connections", "fill", "load", "open_model", "own_states", "save"]

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..connection import choice
+from ..hf import from_pretrained
+from ..hf.folder import SINGLE, Weights, check, read_json
 from ..registry import DTYPES, nearest
 from . import muddformer, muddpythia
 from .body import ROPE
-from .folder import SINGLE, Weights, read_json
 from .layout import UNUSED, completed, same_arm
 from .rows import check_names, check_shapes, convert, turned
 
@@ -99,7 +100,29 @@ def named(config: dict[str, Any], weights: Weights, folder: Path) -> str:
     raise ValueError(f"{folder} is of no known layout ({what}); known: {', '.join(LAYOUTS)}")
 
 
-def published(folder: str | Path) -> bool:
+def published(folder: Path) -> bool:
     """Whether a folder's config.json is of a published layout rather than transformers' own."""
-    config = read_json(Path(folder) / "config.json")
+    config = read_json(folder / "config.json")
     return config.get("model_type") in LAYOUTS or ("model_type" not in config and "n_layer" in config)
+
+
+def open_model(folder: str | Path, dtype: torch.dtype | str = "auto", rope: str | None = None) -> PreTrainedModel:
+    """Any language model in a folder: a published checkpoint, a connected model, or a plain one of transformers.
+
+    Args:
+        folder: with config.json and safetensors; no pickle is loaded.
+        dtype: of the body, by default as it was saved.
+        rope: of a published checkpoint, see `load`.
+
+    Raises:
+        ValueError: there is no whole model in the folder.
+    """
+    folder = Path(folder)
+    if published(folder):
+        return load(folder, rope, None if dtype == "auto" else dtype)
+    if rope is not None:
+        raise ValueError("rope is of a published checkpoint; this folder's config.json says its own")
+    if "crosslayer" in read_json(folder / "config.json"):
+        return from_pretrained(folder, dtype=dtype)
+    check(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)

@@ -70,13 +70,13 @@ def open_model(
 def read_model(source: str, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
-        raise ValueError(f"{source}: has no config.json, so it is not a saved model")
+    from ..convert import open_model
+
+    if Path(source).is_dir():
+        return open_model(source, dtype)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
-    except OSError as error:
-        if Path(source).is_dir():
-            raise ValueError(f"{source}: cannot be read ({' '.join(str(error).split())})") from None
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True, use_safetensors=True)
+    except OSError:
         raise ValueError(f"{source}: no such folder, and no such model in the Hugging Face cache") from None
 
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from .folder import check, read_json
 
 PREFIX = "crosslayer-"
 KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -71,7 +71,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
 
         folder = Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
     cls = saved_class(folder)
-    check_files(folder)
+    check(folder)
     # diffusers would cast the connections too; a connected model's own `to` keeps them float32
     dtype = options.pop("dtype", None) if cls.__module__.startswith("diffusers") else None
     model, info = cls.from_pretrained(
@@ -86,41 +86,15 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
 
 def saved_class(folder: Path) -> Any:
     """The class that config.json names, transformers' or diffusers'."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} has no config.json: not a folder that save_pretrained wrote")
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+    config = read_json(folder / "config.json")
     if "crosslayer" not in config:
-        raise ValueError(f"{file} names no connection; load the plain model with transformers and call connect")
+        raise ValueError(f"{folder} names no connection; load the plain model with transformers and call connect")
     library = importlib.import_module("diffusers" if "_class_name" in config else "transformers")
     name = config.get("_class_name") or (config.get("architectures") or ["none"])[0]
     if not hasattr(library, name):
-        raise ValueError(f"{file} names the class {name!r}, which this {library.__name__} does not have")
+        raise ValueError(f"{folder} is of the class {name!r}, which this {library.__name__} does not have")
     return getattr(library, name)
-
-
-def check_files(folder: Path) -> None:
-    """That there are weights in safetensors, every file of them whole."""
-    files = {file.name for file in folder.glob("*.safetensors")}
-    for index in folder.glob("*.safetensors.index.json"):
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        if named - files:
-            raise ValueError(f"{folder} lacks {sorted(named - files)[0]}, which {index.name} names")
-    if not files:
-        raise ValueError(f"{folder} has no .safetensors file; other formats may be pickles, which are never loaded")
-    for name in sorted(files):
-        try:
-            safe_open(folder / name, "pt").__enter__()
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged or cut short: {one_line(error)}") from error
 
 
 def name_of(key: Any) -> str:
     return key if isinstance(key, str) else key[0]  # of the wrong size: with both
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -10,7 +10,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 FLOATS = ("F64", "F32", "BF16", "F16")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "*.safetensors.index.json"
+
+
+def check(folder: Path) -> None:
+    """Raise a ValueError where the weights are not whole files of safetensors."""
+    for path in files(folder):
+        with opened(path):
+            pass
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,10 +53,10 @@ class Weights:
                     if part.get_dtype() not in FLOATS:
                         raise ValueError(f"{name!r} is {part.get_dtype()}, expected one of {', '.join(FLOATS)}")
                     self.home[name], self.shapes[name] = path, tuple(part.get_shape())
-        if (folder / INDEX).is_file():
-            listed = set(read_json(folder / INDEX).get("weight_map", {}))
+        for index in folder.glob(INDEX):
+            listed = set(read_json(index).get("weight_map", {}))
             if odd := sorted(listed.symmetric_difference(self.home)):
-                raise ValueError(f"{INDEX} and the files disagree about {odd[0]!r}")
+                raise ValueError(f"{index.name} and the files disagree about {odd[0]!r}")
 
     def read(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -60,19 +67,19 @@ class Weights:
 
 
 def files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        shards = read_json(folder / INDEX).get("weight_map")
+    for index in folder.glob(INDEX):
+        shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
-            raise ValueError(f"{folder / INDEX} has no weight_map")
+            raise ValueError(f"{index} has no weight_map")
         paths = [folder / name for name in sorted({Path(str(name)).name for name in shards.values()})]
         if missing := [path.name for path in paths if not path.is_file()]:
-            raise ValueError(f"{folder} lacks the shard {missing[0]}, of {len(paths)} in {INDEX}")
+            raise ValueError(f"{folder} lacks the shard {missing[0]}, of {len(paths)} in {index.name}")
         return paths
     found = sorted(folder.glob("*.safetensors"))
     if len(found) == 1:
         return found
     if found:
-        raise ValueError(f"{folder} has {len(found)} safetensors files but no {INDEX}")
+        raise ValueError(f"{folder} has {len(found)} safetensors files but no index of them")
     pickles = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
     if pickles:
         raise ValueError(
@@ -88,4 +95,4 @@ def opened(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not safetensors ({error})") from error
+        raise ValueError(f"{path} is truncated or not safetensors ({' '.join(str(error).split())})") from error
