@@ -1,5 +1,6 @@
 """Which test proves what of which connection: found by collecting the tests, not written down."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import crosslayer
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests" / "hf"))
 
 # what is claimed, and the tests that may prove it, the best first
 CLAIMS = {
@@ -23,6 +25,24 @@ CLAIMS = {
 }
 
 
+# what people do with a model of a family, and the test that does it
+DONE = {
+    "same function": "test_starts_where_the_host_is",
+    "host's checkpoint": "test_a_host_checkpoint_loads",
+    "every cache": "test_with_every_cache",
+    "samples, beams": "test_sampling_and_beams",
+    "left padding": "test_left_padding_changes_nothing",
+    "compiled step": "test_a_compiled_step_is_compiled_once",
+    "saved, loaded": "test_save_and_load",
+    "copied, pickled": "test_copies_and_pickles",
+    "checkpointing": "test_gradient_checkpointing",
+    "hidden states": "test_hidden_states_are_what_the_attentions_read",
+    "attentions": "test_attention_weights",
+    "LoRA": "test_peft",
+}
+
+
+@functools.cache
 def collected() -> list[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-m", ""]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
@@ -48,5 +68,19 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def matrix() -> str:
+    """How many arms each test tries on each family."""
+    from bodies import FAMILIES
+
+    lines = ["| family | " + " | ".join(DONE) + " |", "| --- |" + " ---: |" * len(DONE)]
+    for family in FAMILIES:
+        case = re.compile(rf"(?<![a-z0-9_]){family}(?![a-z0-9_])")
+        counts = [
+            sum(f"::{name}[" in test and bool(case.search(test)) for test in collected()) for name in DONE.values()
+        ]
+        lines.append(f"| {family} | " + " | ".join(str(count) if count else "–" for count in counts) + " |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), matrix(), sep="\n")

@@ -1,5 +1,6 @@
-"""Writes what README and docs/ have from elsewhere: the table of connections from their docstrings, the table of proofs
-from the tests, and the table and picture of docs/results.json, which is a `crosslayer compare` without arguments.
+"""Writes what README and docs/ have from elsewhere: the table of connections from their docstrings, the tables of
+proofs and of families from the tests, and the table and picture of docs/results.json, which is a `crosslayer compare`
+without arguments.
 
     python tools/readme.py
 """
@@ -19,6 +20,11 @@ from crosslayer.train.run import Settings
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "connections.md"
+FAMILIES = ROOT / "docs" / "families.md"
+CELLS = (
+    "How many arms (connections, and on two bodies their options too) the tests in tests/hf try with each thing people do, "
+    "on a small random model of each family. What only a GPU can show is in tests/hf/test_gpu.py."
+)
 PICTURE, RESULTS = ROOT / "docs" / "compare.svg", ROOT / "docs" / "results.json"
 
 
@@ -47,14 +53,18 @@ def measured() -> Comparison:
 
 
 def pages() -> dict[Path, str]:
-    """README and docs/connections.md as they should be."""
+    """README and the pages of docs/ as they should be."""
     known, proven = connections(), proofs.table()
     text = README.read_text("utf8")
     results = "\n".join(markdown(measured()).splitlines()[2:]) + "\n"
     for name, content in (("connections", known), ("results", results), ("proofs", proven)):
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = block.sub(lambda match, content=content: match[1] + content + match[2], text)
-    return {README: text, PAGE: f"# Connections\n\n{known}\n# What holds each to its paper\n\n{proven}"}
+    return {
+        README: text,
+        PAGE: f"# Connections\n\n{known}\n# What holds each to its paper\n\n{proven}",
+        FAMILIES: f"# Families\n\n{CELLS}\n\n{proofs.matrix()}",
+    }
 
 
 if __name__ == "__main__":

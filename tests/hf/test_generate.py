@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bodies import LANGUAGE, ids
-from test_connect import connected
+from test_connect import compiled_cells, connected
 from tiny import shake
 from transformers import StaticCache
 
@@ -62,11 +62,7 @@ def test_left_padding_changes_nothing(family, arm):
         assert torch.equal(row[-plain.shape[1] :], plain[0])
 
 
-@pytest.mark.parametrize(
-    ("family", "arm"),
-    [("llama", arm) for arm in crosslayer.available()]
-    + [(f, "mudd") for f in LANGUAGE if f not in ("llama", "mixtral", "olmoe")],
-)
+@pytest.mark.parametrize(("family", "arm"), compiled_cells(LANGUAGE))
 def test_a_compiled_step_is_compiled_once(family, arm):
     """Decoding with a static cache: no recompilation from token to token, and the same tokens."""
     model = talker(family, arm)

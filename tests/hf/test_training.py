@@ -110,17 +110,22 @@ def test_accelerate(arm, tmp_path):
 
 
 TARGETS = {
-    "llama": ["q_proj", "k_proj", "v_proj", "down_proj"],
     "gpt2": ["c_attn", "c_fc"],
     "phi3": ["qkv_proj", "o_proj"],
     "neox-parallel": ["query_key_value"],
-    "vit": ["q_proj", "v_proj"],
+    "neox-sequential": ["query_key_value"],
     "dit": ["to_q", "to_v"],
 }
+# every connection on one body of each way to project q, k and v, and one connection on the others
+ADAPTED = [(f, a) for f in ("llama", "vit", *TARGETS) for a in crosslayer.available() if f != "neox-sequential"]
+ADAPTED += [(family, "mudd") for family in FAMILIES if (family, "mudd") not in ADAPTED]
 
 
-@pytest.mark.parametrize("family", TARGETS)
-@methods
+def targets(family: str) -> list[str]:
+    return TARGETS.get(family, ["q_proj", "k_proj", "v_proj"])
+
+
+@pytest.mark.parametrize(("family", "arm"), ADAPTED)
 def test_peft(family, arm, tmp_path):
     """LoRA on q, k and v after `connect`; the connections trained in full, saved, loaded, merged."""
     import peft
@@ -128,7 +133,7 @@ def test_peft(family, arm, tmp_path):
     model = connected(family, arm)
     before = output(model, family)
     config = peft.LoraConfig(
-        r=2, target_modules=TARGETS[family], init_lora_weights=True, fan_in_fan_out=family == "gpt2"
+        r=2, target_modules=targets(family), init_lora_weights=True, fan_in_fan_out=family == "gpt2"
     )
     adapted = peft.get_peft_model(copy.deepcopy(model), config)
     torch.testing.assert_close(output(adapted, family), before)
@@ -160,7 +165,7 @@ def test_peft_before_connect_is_the_same():
     import peft
 
     for family in ("llama", "gpt2", "phi3"):
-        config = peft.LoraConfig(r=2, target_modules=TARGETS[family], fan_in_fan_out=family == "gpt2")
+        config = peft.LoraConfig(r=2, target_modules=targets(family), fan_in_fan_out=family == "gpt2")
         first = peft.get_peft_model(connected(family, "mudd"), config)
         second = peft.get_peft_model(build(family), config)
         crosslayer.connect(second.base_model.model, "mudd")
