@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "connections.md"
 FAMILIES = ROOT / "docs" / "families.md"
 CELLS = (
-    "How many arms (connections, and on two bodies their options too) the tests in tests/hf try with each thing people do, "
-    "on a small random model of each family. What only a GPU can show is in tests/hf/test_gpu.py."
+    "How many arms (connections, and on two bodies their options too) the tests in tests/hf try with each thing people "
+    "do, on a small random model of each family. What only a GPU can show is in tests/hf/test_gpu.py."
 )
 PICTURE, RESULTS = ROOT / "docs" / "compare.svg", ROOT / "docs" / "results.json"
 

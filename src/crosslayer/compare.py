@@ -21,7 +21,6 @@ from .registry import make
 from .train.data import Text, load
 from .train.run import Diverged, Progress, Settings, build, train
 
-ARMS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
 RESULTS = "results.json"
 Watch = Callable[[str, int, Progress], None]
 

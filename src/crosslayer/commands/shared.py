@@ -8,6 +8,8 @@ from typing import Any
 
 from ..registry import available
 
+ARMS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
+
 
 def parser(description: str) -> Any:
     from jsonargparse import ArgumentParser
@@ -16,8 +18,6 @@ def parser(description: str) -> Any:
 
 
 def add_arms(parser: Any) -> None:
-    from ..compare import ARMS
-
     parser.add_argument(
         "--arms", nargs="+", default=ARMS, type=str,
         help='connections, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
