@@ -47,7 +47,8 @@ def mark_saved_configs(configuration_utils: ModuleType) -> None:
     @functools.wraps(write)
     def marking_write(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
         write(self, json_file_path, *args, **kwargs)
-        if getattr(self, "crosslayer", None):
+        # a part of a model, like the language model of another, has a config of its own within the whole's
+        if any(getattr(config, "crosslayer", None) for config in (self, *vars(self).values())):
             from .hf.saving import mark
 
             mark(Path(json_file_path))

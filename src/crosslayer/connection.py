@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 State = Any  # a NamedTuple of tensors (the first of them never None), tuples and None; opaque but to its method
 Choice = TypeVar("Choice")
 Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
+HALF = (torch.bfloat16, torch.float16)
 
 
 class Site(NamedTuple):
@@ -73,6 +74,7 @@ class Connection(nn.Module):
 
     starts_as_prenorm: ClassVar[bool] = True  # at initialisation it computes what PreNorm does, up to the norms' eps
     scales: ClassVar[bool] = False  # ... for norms undo a factor on what sub-layers read at the start
+    renorms: ClassVar[bool] = False  # the norms before sub-layers norm its streams: nothing without them
     variants: ClassVar[tuple[str, ...]] = ()  # arms beside the default that the suite of laws must cover
     decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
     lr_factors: ClassVar[dict[str, float]] = {}  # own parameters whose learning rate is a multiple of the model's
@@ -137,16 +139,22 @@ class Connection(nn.Module):
         xs = xs if len(xs) > 1 else xs * len(self.norms)
         if self.stream_dtype is not None:  # the sub-layers go on in their own
             xs = tuple(x.to(dtype_of(norm, x.dtype)) for norm, x in zip(self.norms, xs, strict=True))
-        return tuple(norm(x) for norm, x in zip(self.norms, xs, strict=True))
+        # a norm kept wider than its body does not widen what the sub-layer reads
+        return tuple(norm(x).to(x.dtype) for norm, x in zip(self.norms, xs, strict=True))
 
     def streamed(self, x: Tensor) -> Tensor:
         return x if self.stream_dtype is None else x.to(self.stream_dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        # where others have cast the connection's own parameters (FSDP's mixed precision, a loader), they are used wide
+        value = super().__getattr__(name)
+        return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.bfloat16()` casts the norms, which are the host's; the connection's own parameters stay float32
         def wide(t: Tensor) -> Tensor:
             new = fn(t)
-            return t.to(new.device, torch.float32) if new.dtype in (torch.bfloat16, torch.float16) else new
+            return t.to(new.device, torch.float32) if new.dtype in HALF else new
 
         if recurse:
             for child in self.children():

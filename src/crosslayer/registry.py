@@ -87,7 +87,7 @@ def parse(arm: str) -> tuple[str, dict[str, Any]]:
                 return name, {}
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(k.arg for k in keywords):
                 return name, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, AttributeError):
         pass
     raise ValueError(f"cannot read the connection {arm!r}: expected a name, or like \"mudd(dilation=2, ways='qkvr')\"")
 

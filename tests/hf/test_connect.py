@@ -43,7 +43,10 @@ def test_starts_where_the_host_is(family, arm):
         plain = without_eps(trained(family))
         found = output(crosslayer.connect(copy.deepcopy(plain), arm), family)
         torch.testing.assert_close(found, output(plain, family), rtol=0, atol=1e-4)
-    elif normed or factory.name != "postnorm":
+    elif not normed and factory.method.renorms:
+        with pytest.raises(ValueError, match="by the norms before sub-layers, which this family does not have"):
+            crosslayer.connect(build(family), arm)
+    else:
         # deep enough for mgr to gate: with fewer sub-layers than streams it is their mean, as attnres is
         plain = trained(family, num_hidden_layers=6)
         if family == "dit":  # whose norms have no weights to tell by
@@ -54,6 +57,35 @@ def test_starts_where_the_host_is(family, arm):
         assert not torch.allclose(found, output(plain, family), atol=1e-2), "starts as PreNorm but does not say so"
 
 
+def test_models_that_shared_a_config_do_not_afterwards(tmp_path):
+    config = llama().config
+    first, second, third = (type(llama())(config) for _ in range(3))
+    crosslayer.connect(first, "mudd")
+    crosslayer.connect(second, "hyper")
+    crosslayer.disconnect(first)
+    assert second.config.crosslayer == "hyper" and not hasattr(first.config, "crosslayer")
+    assert not hasattr(third.config, "crosslayer") and third.config is config
+    second.save_pretrained(tmp_path)
+    assert torch.equal(crosslayer.from_pretrained(tmp_path)(ids()).logits, second.eval()(ids()).logits)
+    crosslayer.connect(type(llama())(config), "mudd")
+
+
+def test_the_language_model_of_another(tmp_path):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+
+    text = build("gemma3").config.to_dict()
+    vision = SiglipVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    ).to_dict()
+    whole = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)).eval()
+    expected = whole(ids()).logits
+    crosslayer.connect(whole.model.language_model, "mudd")
+    assert torch.equal(whole(ids()).logits, expected)
+    shake(whole, 0.05).save_pretrained(tmp_path)
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids()).logits, whole(ids()).logits)
+
+
 def test_only_a_trained_model_is_worth_a_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -61,6 +93,7 @@ def test_only_a_trained_model_is_worth_a_warning(tmp_path):
         crosslayer.from_pretrained(tmp_path / "mgr")
         crosslayer.connect(trained("llama"), "hyper")
         llama().save_pretrained(tmp_path / "plain")
+    trained("llama").save_pretrained(tmp_path / "plain")
     loaded = type(llama()).from_pretrained(tmp_path / "plain")
     with pytest.warns(UserWarning, match="postnorm cannot start as the plain residual that the model was trained with"):
         crosslayer.connect(loaded, "postnorm")
@@ -237,6 +270,9 @@ def test_a_row_adds_a_family():
 
 
 def test_bad_models():
+    for nothing in (None, 5):
+        with pytest.raises(ValueError, match=f"cannot read the connection {nothing}"):
+            crosslayer.connect(llama(), nothing)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with pytest.raises(ValueError, match=r"does not know the family 'Linear'; .* call the four verbs"):
@@ -286,6 +322,12 @@ class TestDisconnect:
         model = crosslayer.connect(llama(), "mudd")
         with torch.no_grad():
             model.model.layers[1].connections[0].norms[2].weight[3] += 1e-3
+        with pytest.raises(ValueError, match="another function"):
+            crosslayer.disconnect(model)
+
+    def test_nan_is_another_function(self):
+        model = crosslayer.connect(llama(), "mudd")
+        model.model.layers[1].connections[0].W2.data.fill_(float("nan"))
         with pytest.raises(ValueError, match="another function"):
             crosslayer.disconnect(model)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from bodies import FAMILIES, LANGUAGE, build, ids, llama, output
+from bodies import FAMILIES, LANGUAGE, build, ids, inputs, llama, output
 from safetensors.torch import load_file, save_file
 from test_connect import EXACT, connected, trained
 from tiny import shake
@@ -97,11 +97,33 @@ def test_sharded_tied_and_bf16(family, tmp_path):
 def test_a_dit_in_bf16_keeps_its_connections_in_float32(tmp_path):
     model = connected("dit", "mhc")
     model.save_pretrained(tmp_path)
-    loaded = crosslayer.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for module in loaded.modules():
-        if isinstance(module, Connection):
-            assert all(p.dtype == torch.float32 for p in module.parameters(recurse=False))
-    assert loaded.proj_out_1.weight.dtype == torch.bfloat16
+    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs("dit").items()}
+    for word in ("dtype", "torch_dtype"):
+        loaded = crosslayer.from_pretrained(tmp_path, **{word: torch.bfloat16})
+        for module in loaded.modules():
+            if isinstance(module, Connection):
+                assert all(p.dtype == torch.float32 for p in module.parameters(recurse=False))
+        assert loaded.proj_out_1.weight.dtype == torch.bfloat16
+        assert loaded(**half).sample.dtype == torch.bfloat16
+    # diffusers' own casts the connections too; they are used wide
+    assert type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)(**half).sample.isfinite().all()
+
+
+@methods
+def test_memory_that_is_initialised_later(arm):
+    """The meta device, then empty memory, then the model's own initialisation."""
+    with torch.device("meta"):
+        model = connected("llama", arm, shaken=False, num_hidden_layers=6)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7.0)
+    model.init_weights()
+    fresh = connected("llama", arm, shaken=False, num_hidden_layers=6).state_dict()
+    for key, value in model.state_dict().items():
+        if ".connection" in key and not key.endswith("W1"):
+            assert torch.equal(value, fresh[key]), key
+        assert not (value == 7).any(), key
 
 
 def test_options_survive_saving(tmp_path):
@@ -217,6 +239,9 @@ class TestBadFolders:
     def test_no_connection(self, tmp_path):
         llama().save_pretrained(tmp_path)
         self.refuses(tmp_path, "names no connection; load the plain model")
+
+    def test_no_folder(self, tmp_path):
+        self.refuses(tmp_path / "nowhere", "nowhere: no such folder, and no such model on the hub")
 
     def test_no_config(self, tmp_path):
         self.refuses(tmp_path, "has no config.json")

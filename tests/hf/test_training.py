@@ -1,10 +1,11 @@
 """Training people already do: checkpointing, Trainer, accelerate and PEFT on a connected model."""
 
 import copy
+import json
 
 import pytest
 import torch
-from bodies import FAMILIES, build, checkpoint, ids, loss, output
+from bodies import FAMILIES, build, checkpoint, ids, inputs, loss, output
 from test_connect import connected, trained
 from tiny import shake
 from torch import nn
@@ -205,3 +206,66 @@ def test_a_connected_model_trains():
         assert loss(model, family) < first
         moved = [m for m in model.modules() if isinstance(m, Connection) and getattr(m, "W2", None) is not None]
         assert all(m.W2.any() for m in moved)
+
+
+def test_fsdp2_with_mixed_precision(tmp_path):
+    """Parameters cast to bf16 with their layers, the connections' too, or those sharded apart and left wide."""
+    import sharded
+
+    torch.multiprocessing.spawn(sharded.train, (str(tmp_path),), nprocs=2)
+    errors = json.loads((tmp_path / "errors.json").read_text())
+    assert len(errors) == 2 * len(crosslayer.available())
+    assert {case: error for case, error in errors.items() if not error < 0.05} == {}
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT's, of every RMSNorm
+def test_a_norm_that_is_replaced_is_used():
+    import peft
+
+    model = crosslayer.connect(trained("llama"), "prenorm")
+    for layer in model.model.layers:
+        layer.input_layernorm = copy.deepcopy(layer.input_layernorm)
+        layer.input_layernorm.weight.data += 1
+    changed = output(model, "llama")
+    assert torch.equal(output(crosslayer.disconnect(model), "llama"), changed)
+    adapted = peft.get_peft_model(
+        connected("llama", "mudd"),
+        peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], task_type="CAUSAL_LM"),
+    )
+    found = gradients(adapted, "llama")
+    assert all(g.any() for g in found.values()) and sum(n.endswith("default.weight") for n in found) == 4
+    saved = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"])
+    found = gradients(peft.get_peft_model(connected("llama", "mudd"), saved), "llama")
+    assert sum("layernorm" in n and bool(g.any()) for n, g in found.items()) == 3
+
+
+def test_a_dispatched_model_is_connected_first():
+    from accelerate import cpu_offload
+
+    model = cpu_offload(trained("llama"), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="hooks on its layers; connect it first, then dispatch"):
+        crosslayer.connect(model, "mudd")
+    model = cpu_offload(connected("llama", "prenorm"), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="connect it first, then dispatch"):
+        crosslayer.disconnect(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("arm", ["prenorm", "mudd", "hyper", "mhc"])
+def test_a_wide_stream_and_a_float64_body(family, arm):
+    wide = crosslayer.connect(build(family).bfloat16(), f"{arm}(stream_dtype='float32')")
+    cast = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs(family).items()}
+    out = wide(**cast)
+    assert (out.sample if family == "dit" else out.logits).dtype == torch.bfloat16
+    if family != "dit":
+        states = wide(**cast, output_hidden_states=True).hidden_states
+        assert all(state.dtype == torch.bfloat16 for state in states[:-1])
+    if family in ("mixtral", "olmoe"):  # whose experts have no kernel for it
+        return
+    double = shake(crosslayer.connect(build(family).double(), arm), 0.05)
+    cast = {k: v.double() if v.is_floating_point() else v for k, v in inputs(family).items()}
+    assert all(p.dtype == torch.float64 for p in double.parameters())
+    again = shake(crosslayer.connect(build(family), arm).double(), 0.05)
+    assert_close = torch.testing.assert_close
+    read = (lambda out: out.sample) if family == "dit" else (lambda out: out.logits)
+    assert_close(read(double(**cast)), read(again(**cast)), rtol=1e-3, atol=1e-3)

@@ -50,7 +50,7 @@ class Highway(Connection):
     def gather(self, state: Carried) -> tuple[tuple[Tensor, ...], Carried]:
         h, y, g = state
         if y is not None and g is not None:
-            h = torch.lerp(wide(h), wide(y), g).to(h.dtype)
+            h = torch.lerp(wide(h), wide(y), wide(g)).to(h.dtype)
         if self.W is None or self.b is None:
             return (h,), Carried(h)
         return (h,), Carried(h, g=(wide(h) @ self.W + self.b).sigmoid())

@@ -18,6 +18,7 @@ from .prenorm import PreNorm, Stream
 
 class PostNorm(PreNorm):
     starts_as_prenorm = False
+    renorms = True
 
     def traffic(self) -> float:
         # what the layers read is the stream itself

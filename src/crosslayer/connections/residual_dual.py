@@ -27,6 +27,7 @@ class Dual(NamedTuple):
 
 class ResidualDual(Connection):
     starts_as_prenorm = False
+    renorms = True
 
     def __init__(self, site: Site, dim: int, norm: Norm):
         super().__init__(site, dim, norm, ports=("out", "dual") if site.index == site.depth else None)

@@ -1,5 +1,6 @@
-"""`connect`: any model of a known family, with another connection. `disconnect`: back again."""
+"""`connect`: any model of a known family, with another connection."""
 
+import copy
 import inspect
 import warnings
 from operator import attrgetter
@@ -8,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..connection import Connection, Site, plan
+from ..connection import Connection, Norm, Site, plan
 from ..registry import Factory, make
 from .families import FAMILIES, Family
-from .modules import Body, Borrowed, Layer, Readout, own
+from .modules import Body, Borrowed, FinalNorm, Layer, Readout, own
 from .ports import part
 from .reallocate import growing, hidden_width, widen
 from .roles import become
@@ -49,17 +50,21 @@ def connect(model: Model, connection: str | Factory, reallocate: bool = False) -
         ValueError: the connection, an option or the family is unknown, or the model is connected already. The model is
             then as it was.
     """
-    factory = make(connection) if isinstance(connection, str) else connection
+    factory = connection if isinstance(connection, Factory) else make(connection)
     body, family = parts_of(model)
     if connected(body):
         raise ValueError(f"the model is connected already, with {body.arm!r}")
     config: Any = getattr(body, "config", None)
+    if factory.method.renorms and family.attn.norm is None:
+        raise ValueError(f"{factory} norms its streams by the norms before sub-layers, which this family does not have")
     if getattr(config, "add_cross_attention", False):
         raise ValueError("connect knows layers of attention and MLP; this model's have cross-attention too")
     widths = growing(len(getattr(body, family.layers)), hidden_width(body, family)) if reallocate else None
     reason = strays(factory.method, family)
     if reason and trained(body, family):
         warnings.warn(f"{factory} {reason}: what this model has learnt is changed until it is trained on", stacklevel=2)
+    if model is not body and hasattr(model, "config"):
+        of_its_own(model)
     attach(body, family, factory, widths)
     remember(model, crosslayer=body.arm, crosslayer_widths=widths)
     return model
@@ -69,13 +74,13 @@ def attach(body: Any, family: Family, factory: Factory, widths: list[int] | None
     """Make a body's layers those of a connection; all that can fail comes before anything is changed."""
     config: Any = getattr(body, "config", None)
     layers, final = getattr(body, family.layers), getattr(body, family.final)
+    check_unhooked(*layers, final)
     parallel = bool(family.parallel and getattr(config, family.parallel))
     dim = attrgetter(family.width)(body)
     *sites, out = plan(len(layers), parallel)
     inner = [[build(factory, s, dim, layer, family) for s in sites if s.layer == i] for i, layer in enumerate(layers)]
-    with torch.device(device_of(final, body)):
-        # the final norm is lent to the first port once it has become the readout
-        readout = factory(out, dim, lambda port: nn.Identity() if port == "out" else own(final))
+    # the final norm is lent to the first port once it has become the readout
+    readout = made(factory, out, dim, lambda port: FinalNorm(body, final) if port == "out" else own(final, body), body)
 
     if widths is not None:
         widen(body, family, widths)
@@ -87,7 +92,6 @@ def attach(body: Any, family: Family, factory: Factory, widths: list[int] | None
             part(getattr(layer, family.attn.module), family.qkv, family.fused and family.fused(config))
     become(final, Readout)
     final.connection = readout.train(final.training)
-    readout.norms[0] = Borrowed(final.host_norm)
     for layer, following in zip(layers, [*(layer.connections[0] for layer in layers[1:]), readout], strict=True):
         layer.following = (following,)
     become(body, Body)
@@ -95,9 +99,19 @@ def attach(body: Any, family: Family, factory: Factory, widths: list[int] | None
     remember(body, crosslayer=body.arm, crosslayer_widths=widths)
 
 
-def parts_of(model: nn.Module) -> tuple[Any, Family]:
+def of_its_own(model: Any) -> None:
+    """Give the model a config that no other model shares, for it is to say what connects this one."""
+    shared = model.config
+    own = copy.deepcopy(shared)
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
+
+
+def parts_of(model: Any) -> tuple[Any, Family]:
     """The module that owns the layers, and the row that says where it keeps what."""
-    body: Any = getattr(model, "base_model", model)
+    host = model.get_base_model() if hasattr(model, "get_base_model") else model  # beneath PEFT's
+    body: Any = getattr(host, "base_model", host)
     name = getattr(getattr(body, "config", None), "model_type", None) or type(body).__name__
     family = FAMILIES.get(name)
     if family is None or not (hasattr(body, family.layers) and hasattr(body, family.final)):
@@ -123,10 +137,11 @@ def strays(method: type[Connection], family: Family) -> str:
 
 
 def trained(body: Any, family: Family) -> bool:
-    """Whether the model comes from a checkpoint, or its final norm has moved from its start."""
+    """Whether its final norm has moved from its start; without weights there, whether it was loaded."""
     weight = getattr(getattr(body, family.final), "weight", None)
-    loaded = bool(getattr(getattr(body, "config", None), "_name_or_path", ""))
-    return loaded or (weight is not None and not weight.is_meta and bool((weight != weight.flatten()[0]).any()))
+    if weight is None:
+        return bool(getattr(getattr(body, "config", None), "_name_or_path", ""))
+    return not weight.is_meta and bool((weight != weight.flatten()[0]).any())
 
 
 def remember(model: Any, **keys: Any) -> None:
@@ -148,14 +163,22 @@ def build(factory: Factory, site: Site, dim: int, layer: nn.Module, family: Fami
 
     def norm(port: str) -> nn.Module:
         path = (family.mlp if port == "mlp" else family.attn).norm
-        if path is None:
-            return nn.Identity()
-        host = layer.get_submodule(path)
-        return own(host, path) if port in ("k", "v") else Borrowed(host)
+        if path is None or port not in ("k", "v"):
+            return Borrowed(layer, path)
+        return own(layer.get_submodule(path), layer, path)
 
-    with torch.device(next(layer.parameters()).device):
-        return factory(site, dim, norm)
+    return made(factory, site, dim, norm, layer)
 
 
-def device_of(module: nn.Module, default: nn.Module) -> torch.device:
-    return next((p.device for m in (module, default) for p in m.parameters()), torch.device("cpu"))
+def made(factory: Factory, site: Site, dim: int, norm: Norm, like: nn.Module) -> Connection:
+    """A connection where a module of the body is; its own parameters are float32, or float64 as the body."""
+    parameter = next(like.parameters())
+    with torch.device(parameter.device):
+        connection = factory(site, dim, norm)
+    return connection.double() if parameter.dtype == torch.float64 else connection
+
+
+def check_unhooked(*modules: nn.Module) -> None:
+    """accelerate puts its own forward on an instance, where it would hide the one that is to come or to go."""
+    if any("forward" in vars(module) for module in modules):
+        raise ValueError("the model is dispatched already, with hooks on its layers; connect it first, then dispatch")

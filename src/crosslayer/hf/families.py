@@ -43,7 +43,7 @@ class Family(NamedTuple):
     parallel: str | None = None  # the config's switch for attention and MLP side by side
     fused: Callable[[Any], Fused] | None = None  # given the config, where one projection is q, k and v
     width: str = "config.hidden_size"  # of the stream, from the body
-    # given the layer, the stream's dtype and the layer's arguments: what is left of these for the attention, and the
+    # given the layer, the body's dtype and the layer's arguments: what is left of these for the attention, and the
     # modulation of the attention and of the MLP
     condition: Callable[[nn.Module, torch.dtype, dict[str, Any]], tuple[dict[str, Any], list[Modulation]]] | None = None
 

@@ -1,12 +1,13 @@
 """What a host's modules become: the body, its layers, its final norm, and the norms that connections borrow."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..connection import Connection
 from .families import Family, Modulation, Sublayer
@@ -23,7 +24,7 @@ class Body:
         config: Any = getattr(self, "config", None)
         if not kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        as_dict, seen = kwargs.pop("return_dict", config.return_dict), []  # type: ignore[var-annotated]
+        as_dict, seen = kwargs.pop("return_dict", None), []  # type: ignore[var-annotated]
         # transformers records parts of the states; the layers append what a model calls its hidden states
         out = super().forward(*args, **kwargs, return_dict=True, recorder=seen)  # type: ignore[misc]
         first = len(out.hidden_states) - len(seen)  # the embedding, where it is recorded
@@ -31,11 +32,16 @@ class Body:
             state if i < first or state is None or state is out.last_hidden_state else seen[i - first]
             for i, state in enumerate(out.hidden_states)
         )
-        return out if as_dict else out.to_tuple()
+        return out if (config.return_dict if as_dict is None else as_dict) else out.to_tuple()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, CopiedNorm):
-            module.follow(n for n, p in module.named_parameters() if not getattr(p, "_is_hf_initialized", False))
+            mine, origin = dict(module.named_parameters()), dict(module.origin[0].named_parameters())
+            lacking = [n for n, p in mine.items() if not getattr(p, "_is_hf_initialized", False)]
+            if all(getattr(origin[n], "_is_hf_initialized", False) for n in lacking):
+                module.follow(lacking)
+            else:  # the final norm is initialised after what is beneath it
+                super()._init_weights(module)  # type: ignore[misc]
         elif isinstance(module, Connection):
             own = dict(module.named_parameters(recurse=False))
             loaded = {n: p.detach().clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
@@ -51,10 +57,18 @@ class Hidden(NamedTuple):
     """What the host takes for its hidden states between layers."""
 
     state: Any
+    like: Tensor  # empty, of the embedding's dtype: the streams' own may be another
 
     @property
     def dtype(self) -> torch.dtype:  # DiT asks
-        return tree_leaves(self.state)[0].dtype
+        return self.like.dtype
+
+
+class Opaque:
+    """A pytree's structure on its way through a layer: a dataclass, as which FSDP would take it apart."""
+
+    def __init__(self, spec: TreeSpec):
+        self.spec = spec
 
 
 class Owner:
@@ -73,7 +87,8 @@ class Owner:
 class Layer(Owner):
     """A layer whose `hidden_states` is the connection's state.
 
-    The state's tensors travel flat through `forward`, as reentrant checkpointing gives no gradient to nested ones.
+    The state's tensors travel flat through `forward`, as reentrant checkpointing gives no gradient to nested ones. So a
+    hook on a layer is given these, not a hidden state: `output_hidden_states` reads that out of them.
     """
 
     connections: Sequence[Connection]
@@ -85,20 +100,21 @@ class Layer(Owner):
         leaves, spec = tree_flatten(hidden_states)
         kwargs |= zip(self.arguments, args, strict=False)
         recorder = kwargs.pop("recorder", None)
-        *leaves, spec = super().__call__(*leaves, spec=spec, **kwargs)  # type: ignore[misc]
-        hidden = tree_unflatten(leaves, spec)
+        *leaves, structure = super().__call__(*leaves, structure=Opaque(spec), **kwargs)  # type: ignore[misc]
+        hidden = tree_unflatten(leaves, structure.spec)
         if recorder is not None:
-            recorder.append(self.following[0].hidden(hidden.state))
+            recorder.append(self.following[0].hidden(hidden.state).to(hidden.dtype))
         return hidden
 
-    def forward(self, *leaves: Any, spec: TreeSpec, **kwargs: Any) -> tuple[Any, ...]:
-        hidden = tree_unflatten(leaves, spec)
+    def forward(self, *leaves: Any, structure: Opaque, **kwargs: Any) -> tuple[Any, ...]:
+        hidden = tree_unflatten(leaves, structure.spec)
         attn: Modulation | None = None
         mlp: Modulation | None = None
         if self.family.condition:
             kwargs, (attn, mlp) = self.family.condition(self, hidden.dtype, kwargs)  # type: ignore[arg-type]
-        # a tensor is the embedding
-        state = self.connections[0].init(hidden) if isinstance(hidden, Tensor) else hidden.state
+        if isinstance(hidden, Tensor):  # the embedding
+            hidden = Hidden(self.connections[0].init(hidden), hidden.new_empty(0))
+        state = hidden.state
         for connection in self.connections:
             inputs, state = connection(state)
             outputs = []  # attention's, MLP's, or both side by side, as the ports say
@@ -108,8 +124,8 @@ class Layer(Owner):
             if connection.ports[-1] == "mlp":
                 outputs.append(self.run(self.family.mlp, inputs[-1], mlp, {}))
             state = connection.write(state, sum(outputs[1:], outputs[0]))
-        tensors, spec = tree_flatten(Hidden(state))
-        return (*tensors, spec)
+        tensors, spec = tree_flatten(hidden._replace(state=state))
+        return (*tensors, Opaque(spec))
 
     def run(self, part: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]) -> Tensor:
         if modulation is not None:
@@ -134,30 +150,62 @@ class Readout(Owner):
         return super().forward(x)  # type: ignore[misc]
 
 
-class Borrowed(nn.Module):
-    """A host's norm, referred to without being registered a second time."""
+def dtype_around(norm: Any, home: nn.Module) -> torch.dtype:
+    """A norm's dtype, which is that of what is around it where it has no weights."""
+    return next(p.dtype for parameters in (norm.parameters(recurse=False), home.parameters()) for p in parameters)
 
-    def __init__(self, norm: Callable[[Tensor], Tensor]):
+
+class Borrowed(nn.Module):
+    """A norm of the host's, looked up where it is without being registered a second time.
+
+    Args:
+        layer: whose norm it is.
+        path: the norm's name in it; None where the family norms nothing there.
+    """
+
+    def __init__(self, layer: nn.Module, path: str | None):
         super().__init__()
-        self.norm = (norm,)
+        self.home, self.names = (layer,), path.split(".") if path else []
+
+    def host(self) -> Any:
+        return functools.reduce(getattr, self.names, self.home[0])
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        host: Any = getattr(self.norm[0], "__self__", self.norm[0])
-        return next((p.dtype for p in host.parameters(recurse=False)), None)
+    def dtype(self) -> torch.dtype:
+        return dtype_around(self.host(), self.home[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm[0](x)
+        return self.host()(x) if self.names else x
+
+
+class FinalNorm(Borrowed):
+    """The host's final norm in its role of before, as it is now the readout."""
+
+    def __init__(self, body: nn.Module, final: nn.Module):
+        super().__init__(body, None)
+        self.final = (final,)
+
+    def host(self) -> Any:
+        return self.final[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.host().host_norm(x)
 
 
 class CopiedNorm:
     """A norm of its own for k or v. Where a host's checkpoint has no weights for it, it takes those of the host's norm.
 
-    It is made by `own`, which says where the host's norm is: in `origin`, and in `path`, from the connection's owner.
+    It is made by `own`, which says where the host's norm is, in `origin`, and in `path` from the connection's owner;
+    `home` is the layer or the body around it.
     """
 
     origin: tuple[nn.Module]
+    home: tuple[nn.Module]
     path: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_around(self, self.home[0])
 
     def follow(self, names: Iterable[str]) -> None:
         with torch.no_grad():
@@ -165,9 +213,9 @@ class CopiedNorm:
                 getattr(self, name).copy_(getattr(self.origin[0], name))
 
 
-def own(host: nn.Module, path: str = "") -> nn.Module:
+def own(host: nn.Module, home: nn.Module, path: str = "") -> nn.Module:
     """A copy of a host's norm, with weights of its own."""
     norm: Any = copy.deepcopy(host)
     become(norm, CopiedNorm)
-    norm.origin, norm.path = (host,), f"{path}." if path else ""
+    norm.origin, norm.home, norm.path = (host,), (home,), f"{path}." if path else ""
     return norm

@@ -8,7 +8,8 @@ from typing import Any
 def become(module: Any, role: type) -> None:
     """Give the module the methods of `role`, in front of its own class's."""
     host: Any = type(module)
-    module.__class__ = subclass(role, host)
+    if not issubclass(host, role):
+        module.__class__ = subclass(role, host)
 
 
 def restore(module: Any) -> None:

@@ -3,7 +3,9 @@
 A saved connected model is its host's checkpoint with the connection's parameters, and `"crosslayer": "mudd"` in
 config.json. Where crosslayer is not imported, transformers would load that as the plain host and be fluently wrong. So
 the file calls the model's type "crosslayer-llama" and refers to a line of code beside it that imports crosslayer:
-without it transformers refuses, and with `trust_remote_code=True` it loads the model or says what to install.
+without it the Auto classes refuse, and with `trust_remote_code=True` they load the model or say what to install. (A
+host's class that is named outright still loads the host's part, with its report of unexpected tensors; so do
+diffusers' classes.)
 """
 
 import importlib
@@ -67,13 +69,12 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     """
     folder = Path(path)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+        folder = downloaded(str(path))
     cls = saved_class(folder)
     check(folder)
     # diffusers would cast the connections too; a connected model's own `to` keeps them float32
-    dtype = options.pop("dtype", None) if cls.__module__.startswith("diffusers") else None
+    options["dtype"] = options.pop("torch_dtype", options.get("dtype"))
+    dtype = options.pop("dtype") if cls.__module__.startswith("diffusers") else None
     model, info = cls.from_pretrained(
         folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
@@ -84,10 +85,20 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     return model if dtype is None else model.to(dtype)
 
 
+def downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+        raise ValueError(f"{name}: no such folder, and no such model on the hub ({type(error).__name__})") from None
+
+
 def saved_class(folder: Path) -> Any:
     """The class that config.json names, transformers' or diffusers'."""
     config = read_json(folder / "config.json")
-    if "crosslayer" not in config:
+    if not any("crosslayer" in part for part in (config, *config.values()) if isinstance(part, dict)):
         raise ValueError(f"{folder} names no connection; load the plain model with transformers and call connect")
     library = importlib.import_module("diffusers" if "_class_name" in config else "transformers")
     name = config.get("_class_name") or (config.get("architectures") or ["none"])[0]

@@ -25,4 +25,4 @@ def deposit(H: Tensor, Y: Tensor, beta: Tensor) -> Tensor:
     H: [B T n D].  Y: [B T n D], or [B T 1 D] for all streams.  beta: [n] static, or [B T n], float32.
     ->  [B T n D] in H's dtype.
     """
-    return (H + beta[..., None] * Y).to(H.dtype)
+    return (H + wide(beta)[..., None] * Y).to(H.dtype)
