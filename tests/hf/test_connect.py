@@ -23,6 +23,8 @@ STARTS = [
 
 
 def connected(family: str, arm: str, shaken: bool = True, **options) -> torch.nn.Module:
+    if family == "olmo2" and crosslayer.make(arm).method.renorms:
+        pytest.skip("refused, as the family has no norm before its sub-layers")
     model = crosslayer.connect(build(family, **options), arm)
     return shake(model, 0.05) if shaken else model
 
@@ -178,9 +180,12 @@ def test_a_fused_projection_gives_each_port_its_rows(family):
 
 
 def compiled_cells(families) -> list:
-    """A compile takes a second or more: the fast suite has every method on one body and one method on every body."""
+    """A compile takes seconds: the fast suite has every method on one body, and one method on each kind of body."""
+    kinds = ("gemma2", "gpt2", "mixtral", "neox-parallel", "phi3", "dit")
     return [
-        pytest.param(family, arm, marks=() if family == "llama" or arm == "mudd" else pytest.mark.slow)
+        pytest.param(
+            family, arm, marks=() if family == "llama" or (arm == "mudd" and family in kinds) else pytest.mark.slow
+        )
         for family in families
         for arm in crosslayer.available()
     ]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bodies import LANGUAGE, build, checkpoint, ids, inputs, output
+from bodies import LANGUAGE, checkpoint, ids, inputs, output
 from test_connect import connected, trained
 
 import crosslayer
@@ -63,9 +63,11 @@ def test_hidden_states_have_gradients_and_survive_checkpointing():
 
 def test_hidden_states_in_one_graph():
     model = connected("llama", "mudd")
+    # the host puts its hooks on under a lock, which cannot be compiled
+    expected = model(ids(), output_hidden_states=True).hidden_states
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = compiled(ids(), output_hidden_states=True).hidden_states
-    torch.testing.assert_close(found, model(ids(), output_hidden_states=True).hidden_states, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_compiled_one_by_one():
@@ -86,7 +88,7 @@ def test_layers_compiled_one_by_one():
 @recording
 @methods
 def test_attention_weights(family, arm):
-    model = crosslayer.connect(build(family, attn_implementation="eager"), arm)
+    model = connected(family, arm, attn_implementation="eager")
     out = model(**inputs(family), output_attentions=True)
     tokens = out.attentions[0].shape[-1]
     assert [tuple(a.shape) for a in out.attentions] == [(2, 4, tokens, tokens)] * 3
@@ -104,7 +106,7 @@ def test_router_logits(family, arm):
 # flex's kernel has no use on a CPU, and says so; gpt2 does not have it
 @pytest.mark.filterwarnings("ignore")
 @recording
-@pytest.mark.parametrize("arm", ["prenorm", "mudd", "hyper"])
+@pytest.mark.parametrize("arm", ["prenorm", "mudd"])
 @torch.no_grad()
 def test_attention_kernels(family, arm):
     model = connected(family, arm, attn_implementation="eager")
