@@ -36,7 +36,7 @@ SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 is from scratc
 INTRODUCTION = (
     "What `recipes/retrofit.py` gave; its docstring says what a run is. At the switch, DenseFormer and MUDD change",
     "nothing, hyper-connections and attention residuals what the eps of a norm does, and MGR, which cannot start as",
-    "PreNorm, much. Two seeds of the smaller body end 0.18 apart, so that only differences of one seed's runs count there;",
+    "PreNorm, much. Two seeds of the smaller body end 0.18 apart, so that only differences within a seed count there;",
     "on the larger one, of one seed, those below 0.01 are chance, and no connection is told from another.",
 )
 HEAD = ("connection", "connected at step", "at the switch", "validation loss", "against prenorm", "runs")
