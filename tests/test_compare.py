@@ -216,6 +216,7 @@ def test_a_yaml_file_of_options(text_file, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_without_arguments(tmp_path):
     """The command of the README, as a new user types it."""
     start = time.time()
