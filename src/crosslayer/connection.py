@@ -69,7 +69,7 @@ class Connection(nn.Module):
         norm: makes, or finds in the host model, the norm of a port.
         ports: the tensors the sub-layer is given, `site.ports` unless the method feeds q, k and v apart.
 
-    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32 whatever the model's dtype.
+    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32, or float64 in a float64 model.
     """
 
     starts_as_prenorm: ClassVar[bool] = True  # at initialisation it computes what PreNorm does, up to the norms' eps
