@@ -85,7 +85,14 @@ class Cost(NamedTuple):
         return (self.floor(gpu) - self.body.moved / gpu.bandwidth) / (3 * self.body.flops / gpu.flops)
 
 
-def sized(family: str = "llama", layers: int = 24, dim: int = 2048, heads: int = 16, vocab: int = 32000) -> Any:
+def sized(
+    family: str = "llama",
+    layers: int = 24,
+    dim: int = 2048,
+    heads: int = 16,
+    vocab: int = 32000,
+    body: dict[str, Any] | None = None,
+) -> Any:
     """A body's configuration, of transformers, from its sizes.
 
     Args:
@@ -94,6 +101,7 @@ def sized(family: str = "llama", layers: int = 24, dim: int = 2048, heads: int =
         dim: width of the stream.
         heads: of the attention.
         vocab: size of the vocabulary; embedding and head are not tied.
+        body: any other keys of the family's configuration, which come before what the sizes give.
     """
     from transformers import AutoConfig
 
@@ -107,17 +115,17 @@ def sized(family: str = "llama", layers: int = 24, dim: int = 2048, heads: int =
     # a gated MLP has three matrices for the plain one's two: 8 D² parameters either way
     gated = any("gate" in name for name in FAMILIES[family].mlp.widens)
     width = -(-dim * 8 // 3 // 32) * 32 if gated else 4 * dim
-    return AutoConfig.for_model(
-        family,
-        vocab_size=vocab,
-        hidden_size=dim,
-        intermediate_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=dim // heads,
-        tie_word_embeddings=False,
-    )
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": dim,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": dim // heads,
+        "tie_word_embeddings": False,
+    }
+    return AutoConfig.for_model(family, **{**sizes, **(body or {})})
 
 
 def estimate(arm: str, body: Any, batch: int, context: int, dtype: torch.dtype = torch.bfloat16) -> Cost:

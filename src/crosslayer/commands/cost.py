@@ -32,7 +32,7 @@ def run(options: Any) -> int:
         raise ValueError(
             f"unknown GPU {options.gpu!r}{nearest(options.gpu, costs.GPUS)}; known: {', '.join(costs.GPUS)}"
         )
-    sizes = {name: options[name] for name in ("family", "layers", "dim", "heads", "vocab")}
+    sizes = {name: options[name] for name in ("family", "layers", "dim", "heads", "vocab", "body")}
     arms = separate(" ".join(options.arms))
     rows = costs.estimates(arms, costs.sized(**sizes), options.batch, options.context)
     gpu = costs.GPUS[options.gpu]

@@ -1,0 +1,182 @@
+"""What a run is made of: four groups of options, each owned by the part that reads it, flat on the command line."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, Self
+
+from ..connection import choice, positive
+from ..registry import nearest
+
+
+@dataclass
+class Model:
+    """The body.
+
+    Args:
+        family: of the body, as transformers or diffusers call it: llama, gpt_neox or another that `connect` knows.
+        layers: of the body.
+        dim: width of the stream.
+        heads: of the attention.
+        vocab: size of the vocabulary, or number of classes; the data's where it is not given.
+        body: any other keys of the family's configuration, like {"tie_word_embeddings": true}.
+        reallocate: give the MLPs MUDD's widths, narrow below and wide above.
+    """
+
+    family: str = "llama"
+    layers: int = 6
+    dim: int = 128
+    heads: int = 4
+    vocab: int | None = None
+    body: dict[str, Any] = field(default_factory=dict)
+    reallocate: bool = False
+
+    def __post_init__(self) -> None:
+        positive(layers=self.layers, dim=self.dim, heads=self.heads, vocab=1 if self.vocab is None else self.vocab)
+
+
+@dataclass
+class Data:
+    """The data.
+
+    Args:
+        data: "stdlib", the running interpreter's own library; a text, .jsonl or .parquet file or a folder of them;
+            datasets:NAME; a folder that `crosslayer data prepare` wrote; or of images, a folder of classes or an .npz.
+        valid: validation sets by name; without any, a part of the data is held out.
+        tokenizer: bytes, bpe:SIZE to train one on the data, or a tokenizer.json.
+        context: tokens a sequence.
+        batch: sequences, or images, a step, over all ranks and accumulated micro-batches.
+        held_out: batches of each validation set that are judged.
+        augment: of training images: none, flip or crop.
+        workers: processes that load data ahead.
+    """
+
+    data: str = "stdlib"
+    valid: dict[str, str] = field(default_factory=dict)
+    tokenizer: str = "bytes"
+    context: int = 256
+    batch: int = 8
+    held_out: int = 12
+    augment: str = "none"
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        positive(context=self.context, batch=self.batch, held_out=self.held_out)
+
+
+@dataclass
+class Optimization:
+    """The optimizer.
+
+    Args:
+        steps: optimizer steps.
+        optimizer: adamw; or muon for the 2-d matrices of the layers, with AdamW for the rest.
+        lr: peak learning rate of AdamW.
+        muon_lr: peak learning rate of Muon.
+        weight_decay: of matrices; connections declare which of their parameters take it.
+        betas: of AdamW.
+        eps: of AdamW.
+        momentum: of Muon.
+        clip: norm to which gradients are clipped; 0 for none.
+        warmup: steps of linear warm-up, or their share of all where it is below 1.
+        floor: share of the learning rate at which the cosine ends.
+        delay: steps for which connections keep their initial values.
+    """
+
+    steps: int = 160
+    optimizer: str = "adamw"
+    lr: float = 3e-3
+    muon_lr: float = 2e-2
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.95
+    clip: float = 1.0
+    warmup: float = 0.1
+    floor: float = 0.1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        positive(steps=self.steps)
+        choice("optimizer", self.optimizer, dict.fromkeys(("adamw", "muon")))
+        self.betas = (self.betas[0], self.betas[1])  # JSON and YAML know no tuples
+
+
+@dataclass
+class Engine:
+    """The run.
+
+    Args:
+        precision: Fabric's, like 32-true, bf16-mixed or bf16-true.
+        strategy: of several processes: ddp, or fsdp to shard parameters, gradients and optimizer (FSDP2).
+        accumulate: micro-batches a step.
+        compile: none, layers one by one, or the model whole.
+        recompute: nothing, what connections read, or whole layers in the backward pass, to save memory: none, reads or
+            layers.
+        evals: times the validation sets are judged, evenly over the steps.
+        save_every: steps between checkpoints; with 0 a run is saved when it is stopped and when it ends.
+        keep: checkpoints kept, the newest.
+        unstable: what a loss that is no number or spikes does: stop, or skip the batch.
+        spike: a loss so many nats above its running mean is a spike; 0 for none.
+        log_every: steps between lines of metrics.jsonl.
+        watch_every: steps between measurements of what the connections do; 0 for none.
+        loggers: tensorboard, wandb or csv, beside metrics.jsonl.
+    """
+
+    precision: str = "32-true"
+    strategy: str = "ddp"
+    accumulate: int = 1
+    compile: str = "none"
+    recompute: str = "none"
+    evals: int = 6
+    save_every: int = 0
+    keep: int = 2
+    unstable: str = "stop"
+    spike: float = 0.0
+    log_every: int = 10
+    watch_every: int = 0
+    loggers: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        positive(accumulate=self.accumulate, evals=self.evals, keep=self.keep, log_every=self.log_every)
+        for name, known in CHOICES.items():
+            choice(name, getattr(self, name), dict.fromkeys(known))
+        for logger in self.loggers:
+            choice("loggers", logger, dict.fromkeys(LOGGERS))
+
+
+LOGGERS = ("tensorboard", "wandb", "csv")
+CHOICES = {
+    "strategy": ("ddp", "fsdp"),
+    "compile": ("none", "layers", "model"),
+    "recompute": ("none", "reads", "layers"),
+    "unstable": ("stop", "skip"),
+}
+# what may differ between the parts of one run, which it does not change beyond rounding
+FREE = {f.name for f in fields(Engine)} - {"precision", "unstable", "spike"} | {"workers"}
+
+
+class Settings(NamedTuple):
+    """All four. `Settings.of(layers=2, lr=1e-3)` takes any of their options."""
+
+    model: Model
+    data: Data
+    optimization: Optimization
+    engine: Engine
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        unknown = [name for name in options if name not in OPTIONS]
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}{nearest(unknown[0], OPTIONS)}")
+        return cls(*(part(**{k: v for k, v in options.items() if OPTIONS[k] is part}) for part in PARTS))
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its name, as `of` takes them."""
+        return {name: value for part in self for name, value in asdict(part).items()}
+
+    def identity(self) -> dict[str, Any]:
+        """The options that decide what is learnt: where one differs, it is another run."""
+        return {name: value for name, value in self.flat().items() if name not in FREE}
+
+
+PARTS: tuple[Any, ...] = (Model, Data, Optimization, Engine)
+OPTIONS = {f.name: part for part in PARTS for f in fields(part)}

@@ -1,0 +1,148 @@
+"""What a model is trained to do: its body, its examples, its loss, and how it is judged; one row a task."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..costs import sized
+from ..hf import connect
+from ..registry import make
+from .settings import Model, Settings
+
+
+class Task(NamedTuple):
+    corpus: Callable[[Settings], Any]  # the examples, with their `train` and `valid` sets and `classes`
+    bare: Callable[[Settings, int], nn.Module]  # the body, given the number of tokens or classes
+    loss: Callable[[nn.Module, Any], Tensor]  # what is minimised
+    judge: Callable[[nn.Module, Any], dict[str, Tensor]]  # means over a batch, "loss" among them
+    size: Callable[[Any], tuple[int, int]]  # of a batch: examples, and tokens they are
+
+
+def build(settings: Settings, arm: str, classes: int, seed: int) -> nn.Module:
+    """The body with its connections; the body's weights depend on the seed alone.
+
+    Args:
+        settings: the body's among them.
+        arm: its connection.
+        classes: size of the tokenizer's vocabulary, or number of the images' classes.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    model = task(settings.model).bare(settings, settings.model.vocab or classes)
+    return connect(model, str(make(arm)), reallocate=settings.model.reallocate)
+
+
+def task(model: Model) -> Task:
+    return TASKS.get(model.family, LANGUAGE)
+
+
+def text_corpus(settings: Settings) -> Any:
+    from .data import corpus
+
+    data = settings.data
+    return corpus(data.data, data.context, data.tokenizer, data.valid or None)
+
+
+def image_corpus(settings: Settings) -> Any:
+    from .images import images
+
+    data, body = settings.data, settings.model.body
+    size, channels = body.get("image_size", body.get("sample_size", 224)), body.get("num_channels", 3)
+    return images(data.data, size, body.get("in_channels", channels), data.valid or None, data.augment)
+
+
+def language_model(settings: Settings, vocab: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(settings.model, vocab)
+    config.max_position_embeddings = settings.data.context
+    return AutoModelForCausalLM.from_config(config)
+
+
+def classifier(settings: Settings, classes: int) -> nn.Module:
+    from transformers import AutoModelForImageClassification
+
+    config = config_of(settings.model, classes)
+    config.num_labels = classes
+    return AutoModelForImageClassification.from_config(config)
+
+
+def denoiser(settings: Settings, classes: int) -> nn.Module:
+    import diffusers
+
+    model = settings.model
+    heads = {"num_attention_heads": model.heads, "attention_head_dim": model.dim // model.heads}
+    return getattr(diffusers, model.family)(num_layers=model.layers, num_embeds_ada_norm=classes, **heads, **model.body)
+
+
+def config_of(model: Model, vocab: int) -> Any:
+    return sized(model.family, model.layers, model.dim, model.heads, vocab, model.body)
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross-entropy of the next token, with a router's auxiliary loss where the body has one. tokens: [B, T + 1]."""
+    out = model(input_ids=tokens[:, :-1], use_cache=False)
+    loss = cross_entropy(out.logits, tokens[:, 1:])
+    if getattr(out, "aux_loss", None) is not None:
+        config: Any = model.config
+        loss = loss + config.router_aux_loss_coef * out.aux_loss
+    return loss
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def judged_text(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    return {"loss": cross_entropy(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])}
+
+
+def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
+
+
+def judged_images(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    logits = model(pixel_values=batch["pixel_values"]).logits
+    right = (logits.argmax(-1) == batch["labels"]).float().mean()
+    return {"loss": cross_entropy(logits, batch["labels"]), "accuracy": right}
+
+
+def noise_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """L_simple of DDPM (arXiv 2006.11239, Eq. 14): the squared error of the noise that a model finds in an image.
+
+    DiT's second half of channels, a learnt variance, is left as it is: it serves sampling alone.
+    """
+    x, labels = batch["pixel_values"], batch["labels"]
+    t = torch.randint(len(ALPHAS), (len(x),), device=x.device)
+    noise = torch.randn_like(x)
+    kept = ALPHAS.to(x.device)[t][:, None, None, None]
+    noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+    found = model(noisy, timestep=t, class_labels=labels).sample
+    return F.mse_loss(found[:, : x.shape[1]].float(), noise)
+
+
+def judged_noise(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    with torch.random.fork_rng(devices=[]):  # the same noise whenever it is judged
+        torch.manual_seed(0)
+        return {"loss": noise_loss(model, batch)}
+
+
+# share of the signal's variance left after t steps of DDPM's linear schedule
+ALPHAS = (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0)
+
+
+def tokens_of(batch: Tensor) -> tuple[int, int]:
+    return len(batch), batch[:, 1:].numel()
+
+
+def images_of(batch: dict[str, Tensor]) -> tuple[int, int]:
+    return len(batch["labels"]), len(batch["labels"])
+
+
+LANGUAGE = Task(text_corpus, language_model, next_token, judged_text, tokens_of)
+IMAGES = Task(image_corpus, classifier, class_loss, judged_images, images_of)
+DIFFUSION = Task(image_corpus, denoiser, noise_loss, judged_noise, images_of)
+TASKS = {"vit": IMAGES, "DiTTransformer2DModel": DIFFUSION}
