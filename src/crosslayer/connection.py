@@ -78,6 +78,7 @@ class Connection(nn.Module):
     variants: ClassVar[tuple[str, ...]] = ()  # arms beside the default that the suite of laws must cover
     decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
     lr_factors: ClassVar[dict[str, float]] = {}  # own parameters whose learning rate is a multiple of the model's
+    weighs: ClassVar[tuple[str, ...]] = ()  # fields of its state that weigh the pending write
     stream_dtype: torch.dtype | None = None  # of the streams; the embedding's where None. Every arm has it as an option
 
     def __init__(self, site: Site, dim: int, norm: Norm, ports: tuple[str, ...] | None = None):

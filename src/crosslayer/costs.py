@@ -213,7 +213,9 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def activation_bytes(model: nn.Module, batch: Tensor) -> int:
+def activation_bytes(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = loss_of
+) -> int:
     """What the forward pass of one step keeps for the backward, its parameters not counted."""
     # by the storage itself: all meta tensors have the address 0; and held, so that none is seen twice
     own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
@@ -224,7 +226,7 @@ def activation_bytes(model: nn.Module, batch: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss_of(model, batch)
+        loss(model, batch)
     return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
 
 

@@ -31,6 +31,7 @@ class Alternating(NamedTuple):
 
 
 class AltUp(Connection):
+    weighs = ("g",)
     variants = ("altup(streams=3)",)
 
     def __init__(self, site: Site, dim: int, norm: Norm, streams: int = 2):

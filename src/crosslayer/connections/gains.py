@@ -21,6 +21,7 @@ class Gained(NamedTuple):
 
 
 class Gains(Connection):
+    weighs = ("gain",)
     lr_factors: ClassVar[dict[str, float]] = {"gain": 0.01}  # a product over depth is steep
 
     def __init__(self, site: Site, dim: int, norm: Norm):

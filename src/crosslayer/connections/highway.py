@@ -25,6 +25,7 @@ class Carried(NamedTuple):
 
 
 class Highway(Connection):
+    weighs = ("g",)
     starts_as_prenorm = False
     decayed = frozenset({"W"})
 

@@ -39,6 +39,7 @@ class Streams(NamedTuple):
 
 
 class Hyper(Connection):
+    weighs = ("beta",)
     variants: ClassVar[tuple[str, ...]] = (
         "hyper(streams=2, dynamic=False)",
         "hyper(streams=3, tanh=False, stats='rmsnorm')",

@@ -37,6 +37,7 @@ class Gated(NamedTuple):
 
 
 class MGR(Connection):
+    weighs = ("beta",)
     starts_as_prenorm = False
     variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
 

@@ -41,6 +41,7 @@ class Manifold(NamedTuple):
 
 
 class MHC(Connection):
+    weighs = ("post",)
     scales = True
     variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",

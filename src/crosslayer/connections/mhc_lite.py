@@ -27,6 +27,7 @@ from .mhc import collapsed
 
 
 class MHCLite(Connection):
+    weighs = ("beta",)
     scales = True
     variants = ("mhc_lite(streams=3)",)
     decayed = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})

@@ -17,7 +17,7 @@ class Task(NamedTuple):
     corpus: Callable[[Settings], Any]  # the examples, with their `train` and `valid` sets and `classes`
     bare: Callable[[Settings, int], nn.Module]  # the body, given the number of tokens or classes
     loss: Callable[[nn.Module, Any], Tensor]  # what is minimised
-    judge: Callable[[nn.Module, Any], dict[str, Tensor]]  # means over a batch, "loss" among them
+    judge: Callable[[nn.Module, Any], dict[str, Tensor]]  # [B] each, an example's, "loss" among them
     size: Callable[[Any], tuple[int, int]]  # of a batch: examples, and tokens they are
 
 
@@ -59,7 +59,7 @@ def language_model(settings: Settings, vocab: int) -> nn.Module:
 
     config = config_of(settings.model, vocab)
     config.max_position_embeddings = settings.data.context
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype_of(settings))
 
 
 def classifier(settings: Settings, classes: int) -> nn.Module:
@@ -67,7 +67,7 @@ def classifier(settings: Settings, classes: int) -> nn.Module:
 
     config = config_of(settings.model, classes)
     config.num_labels = classes
-    return AutoModelForImageClassification.from_config(config)
+    return AutoModelForImageClassification.from_config(config, dtype=dtype_of(settings))
 
 
 def denoiser(settings: Settings, classes: int) -> nn.Module:
@@ -85,7 +85,7 @@ def config_of(model: Model, vocab: int) -> Any:
 def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross-entropy of the next token, with a router's auxiliary loss where the body has one. tokens: [B, T + 1]."""
     out = model(input_ids=tokens[:, :-1], use_cache=False)
-    loss = cross_entropy(out.logits, tokens[:, 1:])
+    loss = cross_entropy(out.logits, tokens[:, 1:]).mean()
     if getattr(out, "aux_loss", None) is not None:
         config: Any = model.config
         loss = loss + config.router_aux_loss_coef * out.aux_loss
@@ -93,25 +93,30 @@ def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    """[B … classes] and [B …] -> [B …], in nats."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def judged_text(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    return {"loss": cross_entropy(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])}
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return {"loss": cross_entropy(logits, tokens[:, 1:]).mean(1)}
 
 
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
+    return cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"]).mean()
 
 
 def judged_images(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    logits = model(pixel_values=batch["pixel_values"]).logits
-    right = (logits.argmax(-1) == batch["labels"]).float().mean()
-    return {"loss": cross_entropy(logits, batch["labels"]), "accuracy": right}
+    logits, labels = model(pixel_values=batch["pixel_values"]).logits, batch["labels"]
+    return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(-1) == labels).float()}
 
 
 def noise_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """L_simple of DDPM (arXiv 2006.11239, Eq. 14): the squared error of the noise that a model finds in an image.
+    return noise_errors(model, batch).mean()
+
+
+def noise_errors(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """L_simple of DDPM (arXiv 2006.11239, Eq. 14): the squared error of the noise that a model finds in each image.
 
     DiT's second half of channels, a learnt variance, is left as it is: it serves sampling alone.
     """
@@ -121,13 +126,13 @@ def noise_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     kept = ALPHAS.to(x.device)[t][:, None, None, None]
     noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
     found = model(noisy, timestep=t, class_labels=labels).sample
-    return F.mse_loss(found[:, : x.shape[1]].float(), noise)
+    return (found[:, : x.shape[1]].float() - noise).square().mean((1, 2, 3))
 
 
 def judged_noise(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=[]):  # the same noise whenever it is judged
+    with torch.random.fork_rng():  # the same noise whenever it is judged
         torch.manual_seed(0)
-        return {"loss": noise_loss(model, batch)}
+        return {"loss": noise_errors(model, batch)}
 
 
 # share of the signal's variance left after t steps of DDPM's linear schedule

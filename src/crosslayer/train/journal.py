@@ -1,0 +1,70 @@
+"""What a run tells while it goes: a line of metrics.jsonl every so often, and Fabric's loggers."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric import Fabric
+
+from .checkpoint import write
+
+FILE = "metrics.jsonl"
+
+
+def loggers(names: Iterable[str], folder: Path, name: str) -> list[Any]:
+    """Fabric's loggers of these names."""
+    return [LOGGERS[logger](folder, name) for logger in names]
+
+
+def tensorboard(folder: Path, name: str) -> Any:
+    from lightning.fabric.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(folder, name="tensorboard", version="")
+
+
+def wandb(folder: Path, name: str) -> Any:
+    from lightning.pytorch.loggers import WandbLogger
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return WandbLogger(name=name, save_dir=folder, id=None, project="crosslayer")
+
+
+def csv(folder: Path, name: str) -> Any:
+    from lightning.fabric.loggers import CSVLogger
+
+    return CSVLogger(folder, name="csv", version="")
+
+
+LOGGERS = {"tensorboard": tensorboard, "wandb": wandb, "csv": csv}
+
+
+class Journal:
+    """The metrics of a run.
+
+    Args:
+        folder: of metrics.jsonl; None for nowhere but the loggers.
+        step: how far the run is: later lines, of a part that was lost, are taken out.
+    """
+
+    def __init__(self, fabric: Fabric, folder: Path | None, step: int):
+        self.fabric = fabric
+        self.path = folder / FILE if folder is not None and fabric.is_global_zero else None
+        if self.path is not None and self.path.exists():
+            aside = self.path.with_suffix(".part")
+            write(aside, "".join(line for line in self.path.read_text("utf8").splitlines(True) if kept(line, step)))
+            os.replace(aside, self.path)
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf8") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.fabric.log_dict({name: value for name, value in metrics.items() if value is not None}, step)
+
+
+def kept(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except ValueError:  # cut short
+        return False

@@ -1,0 +1,83 @@
+"""Where a run runs: the processes torchrun started, the way they share a model, and what is compiled or recomputed."""
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from ..connection import Connection, State
+from ..hf.attach import parts_of
+from ..hf.roles import become
+from .settings import Engine
+
+
+def launch(engine: Engine, loggers: Any = ()) -> Fabric:
+    """Fabric on this process, or on all that torchrun or `fabric run` started."""
+    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if ranks == 1:
+        strategy: Any = "auto"
+    elif engine.strategy == "ddp":
+        strategy = "ddp"
+    else:
+        policy = torch.bfloat16 if engine.precision == "bf16-mixed" else None
+        strategy = ModelParallelStrategy(lambda model, mesh: shard(model, mesh["data_parallel"], policy), ranks, 1)
+    # a body in half precision is built so, with its buffers as they are: Fabric would cast them too
+    precision: Any = "32-true" if engine.precision == "bf16-true" else engine.precision
+    fabric = Fabric(
+        devices=here, num_nodes=ranks // here, strategy=strategy, precision=precision, loggers=list(loggers)
+    )
+    fabric.launch()
+    return fabric
+
+
+def shard(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
+    """FSDP2, layer by layer. A group of parameters has one dtype: what a layer's connections own is a float32 one."""
+    body, family = parts_of(model)
+    policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+    for layer in getattr(body, family.layers):
+        norms = [norm for connection in layer.connections for norm in connection.norms]
+        for part, its_policy in ((norms, policy), (layer.connections, MixedPrecisionPolicy())):
+            group = [module for module in part if any(p is not None for p in module._parameters.values())]
+            if group:
+                fully_shard(group, mesh=mesh, mp_policy=its_policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # embedding, final norm, readout and head are as wide as in one process, and so is the stream
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+
+
+def setup(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
+    """The model as it is called: recomputed, compiled and shared as the options say. Its parameters are `model`'s."""
+    if engine.recompute == "reads":
+        for connection in connections(model):
+            become(connection, Recomputed)
+    elif engine.recompute == "layers":
+        checkpoint_layers(model)
+    if engine.compile == "layers":
+        body, family = parts_of(model)
+        for layer in getattr(body, family.layers):
+            layer.compile()
+    return fabric.setup_module(torch.compile(model) if engine.compile == "model" else model)
+
+
+def connections(model: nn.Module) -> list[Connection]:
+    """In the order of depth."""
+    return sorted((m for m in model.modules() if isinstance(m, Connection)), key=lambda m: m.site.index)
+
+
+def checkpoint_layers(model: Any) -> None:
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # transformers' new name and old
+        if hasattr(model, name):
+            return getattr(model, name)({"use_reentrant": False})
+    model.enable_gradient_checkpointing()  # diffusers'
+
+
+class Recomputed:
+    """A connection whose read keeps its state alone for the backward pass, and mixes and norms once more there."""
+
+    def forward(self, state: State) -> Any:
+        return checkpoint(super().forward, state, use_reentrant=False, preserve_rng_state=False)  # type: ignore[misc]
