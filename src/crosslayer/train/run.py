@@ -3,19 +3,20 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..costs import activation_bytes, loss_of, parameters, sized
 from ..hf import connect
 from ..optim import param_groups
-from .data import Text
+from .data import Corpus, Order, held_out
 
 
 @dataclass
@@ -102,16 +103,26 @@ def evaluate(model: nn.Module, batches: list[Tensor]) -> float:
     return total / sum(len(batch) for batch in batches)
 
 
-def train(settings: Settings, arm: str, seed: int, text: Text, watch: Watch) -> dict[str, Any]:
+def training_batches(data: Corpus, seed: int, batch: int) -> Iterator[Tensor]:
+    """Endless [batch, context + 1] windows; the same for one seed, whoever asks."""
+    return iter(DataLoader(data.train, batch, sampler=Order(len(data.train), seed, batch)))
+
+
+def judges(data: Corpus, batch: int) -> list[Tensor]:
+    """Up to twelve batches of windows spread evenly over the first validation set."""
+    return list(DataLoader(held_out(next(iter(data.valid.values())), 12 * batch), batch))
+
+
+def train(settings: Settings, arm: str, seed: int, data: Corpus, watch: Watch) -> dict[str, Any]:
     """Train one arm from one seed and return its row: sizes, curve, losses, speed and memory."""
     fabric = Fabric(accelerator="auto", devices=1, precision=settings.precision)
     model = build(settings, arm, seed)
     total, extra = parameters(model)
     model, adamw = fabric.setup(model, optimizer(model, settings))
     scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: schedule(step, settings.steps))
-    held_out = [fabric.to_device(batch) for batch in text.held_out(settings.batch, settings.context, 12)]
-    batches = text.batches(seed, settings.batch, settings.context)
-    memory = activation_bytes(model, fabric.to_device(next(text.batches(seed, settings.batch, settings.context))))
+    judged = [fabric.to_device(batch) for batch in judges(data, settings.batch)]
+    batches = training_batches(data, seed, settings.batch)
+    memory = activation_bytes(model, fabric.to_device(next(training_batches(data, seed, settings.batch))))
 
     tokens, seconds, curve = settings.batch * settings.context, [], []
     marks = {round(settings.steps * i / 6) for i in range(1, 7)}
@@ -131,7 +142,7 @@ def train(settings: Settings, arm: str, seed: int, text: Text, watch: Watch) -> 
         # the first steps warm caches up
         speed = tokens / statistics.median(seconds[min(3, len(seconds) - 1) :])
         if step in marks:
-            curve.append([step, evaluate(model, held_out)])
+            curve.append([step, evaluate(model, judged)])
         watch(Progress(step, value, speed))
     return {
         "arm": arm,
