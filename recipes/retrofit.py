@@ -30,7 +30,7 @@ from crosslayer.compare import environment
 from crosslayer.costs import loss_of
 from crosslayer.report import COLOURS
 from crosslayer.train import run as training
-from crosslayer.train.data import Text, load
+from crosslayer.train.data import Corpus, corpus
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 is from scratch
 INTRODUCTION = (
@@ -60,7 +60,7 @@ def run(
         settings: the body, the data and the training that every run shares.
         device: cuda or cpu.
     """
-    text = load(settings.data, settings.context)
+    text = corpus(settings.data, settings.context)
     for arm in arms:
         for share in switches if arm != "prenorm" else (0.0,):
             file = Path(out) / f"{arm} {share} {seed}.json".replace("/", "-")
@@ -75,15 +75,15 @@ def run(
                 )
 
 
-def retrofit(settings: Any, text: Text, arm: str, switch: int, seed: int, device: str) -> dict[str, Any]:
+def retrofit(settings: Any, text: Corpus, arm: str, switch: int, seed: int, device: str) -> dict[str, Any]:
     """One run: PreNorm for `switch` steps, the arm from there on."""
     fabric = training.Fabric(accelerator=device, devices=1, precision=settings.precision)
     bare = training.build(settings, "prenorm" if switch else arm, seed)
     optimizer = training.optimizer(bare, settings)
     rates = [group["lr"] for group in optimizer.param_groups]
     model, optimizer = fabric.setup(bare, optimizer)
-    held_out = [fabric.to_device(batch) for batch in text.held_out(settings.batch, settings.context, 12)]
-    batches, start, curve, jump = text.batches(seed, settings.batch, settings.context), time.perf_counter(), [], None
+    held_out = [fabric.to_device(batch) for batch in training.judges(text, settings.batch)]
+    batches, start, curve, jump = training.training_batches(text, seed, settings.batch), time.perf_counter(), [], None
     for step in range(settings.steps):
         if step == switch > 0:
             before = training.evaluate(model, held_out)

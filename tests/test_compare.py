@@ -15,7 +15,7 @@ import crosslayer
 from crosslayer.cli import main
 from crosslayer.compare import prepare, run, table
 from crosslayer.connection import Connection
-from crosslayer.train.data import load
+from crosslayer.train.data import corpus
 from crosslayer.train.run import Settings, activation_bytes, build, optimizer, schedule, train
 
 TINY = {"steps": 6, "batch": 2, "context": 32, "layers": 2, "dim": 16, "heads": 2}
@@ -73,13 +73,13 @@ def test_every_arm_starts_from_one_body():
 
 
 def test_a_run_repeats_bitwise(tiny):
-    text = load(tiny.data, tiny.context)
+    text = corpus(tiny.data, tiny.context)
     first, again = (train(tiny, "mudd", 1, text, lambda progress: None)["curve"] for _ in range(2))
     assert first == again
 
 
 def test_parameters_are_counted_against_the_body(tiny):
-    text = load(tiny.data, tiny.context)
+    text = corpus(tiny.data, tiny.context)
     plain, mudd = (train(tiny, arm, 0, text, lambda progress: None) for arm in ("prenorm", "mudd"))
     assert mudd["parameters"] - mudd["extra_parameters"] == plain["parameters"] and plain["extra_parameters"] == 0
     assert mudd["extra_parameters"] == sum(

@@ -18,7 +18,7 @@ import torch
 
 from . import __version__
 from .registry import make
-from .train.data import Text, load
+from .train.data import Corpus, corpus
 from .train.run import Diverged, Progress, Settings, build, train
 
 RESULTS = "results.json"
@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
     arms: list[str]
     seeds: int
     folder: Path
-    text: Text
+    text: Corpus
     results: dict[str, Any]  # what results.json holds
 
     @property
@@ -57,17 +57,19 @@ def prepare(settings: Settings, arms: list[str], seeds: int, folder: Path | None
     with torch.device("meta"):  # an arm that cannot be built says so before any other is trained
         for arm in arms:
             build(settings, arm, 0)
-    text = load(settings.data, settings.context)
+    text = corpus(settings.data, settings.context)
+    valid = next(iter(text.valid.values()))
+    sizes = {"train_bytes": text.train.tokens.text_bytes, "valid_bytes": valid.tokens.text_bytes}
     identity = {
         "settings": asdict(settings),
-        "data": {"train_bytes": len(text.train), "valid_bytes": len(text.valid), "sha256": text.digest},
+        "data": {**sizes, "sha256": text.digest},
     }
     if folder is None:  # one of its own for every setting, so that the same command goes on with the same folder
         folder = Path(f"compare-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}")
     results = {
         "environment": environment(),
         **identity,
-        "entropy": text.entropy,
+        "entropy": next(iter(text.entropy.values())),
         **held(folder, identity),
     }
     return Comparison(settings, arms, seeds, folder, text, results)

@@ -18,7 +18,7 @@ import torch
 
 from .. import __version__
 from ..registry import nearest
-from ..train.data import read
+from ..train.sources import documents
 from . import harness, text
 from .records import digest, find, folder
 from .tasks import NINE, TASKS
@@ -136,7 +136,7 @@ def plan(
             key = {"task": name, "shots": n, "data": digest(file.read_bytes())}
             jobs.append(Job(key, partial(harness.run, name=name, file=file, shots=n, limit=limit, seed=seed)))
     for source in map(Path, texts):
-        contents = [document.text for document in read(source)]
+        contents = [document.text for document in documents(str(source))]
         key = {"task": f"text {source.name}", "stride": stride, "data": digest(*(t.encode() + b"\0" for t in contents))}
         jobs.append(Job(key, partial(text.perplexity, texts=contents, stride=stride)))
     for source in map(Path, spans):

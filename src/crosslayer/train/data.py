@@ -1,148 +1,138 @@
-"""Text as bytes: read from anywhere, split without chance, cut into batches whose order depends on the seed alone."""
+"""What the training loop reads: windows of tokens to train on, and validation sets by name.
 
-import gzip
+data = corpus("stdlib", context=256)
+order = Order(len(data.train), seed=0, batch=8, start=step)
+for batch in DataLoader(data.train, batch_size=8, sampler=order):  # [8 257], endless
+    ...
+"""
+
 import hashlib
-import json
-import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Subset
 
-VALID_SHARE = 0.05  # of the documents, by a hash of their names
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".json", ".rst", ".tex", ".html", ".c", ".h", ".cpp", ".rs", ".go", ".js")
+from .order import Order
+from .packing import Shard, pack
+from .sources import HELD_OUT, TRAIN, gathered, named_apart, parts
+from .tokenizing import Tokenizer
+from .tokenizing import tokenizer as named
+from .tokens import BUSY, CORPUS, Tokens, learn, open_corpus
 
-
-class Document(NamedTuple):
-    name: str
-    text: str
+__all__ = ["HELD_OUT", "Corpus", "Order", "Windows", "corpus", "held_out"]
 
 
 @dataclass(frozen=True)
-class Text:
-    """Bytes to train on and to be judged by, [N] uint8 each, documents separated by a zero byte."""
+class Windows(Dataset[Tensor]):
+    """A stream cut into windows of context + 1 tokens without overlap, [context + 1] int64 each."""
+
+    tokens: Tokens
+    context: int
+
+    def __len__(self) -> int:
+        return len(self.tokens) // (self.context + 1)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        return self.tokens.window(index * (self.context + 1), self.context + 1)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to train on and to be judged by.
+
+    Args:
+        name: the source.
+        train: windows of the training tokens.
+        valid: windows of each validation set.
+        tokenizer: of all of them.
+    """
 
     name: str
-    train: Tensor
-    valid: Tensor
+    train: Windows
+    valid: dict[str, Windows]
+    tokenizer: Tokenizer
+
+    @property
+    def vocab(self) -> int:
+        return self.tokenizer.vocab
 
     @property
     def digest(self) -> str:
-        digest = hashlib.sha256(self.train.numpy().tobytes())
-        digest.update(self.valid.numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Identifies every token of it, wherever it was read from."""
+        sets = ((TRAIN, self.train), *sorted(self.valid.items()))
+        tokens = " ".join(f"{name} {windows.tokens.digest}" for name, windows in sets)
+        return hashlib.sha256(f"{self.tokenizer.digest} {tokens}".encode()).hexdigest()[:16]
 
     @property
-    def entropy(self) -> float:
-        """Order-0 entropy of the validation bytes in bits: what a model that knows only letter frequencies reaches."""
-        p = torch.bincount(self.valid.long(), minlength=256).double() / len(self.valid)
-        return -(p * p.clamp_min(1e-300).log2()).sum().item()
+    def bytes_per_token(self) -> dict[str, float]:
+        """Of each validation set: a loss in bits a token divided by it is in bits a byte."""
+        return {name: w.tokens.text_bytes / len(w.tokens) for name, w in self.valid.items()}
 
-    def batches(self, seed: int, batch: int, context: int) -> Iterator[Tensor]:
-        """Endless [batch, context + 1] windows of the training bytes; the same for one seed, whoever asks."""
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            yield windows(self.train, torch.randint(len(self.train) - context, (batch,), generator=generator), context)
-
-    def held_out(self, batch: int, context: int, count: int) -> list[Tensor]:
-        """Up to `count` batches of windows spread evenly over the validation bytes, without overlap."""
-        total = min(batch * count, len(self.valid) // (context + 1))
-        starts = torch.arange(total) * (len(self.valid) // total)
-        return [windows(self.valid, part, context) for part in starts.split(batch)]
+    @property
+    def entropy(self) -> dict[str, float]:
+        """Order-0 entropy of each validation set's tokens, in bits a byte of its text."""
+        return {name: w.tokens.entropy / self.bytes_per_token[name] for name, w in self.valid.items()}
 
 
-def windows(stream: Tensor, starts: Tensor, context: int) -> Tensor:
-    return stream[starts[:, None] + torch.arange(context + 1)].long()
+def corpus(source: str, context: int, tokenizer: str = "bytes", valid: dict[str, str] | None = None) -> Corpus:
+    """The training and validation data of a source: read and tokenised now, or prepared in a folder.
 
-
-def load(source: str, context: int) -> Text:
-    """The text `source` names: "stdlib", or a path to a text, .jsonl or .gz file or a folder of them.
+    Args:
+        source: what `sources.documents` takes, or a folder that `crosslayer data prepare` made.
+        context: tokens a sequence.
+        tokenizer: "bytes", "bpe:4096", or a path to a tokenizer.json; a prepared folder's must be the same.
+        valid: sources of validation sets by their names. Without any, a part of the source is "held-out"; with some,
+            all of it is trained on. A prepared folder keeps those that it has.
 
     Raises:
-        ValueError: nothing there, nothing in it, not text, or less of it than one context.
+        ValueError: the source, the tokenizer or a validation set is not as it should be, or too small for the context.
     """
-    documents = list(stdlib() if source == "stdlib" else read(Path(source)))
-    train, valid = split(documents)
-    text = Text(source, *(stream(part) for part in (train, valid)))
-    for part, tokens in (("training", len(text.train)), ("validation", len(text.valid))):
-        if tokens < context + 1:
+    if context < 1:
+        raise ValueError(f"context must be at least 1, got {context}")
+    valid = valid or {}
+    folder = Path(source)
+    if (folder / CORPUS).exists() or (folder / BUSY).exists():
+        kind, sets = opened(folder, tokenizer, valid)
+    else:
+        kind = learn(tokenizer, source, valid)
+        sets = in_memory(pack(parts(source, valid), kind), kind)
+    names = (TRAIN, *([name for name in (*sets, *valid) if name != TRAIN] or [HELD_OUT]))
+    windows = {name: Windows(sets.get(name, Tokens((), kind.vocab, kind.name)), context) for name in names}
+    for name, cut in windows.items():
+        if not len(cut):
+            which = {TRAIN: "training part", HELD_OUT: "validation part"}.get(name, f"validation set {name}")
+            unit = "tokens" if kind.definition else "bytes"
             raise ValueError(
-                f"{source}: its {part} part has {tokens} bytes, fewer than one context of {context} and the next"
+                f"{source}: its {which} has {len(cut.tokens)} {unit}, fewer than one context of {context} and the next"
             )
-    return text
+    return Corpus(source, windows.pop(TRAIN), windows, kind)
 
 
-def stdlib() -> Iterator[Document]:
-    """The running interpreter's own standard library, without its tests: real text that every machine has."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"} & set(parts):
-            yield Document("/".join(parts), path.read_text("utf8", errors="replace"))
+def opened(folder: Path, asked: str, valid: dict[str, str]) -> tuple[Tokenizer, dict[str, Tokens]]:
+    """A prepared folder's sets, and those that are tokenised now to be beside them."""
+    prepared = open_corpus(folder)
+    kind = prepared.tokenizer
+    same = asked == kind.name if asked.startswith(("bytes", "bpe:")) else named(asked).digest == kind.digest
+    if not same:
+        raise ValueError(f"{folder}: prepared with the tokenizer {kind.name}, asked for {asked}")
+    for name in named_apart(valid):
+        if name in prepared.sets:
+            raise ValueError(f"{folder}: has a validation set {name} already; name the other one differently")
+    return kind, {**prepared.sets, **in_memory(pack(gathered(valid), kind), kind)}
 
 
-def read(path: Path) -> Iterator[Document]:
-    if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
-    files = [path]
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.is_file() and f.name.removesuffix(".gz").endswith(SUFFIXES))
-        if not files:
-            raise ValueError(f"{path}: no text file in it (looked for *{', *'.join(SUFFIXES)}, each also .gz)")
-    found = False
-    for file in files:
-        for document in decode(file, file.relative_to(path).as_posix() if path.is_dir() else file.name):
-            found = True
-            yield document
-    if not found:
-        raise ValueError(f"{path}: empty")
+def in_memory(shards: Iterable[tuple[str, Shard]], kind: Tokenizer) -> dict[str, Tokens]:
+    found: dict[str, list[Shard]] = {}
+    for name, shard in shards:
+        found.setdefault(name, []).append(shard)
+    return {name: Tokens(tuple(several), kind.vocab, kind.name) for name, several in found.items()}
 
 
-def decode(file: Path, name: str) -> Iterator[Document]:
-    try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        text = raw.decode("utf8")
-    except (OSError, EOFError) as error:
-        raise ValueError(f"{file}: cannot be read ({error})") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x})") from None
-    if not file.name.removesuffix(".gz").endswith(".jsonl"):
-        if text.strip():
-            yield Document(name, text)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield Document(f"{name}:{number}", record(file, number, line))
-
-
-def record(file: Path, number: int, line: str) -> str:
-    """The text of one line of a .jsonl file: a string, or an object's field "text"."""
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: line {number} is not JSON ({error})") from None
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        has = f"the fields {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f'{file}: line {number} has {has}, expected a string or a field "text"')
-    return text
-
-
-def split(documents: list[Document]) -> tuple[list[str], list[str]]:
-    """Training and validation texts: by a hash of each document's name, or the tail where documents are few."""
-    if len(documents) < 40:
-        whole = "\0".join(document.text for document in documents)
-        cut = int(len(whole) * (1 - VALID_SHARE))
-        return [whole[:cut]], [whole[cut:]]
-    parts: tuple[list[str], list[str]] = ([], [])
-    for name, text in documents:
-        share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
-        parts[share < VALID_SHARE].append(text)
-    return parts
-
-
-def stream(texts: list[str]) -> Tensor:
-    return torch.frombuffer(bytearray("\0".join(texts).encode()), dtype=torch.uint8) if any(texts) else torch.empty(0)
+def held_out(windows: Windows, count: int) -> Subset[Tensor]:
+    """At most `count` windows, spread evenly over the set."""
+    total = min(count, len(windows))
+    return Subset(windows, [i * len(windows) // total for i in range(total)])

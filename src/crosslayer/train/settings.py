@@ -105,7 +105,7 @@ class Engine:
     """The run.
 
     Args:
-        precision: 32-true; bf16-mixed, the products alone; bf16-true, the body's weights too; or 64-true.
+        precision: 32-true; bf16-mixed, the products alone; or bf16-true, the body's weights too.
         strategy: of several processes: ddp, or fsdp to shard parameters, gradients and optimizer (FSDP2).
         accumulate: micro-batches a step.
         compile: none, layers one by one, or the model whole.
@@ -145,7 +145,7 @@ class Engine:
 
 LOGGERS = ("tensorboard", "wandb", "csv")
 CHOICES = {
-    "precision": ("32-true", "bf16-mixed", "bf16-true", "64-true"),
+    "precision": ("32-true", "bf16-mixed", "bf16-true"),
     "strategy": ("ddp", "fsdp"),
     "compile": ("none", "layers", "model"),
     "recompute": ("none", "reads", "layers"),
