@@ -52,7 +52,8 @@ def command(arguments: Sequence[str]) -> int:
     for name, sub in parsers.items():
         subcommands.add_subcommand(name, sub)
     try:
-        given = parser.parse_args(arguments)
+        # a command may want what was given alone, without the options' defaults
+        given = parser.parse_args(arguments, defaults=getattr(modules.get(asked or ""), "DEFAULTS", True))
     except ArgumentError as error:
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", str(error))
         if not unknown or asked is None:

@@ -1,6 +1,6 @@
 """Arms × seeds on the same batches in the same order from the same body weights -> results.json -> the report.
 
-results.json is written whole after every run, so a comparison that is stopped has lost at most the run in hand, and one
+results.json is written whole after every run, and a run in hand is saved when it is stopped, so a comparison that is
 started again on the same folder goes on where it was.
 """
 
@@ -8,44 +8,62 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from . import __version__
-from .registry import make
-from .train.data import Corpus, corpus
-from .train.run import Diverged, Progress, Settings, build, train
+from .train.recipe import Arm, Recipe
+from .train.run import Diverged, Progress, train
+from .train.settings import OPTIONS, Model
+from .train.tasks import Examples, build, task
 
 RESULTS = "results.json"
-Watch = Callable[[str, int, Progress], None]
+Watch = Callable[[Arm, int, Progress], None]
 
 
-class Comparison(NamedTuple):
-    settings: Settings
-    arms: list[str]
+@dataclass
+class Comparison:
+    """What is compared, and what is known of it so far.
+
+    Args:
+        recipe: the arms and their settings.
+        seeds: runs of each arm.
+        folder: of results.json and the report.
+        corpora: the examples of each arm, by its name.
+        results: what results.json holds.
+    """
+
+    recipe: Recipe
     seeds: int
     folder: Path
-    text: Corpus
-    results: dict[str, Any]  # what results.json holds
+    corpora: dict[str, Examples]
+    results: dict[str, Any]
 
     @property
-    def missing(self) -> list[tuple[str, int]]:
+    def arms(self) -> list[Arm]:
+        return self.recipe.arms
+
+    @property
+    def missing(self) -> list[tuple[Arm, int]]:
         """The runs still to do, every arm's first seed before any arm's second."""
         done = {(row["arm"], row["seed"]) for row in (*self.results["runs"], *self.results["diverged"])}
-        return [(arm, seed) for seed in range(self.seeds) for arm in self.arms if (arm, seed) not in done]
+        return [(arm, seed) for seed in range(self.seeds) for arm in self.arms if (arm.name, seed) not in done]
 
     @property
     def runs(self) -> list[dict[str, Any]]:
         """The finished runs of this comparison's arms and seeds."""
-        return [row for row in self.results["runs"] if row["arm"] in self.arms and row["seed"] < self.seeds]
+        names = {arm.name for arm in self.arms}
+        return [row for row in self.results["runs"] if row["arm"] in names and row["seed"] < self.seeds]
 
 
-def prepare(settings: Settings, arms: list[str], seeds: int, folder: Path | None) -> Comparison:
+def prepare(recipe: Recipe, seeds: int, folder: Path | None) -> Comparison:
     """Check everything a comparison needs, and read what its folder already holds.
 
     Raises:
@@ -53,26 +71,30 @@ def prepare(settings: Settings, arms: list[str], seeds: int, folder: Path | None
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
-    arms = list(dict.fromkeys(str(make(arm)) for arm in arms))
-    with torch.device("meta"):  # an arm that cannot be built says so before any other is trained
-        for arm in arms:
-            build(settings, arm, 0)
-    text = corpus(settings.data, settings.context)
-    valid = next(iter(text.valid.values()))
-    sizes = {"train_bytes": text.train.tokens.text_bytes, "valid_bytes": valid.tokens.text_bytes}
-    identity = {
-        "settings": asdict(settings),
-        "data": {**sizes, "sha256": text.digest},
-    }
+    for arm in recipe.arms:  # one that cannot be built says so before any other is trained
+        with torch.device("meta"):
+            build(recipe.settings(arm), arm.connection, 256, 0)
+    corpora, shared = {}, {}  # type: ignore[var-annotated]
+    for arm in recipe.arms:
+        settings = recipe.settings(arm)
+        key = json.dumps([vars(settings.data), task(settings.model) is task(recipe.settings().model)], default=str)
+        shared[key] = corpora[arm.name] = shared.get(key) or task(settings.model).examples(settings)
+    first = corpora[recipe.arms[0].name]
+    identity = {"settings": recipe.settings().identity(), "data": {**first.sizes, "sha256": first.digest}}
     if folder is None:  # one of its own for every setting, so that the same command goes on with the same folder
         folder = Path(f"compare-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}")
+    rows = {arm.name: {"connection": arm.connection, "options": arm.options, "paper": arm.paper} for arm in recipe.arms}
+    before = held(folder, identity, rows)
     results = {
         "environment": environment(),
         **identity,
-        "entropy": next(iter(text.entropy.values())),
-        **held(folder, identity),
+        "scale": recipe.scale,
+        "entropy": first.entropy,
+        "arms": {**before.get("arms", {}), **rows},
+        "runs": before.get("runs", []),
+        "diverged": before.get("diverged", []),
     }
-    return Comparison(settings, arms, seeds, folder, text, results)
+    return Comparison(recipe, seeds, folder, corpora, results)
 
 
 def environment() -> dict[str, Any]:
@@ -85,25 +107,27 @@ def environment() -> dict[str, Any]:
     }
 
 
-def held(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The runs a folder already holds, if it is this comparison's: finished and diverged."""
+def held(folder: Path, identity: dict[str, Any], arms: dict[str, Any]) -> dict[str, Any]:
+    """The results a folder already holds, if they are this comparison's."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: a file is in the way of the output folder")
     path = folder / RESULTS
     if not path.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(file.name != RUNS for file in folder.iterdir()):
             raise ValueError(f"{folder}: not empty and without {RESULTS}, so not a comparison's; choose another --out")
-        return {"runs": [], "diverged": []}
+        return {}
     try:
         found = json.loads(path.read_text("utf8"))
-        for part, expected in identity.items():
-            for key, value in expected.items():
-                if found[part][key] != value:
+        same = [(found[part], expected) for part, expected in identity.items()]
+        same += [(found["arms"][name], row) for name, row in arms.items() if name in found["arms"]]
+        for its, mine in same:
+            for key, value in json.loads(json.dumps(mine)).items():
+                if its[key] != value:
                     raise ValueError(
-                        f"{folder}: belongs to another comparison, with {key} {found[part][key]!r} where this one has "
+                        f"{folder}: belongs to another comparison, with {key} {its[key]!r} where this one has "
                         f"{value!r}; choose another --out"
                     )
-        return {"runs": found["runs"], "diverged": found["diverged"]}
+        return {"runs": found["runs"], "diverged": found["diverged"], "arms": found["arms"]}
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
@@ -117,16 +141,36 @@ def write(path: Path, content: str) -> None:
     os.replace(aside, path)
 
 
+RUNS = "runs"
+
+
+def place(comparison: Comparison, arm: Arm, seed: int) -> Path:
+    """A run's own folder, of its checkpoints and metrics."""
+    name = re.sub(r"[^\w.()=+-]+", "_", f"{arm.name}-{seed}")
+    digest = hashlib.sha256(f"{arm.name} {seed}".encode()).hexdigest()[:6]  # for names alike but for odd characters
+    return comparison.folder / RUNS / f"{name[:80]}-{digest}"
+
+
 def run(comparison: Comparison, watch: Watch) -> None:
-    """Do the runs that are missing, writing results.json after each."""
+    """Do the runs that are missing, writing results.json after each; of several ranks, the first writes."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
     for arm, seed in comparison.missing:
+        folder, settings = place(comparison, arm, seed), comparison.recipe.settings(arm)
         try:
-            row = train(comparison.settings, arm, seed, comparison.text, lambda p: watch(arm, seed, p))
+            row, _, fabric = train(
+                settings, arm, seed, comparison.corpora[arm.name], lambda p: watch(arm, seed, p), folder
+            )
             comparison.results["runs"].append(row)
         except Diverged as end:  # a result too, and no reason to stop the others
-            comparison.results["diverged"].append({"arm": arm, "seed": seed, "step": end.step, "loss": str(end.loss)})
-        write(comparison.folder / RESULTS, json.dumps(comparison.results, indent=1))
+            fabric = end.fabric
+            comparison.results["diverged"].append(
+                {"arm": arm.name, "seed": seed, "step": end.step, "loss": str(end.loss)}
+            )
+        if fabric.is_global_zero:
+            write(comparison.folder / RESULTS, json.dumps(comparison.results, indent=1))
+            for checkpoint in folder.glob("step-*"):  # the results are what is wanted
+                shutil.rmtree(checkpoint)
+        fabric.barrier()
 
 
 class Row(NamedTuple):
@@ -138,46 +182,59 @@ class Row(NamedTuple):
     extra: float  # share of the body's parameters
     loss: float
     loss_spread: float | None
-    bits: float
-    bits_spread: float | None
+    metrics: dict[str, tuple[float, float | None]]  # bits a byte, accuracy, losses on other validation sets
     difference: float | None  # of the loss from prenorm's, seed by seed; None without one
     difference_spread: float | None
     speed: float  # tokens a second
     relative_speed: float | None  # to prenorm's
     relative_memory: float | None
+    paper: dict[str, float]  # what the paper gives
 
 
 def table(comparison: Comparison) -> list[Row]:
     """The arms that have finished a run, in the order they were asked for."""
-    by_arm = {arm: {r["seed"]: r for r in comparison.runs if r["arm"] == arm} for arm in comparison.arms}
-    plain = by_arm.get("prenorm") or {}
+    by_arm = {arm.name: {r["seed"]: r for r in comparison.runs if r["arm"] == arm.name} for arm in comparison.arms}
     rows = []
-    for arm, runs in by_arm.items():
+    for arm in comparison.arms:
+        runs = by_arm[arm.name]
         if not runs:
             continue
-        shared = sorted(runs.keys() & plain.keys())
+        baseline = plain(comparison, arm)
+        against = by_arm[baseline.name] if baseline else {}
+        shared = sorted(runs.keys() & against.keys())
         first = next(iter(runs.values()))
         loss, loss_spread = spread([r["valid_loss"] for r in runs.values()])
-        bits, bits_spread = spread([r["bits_per_byte"] for r in runs.values()])
-        gap, gap_spread = spread([runs[s]["valid_loss"] - plain[s]["valid_loss"] for s in shared])
+        gap, gap_spread = spread([runs[s]["valid_loss"] - against[s]["valid_loss"] for s in shared])
         rows.append(
             Row(
-                arm,
+                arm.name,
                 len(runs),
                 first["parameters"],
                 first["extra_parameters"] / (first["parameters"] - first["extra_parameters"]),
                 loss,
                 loss_spread,
-                bits,
-                bits_spread,
-                gap if shared and arm != "prenorm" else None,
+                {name: spread([r["metrics"][name] for r in runs.values()]) for name in first["metrics"]},
+                gap if shared and arm is not baseline else None,
                 gap_spread,
                 statistics.mean(r["tokens_per_second"] for r in runs.values()),
-                ratio(runs, plain, "tokens_per_second", shared),
-                ratio(runs, plain, "activation_bytes", shared),
+                ratio(runs, against, "tokens_per_second", shared),
+                ratio(runs, against, "activation_bytes", shared),
+                arm.paper,
             )
         )
     return rows
+
+
+def plain(comparison: Comparison, arm: Arm) -> Arm | None:
+    """The PreNorm arm that another is measured against: that of the same body, or the first."""
+    candidates = [other for other in comparison.arms if other.connection == "prenorm"]
+    body = {key: value for key, value in arm.options.items() if OPTIONS[key] is Model and key != "reallocate"}
+    same = [
+        other
+        for other in candidates
+        if {key: value for key, value in other.options.items() if OPTIONS[key] is Model} == body
+    ]
+    return next(iter([*same, *candidates]), None)
 
 
 def spread(values: list[float]) -> tuple[float, float | None]:

@@ -124,6 +124,7 @@ def sized(
         "num_key_value_heads": heads,
         "head_dim": dim // heads,
         "tie_word_embeddings": False,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # a family's own are no tokens of this one
     }
     return AutoConfig.for_model(family, **{**sizes, **(body or {})})
 
@@ -213,9 +214,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def activation_bytes(
-    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = loss_of
-) -> int:
+def activation_bytes(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = loss_of) -> int:
     """What the forward pass of one step keeps for the backward, its parameters not counted."""
     # by the storage itself: all meta tensors have the address 0; and held, so that none is seen twice
     own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .compare import Comparison, Row, table, write
+from .train.tasks import LANGUAGE, task
 
-HEAD = ["arm", "parameters", "extra", "val loss", "bits/byte", "vs prenorm", "tokens/s", "activations"]
 # Okabe and Ito's colours, told apart without red and green
 COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
 
@@ -28,35 +28,55 @@ figure { margin: 0; }
 """
 
 
-def cells(row: Row) -> list[str]:
+def columns(comparison: Comparison) -> list[str]:
+    """The head of the table."""
+    rows = table(comparison)
+    metrics = dict.fromkeys(name for row in rows for name in row.metrics)
+    paper = ["paper"] * (comparison.recipe.scale == "full" and any(row.paper for row in rows))
+    return ["arm", "parameters", "extra", "val loss", *metrics, "vs prenorm", "tokens/s", "activations", *paper]
+
+
+def cells(comparison: Comparison) -> list[list[str]]:
+    """The rows of the table, as `columns` names them."""
+
     def with_spread(value: float | None, around: float | None, form: str) -> str:
         if value is None:
             return "–"
         return f"{value:{form}}" + (f" ± {around:{form.lstrip('+')}}" if around is not None else "")
 
-    return [
-        row.arm,
-        f"{row.parameters:,}",
-        f"{row.extra:.2%}",
-        with_spread(row.loss, row.loss_spread, ".4f"),
-        with_spread(row.bits, row.bits_spread, ".4f"),
-        with_spread(row.difference, row.difference_spread, "+.4f"),
-        "–" if row.relative_speed is None else f"{row.relative_speed:.2f}×",
-        "–" if row.relative_memory is None else f"{row.relative_memory:.2f}×",
-    ]
+    def cell(row: Row, column: str) -> str:
+        known = {
+            "arm": row.arm,
+            "parameters": f"{row.parameters:,}",
+            "extra": f"{row.extra:.2%}",
+            "val loss": with_spread(row.loss, row.loss_spread, ".4f"),
+            "vs prenorm": with_spread(row.difference, row.difference_spread, "+.4f"),
+            "tokens/s": "–" if row.relative_speed is None else f"{row.relative_speed:.2f}×",
+            "activations": "–" if row.relative_memory is None else f"{row.relative_memory:.2f}×",
+            "paper": ", ".join(f"{name} {value:g}" for name, value in row.paper.items()) or "–",
+        }
+        value, around = row.metrics.get(column, (None, None))
+        return known.get(column) or with_spread(value, around, ".4f")
+
+    return [[cell(row, column) for column in columns(comparison)] for row in table(comparison)]
 
 
 def notes(comparison: Comparison) -> list[str]:
-    s, results = comparison.settings, comparison.results
-    env, rows = results["environment"], table(comparison)
+    results, env, rows = comparison.results, comparison.results["environment"], table(comparison)
+    model, data, optimization, engine = comparison.recipe.settings()
+    sizes = " and ".join(f"{count:,} {name}" for name, count in results["data"].items() if name != "sha256")
+    entropy = f"; order-0 entropy {results['entropy']:.3f} bits a byte" if results["entropy"] else ""
     text = [
-        f"{s.family} body, {s.layers} layers, width {s.dim}, {s.heads} heads; {s.steps} steps of {s.batch} × "
-        f"{s.context} bytes, AdamW at {s.lr:g}, precision {s.precision}.",
-        f"Data: {s.data}, {results['data']['train_bytes']:,} bytes to train on and "
-        f"{results['data']['valid_bytes']:,} held out, whose order-0 entropy is {results['entropy']:.3f} bits a byte.",
+        f"{model.family} body, {model.layers} layers, width {model.dim}, {model.heads} heads; {optimization.steps} "
+        f"steps of {data.batch} × {data.context} {data.tokenizer if data.tokenizer == 'bytes' else 'tokens'}, "
+        f"{'Muon and AdamW' if optimization.optimizer == 'muon' else 'AdamW'} at {optimization.lr:g}, "
+        f"precision {engine.precision}." + (f" Scale: {results['scale']}." if results["scale"] != "full" else ""),
+        f"Data: {data.data}, {sizes}{entropy}.",
         f"Measured on {env['device']}; torch {env['torch']}, Python {env['python']}, crosslayer {env['crosslayer']}.",
         "Every arm sees the same batches in the same order from the same body weights. vs prenorm is the difference in "
-        "validation loss (nats a byte); tokens/s and activations (what one forward pass keeps for the backward) are "
+        "validation loss ("
+        + unit(comparison)
+        + "); tokens/s and activations (what one forward pass keeps for the backward) are "
         "ratios to prenorm's, by the reference implementation, not by fused kernels.",
     ]
     seeds = max((row.seeds for row in rows), default=0)
@@ -66,26 +86,27 @@ def notes(comparison: Comparison) -> list[str]:
         text.append("One seed each: --seeds 3 shows how much of a difference is chance.")
     for run in comparison.results["diverged"]:
         text.append(f"{run['arm']}, seed {run['seed']}: diverged, its loss was {run['loss']} at step {run['step']}.")
-    missing = sorted({arm for arm, _ in comparison.missing}, key=comparison.arms.index)
+    missing = list(dict.fromkeys(arm.name for arm, _ in comparison.missing))
     if missing:
         text.append(f"Not finished: {', '.join(missing)}. The same command goes on from here.")
     return text
 
 
 def markdown(comparison: Comparison) -> str:
-    lines = ["# crosslayer compare", "", "| " + " | ".join(HEAD) + " |", "|" + " --- |" + " ---: |" * (len(HEAD) - 1)]
-    lines += ["| " + " | ".join([f"`{first}`", *rest]) + " |" for first, *rest in map(cells, table(comparison))]
+    head = columns(comparison)
+    lines = ["# crosslayer compare", "", "| " + " | ".join(head) + " |", "|" + " --- |" + " ---: |" * (len(head) - 1)]
+    lines += ["| " + " | ".join([f"`{first}`", *rest]) + " |" for first, *rest in cells(comparison)]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes(comparison)), ""])
 
 
 def page(comparison: Comparison) -> str:
     rows = table(comparison)
     best = min(rows, key=lambda row: row.loss).arm
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in HEAD)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(comparison))
     body = ""
-    for row in rows:
-        data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
-        body += f'<tr class="best">{data}</tr>' if row.arm == best else f"<tr>{data}</tr>"
+    for row in cells(comparison):
+        data = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        body += f'<tr class="best">{data}</tr>' if row[0] == best else f"<tr>{data}</tr>"
     lead, *rest = (html.escape(note) for note in notes(comparison))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -131,7 +152,7 @@ def tradeoff(axes: Any, comparison: Comparison) -> None:
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
-    return {arm: COLOURS[i % len(COLOURS)] for i, arm in enumerate(comparison.arms)}
+    return {arm.name: COLOURS[i % len(COLOURS)] for i, arm in enumerate(comparison.arms)}
 
 
 def picture(comparison: Comparison, *panels: Callable[[Any, Comparison], None]) -> str:
@@ -144,11 +165,21 @@ def picture(comparison: Comparison, *panels: Callable[[Any, Comparison], None]) 
         figure = Figure(figsize=(6 * len(panels), 4.2), layout="constrained")
         for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             draw(axes, comparison)
-            axes.set_ylabel("validation loss (nats a byte)")
+            axes.set_ylabel(f"validation loss ({unit(comparison)})")
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+def unit(comparison: Comparison) -> str:
+    """Of the validation loss."""
+    settings = comparison.recipe.settings()
+    return (
+        f"nats a {'byte' if settings.data.tokenizer == 'bytes' else 'token'}"
+        if task(settings.model) is LANGUAGE
+        else "loss"
+    )
 
 
 def report(comparison: Comparison) -> None:

@@ -3,20 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-from ..registry import separate
-from .shared import add_arms, grid, quiet, show
+from .shared import ARMS, add_arms, add_settings, bars, grid, quiet, recipe_of, show
 from .shared import parser as empty
+
+DEFAULTS = False  # between an option's default and what is given there is a recipe
 
 
 def parser() -> Any:
-    from ..train.run import Settings
-
     command = empty("Train one body with several connections on the same batches from the same weights, and report.")
-    command.add_argument("--config", action="config", help="a YAML file of these options")
+    command.add_argument("recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options")
+    command.add_argument("--scale", type=str, default="full", help="tiny: a recipe's structure, small enough for a CPU")
     command.add_argument("--seeds", type=int, default=1, help="runs of each arm; more than one gives means and spreads")
     command.add_argument("--out", type=str | None, default=None, help="folder of results.json and the report")
-    command.add_class_arguments(Settings, None)
     add_arms(command)
+    add_settings(command)
     return command
 
 
@@ -25,50 +25,35 @@ def run(options: Any) -> int:
     from rich.console import Console
 
     from .. import compare
-    from ..report import HEAD, cells, report
-    from ..train.run import Settings
+    from ..report import cells, columns, report
 
     console = Console()
-    arms = separate(" ".join(options.arms))
-    settings = Settings(**{name: options[name] for name in Settings.__dataclass_fields__})
-    comparison = compare.prepare(settings, arms, options.seeds, Path(options.out) if options.out else None)
+    out = options.get("out")
+    comparison = compare.prepare(recipe_of(options, ARMS), options.get("seeds", 1), Path(out) if out else None)
     stopped = False
     try:
-        watched(comparison, console)
+        with bars(console) as watcher:
+            watchers: dict[tuple[str, int], Any] = {}
+
+            def watch(arm: Any, seed: int, progress: Any) -> None:
+                if (arm.name, seed) not in watchers:
+                    name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
+                    watchers[arm.name, seed] = watcher(name, comparison.recipe.settings(arm).optimization.steps)
+                watchers[arm.name, seed](progress)
+
+            compare.run(comparison, watch)
     except KeyboardInterrupt:
         stopped = True
-    rows = compare.table(comparison)
+    rows = cells(comparison)
     if not rows:
         console.print("Stopped before any arm had finished; nothing to report.")
         return 130
     report(comparison)
-    table = grid("crosslayer compare", HEAD)
+    table = grid("crosslayer compare", columns(comparison))
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*row)
     show(table, console)
     if stopped:
         console.print(f"Stopped: {len(comparison.runs)} runs had finished. The same command goes on with the others.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
     return 130 if stopped else 0
-
-
-def watched(comparison: Any, console: Any) -> None:
-    """Run it under a progress bar an arm: loss, tokens a second, time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from .. import compare
-
-    columns = [
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn(),
-    ]  # fmt: skip
-    with Progress(*columns, console=console, refresh_per_second=4) as bars:
-        tasks: dict[tuple[str, int], Any] = {}
-
-        def watch(arm: str, seed: int, progress: Any) -> None:
-            if (arm, seed) not in tasks:
-                name = arm if comparison.seeds == 1 else f"{arm}, seed {seed}"
-                tasks[arm, seed] = bars.add_task(name, total=comparison.settings.steps, loss=float("nan"), speed=0)
-            bars.update(tasks[arm, seed], completed=progress.step, loss=progress.loss, speed=progress.tokens_per_second)
-
-        compare.run(comparison, watch)

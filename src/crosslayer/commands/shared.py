@@ -3,7 +3,8 @@
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..registry import available
@@ -23,6 +24,68 @@ def add_arms(parser: Any) -> None:
         help='connections, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
         + ", ".join(available()),
     )  # fmt: skip
+
+
+def add_settings(parser: Any) -> None:
+    """The options of a run, in their groups."""
+    from ..train.settings import PARTS
+
+    for part in PARTS:
+        parser.add_class_arguments(part, None)
+
+
+def recipe_of(options: Any, arms: Sequence[str]) -> Any:
+    """The recipe that was named, or one of these arms, with what was given beside it before all else.
+
+    Args:
+        options: those that were given, and no others.
+        arms: where neither a recipe nor `--arms` is given.
+    """
+    from ..registry import separate
+    from ..train.recipe import Arm, Recipe, load
+    from ..train.settings import OPTIONS
+
+    given = {name: options[name] for name in OPTIONS if name in options}
+    if options.get("recipe") is None:
+        if "scale" in options:
+            raise ValueError("--scale makes a recipe smaller; without one, give sizes like --layers and --dim")
+        return Recipe(unique(map(Arm.of, separate(" ".join(options.get("arms", arms))))), {}, "full", given)
+    recipe = load(options.recipe, options.get("scale", "full"), **given)
+    if "arms" in options:
+        known = {arm.name: arm for arm in recipe.arms}
+        names = [name for word in options.arms for name in ([word] if word in known else separate(word))]
+        recipe.arms = unique(known[name] if name in known else Arm.of(name) for name in names)
+    return recipe
+
+
+def unique(arms: Iterable[Any]) -> list[Any]:
+    return list({arm.name: arm for arm in arms}.values())
+
+
+@contextmanager
+def bars(console: Any) -> Iterator[Callable[[str, int], Callable[[Any], None]]]:
+    """Progress bars: given a name and a number of steps, one that takes a run's `Progress`. Rank 0 alone shows them."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"), TextColumn("{task.fields[rest]}"), TimeRemainingColumn(),
+    ]  # fmt: skip
+    with Progress(*columns, console=console, refresh_per_second=4, disable=os.environ.get("RANK", "0") != "0") as shown:
+
+        def begin(name: str, steps: int) -> Callable[[Any], None]:
+            task = shown.add_task(name, total=steps, loss=float("nan"), speed=0, rest="")
+
+            def watch(now: Any) -> None:
+                share = "" if now.mfu is None else f"MFU {now.mfu:.0%}, "
+                shown.update(
+                    task, completed=now.step, loss=now.loss, speed=now.tokens_per_second,
+                    rest=f"{share}{now.memory / 2**30:.1f} GiB",
+                )  # fmt: skip
+
+            return watch
+
+        yield begin
 
 
 def grid(title: str, head: Sequence[str]) -> Any:

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: sharded, written aside, and renamed when they are whole, so that any moment is a safe one to die.
+"""Checkpoints of a run: sharded, written aside and renamed when they are whole, so that any moment is safe to die.
 
-    FOLDER/step-00000100/checkpoint.json    the run's identity, its facts, and size and sha256 of every other file
-                         __0_0.distcp …     a file a rank (torch.distributed.checkpoint), which any number of ranks reads
+FOLDER/step-00000100/checkpoint.json    the run's identity, its facts, and size and sha256 of every other file
+                     __0_0.distcp …     a file a rank (torch.distributed.checkpoint), which any number of ranks reads
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class Checkpoints:
         def finish() -> None:
             if error:
                 raise OSError(error)
-            index = {"step": step, "identity": self.identity, "facts": facts, "files": inventory(aside)}
+            index = {"identity": self.identity, "facts": facts, "files": inventory(aside)}
             write(aside / INDEX, json.dumps(index, indent=1))
             sync(aside)
             shutil.rmtree(path, ignore_errors=True)
@@ -91,7 +91,7 @@ class Checkpoints:
         with quiet():
             dcp.load(state, checkpoint_id=path, no_dist=self.fabric.world_size == 1)
         set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return {**index["facts"], "step": index["step"]}
+        return index["facts"]
 
     def checked(self, path: Path) -> dict[str, Any]:
         """What a checkpoint says of itself, once it has been seen to be true."""
@@ -99,7 +99,7 @@ class Checkpoints:
         go_back = f"; remove it to go on from {others[-1]}" if others else "; remove it to begin anew"
         try:
             index = json.loads((path / INDEX).read_text("utf8"))
-            identity, files, _ = index["identity"], index["files"], (index["step"], index["facts"])
+            identity, files, _ = index["identity"], index["files"], index["facts"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: {INDEX} is damaged ({reason(error)}){go_back}") from None
         for key in sorted(self.identity.keys() | identity.keys()):

@@ -47,7 +47,8 @@ def shard(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
                 fully_shard(group, mesh=mesh, mp_policy=its_policy)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # embedding, final norm, readout and head are as wide as in one process, and so is the stream
-    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    return model
 
 
 def setup(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:

@@ -5,28 +5,32 @@ stopped or killed goes on bit by bit as if it had not been.
 """
 
 import math
-import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ..costs import GPUS, activation_bytes, counter, parameters
+from ..costs import parameters
 from .checkpoint import Checkpoints
 from .data import Order
 from .journal import Journal, loggers
+from .judging import evenly, judge
+from .measuring import peak_memory, share_of_peak, weigh
 from .optimizers import optimizers, set_rates
 from .parallel import launch, setup
 from .recipe import Arm
-from .settings import Settings
-from .tasks import Task, build, task
+from .settings import Engine, Optimization, Settings
+from .signals import Signals
+from .tasks import Examples, Task, build, metrics, task
 from .watch import measures
 
 
@@ -42,10 +46,10 @@ class Progress(NamedTuple):
 class Diverged(Exception):
     """The loss is no longer a number, or has jumped."""
 
-    def __init__(self, arm: str, step: int, loss: float, checkpoint: Path | None):
+    def __init__(self, fabric: Fabric, arm: str, step: int, loss: float, checkpoint: Path | None):
         kept = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         super().__init__(f"{arm}: the loss is {loss:.4g} at step {step}; {kept}")
-        self.step, self.loss = step, loss
+        self.fabric, self.step, self.loss = fabric, step, loss
 
 
 class Stopped(KeyboardInterrupt):
@@ -59,8 +63,29 @@ class Stopped(KeyboardInterrupt):
 Watch = Callable[[Progress], None]
 
 
+@dataclass
+class Facts:
+    """What a run knows beside its weights; a checkpoint has it too."""
+
+    step: int = 0
+    curve: list[Any] = field(default_factory=list)  # [step, losses of the validation sets]
+    train_loss: float = math.nan
+    usual_loss: float | None = None  # a running mean
+    skipped: list[int] = field(default_factory=list)  # steps whose batch was
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+
+    def steady(self, loss: float, norm: float, spike: float) -> bool:
+        """Whether a step's loss and gradient are those of a run that goes well."""
+        known = self.usual_loss if self.usual_loss is not None else loss
+        if not (math.isfinite(loss) and math.isfinite(norm)) or (spike and self.step > 20 and loss > known + spike):
+            return False
+        self.usual_loss = 0.95 * known + 0.05 * loss
+        return True
+
+
 def train(
-    settings: Settings, arm: Arm, seed: int, corpus: Any, watch: Watch, folder: Path | None = None
+    settings: Settings, arm: Arm, seed: int, corpus: Examples, watch: Watch, folder: Path | None = None
 ) -> tuple[dict[str, Any], nn.Module, Fabric]:
     """Train one arm from one seed.
 
@@ -81,6 +106,8 @@ def train(
         ValueError: the folder's checkpoint is another run's or damaged.
     """
     model_settings, data, optimization, engine = settings
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     fabric = launch(engine, loggers(engine.loggers, folder or Path(), arm.name))
     job = task(model_settings)
     bare = build(settings, arm.connection, corpus.classes, seed)
@@ -91,77 +118,58 @@ def train(
 
     identity = {**settings.identity(), "connection": arm.connection, "seed": seed, "data sha256": corpus.digest}
     checkpoints = Checkpoints(fabric, folder, identity, engine.keep) if folder else None
-    facts = (checkpoints and checkpoints.load(bare, [o.optimizer for o in opts])) or {}
-    first, curve = facts.get("step", 0), facts.get("curve", [])
-    mean, skipped, seconds_before = facts.get("mean"), facts.get("skipped", []), facts.get("seconds", 0.0)
-    journal = Journal(fabric, folder, first)
-
+    plain = [optimizer.optimizer for optimizer in opts]  # without Fabric around it
+    facts = Facts(**((checkpoints and checkpoints.load(bare, plain)) or {}))
+    journal = Journal(fabric, folder, facts.step)
     judged = {name: evenly(len(part), data.batch * data.held_out) for name, part in corpus.valid.items()}
-    batches = examples(fabric, corpus.train, settings, seed, first)
-    memory, flops = weigh(fabric, model, job, examples(fabric, corpus.train, settings, seed, 0))
     marks = {round(optimization.steps * i / engine.evals) for i in range(1, engine.evals + 1)}
+    memory, flops = weigh(model, job, examples(fabric, corpus.train, settings, seed, 0))
+    batches = examples(fabric, corpus.train, settings, seed, facts.step)
     durations: list[float] = []
-    speed, value = 0.0, facts.get("train_loss", math.nan)
     model.train()
 
-    def save(step: int) -> None:
-        if checkpoints:
-            kept = {"curve": curve, "mean": mean, "skipped": skipped, "train_loss": value}
-            seconds = seconds_before + sum(durations)
-            checkpoints.save(step, bare, [o.optimizer for o in opts], {**kept, "seconds": seconds})
-
     with Signals() as signals:
-        for step in range(first + 1, optimization.steps + 1):
+        for step in range(facts.step + 1, optimization.steps + 1):
             start = time.perf_counter()
-            torch.manual_seed(hash((seed, step, fabric.global_rank)) % 2**63)
+            torch.manual_seed(hash((seed, step, fabric.global_rank)) % 2**63)  # of dropout; no hash of a text
             set_rates(opts, step - 1, optimization)
-            loss, tokens = torch.zeros((), device=fabric.device), 0
-            for part in range(engine.accumulate):
-                batch = next(batches)
-                with fabric.no_backward_sync(model, enabled=part < engine.accumulate - 1):
-                    share = job.loss(model, batch) / engine.accumulate
-                    fabric.backward(share)
-                loss, tokens = loss + share.detach(), tokens + job.size(batch)[1]
-            norm = nn.utils.clip_grad_norm_(bare.parameters(), optimization.clip or math.inf)
-            norm = getattr(norm, "full_tensor", lambda norm=norm: norm)()
-            asked = torch.tensor(float(signals.asked is not None), device=fabric.device)
-            value, stopping = fabric.all_reduce(torch.stack([loss.float(), asked])).tolist()
-
-            spikes = engine.spike and mean is not None and step > 20 and value > mean + engine.spike
-            if not math.isfinite(value) or not torch.isfinite(norm) or spikes:
-                if engine.unstable == "stop":
-                    raise Diverged(arm.name, step, value, checkpoints and checkpoints.newest())
-                skipped.append(step)
-            else:
+            loss, norm, batch = advance(fabric, model, bare, job, batches, optimization, engine)
+            value, stopping = agreed(fabric, loss, signals)
+            if facts.steady(value, norm, engine.spike):
                 for optimizer in opts:
                     optimizer.step()
-                mean = value if mean is None else 0.95 * mean + 0.05 * value
+            elif engine.unstable == "stop":
+                raise Diverged(fabric, arm.name, step, value, newest(checkpoints))
+            else:
+                facts.skipped.append(step)
             for optimizer in opts:
                 optimizer.zero_grad()
 
             durations.append(time.perf_counter() - start)
             # the first steps warm caches up
             usual = statistics.median(durations[min(3, len(durations) - 1) :][-200:])
-            speed = tokens * fabric.world_size / usual
+            facts.step, facts.train_loss, facts.seconds = step, value, facts.seconds + durations[-1]
+            facts.tokens_per_second = job.size(batch) * fabric.world_size * engine.accumulate / usual
             now = Progress(
-                step, value, speed, share_of_peak(flops * engine.accumulate, usual), peak_memory(),
+                step, value, facts.tokens_per_second, share_of_peak(flops * engine.accumulate, usual), peak_memory(),
                 usual * (optimization.steps - step),
             )  # fmt: skip
             if step % engine.log_every == 0:
-                journal.log(step, {**now._asdict(), "lr": opts[-1].param_groups[0]["lr"], "grad_norm": norm.item()})
+                journal.log(step, {**now._asdict(), "lr": opts[-1].param_groups[0]["lr"], "grad_norm": norm})
             if engine.watch_every and step % engine.watch_every == 0:
-                journal.log(step, measures(bare, lambda batch=batch: job.loss(model, batch)))
+                journal.log(step, measures(bare, partial(job.loss, model, batch)))
             if step in marks:
-                valid = {name: judge(fabric, model, job, corpus.valid[name], judged[name], data.batch) for name in judged}
-                curve.append([step, valid])
+                valid = {n: judge(fabric, model, job, part, judged[n], data.batch) for n, part in corpus.valid.items()}
+                facts.curve.append([step, valid])
                 journal.log(step, {f"{name} {key}": v for name, values in valid.items() for key, v in values.items()})
             watch(now)
-            if stopping or (engine.save_every and step % engine.save_every == 0) or step == optimization.steps:
-                save(step)
+            due = engine.save_every and step % engine.save_every == 0
+            if checkpoints and (due or stopping or step == optimization.steps):
+                checkpoints.save(step, bare, plain, vars(facts))
             if stopping:
-                raise Stopped(step, checkpoints and checkpoints.newest())
+                raise Stopped(step, newest(checkpoints))
 
-    last = curve[-1][1]
+    last = facts.curve[-1][1]
     lead = next(iter(last))
     row = {
         "arm": arm.name,
@@ -171,15 +179,43 @@ def train(
         "extra_parameters": extra,
         "valid_loss": last[lead]["loss"],
         "valid": last,
-        "bits_per_byte": corpus.bits_per_byte(lead, last[lead]["loss"]),
-        "tokens_per_second": speed,
+        "metrics": metrics(corpus, last),
+        "tokens_per_second": facts.tokens_per_second,
         "activation_bytes": memory,
-        "train_loss": value,
-        "curve": [[step, valid[lead]["loss"]] for step, valid in curve],
-        "skipped": skipped,
-        "seconds": seconds_before + sum(durations),
+        "train_loss": facts.train_loss,
+        "curve": [[step, valid[lead]["loss"]] for step, valid in facts.curve],
+        "skipped": facts.skipped,
+        "seconds": facts.seconds,
     }
     return row, bare, fabric
+
+
+def newest(checkpoints: Checkpoints | None) -> Path | None:
+    return checkpoints.newest() if checkpoints else None
+
+
+def advance(
+    fabric: Fabric, model: nn.Module, bare: nn.Module, job: Task, batches: Iterator[Any],
+    optimization: Optimization, engine: Engine,
+) -> tuple[Tensor, float, Any]:  # fmt: skip
+    """Gradients of one step, clipped: this rank's mean loss, their norm over all ranks, and the last micro-batch."""
+    loss = torch.zeros((), device=fabric.device)
+    for part in range(engine.accumulate):
+        batch = next(batches)
+        with fabric.no_backward_sync(model, enabled=part < engine.accumulate - 1):
+            share = job.loss(model, batch) / engine.accumulate
+            fabric.backward(share)
+        loss += share.detach()
+    norm: Any = nn.utils.clip_grad_norm_(bare.parameters(), optimization.clip or math.inf)
+    return loss, (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(), batch
+
+
+def agreed(fabric: Fabric, loss: Tensor, signals: Signals) -> tuple[float, bool]:
+    """The mean loss of all ranks, and whether any of them was asked to stop."""
+    asked = torch.tensor(float(signals.asked is not None), device=loss.device)
+    both: Any = fabric.all_reduce(torch.stack([loss, asked]))
+    value, share = both.tolist()
+    return value, share > 0
 
 
 def examples(fabric: Fabric, part: Any, settings: Settings, seed: int, step: int) -> Iterator[Any]:
@@ -190,77 +226,3 @@ def examples(fabric: Fabric, part: Any, settings: Settings, seed: int, step: int
     order = Order(len(part), seed, batch, fabric.global_rank, fabric.world_size, step)
     loader = DataLoader(part, batch // ways, sampler=order, num_workers=settings.data.workers)
     return (fabric.to_device(micro) for micro in loader)
-
-
-def evenly(length: int, most: int) -> list[int]:
-    """At most so many indices, spread evenly over so many examples."""
-    count = min(length, most)
-    return [index * (length // count) for index in range(count)]
-
-
-@torch.no_grad()
-def judge(fabric: Fabric, model: nn.Module, job: Task, part: Any, chosen: list[int], batch: int) -> dict[str, float]:
-    """Means over examples, whose batches the ranks share, each padded to the same number with examples of no weight."""
-    model.eval()
-    each = -(-batch // fabric.world_size)
-    mine = chosen[fabric.global_rank :: fabric.world_size]
-    rounds = -(-len(chosen) // (each * fabric.world_size))
-    mine += [-1] * (rounds * each - len(mine))
-    sums: dict[str, Tensor] = {}
-    for start in range(0, len(mine), each):
-        indices = mine[start : start + each]
-        examples = [part[max(index, 0)] for index in indices]
-        values = job.judge(model, fabric.to_device(torch.utils.data.default_collate(examples)))
-        weight = torch.tensor([index >= 0 for index in indices], device=fabric.device)
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0) + (value.double() * weight).sum()
-    model.train()
-    return {name: fabric.all_reduce(total, reduce_op="sum").item() / len(chosen) for name, total in sums.items()}
-
-
-def weigh(fabric: Fabric, model: nn.Module, job: Task, batches: Iterator[Any]) -> tuple[int, int]:
-    """Bytes that a micro-batch's forward pass keeps for the backward, and its FLOPs."""
-    batch = next(batches)
-    with counter() as count, torch.compiler.set_stance("force_eager"), torch.random.fork_rng():
-        kept = activation_bytes(model, batch, job.loss)
-    return kept, count.get_total_flops()
-
-
-def share_of_peak(flops: int, seconds: float) -> float | None:
-    """Of a GPU in the table: forward and backward compute three times what the forward does."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
-    return 3 * flops / seconds / peak if peak else None
-
-
-def peak_memory() -> int:
-    """Bytes: of the GPU, or of the process where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class Signals:
-    """SIGTERM and Ctrl-C ask a run to end with its step; a second Ctrl-C ends it at once."""
-
-    asked: int | None = None
-
-    def __enter__(self) -> "Signals":
-        self.before = {}
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.before[number] = signal.signal(number, self.hear)
-        except ValueError:  # not the main thread, where nothing is heard
-            pass
-        return self
-
-    def hear(self, number: int, frame: Any) -> None:
-        if self.asked == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = number
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)

@@ -1,5 +1,6 @@
 """What a model is trained to do: its body, its examples, its loss, and how it is judged; one row a task."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,12 +14,24 @@ from ..registry import make
 from .settings import Model, Settings
 
 
+class Examples(NamedTuple):
+    """What is trained on and judged by: map-style datasets of single examples."""
+
+    train: Any
+    valid: dict[str, Any]  # validation sets by name; the first is the one that counts
+    classes: int  # tokens of the vocabulary, or classes of the images
+    digest: str  # of all of it
+    sizes: dict[str, int]  # in words: {"bytes to train on": …}
+    bytes_per_token: dict[str, float]  # of the text of each validation set
+    entropy: float | None = None  # order-0, of the first validation set's text, in bits a byte
+
+
 class Task(NamedTuple):
-    corpus: Callable[[Settings], Any]  # the examples, with their `train` and `valid` sets and `classes`
+    examples: Callable[[Settings], Examples]
     bare: Callable[[Settings, int], nn.Module]  # the body, given the number of tokens or classes
     loss: Callable[[nn.Module, Any], Tensor]  # what is minimised
     judge: Callable[[nn.Module, Any], dict[str, Tensor]]  # [B] each, an example's, "loss" among them
-    size: Callable[[Any], tuple[int, int]]  # of a batch: examples, and tokens they are
+    size: Callable[[Any], int]  # of a batch: tokens, or images
 
 
 def build(settings: Settings, arm: str, classes: int, seed: int) -> nn.Module:
@@ -39,19 +52,39 @@ def task(model: Model) -> Task:
     return TASKS.get(model.family, LANGUAGE)
 
 
-def text_corpus(settings: Settings) -> Any:
+def metrics(examples: Examples, judged: dict[str, dict[str, float]]) -> dict[str, float]:
+    """What is known beside the first validation set's loss: its bits a byte or accuracy, and the other sets'."""
+    found = {}
+    for number, (name, values) in enumerate(judged.items()):
+        label = f"{name} " if number else ""
+        found.update({label + key: value for key, value in values.items() if number or key != "loss"})
+        if name in examples.bytes_per_token:
+            found[f"{label}bits/byte"] = values["loss"] / math.log(2) / examples.bytes_per_token[name]
+    return found
+
+
+def text(settings: Settings) -> Examples:
     from .data import corpus
 
     data = settings.data
-    return corpus(data.data, data.context, data.tokenizer, data.valid or None)
+    found = corpus(data.data, data.context, data.tokenizer, data.valid)
+    first = next(iter(found.valid))
+    sizes = {
+        "bytes to train on": found.train.tokens.text_bytes,
+        f"{'held out' if first == 'held-out' else f'of {first}'}": found.valid[first].tokens.text_bytes,
+    }
+    rest = (found.vocab, found.digest, sizes, found.bytes_per_token, found.entropy[first])
+    return Examples(found.train, found.valid, *rest)
 
 
-def image_corpus(settings: Settings) -> Any:
+def pictures(settings: Settings) -> Examples:
     from .images import images
 
     data, body = settings.data, settings.model.body
     size, channels = body.get("image_size", body.get("sample_size", 224)), body.get("num_channels", 3)
-    return images(data.data, size, body.get("in_channels", channels), data.valid or None, data.augment)
+    found = images(data.data, size, body.get("in_channels", channels), data.valid.get("valid"), data.augment)
+    sizes = {"images to train on": len(found.train), "held out": len(next(iter(found.valid.values())))}
+    return Examples(found.train, found.valid, found.classes, found.digest, sizes, {})
 
 
 def language_model(settings: Settings, vocab: int) -> nn.Module:
@@ -75,7 +108,14 @@ def denoiser(settings: Settings, classes: int) -> nn.Module:
 
     model = settings.model
     heads = {"num_attention_heads": model.heads, "attention_head_dim": model.dim // model.heads}
-    return getattr(diffusers, model.family)(num_layers=model.layers, num_embeds_ada_norm=classes, **heads, **model.body)
+    make = getattr(diffusers, model.family)
+    body = make(num_layers=model.layers, num_embeds_ada_norm=classes, **heads, **model.body)
+    return body.to(dtype_of(settings))
+
+
+def dtype_of(settings: Settings) -> torch.dtype:
+    """Of the body's parameters; its connections' own are float32."""
+    return torch.bfloat16 if settings.engine.precision == "bf16-true" else torch.float32
 
 
 def config_of(model: Model, vocab: int) -> Any:
@@ -139,15 +179,15 @@ def judged_noise(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor
 ALPHAS = (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0)
 
 
-def tokens_of(batch: Tensor) -> tuple[int, int]:
-    return len(batch), batch[:, 1:].numel()
+def tokens_of(batch: Tensor) -> int:
+    return batch[:, 1:].numel()
 
 
-def images_of(batch: dict[str, Tensor]) -> tuple[int, int]:
-    return len(batch["labels"]), len(batch["labels"])
+def images_of(batch: dict[str, Tensor]) -> int:
+    return len(batch["labels"])
 
 
-LANGUAGE = Task(text_corpus, language_model, next_token, judged_text, tokens_of)
-IMAGES = Task(image_corpus, classifier, class_loss, judged_images, images_of)
-DIFFUSION = Task(image_corpus, denoiser, noise_loss, judged_noise, images_of)
+LANGUAGE = Task(text, language_model, next_token, judged_text, tokens_of)
+IMAGES = Task(pictures, classifier, class_loss, judged_images, images_of)
+DIFFUSION = Task(pictures, denoiser, noise_loss, judged_noise, images_of)
 TASKS = {"vit": IMAGES, "DiTTransformer2DModel": DIFFUSION}

@@ -27,7 +27,7 @@ def measures(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
     gain    how much a change of y_k, the output of sub-layer k (0: the embedding), moves what the head reads, through
             the connections alone, in a random direction: 1 everywhere in PreNorm. That of y_0 is the composite gain.
     """
-    sites, outputs = connections(model), {}  # type: ignore[var-annotated]
+    sites, outputs = connections(model), {}
     body, family = parts_of(model)
 
     def keep(connection: Connection, arguments: tuple[State], _: Any) -> None:

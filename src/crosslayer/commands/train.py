@@ -1,0 +1,78 @@
+"""`crosslayer train`: one arm, at any size, on one process or on all that torchrun started."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ..registry import nearest
+from .shared import add_settings, bars, quiet, recipe_of
+from .shared import parser as empty
+
+DEFAULTS = False  # between an option's default and what is given there is a recipe
+
+
+def parser() -> Any:
+    command = empty(
+        "Train one arm of a recipe, or one connection. On several GPUs: torchrun --nproc-per-node 8 -m crosslayer.cli "
+        "train RECIPE; on several nodes, on each: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:29400 -m crosslayer.cli train RECIPE. The same command goes on from its last checkpoint."
+    )
+    command.add_argument("recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options")
+    command.add_argument("--arm", type=str | None, default=None, help="a name in the recipe, or a connection")
+    command.add_argument("--scale", type=str, default="full", help="tiny: a recipe's structure, small enough for a CPU")
+    command.add_argument("--seed", type=int, default=0, help="of the body's weights and of the order of the data")
+    command.add_argument("--out", type=str | None, default=None, help="folder of checkpoints, metrics and the model")
+    add_settings(command)
+    return command
+
+
+def run(options: Any) -> int:
+    quiet()
+    from rich.console import Console
+
+    from ..compare import environment, write
+    from ..train.run import Diverged, Stopped, train
+    from ..train.saving import save_model
+    from ..train.tasks import task
+
+    console = Console()
+    recipe, seed = recipe_of(options, [options.get("arm") or "prenorm"]), options.get("seed", 0)
+    arm = chosen(recipe, options)
+    settings = recipe.settings(arm)
+    identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
+    folder = Path(options.get("out") or f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with bars(console) as watcher:
+            watch = watcher(arm.name, settings.optimization.steps)
+            row, model, fabric = train(settings, arm, seed, task(settings.model).examples(settings), watch, folder)
+    except Stopped as stop:
+        console.print(f"{str(stop).capitalize()}. The same command goes on from there.", soft_wrap=True)
+        return 130
+    except Diverged as end:
+        raise ValueError(str(end)) from None
+    save_model(fabric, model, folder / "model")
+    if fabric.is_global_zero:
+        result = {"environment": environment(), "settings": settings.flat(), "paper": arm.paper, **row}
+        write(folder / "result.json", json.dumps(result, indent=1))
+        losses = ", ".join(f"{name} {key} {v:.4f}" for name, found in row["valid"].items() for key, v in found.items())
+        console.print(f"{arm.name}: {losses}. Model: {folder / 'model'}", soft_wrap=True)
+    return 0
+
+
+def chosen(recipe: Any, options: Any) -> Any:
+    """The arm that was asked for; of a recipe with one, that one."""
+    from ..train.recipe import Arm
+
+    name, names = options.get("arm"), [arm.name for arm in recipe.arms]
+    if name in names:
+        return recipe.arms[names.index(name)]
+    if name is not None:
+        try:
+            return Arm.of(name)
+        except ValueError as error:
+            raise ValueError(f"{error}; the recipe's arms are {', '.join(names)}{nearest(name, names)}") from None
+    if len(names) > 1:
+        raise ValueError(f"choose one of the recipe's arms with --arm: {', '.join(names)}")
+    return recipe.arms[0]
