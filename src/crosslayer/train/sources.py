@@ -221,7 +221,7 @@ def has_text(source: str, columns: list[str]) -> None:
 def of_datasets(source: str) -> Iterator[Document]:
     asked = source.removeprefix(DATASETS)
     # a folder may have any name
-    name, config, part = (asked, None, None) if Path(asked).exists() else named(source, asked)
+    name, config, part = (asked, None, None) if asked and Path(asked).exists() else named(source, asked)
     number = 0
     try:
         found = loaded(name, config, part or TRAIN)

@@ -88,12 +88,19 @@ class Tokens:
         return -(p * p.clamp_min(1e-300).log2()).sum().item()
 
     def __getstate__(self) -> dict[str, Any]:
-        shards = [shard.file or shard for shard in self.shards]
+        # arrays, as torch cannot pickle uint16
+        shards = [s.file or (s.tokens.numpy(), s.documents.numpy(), *s[2:]) for s in self.shards]
         return {"shards": shards, "vocab": self.vocab, "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        shards = tuple(mapped(s)[0] if isinstance(s, Path) else s for s in state["shards"])
-        self.__dict__.update(state | {"shards": shards})
+        self.__dict__.update(state | {"shards": tuple(unpickled(shard) for shard in state["shards"])})
+
+
+def unpickled(shard: Any) -> Shard:
+    if isinstance(shard, Path):
+        return mapped(shard)[0]
+    tokens, documents, *others = shard
+    return Shard(torch.from_numpy(tokens), torch.from_numpy(documents), *others)
 
 
 @dataclass(frozen=True)
