@@ -92,6 +92,14 @@ def test_files_of_any_mode(tmp_path, mode, ending):
         assert item["pixel_values"].shape == (3, 8, 8)
 
 
+def test_sixteen_bits_are_scaled_not_cut_off(tmp_path):
+    (tmp_path / "class").mkdir()
+    for i in range(3):
+        Image.fromarray(np.full((4, 4), 0x4000, np.uint16)).save(tmp_path / "class" / f"{i}.png")
+    pixels = images(str(tmp_path), size=4, channels=1).train[0]["pixel_values"]
+    assert torch.equal(pixels, torch.full((1, 4, 4), 64.0) / 127.5 - 1)
+
+
 @pytest.mark.parametrize("augment", ["flip", "inception crop"])
 def test_augmentation_is_drawn_anew_each_epoch_and_can_be_drawn_again(tmp_path, augment):
     data = images(npz(tmp_path / "a.npz"), 8, augment=augment, seed=1)

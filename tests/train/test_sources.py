@@ -106,6 +106,12 @@ def test_documents_are_split_by_name():
     assert {document for name, document in again if name == "held-out"} >= held
 
 
+def test_one_document_at_least_is_held_out():
+    for start in range(0, 2000, 40):
+        sets = list(split(iter([Document(f"{i}.txt", WORDS) for i in range(start, start + 40)])))
+        assert any(name == "held-out" for name, _ in sets)
+
+
 def test_few_documents_are_split_at_their_tail():
     whole = [Document("a", "a" * 50), Document("b", "b" * 949)]
     sets = list(split(iter(whole)))
@@ -152,6 +158,7 @@ def test_named_validation_sets_leave_the_source_whole(tmp_path):
             b'{"body": "a", "id": 1}',
             "fields.jsonl: line 1 has the fields body, id, expected a string or a",
         ),
+        ("half.jsonl", b'"a"\n{"text": "a \\ud83d b"}', r"half.jsonl: line 2 is not Unicode text \(half .* \\ud83d\)"),
         ("list.jsonl", b"[1, 2]", "list.jsonl: line 1 has list, expected"),
         ("fake.parquet", b"not parquet at all", "fake.parquet: not a parquet file, or a broken one"),
         ("empty.parquet", b"", "empty.parquet: not a parquet file, or a broken one"),
@@ -186,6 +193,11 @@ def test_bad_parquet_columns(tmp_path):
         texts(table(tmp_path / "b.parquet", text=["a", None]))
     with pytest.raises(ValueError, match="row 1 of its column text is int64 3, not text"):
         texts(table(tmp_path / "c.parquet", text=[3]))
+    latin = pyarrow.StringArray.from_buffers(
+        1, pyarrow.array([0, 4], "int32").buffers()[1], pyarrow.py_buffer(b"caf\xe9")
+    )
+    with pytest.raises(ValueError, match=r"e\.parquet: not UTF-8 text"):
+        texts(table(tmp_path / "e.parquet", text=latin))
     whole = table(tmp_path / "d.parquet", text=[f"{i} {WORDS}" for i in range(99)])
     raw = bytearray(whole.read_bytes())
     raw[100:400] = b"\xff" * 300

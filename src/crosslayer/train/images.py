@@ -107,6 +107,8 @@ def opened(source: Path | np.ndarray, mode: str) -> Any:
         return Image.fromarray(source).convert(mode)
     try:
         with Image.open(source) as image:
+            if image.mode.startswith("I;16"):  # which Pillow would cut off at 255 instead
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert(mode)
             # a palette's transparency has to be resolved first
             return (image.convert("RGBA") if "transparency" in image.info else image).convert(mode)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

@@ -24,7 +24,8 @@ class Settings:
     """What every arm of a comparison shares.
 
     Args:
-        data: "stdlib", the running interpreter's own library, or a text, .jsonl or .gz file or a folder of them.
+        data: "stdlib", the running interpreter's own library; a text, .jsonl (also .gz) or .parquet file or a folder of
+            them; datasets:NAME; or a folder that `crosslayer data prepare` made.
         steps: optimizer steps.
         batch: sequences a step.
         context: bytes a sequence.
