@@ -9,14 +9,21 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from . import __version__, commands
 from .registry import nearest
 
 NAMES = sorted(m.name for m in pkgutil.iter_modules(commands.__path__) if m.name != "shared")
-EXTRAS = dict.fromkeys(("jsonargparse", "rich", "lightning", "matplotlib", "transformers"), "train")
-EXTRAS |= dict.fromkeys(("lm_eval", "datasets", "accelerate"), "eval")
+EXTRAS = dict.fromkeys(
+    (
+        "jsonargparse", "rich", "lightning", "matplotlib", "transformers", "tokenizers", "safetensors", "datasets",
+        "pyarrow", "PIL", "numpy",
+    ),
+    "train",
+)  # fmt: skip
+EXTRAS |= dict.fromkeys(("lm_eval", "accelerate"), "eval")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,8 +56,11 @@ def command(arguments: Sequence[str]) -> int:
     }
     parsers = {name: module.parser() for name, module in modules.items()}
     subcommands = parser.add_subcommands(required=True, dest="command")
+    several: dict[str, list[Any]] = {}
     for name, sub in parsers.items():
         subcommands.add_subcommand(name, sub)
+        if hasattr(modules[name], "actions"):  # its own subcommands, which the parser library takes in this order only
+            several[name] = modules[name].actions(sub)
     try:
         # a command may want what was given alone, without the options' defaults
         given = parser.parse_args(arguments, defaults=getattr(modules.get(asked or ""), "DEFAULTS", True))
@@ -58,7 +68,8 @@ def command(arguments: Sequence[str]) -> int:
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", str(error))
         if not unknown or asked is None:
             raise
-        known = [f"--{option}" for option in ("config", *parsers[asked].get_defaults().keys())]
+        own = [parsers[asked], *several.get(asked, [])]
+        known = [f"--{option}" for option in ("config", *chain.from_iterable(p.get_defaults().keys() for p in own))]
         raise ValueError(
             f"unknown option {unknown[1]}{nearest(unknown[1], known)}; see crosslayer {asked} --help"
         ) from None

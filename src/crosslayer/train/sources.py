@@ -66,8 +66,10 @@ def split(found: Iterator[Document]) -> Iterator[tuple[str, Document]]:
     if len(first) < FEW:
         yield from tail(first)
     else:
+        sure = min(first, key=lambda document: share(document.name)).name  # so that there is one in any case
         for document in chain(first, found):
-            yield HELD_OUT if share(document.name) < VALID_SHARE else TRAIN, document
+            held = share(document.name) < VALID_SHARE or document.name == sure
+            yield HELD_OUT if held else TRAIN, document
 
 
 def tail(few: list[Document]) -> Iterator[tuple[str, Document]]:
@@ -83,7 +85,7 @@ def tail(few: list[Document]) -> Iterator[tuple[str, Document]]:
 
 def share(name: str) -> float:
     """A number in [0, 1) that depends on the name alone."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
+    return int.from_bytes(hashlib.sha256(name.encode("utf8", "surrogateescape")).digest()[:4], "big") / 2**32
 
 
 def parts(source: str, valid: dict[str, str] | None = None) -> Iterator[tuple[str, Document]]:
@@ -190,6 +192,8 @@ def record(file: Path, number: int, line: str) -> str:
     if not isinstance(text, str):
         has = f"the fields {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
         raise ValueError(f'{file}: line {number} has {has}, expected a string or a field "text"')
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"{file}: line {number} is not Unicode text (half a surrogate pair, \\u{ord(half[0]):04x})")
     return text
 
 
@@ -209,6 +213,8 @@ def rows(file: Path, name: str) -> Iterator[Document]:
                     if not isinstance(text, str):
                         raise ValueError(f"{file}: row {number} of its column text is {kind} {text!r:.40}, not text")
                     yield Document(f"{name}:{number}", text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 text (after row {number} of its column text, {error})") from None
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file}: not a parquet file, or a broken one ({str(error).splitlines()[0]})") from None
 
@@ -221,7 +227,7 @@ def has_text(source: str, columns: list[str]) -> None:
 def of_datasets(source: str) -> Iterator[Document]:
     asked = source.removeprefix(DATASETS)
     # a folder may have any name
-    name, config, part = (asked, None, None) if Path(asked).exists() else named(source, asked)
+    name, config, part = (asked, None, None) if asked and Path(asked).exists() else named(source, asked)
     number = 0
     try:
         found = loaded(name, config, part or TRAIN)

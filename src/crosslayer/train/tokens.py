@@ -12,10 +12,8 @@ lists the shards. It is written last: without it a folder is not a corpus.
 import bisect
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -25,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .folders import claimed, settle
 from .packing import BATCH, Shard, checksum, pack
 from .sources import TRAIN, Document, parts
 from .tokenizing import FILE, Tokenizer, tokenizer
 
 FORMAT = "crosslayer tokens 1"
 CORPUS, BUSY = "corpus.json", "preparing.lock"
-OURS = re.compile(r"\w[\w.-]*-\d{5}\.safetensors(\.part)?|corpus\.json\.part|tokenizer\.json|preparing\.lock")
+OURS = re.compile(r"\w[\w.-]*-\d{5}\.safetensors(\.part)?|corpus\.json\.part|tokenizer\.json")
 Watch = Callable[[str, int, int], None]  # of a set (or of "tokenizer", while one is trained): documents and bytes read
 
 
@@ -45,6 +44,9 @@ class Tokens:
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
+
+    def __repr__(self) -> str:
+        return f"{len(self):,} tokens of {self.tokenizer}"
 
     def window(self, start: int, length: int) -> Tensor:
         """The tokens from `start` on, [length] int64."""
@@ -78,7 +80,7 @@ class Tokens:
     def digest(self) -> str:
         return hashlib.sha256(" ".join(shard.digest for shard in self.shards).encode()).hexdigest()[:16]
 
-    @property
+    @cached_property
     def entropy(self) -> float:
         """Order-0 entropy in bits a token: what a model that knows only their frequencies reaches."""
         counts = torch.zeros(self.vocab, dtype=torch.float64)
@@ -88,12 +90,19 @@ class Tokens:
         return -(p * p.clamp_min(1e-300).log2()).sum().item()
 
     def __getstate__(self) -> dict[str, Any]:
-        shards = [shard.file or shard for shard in self.shards]
+        # arrays, as torch cannot pickle uint16
+        shards = [s.file or (s.tokens.numpy(), s.documents.numpy(), *s[2:]) for s in self.shards]
         return {"shards": shards, "vocab": self.vocab, "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        shards = tuple(mapped(s)[0] if isinstance(s, Path) else s for s in state["shards"])
-        self.__dict__.update(state | {"shards": shards})
+        self.__dict__.update(state | {"shards": tuple(unpickled(shard) for shard in state["shards"])})
+
+
+def unpickled(shard: Any) -> Shard:
+    if isinstance(shard, Path):
+        return mapped(shard)[0]
+    tokens, documents, *others = shard
+    return Shard(torch.from_numpy(tokens), torch.from_numpy(documents), *others)
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ def prepare(
         ValueError: the source, the tokenizer or the folder is not as it should be. Nothing has been left behind.
     """
     folder = Path(folder)
-    with claimed(folder):
+    with claimed(folder, CORPUS, BUSY, OURS):
         kind = learn(name, source, valid, watch)
         kind.save(folder)
         common = {"format": FORMAT, "source": source, "tokenizer": kind.name, "tokenizer_digest": kind.digest}
@@ -163,62 +172,12 @@ def counted(found: Iterator[tuple[str, Document]], watch: Watch) -> Iterator[tup
         watch(part, *counts[part])
 
 
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """A folder of this process alone, empty but for its lock; emptied again if the work in it fails."""
-    from filelock import FileLock, Timeout
-
-    lock = folder / BUSY
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: a file is in the way of the folder")
-    if (folder / CORPUS).exists():
-        raise ValueError(f"{folder}: holds a prepared corpus already; choose another folder, or remove it")
-    others = [path.name for path in folder.iterdir()] if folder.exists() else []
-    if others and not (lock.exists() and all(OURS.fullmatch(other) for other in others)):
-        raise ValueError(f"{folder}: not empty, and not an interrupted preparation's; choose another folder")
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        held = FileLock(lock).acquire(timeout=0)
-    except Timeout:
-        raise ValueError(f"{folder}: another process is preparing it") from None
-    with held:
-        clear(folder, keep=BUSY)
-        try:
-            yield
-        except BaseException:
-            clear(folder, keep="")
-            if made:
-                folder.rmdir()
-            raise
-        lock.unlink(missing_ok=True)
-
-
-def clear(folder: Path, keep: str) -> None:
-    for path in folder.iterdir():
-        if OURS.fullmatch(path.name) and path.name != keep:
-            path.unlink()
-
-
 def write(file: Path, shard: Shard, header: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
     aside = file.with_name(f"{file.name}.part")
     save_file({"tokens": shard.tokens, "documents": shard.documents}, aside, header)
     settle(aside, file)
-
-
-def settle(aside: Path, file: Path) -> None:
-    """Give a file its name once its content is safe; then make the name safe too."""
-    synchronise(aside)
-    os.replace(aside, file)
-    synchronise(file.parent)
-
-
-def synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def open_corpus(folder: str | Path) -> Prepared:
