@@ -1,6 +1,7 @@
 """Where a run runs: the processes torchrun started, the way they share a model, and what is compiled or recomputed."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,16 +39,21 @@ def launch(engine: Engine, loggers: Any = ()) -> Fabric:
 def shard(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
     """FSDP2, layer by layer. A group of parameters has one dtype: what a layer's connections own is a float32 one."""
     body, family = parts_of(model)
-    policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
-    for layer in getattr(body, family.layers):
-        norms = [norm for connection in layer.connections for norm in connection.norms]
-        for part, its_policy in ((norms, policy), (layer.connections, MixedPrecisionPolicy())):
+    narrow, wide = (MixedPrecisionPolicy(d, torch.float32, cast_forward_inputs=False) for d in (half, None))
+
+    def apart(connections: Iterable[Connection], policy: MixedPrecisionPolicy) -> None:
+        norms = [norm for connection in connections for norm in connection.norms]
+        for part, its_policy in ((norms, policy), (connections, wide)):
             group = [module for module in part if any(p is not None for p in module._parameters.values())]
             if group:
                 fully_shard(group, mesh=mesh, mp_policy=its_policy)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+
+    for layer in getattr(body, family.layers):
+        apart(layer.connections, narrow)
+        fully_shard(layer, mesh=mesh, mp_policy=narrow)
     # embedding, final norm, readout and head are as wide as in one process, and so is the stream
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    apart([getattr(body, family.final).connection], wide)
+    fully_shard(model, mesh=mesh, mp_policy=wide)
     return model
 
 
@@ -58,9 +64,13 @@ def setup(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
             become(connection, Recomputed)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
-    if engine.compile == "layers":
+    if engine.compile != "none":
+        torch.compiler.reset()  # of the arm before, which counts against the number of graphs a function may have
         body, family = parts_of(model)
-        for layer in getattr(body, family.layers):
+        layers = getattr(body, family.layers)
+        # a dense method's layers each have a graph of their own, as each is given another number of tensors
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers))
+        for layer in layers if engine.compile == "layers" else ():
             layer.compile()
     return fabric.setup_module(torch.compile(model) if engine.compile == "model" else model)
 

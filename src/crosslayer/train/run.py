@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from ..costs import parameters
 from .checkpoint import Checkpoints
-from .data import Order
 from .journal import Journal, loggers
 from .judging import evenly, judge
 from .measuring import peak_memory, share_of_peak, weigh
@@ -123,8 +122,8 @@ def train(
     journal = Journal(fabric, folder, facts.step)
     judged = {name: evenly(len(part), data.batch * data.held_out) for name, part in corpus.valid.items()}
     marks = {round(optimization.steps * i / engine.evals) for i in range(1, engine.evals + 1)}
-    memory, flops = weigh(model, job, examples(fabric, corpus.train, settings, seed, 0))
-    batches = examples(fabric, corpus.train, settings, seed, facts.step)
+    memory, flops = weigh(model, job, examples(fabric, corpus, settings, seed, 0))
+    batches = examples(fabric, corpus, settings, seed, facts.step)
     durations: list[float] = []
     model.train()
 
@@ -218,11 +217,11 @@ def agreed(fabric: Fabric, loss: Tensor, signals: Signals) -> tuple[float, bool]
     return value, share > 0
 
 
-def examples(fabric: Fabric, part: Any, settings: Settings, seed: int, step: int) -> Iterator[Any]:
+def examples(fabric: Fabric, corpus: Examples, settings: Settings, seed: int, step: int) -> Iterator[Any]:
     """This rank's micro-batches, endless, from those of the step after `step`."""
     batch, ways = settings.data.batch, fabric.world_size * settings.engine.accumulate
     if batch % ways:
         raise ValueError(f"batch must be a multiple of ranks × accumulate, got {batch} for {ways}")
-    order = Order(len(part), seed, batch, fabric.global_rank, fabric.world_size, step)
-    loader = DataLoader(part, batch // ways, sampler=order, num_workers=settings.data.workers)
+    order = corpus.order(len(corpus.train), seed, batch, fabric.global_rank, fabric.world_size, step)
+    loader = DataLoader(corpus.train, batch // ways, sampler=order, num_workers=settings.data.workers)
     return (fabric.to_device(micro) for micro in loader)

@@ -45,7 +45,7 @@ class Data:
         context: tokens a sequence.
         batch: sequences, or images, a step, over all ranks and accumulated micro-batches.
         held_out: batches of each validation set that are judged.
-        augment: of training images: none, flip or crop.
+        augment: of training images: none, flip, or inception crop.
         workers: processes that load data ahead.
     """
 

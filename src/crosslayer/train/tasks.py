@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..costs import sized
 from ..hf import connect
 from ..registry import make
+from .order import Order
 from .settings import Model, Settings
 
 
@@ -24,6 +25,7 @@ class Examples(NamedTuple):
     sizes: dict[str, int]  # in words: {"bytes to train on": …}
     bytes_per_token: dict[str, float]  # of the text of each validation set
     entropy: float | None = None  # order-0, of the first validation set's text, in bits a byte
+    order: type[Order] = Order  # in which they are trained on
 
 
 class Task(NamedTuple):
@@ -78,13 +80,13 @@ def text(settings: Settings) -> Examples:
 
 
 def pictures(settings: Settings) -> Examples:
-    from .images import images
+    from .images import Draws, images
 
     data, body = settings.data, settings.model.body
     size, channels = body.get("image_size", body.get("sample_size", 224)), body.get("num_channels", 3)
     found = images(data.data, size, body.get("in_channels", channels), data.valid.get("valid"), data.augment)
     sizes = {"images to train on": len(found.train), "held out": len(next(iter(found.valid.values())))}
-    return Examples(found.train, found.valid, found.classes, found.digest, sizes, {})
+    return Examples(found.train, found.valid, len(found.classes), found.digest, sizes, {}, order=Draws)
 
 
 def language_model(settings: Settings, vocab: int) -> nn.Module:
