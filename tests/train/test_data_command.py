@@ -59,8 +59,18 @@ def test_what_is_wrong_is_one_line(stories, tmp_path, capsys, arguments, message
     assert not (tmp_path / "out").exists()
 
 
-def test_showing_imports_nothing_heavy():
-    code = "import sys; from crosslayer.commands import data; data.actions(data.parser()); print(*sys.modules)"
-    code = code.replace("data.actions(data.parser())", "data.parser()")
+def test_the_command_imports_nothing_heavy():
+    code = "import sys; from crosslayer.commands import data; data.parser(); print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"transformers", "datasets", "pyarrow", "tokenizers", "lightning", "PIL", "rich"} & set(modules)
+
+
+def test_a_stopped_preparation_says_so(stories, tmp_path, capsys, monkeypatch):
+    from crosslayer.train import tokens
+
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokens, "counted", stopped)
+    assert main(["data", "prepare", stories, "--out", str(tmp_path / "out")]) == 130
+    assert "Stopped; nothing is left of it." in capsys.readouterr().out and not (tmp_path / "out").exists()

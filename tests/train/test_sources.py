@@ -14,6 +14,7 @@ from crosslayer.train import sources
 from crosslayer.train.sources import Document, documents, parts, split
 
 WORDS = "the quick brown fox jumps over the lazy dog, and on it goes. " * 40
+LUCKY = next(f"{i}.md" for i in range(200) if sources.share(f"{i}.md") < sources.VALID_SHARE)
 HARD = [
     "",
     "  \n",
@@ -110,6 +111,10 @@ def test_one_document_at_least_is_held_out():
     for start in range(0, 2000, 40):
         sets = list(split(iter([Document(f"{i}.txt", WORDS) for i in range(start, start + 40)])))
         assert any(name == "held-out" for name, _ in sets)
+        assert sets == list(split(iter([document for _, document in sets])))
+    unlucky = [d for d in (Document(f"{i}.txt", WORDS) for i in range(200)) if sources.share(d.name) >= 0.05]
+    assert [name for name, _ in split(iter(unlucky))].count("held-out") == 1
+    assert [name for name, _ in split(iter([*unlucky, Document(LUCKY, WORDS)]))].index("held-out") == len(unlucky)
 
 
 def test_few_documents_are_split_at_their_tail():

@@ -22,8 +22,7 @@ def claimed(folder: Path, done: str, busy: str, ours: re.Pattern[str]) -> Iterat
     lock = folder / busy
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: a file is in the way of the folder")
-    if (folder / done).exists():
-        raise ValueError(f"{folder}: holds a prepared corpus already; choose another folder, or remove it")
+    refuse(folder, done)
     others = [path.name for path in folder.iterdir()] if folder.exists() else []
     if others and not (lock.exists() and all(other == busy or ours.fullmatch(other) for other in others)):
         raise ValueError(f"{folder}: not empty, and not an interrupted preparation's; choose another folder")
@@ -34,16 +33,22 @@ def claimed(folder: Path, done: str, busy: str, ours: re.Pattern[str]) -> Iterat
     except Timeout:
         raise ValueError(f"{folder}: another process is preparing it") from None
     with held:
+        refuse(folder, done)  # another process may have finished since
         clear(folder, ours)
         try:
             yield
         except BaseException:
             clear(folder, ours)
-            lock.unlink()
+            lock.unlink(missing_ok=True)
             if made:
                 folder.rmdir()
             raise
         lock.unlink(missing_ok=True)
+
+
+def refuse(folder: Path, done: str) -> None:
+    if (folder / done).exists():
+        raise ValueError(f"{folder}: holds a prepared corpus already; choose another folder, or remove it")
 
 
 def clear(folder: Path, ours: re.Pattern[str]) -> None:

@@ -9,6 +9,7 @@ import codecs
 import gzip
 import hashlib
 import json
+import math
 import re
 import sysconfig
 import zlib
@@ -65,11 +66,15 @@ def split(found: Iterator[Document]) -> Iterator[tuple[str, Document]]:
     first = list(islice(found, FEW))
     if len(first) < FEW:
         yield from tail(first)
-    else:
-        sure = min(first, key=lambda document: share(document.name)).name  # so that there is one in any case
-        for document in chain(first, found):
-            held = share(document.name) < VALID_SHARE or document.name == sure
-            yield HELD_OUT if held else TRAIN, document
+        return
+    limit = VALID_SHARE
+    while not any(share(document.name) < limit for document in first):
+        more = list(islice(found, FEW))
+        if not more:  # none would be held out, so that the nearest is
+            limit = math.nextafter(min(share(document.name) for document in first), 1)
+        first += more
+    for document in chain(first, found):
+        yield HELD_OUT if share(document.name) < limit else TRAIN, document
 
 
 def tail(few: list[Document]) -> Iterator[tuple[str, Document]]:

@@ -49,10 +49,12 @@ class Tokenizer:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
         return [np.array(e.ids, np.uint32) for e in self.model.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json, where there is one."""
-        if self.definition is not None:
-            (folder / FILE).write_text(self.definition, "utf8")
+    def save(self, folder: Path) -> Path | None:
+        """Write tokenizer.json, where there is one, and say where."""
+        if self.definition is None:
+            return None
+        (folder / FILE).write_text(self.definition, "utf8")
+        return folder / FILE
 
     def __getstate__(self) -> dict[str, Any]:  # processes parse it again; most of them never encode
         return {key: value for key, value in self.__dict__.items() if key != "model"}

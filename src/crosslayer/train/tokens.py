@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .folders import claimed, settle
+from .folders import claimed, settle, synchronise
 from .packing import BATCH, Shard, checksum, pack
 from .sources import TRAIN, Document, parts
 from .tokenizing import FILE, Tokenizer, tokenizer
@@ -137,7 +137,8 @@ def prepare(
     folder = Path(folder)
     with claimed(folder, CORPUS, BUSY, OURS):
         kind = learn(name, source, valid, watch)
-        kind.save(folder)
+        if file := kind.save(folder):
+            synchronise(file)
         common = {"format": FORMAT, "source": source, "tokenizer": kind.name, "tokenizer_digest": kind.digest}
         sets: dict[str, list[dict[str, Any]]] = {}
         for part, shard in pack(counted(parts(source, valid), watch), kind):
