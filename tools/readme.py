@@ -1,6 +1,6 @@
 """Writes what README and docs/ have from elsewhere: the table of connections from their docstrings, the tables of
-proofs and of families from the tests, and the table and picture of docs/results.json, which is a `crosslayer compare`
-without arguments.
+proofs and of families from the tests, the table of recipes from their files, and the table and picture of
+docs/results.json, which is a `crosslayer compare` without arguments.
 
     python tools/readme.py
 """
@@ -11,12 +11,16 @@ import re
 from pathlib import Path
 
 import proofs
+import torch
 
 import crosslayer
 from crosslayer.compare import Comparison
+from crosslayer.costs import parameters
 from crosslayer.registry import options
 from crosslayer.report import curves, markdown, picture, tradeoff
+from crosslayer.train.recipe import load
 from crosslayer.train.run import Settings
+from crosslayer.train.tasks import LANGUAGE, task
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "connections.md"
@@ -24,6 +28,11 @@ FAMILIES = ROOT / "docs" / "families.md"
 CELLS = (
     "How many arms (connections, and on two bodies their options too) the tests in tests/hf try with each thing people "
     "do, on a small random model of each family. What only a GPU can show is in tests/hf/test_gpu.py."
+)
+RECIPES = ROOT / "docs" / "recipes.md"
+ABOUT = (
+    "The experiments of the papers, one file each: what is compared, on what, how long, and what is expected is in the "
+    "comment at its head. Parameters are the body's, without connections; a range is over the arms."
 )
 PICTURE, RESULTS = ROOT / "docs" / "compare.svg", ROOT / "docs" / "results.json"
 
@@ -52,6 +61,35 @@ def measured() -> Comparison:
     return Comparison(Settings(**results["settings"]), arms, seeds, RESULTS.parent, None, results)
 
 
+def recipes() -> str:
+    lines = ["| recipe | paper | arms | body, M parameters | steps | trained on |", "| --- " * 3 + "| ---: " * 3 + "|"]
+    for file in sorted((ROOT / "recipes").glob("*.yaml")):
+        recipe = load(file)
+        paper = re.match(r"# Paper: (.+?), arXiv ([\d.]+), (.+)", file.read_text("utf8"))
+        assert paper, f"{file.name}: its first line must be 'Paper: Name (Authors, year), arXiv 0000.00000, Table 0'"
+        arms = [recipe.settings(arm) for arm in recipe.arms]
+        language = task(arms[0].model) is LANGUAGE
+        seen = [s.optimization.steps * s.data.batch * (s.data.context if language else 1) / 1e9 for s in arms]
+        with torch.device("meta"):
+            bodies = [task(s.model).bare(s, s.model.vocab or 256) for s in arms]
+        cells = (
+            f"[{file.stem}](../recipes/{file.name})",
+            f"[{paper[1]}](https://arxiv.org/abs/{paper[2]}), {paper[3]}",
+            str(len(arms)),
+            span([parameters(body)[0] / 1e6 for body in bodies], ",.1f"),
+            span([s.optimization.steps for s in arms], ",d"),
+            f"{span(seen, '.3g')} B {'tokens' if language else 'images'}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def span(values: list, form: str) -> str:
+    """A number, or the least and the largest."""
+    ends = dict.fromkeys(format(value, form) for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
 def pages() -> dict[Path, str]:
     """README and the pages of docs/ as they should be."""
     known, proven = connections(), proofs.table()
@@ -63,6 +101,7 @@ def pages() -> dict[Path, str]:
     return {
         README: text,
         PAGE: f"# Connections\n\n{known}\n# What holds each to its paper\n\n{proven}",
+        RECIPES: f"# Recipes\n\n{ABOUT}\n\n{recipes()}",
         FAMILIES: f"# Families\n\n{CELLS}\n\n{proofs.matrix()}",
     }
 

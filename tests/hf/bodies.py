@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -29,6 +30,7 @@ LANGUAGE = {
     "gemma2": Host("Gemma2", SLIDING),
     "gemma3": Host("Gemma3", SLIDING, config="TextConfig"),
     "phi3": Host("Phi3", SHARED),
+    "olmo": Host("Olmo", SHARED),
     "olmo2": Host("Olmo2", SHARED),
     "gpt2": Host("GPT2", {}, "LMHeadModel"),
     "neox-parallel": Host("GPTNeoX", {"use_parallel_residual": True}),
@@ -69,12 +71,19 @@ def dit(**options: Any) -> nn.Module:
     )  # fmt: skip
 
 
+class WithoutEps(OlmoLayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, self.normalized_shape, eps=1e-20)
+
+
 def without_eps(model: nn.Module) -> nn.Module:
     """The model with norms whose eps is as good as zero."""
     for module in model.modules():
         for name in ("eps", "variance_epsilon"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 1e-20)
+        if isinstance(module, OlmoLayerNorm):  # whose eps is written into its forward
+            module.__class__ = WithoutEps
     return model
 
 

@@ -51,8 +51,10 @@ def test_starts_where_the_host_is(family, arm):
     else:
         # deep enough for mgr to gate: with fewer sub-layers than streams it is their mean, as attnres is
         plain = trained(family, num_hidden_layers=6)
-        if family == "dit":  # whose norms have no weights to tell by
+        if family == "dit":  # whose norms have no weights to tell by, as olmo's
             plain.register_to_config(_name_or_path="a checkpoint")
+        if family == "olmo":
+            plain.config._name_or_path = "a checkpoint"
         with pytest.warns(UserWarning, match="what this model has learnt is changed until it is trained on"):
             model = crosslayer.connect(copy.deepcopy(plain), arm)
         found = output(model, family)

@@ -85,6 +85,7 @@ FAMILIES = {
     "qwen2": LLAMA,
     "qwen3": LLAMA,
     "arcee": LLAMA._replace(mlp=Sublayer("mlp", "post_attention_layernorm", (), ("up_proj",), "down_proj")),
+    "olmo": LLAMA,
     "mixtral": MOE,
     "olmoe": MOE,
     "gemma2": SANDWICH,

@@ -126,10 +126,15 @@ def load(path: str | Path, scale: str = "full", **given: Any) -> Recipe:
         except Exception as error:  # argparse's, whose message has several lines
             raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
 
-    rows = [Arm.of(row) for row in arms]
+    rows, shared = [Arm.of(row) for row in arms], typed(found)
     for row in rows:
         row.options = typed(row.options)
-    return Recipe(rows, typed(found), scale, given)
+    recipe = Recipe(rows, shared, scale, given)
+    if scale != "full":
+        for row in rows:
+            layers = Settings.of(**{**shared, **row.options}).model.layers
+            row.connection = shortened(row.connection, layers, recipe.settings(row).model.layers)
+    return recipe
 
 
 def full(options: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
@@ -137,14 +142,20 @@ def full(options: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny(options: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    """A sixth of the layers, at least 6; width 64, all widths in proportion; the rest of the structure as it is."""
+    """A sixth of the layers, at least 6; width 64, all widths in proportion; the rest of the structure as it is.
+
+    The tokenizer is of bytes, so the body has no special tokens.
+    """
     ratio = 64 / options["dim"]
     heads = max(1, min(options["heads"], 4))
+    language = task(Settings.of(**options).model) is LANGUAGE
     body = {
         key: scaled(key, value, ratio, heads / options["heads"])
         for key, value in options["body"].items()
-        if key not in ("head_dim", "pad_token_id", "bos_token_id", "eos_token_id")
+        if key != "head_dim"
     }
+    if language:
+        body |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     small = {
         "layers": max(min(6, options["layers"]), options["layers"] // 6), "dim": 64, "heads": heads, "vocab": None,
         "body": body, "tokenizer": "bytes", "valid": {}, "data": "stdlib", "context": min(options["context"], 128),
@@ -153,7 +164,7 @@ def tiny(options: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     if options["delay"]:  # as late in the run as it was
         small["delay"] = round(options["delay"] / options["steps"] * small["steps"])
-    if task(Settings.of(**options).model) is not LANGUAGE:  # there are no images that every machine has
+    if not language:  # there are no images that every machine has
         small["data"] = options["data"]
     return {**stated, **small}
 
@@ -165,6 +176,17 @@ def scaled(key: str, value: Any, width: float, heads: float) -> Any:
     if key == "num_key_value_heads":
         return max(1, round(value * heads))
     return value
+
+
+def shortened(connection: str, before: int, after: int) -> str:
+    """A connection in a body of fewer layers: as many blocks of it, and steps along depth that fit twice into it."""
+    factory = make(connection)
+    for name, length in factory.options.items():
+        if name == "block_size":
+            factory.options[name] = max(1, round(length * after / before))
+        elif name in ("dilation", "period", "window", "last_k") and isinstance(length, int):
+            factory.options[name] = min(length, max(1, after // 2))
+    return str(factory)
 
 
 SCALES = {"full": full, "tiny": tiny}
