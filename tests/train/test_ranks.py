@@ -12,8 +12,9 @@ from runs import run
 HERE = Path(__file__).parent
 ARMS = ("prenorm", "mudd", "hyper", "mhc", "mgr", "attnres", "residual_dual")
 # a sum over ranks is in another order than over a batch: float32's rounding, grown over 12 steps; bf16 rounds a weight
-# in FSDP's gather where autocast rounds it at its use, and a norm's too
+# in FSDP's gather where autocast rounds it at its use, and a norm's too; and Muon iterates in bf16
 TOLERANCE = {"32-true": 2e-5, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
+MUON = 1e-3
 
 
 def two_ranks(jobs, folder):
@@ -62,7 +63,7 @@ def test_two_ranks_equal_one(text, tmp_path):
     for (settings, arm), two in zip(cases, found, strict=True):
         one = run({**settings, "compile": "none"}, arm)
         gap = max(apart(two, one), abs(two["row"]["valid_loss"] - one["row"]["valid_loss"]))
-        if gap > TOLERANCE[settings["precision"]]:
+        if gap > (MUON if "optimizer" in settings else TOLERANCE[settings["precision"]]):
             wrong[str((settings, arm))] = gap
     assert not wrong
 
@@ -83,8 +84,10 @@ def test_from_two_ranks_to_one_and_back(text, tmp_path):
         assert apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
         assert abs(rest["row"]["valid_loss"] - whole["row"]["valid_loss"]) < 2e-5
 
-        run(shared, "hyper", str(tmp_path / f"{strategy}-one"), stop=9)
-        jobs = [{"settings": {**shared, "strategy": strategy}, "arm": "hyper", "folder": str(tmp_path / f"{strategy}-one")}]
-        (rest,) = two_ranks(jobs, tmp_path)
+        folder = tmp_path / f"{strategy}-one"
+        run(shared, "hyper", str(folder), stop=9)
+        (rest,) = two_ranks(
+            [{**jobs[0], "settings": {**shared, "strategy": strategy}, "folder": str(folder), "stop": None}], tmp_path
+        )
         assert len(rest["losses"]) == 4 and apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
-        assert (tmp_path / f"{strategy}-one" / "model" / "model.safetensors").exists()
+        assert (folder / "model" / "model.safetensors").exists()

@@ -1,5 +1,6 @@
 """`crosslayer convert`: a published checkpoint's folder to one that transformers loads."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     quiet()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all it reads is local
     from ..convert import load
     from ..registry import DTYPES
 

@@ -43,6 +43,7 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     quiet()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all it reads is local
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

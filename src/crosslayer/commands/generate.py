@@ -1,5 +1,6 @@
 """`crosslayer generate`: a model's continuation of a prompt, as it comes; without a prompt, of every line typed."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     quiet()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all it reads is local
     checked(options)
     folder = Path(options.model)
     tokenizer = tokenizer_of(folder, options.tokenizer)

@@ -107,7 +107,6 @@ def show(table: Any, console: Any) -> None:
 def quiet() -> None:
     """Nobody comparing connections needs the frameworks' greetings."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

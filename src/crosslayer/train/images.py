@@ -128,8 +128,8 @@ class Images:
     """
 
     name: str
-    train: Pictures
-    valid: dict[str, Pictures]
+    train: Any
+    valid: dict[str, Any]
     classes: list[str]
     digest: str
 
@@ -166,20 +166,28 @@ def images(
     train, held_out = found(Path(source), whole=valid is not None)
     if valid is not None:
         held_out = found(Path(valid), whole=False)[1] if valid.endswith(".npz") else files(Path(valid))
+    classes, labels = numbered(valid or source, train, held_out)
+    train_set, valid_set = (
+        (part.images, numbers, size, channels) for part, numbers in zip((train, held_out), labels, strict=True)
+    )
+    return Images(
+        source, Pictures(*train_set, augment, seed), {HELD_OUT: Pictures(*valid_set)}, classes,
+        fingerprints(train, held_out),
+    )  # fmt: skip
+
+
+def numbered(source: str, train: Labelled, valid: Labelled) -> tuple[list[str], list[list[int]]]:
+    """The classes' names, numbers in their order, and the number of each training and validation image's."""
     classes = sorted(
         set(train.classes), key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else name)
     )
-    for name in held_out.classes:
+    for name in valid.classes:
         if name not in classes:
             raise ValueError(
-                f"{valid or source}: validates class {name!r}{nearest(name, classes)}, of which no training image is"
+                f"{source}: validates class {name!r}{nearest(name, classes)}, of which no training image is"
             )
     numbers = {name: i for i, name in enumerate(classes)}
-    train_set, valid_set = (
-        (part.images, [numbers[name] for name in part.classes], size, channels) for part in (train, held_out)
-    )
-    digest = hashlib.sha256(" ".join(fingerprint(part) for part in (train, held_out)).encode()).hexdigest()[:16]
-    return Images(source, Pictures(*train_set, augment, seed), {HELD_OUT: Pictures(*valid_set)}, classes, digest)
+    return classes, [[numbers[name] for name in part.classes] for part in (train, valid)]
 
 
 def found(path: Path, whole: bool) -> tuple[Labelled, Labelled]:
@@ -227,16 +235,21 @@ def split(path: Path, whole: Labelled) -> tuple[Labelled, Labelled]:
 
 
 def arrays(path: Path) -> tuple[Labelled, Labelled]:
+    parts = opened_npz(path)
+    train, test = (labelled(path, part, parts[f"x_{part}"], parts[f"y_{part}"]) for part in ("train", "test"))
+    return train, test
+
+
+def opened_npz(path: Path) -> dict[str, np.ndarray]:
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("a file of another kind, or cut off")
         with np.load(path) as inside:
             if set(PARTS) - set(inside.files):
                 raise ValueError(f"has {', '.join(inside.files)}; expected {', '.join(PARTS)}")
-            x_train, y_train, x_test, y_test = (inside[name] for name in PARTS)
+            return {name: inside[name] for name in PARTS}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path}: not an .npz of images ({error})") from None
-    return labelled(path, "train", x_train, y_train), labelled(path, "test", x_test, y_test)
 
 
 def labelled(path: Path, part: str, x: np.ndarray, y: np.ndarray) -> Labelled:
@@ -249,6 +262,10 @@ def labelled(path: Path, part: str, x: np.ndarray, y: np.ndarray) -> Labelled:
     if not len(x):
         raise ValueError(f"{path}: x_{part} has no images")
     return Labelled(x[..., 0] if x.shape[3:] == (1,) else x, [str(n) for n in y.reshape(-1).tolist()])
+
+
+def fingerprints(*parts: Labelled) -> str:
+    return hashlib.sha256(" ".join(map(fingerprint, parts)).encode()).hexdigest()[:16]
 
 
 def fingerprint(part: Labelled) -> str:

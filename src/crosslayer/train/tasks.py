@@ -13,6 +13,7 @@ from ..hf import connect
 from ..registry import make
 from .order import Order
 from .settings import Model, Settings
+from .sources import HELD_OUT
 
 
 class Examples(NamedTuple):
@@ -80,13 +81,21 @@ def text(settings: Settings) -> Examples:
 
 
 def pictures(settings: Settings) -> Examples:
-    from .images import Draws, images
+    from .images import MODES, Draws, images
+    from .latents import latents
 
     data, body = settings.data, settings.model.body
-    size, channels = body.get("image_size", body.get("sample_size", 224)), body.get("num_channels", 3)
-    found = images(data.data, size, body.get("in_channels", channels), data.valid.get("valid"), data.augment)
-    sizes = {"images to train on": len(found.train), "held out": len(next(iter(found.valid.values())))}
+    size, channels = (next((body[key] for key in keys if key in body), default) for keys, default in SHAPES)
+    if channels in MODES:
+        found = images(data.data, size, channels, next(iter(data.valid.values()), None), data.augment)
+    else:
+        found = latents(data.data, size, channels, data.augment)
+    sizes = {"images to train on": len(found.train), "held out": len(found.valid[HELD_OUT])}
     return Examples(found.train, found.valid, len(found.classes), found.digest, sizes, {}, order=Draws)
+
+
+# what the families call an image's size and channels, and what they are where nothing is said
+SHAPES = ((("image_size", "sample_size"), 224), (("num_channels", "in_channels"), 3))
 
 
 def language_model(settings: Settings, vocab: int) -> nn.Module:
