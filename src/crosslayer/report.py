@@ -33,7 +33,7 @@ def columns(comparison: Comparison) -> list[str]:
     rows = table(comparison)
     metrics = dict.fromkeys(name for row in rows for name in row.metrics)
     paper = ["paper"] * (comparison.recipe.scale == "full" and any(row.paper for row in rows))
-    return ["arm", "parameters", "extra", "val loss", *metrics, "vs prenorm", "tokens/s", "activations", *paper]
+    return ["arm", "parameters", "extra", "val loss", *metrics, "vs prenorm", pace(comparison), "activations", *paper]
 
 
 def cells(comparison: Comparison) -> list[list[str]]:
@@ -51,7 +51,7 @@ def cells(comparison: Comparison) -> list[list[str]]:
             "extra": f"{row.extra:.2%}",
             "val loss": with_spread(row.loss, row.loss_spread, ".4f"),
             "vs prenorm": with_spread(row.difference, row.difference_spread, "+.4f"),
-            "tokens/s": "–" if row.relative_speed is None else f"{row.relative_speed:.2f}×",
+            pace(comparison): "–" if row.relative_speed is None else f"{row.relative_speed:.2f}×",
             "activations": "–" if row.relative_memory is None else f"{row.relative_memory:.2f}×",
             "paper": ", ".join(f"{name} {value:g}" for name, value in row.paper.items()) or "–",
         }
@@ -76,7 +76,7 @@ def notes(comparison: Comparison) -> list[str]:
         "Every arm sees the same batches in the same order from the same body weights. vs prenorm is the difference in "
         "validation loss ("
         + unit(comparison)
-        + "); tokens/s and activations (what one forward pass keeps for the backward) are "
+        + "); speed and activations (what one forward pass keeps for the backward) are "
         "ratios to prenorm's, by the reference implementation, not by fused kernels.",
     ]
     seeds = max((row.seeds for row in rows), default=0)
@@ -141,7 +141,7 @@ def curves(axes: Any, comparison: Comparison) -> None:
 
 def tradeoff(axes: Any, comparison: Comparison) -> None:
     """Final loss against throughput: down and to the right is better."""
-    axes.set_xlabel("tokens a second")
+    axes.set_xlabel(f"{pace(comparison).removesuffix('/s')} a second")
     for i, row in enumerate(sorted(table(comparison), key=lambda row: row.speed)):
         colour, at = colours(comparison)[row.arm], (row.speed, row.loss)
         axes.errorbar(*at, yerr=row.loss_spread, color=colour, marker="o", markersize=7, capsize=3)
@@ -170,6 +170,11 @@ def picture(comparison: Comparison, *panels: Callable[[Any, Comparison], None]) 
             axes.grid(alpha=0.25)
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+def pace(comparison: Comparison) -> str:
+    """What speed is counted in."""
+    return f"{task(comparison.recipe.settings().model).unit}/s"
 
 
 def unit(comparison: Comparison) -> str:

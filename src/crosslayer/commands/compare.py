@@ -38,7 +38,7 @@ def run(options: Any) -> int:
             def watch(arm: Any, seed: int, progress: Any) -> None:
                 if (arm.name, seed) not in watchers:
                     name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
-                    watchers[arm.name, seed] = watcher(name, comparison.recipe.settings(arm).optimization.steps)
+                    watchers[arm.name, seed] = watcher(name, comparison.recipe.settings(arm))
                 watchers[arm.name, seed](progress)
 
             compare.run(comparison, watch)

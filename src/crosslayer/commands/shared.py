@@ -63,18 +63,24 @@ def unique(arms: Iterable[Any]) -> list[Any]:
 
 
 @contextmanager
-def bars(console: Any) -> Iterator[Callable[[str, int], Callable[[Any], None]]]:
-    """Progress bars: given a name and a number of steps, one that takes a run's `Progress`. Rank 0 alone shows them."""
+def bars(console: Any) -> Iterator[Callable[[str, Any], Callable[[Any], None]]]:
+    """Progress bars: given a name and its settings, one that takes a run's `Progress`. Rank 0 alone shows them."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ..train.tasks import task as kind
 
     columns = [
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"), TextColumn("{task.fields[rest]}"), TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]:,.0f} {task.fields[unit]}/s"), TextColumn("{task.fields[rest]}"),
+        TimeRemainingColumn(),
     ]  # fmt: skip
     with Progress(*columns, console=console, refresh_per_second=4, disable=os.environ.get("RANK", "0") != "0") as shown:
 
-        def begin(name: str, steps: int) -> Callable[[Any], None]:
-            task = shown.add_task(name, total=steps, loss=float("nan"), speed=0, rest="")
+        def begin(name: str, settings: Any) -> Callable[[Any], None]:
+            task = shown.add_task(
+                name, total=settings.optimization.steps, loss=float("nan"), speed=0, rest="",
+                unit=kind(settings.model).unit,
+            )  # fmt: skip
 
             def watch(now: Any) -> None:
                 share = "" if now.mfu is None else f"MFU {now.mfu:.0%}, "

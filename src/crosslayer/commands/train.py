@@ -45,7 +45,7 @@ def run(options: Any) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with bars(console) as watcher:
-            watch = watcher(arm.name, settings.optimization.steps)
+            watch = watcher(arm.name, settings)
             row, model, fabric = train(settings, arm, seed, task(settings.model).examples(settings), watch, folder)
     except Stopped as stop:
         console.print(f"{str(stop).capitalize()}. The same command goes on from there.", soft_wrap=True)

@@ -60,6 +60,7 @@ class Data:
 
     def __post_init__(self) -> None:
         positive(context=self.context, batch=self.batch, held_out=self.held_out)
+        choice("augment", self.augment, dict.fromkeys(("none", "flip", "inception crop")))
 
 
 @dataclass

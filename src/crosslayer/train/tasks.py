@@ -34,7 +34,8 @@ class Task(NamedTuple):
     bare: Callable[[Settings, int], nn.Module]  # the body, given the number of tokens or classes
     loss: Callable[[nn.Module, Any], Tensor]  # what is minimised
     judge: Callable[[nn.Module, Any], dict[str, Tensor]]  # [B] each, an example's, "loss" among them
-    size: Callable[[Any], int]  # of a batch: tokens, or images
+    size: Callable[[Any], int]  # of a batch ...
+    unit: str  # ... in tokens or images
 
 
 def build(settings: Settings, arm: str, classes: int, seed: int) -> nn.Module:
@@ -121,7 +122,8 @@ def denoiser(settings: Settings, classes: int) -> nn.Module:
     heads = {"num_attention_heads": model.heads, "attention_head_dim": model.dim // model.heads}
     make = getattr(diffusers, model.family)
     body = make(num_layers=model.layers, num_embeds_ada_norm=classes, **heads, **model.body)
-    return body.to(dtype_of(settings))
+    dtype = dtype_of(settings)
+    return body if body.dtype == dtype else body.to(dtype)
 
 
 def dtype_of(settings: Settings) -> torch.dtype:
@@ -198,7 +200,7 @@ def images_of(batch: dict[str, Tensor]) -> int:
     return len(batch["labels"])
 
 
-LANGUAGE = Task(text, language_model, next_token, judged_text, tokens_of)
-IMAGES = Task(pictures, classifier, class_loss, judged_images, images_of)
-DIFFUSION = Task(pictures, denoiser, noise_loss, judged_noise, images_of)
+LANGUAGE = Task(text, language_model, next_token, judged_text, tokens_of, "tokens")
+IMAGES = Task(pictures, classifier, class_loss, judged_images, images_of, "images")
+DIFFUSION = Task(pictures, denoiser, noise_loss, judged_noise, images_of, "images")
 TASKS = {"vit": IMAGES, "DiTTransformer2DModel": DIFFUSION}
