@@ -23,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import crosslayer
 from crosslayer.compare import environment
-from crosslayer.costs import loss_of
 from crosslayer.report import COLOURS
-from crosslayer.train import run as training
-from crosslayer.train.data import Corpus, corpus
+from crosslayer.train.judging import evenly, judge
+from crosslayer.train.optimizers import optimizers, set_rates
+from crosslayer.train.parallel import launch, setup
+from crosslayer.train.run import backward, clipped, examples
+from crosslayer.train.settings import Settings
+from crosslayer.train.tasks import Examples, build, task
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 is from scratch
 INTRODUCTION = (
@@ -47,8 +49,7 @@ def run(
     arms: list[str],
     switches: tuple[float, ...] = SWITCHES,
     seed: int = 0,
-    settings: training.Settings = training.Settings(steps=320),  # noqa: B008
-    device: str = "auto",
+    settings: dict[str, Any] = {"steps": 320},  # noqa: B006
 ) -> None:
     """Train every arm with every switch that `out` has no result of yet.
 
@@ -57,15 +58,15 @@ def run(
         arms: like mudd "attnres(block_size=4)"; prenorm is never switched.
         switches: when to connect, as shares of the steps.
         seed: of the body's weights and of the batches.
-        settings: the body, the data and the training that every run shares.
-        device: cuda or cpu.
+        settings: any options of `crosslayer train`, which every run shares.
     """
-    text = corpus(settings.data, settings.context)
+    options = Settings.of(**settings)
+    text = task(options.model).examples(options)
     for arm in arms:
         for share in switches if arm != "prenorm" else (0.0,):
             file = Path(out) / f"{arm} {share} {seed}.json".replace("/", "-")
             if not file.exists():
-                row = retrofit(settings, text, arm, round(share * settings.steps), seed, device)
+                row = retrofit(options, text, arm, round(share * options.optimization.steps), seed)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 part = file.with_suffix(f".{os.getpid()}")
                 part.write_text(json.dumps(row))
@@ -75,32 +76,33 @@ def run(
                 )
 
 
-def retrofit(settings: Any, text: Corpus, arm: str, switch: int, seed: int, device: str) -> dict[str, Any]:
+def retrofit(settings: Settings, text: Examples, arm: str, switch: int, seed: int) -> dict[str, Any]:
     """One run: PreNorm for `switch` steps, the arm from there on."""
-    fabric = training.Fabric(accelerator=device, devices=1, precision=settings.precision)
-    bare = training.build(settings, "prenorm" if switch else arm, seed)
-    optimizer = training.optimizer(bare, settings)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    model, optimizer = fabric.setup(bare, optimizer)
-    held_out = [fabric.to_device(batch) for batch in training.judges(text, settings.batch)]
-    batches, start, curve, jump = training.training_batches(text, seed, settings.batch), time.perf_counter(), [], None
-    for step in range(settings.steps):
-        if step == switch > 0:
-            before = training.evaluate(model, held_out)
+    _, data, optimization, engine = settings
+    fabric, job = launch(engine), task(settings.model)
+    bare = build(settings, "prenorm" if switch else arm, text.classes, seed)
+    model, plain = setup(fabric, bare, engine), optimizers(bare, optimization)
+    held_out = next(iter(text.valid.values()))
+    judged, start, curve, jump = evenly(len(held_out), data.batch * data.held_out), time.perf_counter(), [], None
+    batches = examples(fabric, text, settings, seed, 0)
+
+    def valid_loss() -> float:
+        return judge(fabric, model, job, held_out, judged, data.batch)["loss"]
+
+    for step in range(1, optimization.steps + 1):
+        if step - 1 == switch > 0:
+            before = valid_loss()
             crosslayer.connect(crosslayer.disconnect(bare), arm)
-            optimizer = carried(optimizer, bare, settings)
-            rates = [group["lr"] for group in optimizer.param_groups]
-            model, optimizer = fabric.setup(bare, optimizer)
-            jump = training.evaluate(model, held_out) - before
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * training.schedule(step, settings.steps)
-        loss = loss_of(model, fabric.to_device(next(batches)))
-        optimizer.zero_grad()
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
-        optimizer.step()
-        if (step + 1) % max(1, settings.steps // 20) == 0:
-            curve.append([step + 1, training.evaluate(model, held_out)])
+            model, plain = setup(fabric, bare, engine), carried(plain, optimizers(bare, optimization))
+            jump = valid_loss() - before
+        set_rates(plain, step - 1, optimization)
+        backward(fabric, model, job, batches, engine.accumulate)
+        clipped(bare, optimization.clip)
+        for optimizer in plain:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % max(1, optimization.steps // 20) == 0:
+            curve.append([step, valid_loss()])
     return {
         "arm": arm,
         "switch": switch,
@@ -109,16 +111,16 @@ def retrofit(settings: Any, text: Corpus, arm: str, switch: int, seed: int, devi
         "valid_loss": curve[-1][1],
         "curve": curve,
         "seconds": time.perf_counter() - start,
-        "settings": vars(settings) | {"data": Path(settings.data).name},
+        "settings": settings.flat() | {"data": Path(data.data).name},
         **environment(),
     }
 
 
-def carried(old: torch.optim.Optimizer, model: nn.Module, settings: Any) -> torch.optim.Optimizer:
-    """An optimizer of the connected model that remembers what the plain model's knew of its parameters."""
-    new = training.optimizer(model, settings)
-    new.state.update(old.state)
-    return new
+def carried(before: list[torch.optim.Optimizer], after: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Optimizers of the connected model that remember what the plain model's knew of its parameters."""
+    for old, new in zip(before, after, strict=True):
+        new.state.update(old.state)
+    return after
 
 
 def report(results: list[str], page: str) -> None:

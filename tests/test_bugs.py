@@ -59,10 +59,12 @@ DECAYED = {
 
 def decays_what_the_papers_decay(arm: str) -> None:
     """Static weights take no weight decay, generated ones do; nor does a norm, and the body's matrices do."""
-    from crosslayer.train.run import Settings, optimizer
+    from crosslayer.train.optimizers import optimizers
+    from crosslayer.train.settings import Optimization
 
     model = gpt(arm)
-    decay = {p: g["weight_decay"] for g in optimizer(model, Settings()).param_groups for p in g["params"]}
+    (adamw,) = optimizers(model, Optimization())
+    decay = {p: g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
     assert decay.keys() == {p for p in model.parameters() if p.requires_grad}
     own = {p: n for m in model.modules() if isinstance(m, Connection) for n, p in m.named_parameters(recurse=False)}
     for name, p in model.named_parameters():

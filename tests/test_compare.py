@@ -15,8 +15,12 @@ import crosslayer
 from crosslayer.cli import main
 from crosslayer.compare import prepare, run, table
 from crosslayer.connection import Connection
-from crosslayer.train.data import corpus
-from crosslayer.train.run import Settings, activation_bytes, build, optimizer, schedule, train
+from crosslayer.costs import activation_bytes
+from crosslayer.train.optimizers import optimizers, schedule
+from crosslayer.train.recipe import Arm, Recipe, load
+from crosslayer.train.run import train
+from crosslayer.train.settings import Optimization, Settings
+from crosslayer.train.tasks import build, text
 
 TINY = {"steps": 6, "batch": 2, "context": 32, "layers": 2, "dim": 16, "heads": 2}
 
@@ -30,7 +34,16 @@ def text_file(tmp_path):
 
 @pytest.fixture
 def tiny(text_file):
-    return Settings(data=text_file, **TINY)
+    return {"data": text_file, **TINY}
+
+
+def recipe(options, *arms):
+    return Recipe([Arm.of(arm) for arm in arms], options)
+
+
+def trained(options, arm, seed):
+    settings = Settings.of(**options)
+    return train(settings, Arm.of(arm), seed, text(settings), lambda progress: None)[0]
 
 
 def options(text_file) -> list[str]:
@@ -47,7 +60,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     assert len(results["runs"]) == 8 and results["settings"]["steps"] == 6
     for row in results["runs"]:
         assert row["curve"][-1] == [6, row["valid_loss"]]
-        assert row["bits_per_byte"] == pytest.approx(row["valid_loss"] / math.log(2))
+        assert row["metrics"]["bits/byte"] == pytest.approx(row["valid_loss"] / math.log(2))
         assert row["tokens_per_second"] > 0 and row["activation_bytes"] > 0
     markdown, page = (out / "report.md").read_text(), (out / "report.html").read_text()
     for arm in ("prenorm", "mudd", "hyper", "attnres"):
@@ -64,26 +77,27 @@ def test_the_whole_command(text_file, tmp_path, capsys):
 
 
 def test_every_arm_starts_from_one_body():
-    settings = Settings(**TINY)
-    plain = build(settings, "prenorm", 3).state_dict()
+    settings = Settings.of(**TINY)
+    plain = build(settings, "prenorm", 256, 3).state_dict()
     for arm in crosslayer.available():
-        state = build(settings, arm, 3).state_dict()
+        state = build(settings, arm, 256, 3).state_dict()
         assert all(torch.equal(state[k], v) for k, v in plain.items())
-    assert not torch.equal(build(settings, "prenorm", 4).state_dict()["lm_head.weight"], plain["lm_head.weight"])
+    assert not torch.equal(build(settings, "prenorm", 256, 4).state_dict()["lm_head.weight"], plain["lm_head.weight"])
 
 
 def test_a_run_repeats_bitwise(tiny):
-    text = corpus(tiny.data, tiny.context)
-    first, again = (train(tiny, "mudd", 1, text, lambda progress: None)["curve"] for _ in range(2))
+    first, again = (trained(tiny, "mudd", 1)["curve"] for _ in range(2))
     assert first == again
 
 
 def test_parameters_are_counted_against_the_body(tiny):
-    text = corpus(tiny.data, tiny.context)
-    plain, mudd = (train(tiny, arm, 0, text, lambda progress: None) for arm in ("prenorm", "mudd"))
+    plain, mudd = (trained(tiny, arm, 0) for arm in ("prenorm", "mudd"))
     assert mudd["parameters"] - mudd["extra_parameters"] == plain["parameters"] and plain["extra_parameters"] == 0
     assert mudd["extra_parameters"] == sum(
-        p.numel() for m in build(tiny, "mudd", 0).modules() if isinstance(m, Connection) for p in m.parameters()
+        p.numel()
+        for m in build(Settings.of(**tiny), "mudd", 256, 0).modules()
+        if isinstance(m, Connection)
+        for p in m.parameters()
     )
 
 
@@ -105,8 +119,10 @@ def test_activation_bytes_are_those_saved_for_backward():
 
 
 def test_weight_decay_is_what_connections_say():
-    model = build(Settings(**TINY), "hyper", 0)
-    decay = {p: g["weight_decay"] for g in optimizer(model, Settings(**TINY)).param_groups for p in g["params"]}
+    settings = Settings.of(**TINY)
+    model = build(settings, "hyper", 256, 0)
+    (adamw,) = optimizers(model, settings.optimization)
+    decay = {p: g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
     for module in model.modules():
         if isinstance(module, Connection):
             for name, p in module.named_parameters(recurse=False):
@@ -115,22 +131,35 @@ def test_weight_decay_is_what_connections_say():
 
 
 def test_schedule():
-    rates = [schedule(step, 100) for step in range(100)]
+    rates = [schedule(step, Optimization(steps=100)) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1 and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    constant = Optimization(steps=100, warmup=20, floor=1.0)
+    assert [schedule(step, constant) for step in (0, 9, 19, 20, 99)] == pytest.approx([0.05, 0.5, 1, 1, 1])
+
+
+def test_muon_takes_the_layers_matrices_alone():
+    settings = Settings.of(**TINY, optimizer="muon", muon_lr=0.5, family="gpt2")
+    model = build(settings, "mudd", 256, 0)
+    muon, adamw = optimizers(model, settings.optimization)
+    names = {p: name for name, p in model.named_parameters()}
+    taken = {names[p] for group in muon.param_groups for p in group["params"]}
+    assert taken == {n for n in names.values() if "c_" in n and n.endswith("weight")}
+    assert {names[p] for group in adamw.param_groups for p in group["params"]} == set(names.values()) - taken
+    assert {group["lr"] for group in muon.param_groups} == {0.5}
 
 
 def test_stopped_and_started_again(tiny, tmp_path):
-    comparison = prepare(tiny, ["prenorm", "gains"], 1, tmp_path / "out")
+    comparison = prepare(recipe(tiny, "prenorm", "gains"), 1, tmp_path / "out")
 
     def stop(arm, seed, progress):
-        if arm == "gains" and progress.step == 3:
+        if arm.name == "gains" and progress.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(comparison, stop)
     assert [row.arm for row in table(comparison)] == ["prenorm"]
-    again, seen = prepare(tiny, ["prenorm", "gains"], 1, tmp_path / "out"), set()
-    run(again, lambda arm, seed, progress: seen.add(arm))
+    again, seen = prepare(recipe(tiny, "prenorm", "gains"), 1, tmp_path / "out"), set()
+    run(again, lambda arm, seed, progress: seen.add(arm.name))
     assert seen == {"gains"} and [row.arm for row in table(again)] == ["prenorm", "gains"]
 
 
@@ -152,9 +181,8 @@ def test_control_c(text_file, tmp_path):
 
 
 def test_a_diverged_arm_is_a_result(tiny, tmp_path):
-    tiny.lr = 1e30
-    tiny.steps = 40
-    comparison = prepare(tiny, ["prenorm"], 1, tmp_path / "out")
+    tiny |= {"lr": 1e30, "steps": 40}
+    comparison = prepare(recipe(tiny, "prenorm"), 1, tmp_path / "out")
     run(comparison, lambda arm, seed, progress: None)
     assert comparison.results["diverged"][0]["arm"] == "prenorm" and not comparison.missing
 
@@ -168,7 +196,7 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
         (["--arms", "mgr(streams=3)", "mudd("], "cannot read the connection 'mudd('"),
         (["--step=3"], "unknown option --step (did you mean '--steps'?)"),
         (["--steps=many"], "Parser key \"steps\": Expected a <class 'int'>. Got value: many"),
-        (["--steps=0"], "steps must be at least 1, got 0"),
+        (["--steps=0"], "steps must be a whole number of at least 1, got 0"),
         (["--seeds=0"], "seeds must be at least 1, got 0"),
         (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
         (["--family=bert"], "unknown family 'bert'"),
@@ -205,14 +233,31 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     assert "a file is in the way" in capsys.readouterr().err
 
 
-def test_a_yaml_file_of_options(text_file, tmp_path):
-    config = tmp_path / "small.yaml"
-    config.write_text("arms: [prenorm]\nsteps: 2\n")
-    assert (
-        main([*options(text_file)[:3], *options(text_file)[4:], "--config", str(config), "--out", str(tmp_path / "o")])
-        == 0
+def test_a_recipe(text_file, tmp_path, capsys):
+    """What is given beside a recipe comes before what it says, also for an arm; arms are chosen by their names."""
+    file, out = tmp_path / "small.yaml", tmp_path / "out"
+    file.write_text(
+        "steps: 9\nlr: 1e-3\narms:\n- prenorm\n"
+        "- {name: MUDD ×2, connection: mudd(dilation=2), paper: {loss: 1.5}, lr: 2e-3}\n"
+        "- {name: other body, connection: prenorm, family: gpt2, steps: 7}\n"
+        "- {name: gpt2 HC, connection: hyper, family: gpt2}\n"
     )
-    assert json.loads((tmp_path / "o" / "results.json").read_text())["settings"]["steps"] == 2
+    command = ["compare", str(file), *options(text_file)[1:], "--out", str(out)]
+    assert main([*command, "--steps=2"]) == 0
+    printed, results = capsys.readouterr().out, json.loads((out / "results.json").read_text())
+    assert results["settings"]["steps"] == 2 and results["settings"]["lr"] == 1e-3
+    assert [row["arm"] for row in results["runs"]] == ["prenorm", "MUDD ×2", "other body", "gpt2 HC"]
+    assert all(row["curve"][-1][0] == 2 for row in results["runs"])
+    assert results["arms"]["MUDD ×2"]["options"] == {"lr": 2e-3} and "loss 1.5" in printed
+    rows = {row.arm: row for row in table(prepare(load(file, data=text_file, **TINY | {"steps": 2}), 1, out))}
+    losses = {row["arm"]: row["valid_loss"] for row in results["runs"]}
+    assert rows["gpt2 HC"].difference == losses["gpt2 HC"] - losses["other body"], "against PreNorm in the same body"
+    assert rows["other body"].difference is None and rows["prenorm"].difference is None
+    assert main([*command, "--steps=2", "--arms", "MUDD ×2", "gains"]) == 0
+    assert len(json.loads((out / "results.json").read_text())["runs"]) == 5
+    file.write_text(file.read_text().replace("2e-3", "5e-3"))
+    assert main([*command, "--steps=2"]) == 1
+    assert "with options {'lr': 0.002} where this one has {'lr': 0.005}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -232,7 +277,7 @@ def test_without_arguments(tmp_path):
     assert time.time() - start < 360
     (folder,) = tmp_path.iterdir()
     results = json.loads((folder / "results.json").read_text())
-    bits = {row["arm"]: row["bits_per_byte"] for row in results["runs"]}
+    bits = {row["arm"]: row["metrics"]["bits/byte"] for row in results["runs"]}
     assert set(bits) == {"prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"}
     assert all(value < results["entropy"] - 0.5 for value in bits.values())
     assert bits["mudd"] < bits["prenorm"] - 0.05

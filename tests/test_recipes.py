@@ -17,7 +17,6 @@ from crosslayer.hf.attach import parts_of
 from crosslayer.registry import make
 from crosslayer.train import tasks
 from crosslayer.train.recipe import Arm, Recipe, load
-from crosslayer.train.run import Settings
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -147,8 +146,8 @@ def test_retrofit(tmp_path):
 
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 60)
-    small = Settings(data=str(text), steps=4, batch=2, context=16, layers=2, dim=32, heads=2)
-    retrofit.run(str(tmp_path / "out"), ["prenorm", "mudd"], (0.0, 0.5), settings=small, device="cpu")
+    small = {"data": str(text), "steps": 4, "batch": 2, "context": 16, "layers": 2, "dim": 32, "heads": 2}
+    retrofit.run(str(tmp_path / "out"), ["prenorm", "mudd"], (0.0, 0.5), settings=small)
     rows = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
     assert sorted(rows) == ["mudd 0.0 0.json", "mudd 0.5 0.json", "prenorm 0.0 0.json"]
     late = rows["mudd 0.5 0.json"]

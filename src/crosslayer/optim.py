@@ -1,7 +1,6 @@
 """How an optimizer should treat a model with connections."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,19 +52,16 @@ def embeddings(model: nn.Module) -> Sequence[Tensor]:
     return [*(m.weight for m in inputs), *(m.weight for m in heads)]
 
 
-def delayed_start(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """A scheduler that keeps connections at their initial values for some steps (DenseFormer, Table 5).
+def hold(optimizer: torch.optim.Optimizer) -> None:
+    """Keep connections as they are in this step, to start them later than the model (DenseFormer, Table 5).
 
-    For an optimizer made of `param_groups`; chain it with the model's own schedule. Their rate is zero, which moves
-    nothing, rather than their gradient switched off, which FSDP, DDP and compile would have to learn of.
+    For an optimizer made of `param_groups`; call it between the backward pass and clipping. Gradient and rate are zero,
+    which moves nothing, rather than switched off, which FSDP, DDP and compile would have to learn of; so neither
+    clipping nor the optimizer's moments see them, and what decays waits too. The schedule is to set the rate anew.
     """
-    factors = [waits if group["name"].startswith("connection") else always for group in optimizer.param_groups]
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, [partial(factor, steps) for factor in factors])
-
-
-def waits(start: int, step: int) -> float:
-    return float(step >= start)
-
-
-def always(start: int, step: int) -> float:
-    return 1.0
+    for group in optimizer.param_groups:
+        if group["name"].startswith("connection"):
+            group["lr"] = 0.0
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.zero_()

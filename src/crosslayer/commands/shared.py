@@ -113,6 +113,7 @@ def show(table: Any, console: Any) -> None:
 def quiet() -> None:
     """Nobody comparing connections needs the frameworks' greetings."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

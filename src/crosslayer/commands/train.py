@@ -46,13 +46,14 @@ def run(options: Any) -> int:
     try:
         with bars(console) as watcher:
             watch = watcher(arm.name, settings)
-            row, model, fabric = train(settings, arm, seed, task(settings.model).examples(settings), watch, folder)
+            examples = task(settings.model).examples(settings)
+            row, model, fabric = train(settings, arm, seed, examples, watch, folder)
     except Stopped as stop:
         console.print(f"{str(stop).capitalize()}. The same command goes on from there.", soft_wrap=True)
         return 130
     except Diverged as end:
         raise ValueError(str(end)) from None
-    save_model(fabric, model, folder / "model")
+    save_model(fabric, model, folder / "model", examples.tokenizer)
     if fabric.is_global_zero:
         result = {"environment": environment(), "settings": settings.flat(), "paper": arm.paper, **row}
         write(folder / "result.json", json.dumps(result, indent=1))

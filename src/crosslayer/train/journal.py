@@ -31,13 +31,7 @@ def wandb(folder: Path, name: str) -> Any:
     return WandbLogger(name=name, save_dir=folder, id=None, project="crosslayer")
 
 
-def csv(folder: Path, name: str) -> Any:
-    from lightning.fabric.loggers import CSVLogger
-
-    return CSVLogger(folder, name="csv", version="")
-
-
-LOGGERS = {"tensorboard": tensorboard, "wandb": wandb, "csv": csv}
+LOGGERS = {"tensorboard": tensorboard, "wandb": wandb}
 
 
 class Journal:

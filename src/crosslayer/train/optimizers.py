@@ -35,12 +35,7 @@ def schedule(step: int, settings: Optimization) -> float:
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, settings: Optimization) -> None:
-    """Learning rates of a step, from 0; connections start after `delay` (DenseFormer, Table 5).
-
-    Their rate is zero until then, which moves nothing, rather than their gradient switched off, which FSDP, DDP and
-    compile would have to learn of.
-    """
+    """Learning rates of a step, from 0."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            waits = group["name"].startswith("connection") and step < settings.delay
-            group["lr"] = 0.0 if waits else group["peak"] * schedule(step, settings)
+            group["lr"] = group["peak"] * schedule(step, settings)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ..costs import parameters
+from ..optim import hold
 from .checkpoint import Checkpoints
 from .journal import Journal, loggers
 from .judging import evenly, judge
@@ -27,7 +28,7 @@ from .measuring import peak_memory, share_of_peak, weigh
 from .optimizers import optimizers, set_rates
 from .parallel import launch, setup
 from .recipe import Arm
-from .settings import Engine, Optimization, Settings
+from .settings import Settings
 from .signals import Signals
 from .tasks import Examples, Task, build, metrics, task
 from .watch import measures
@@ -132,7 +133,10 @@ def train(
             start = time.perf_counter()
             torch.manual_seed(hash((seed, step, fabric.global_rank)) % 2**63)  # of dropout; no hash of a text
             set_rates(opts, step - 1, optimization)
-            loss, norm, batch = advance(fabric, model, bare, job, batches, optimization, engine)
+            loss, batch = backward(fabric, model, job, batches, engine.accumulate)
+            for optimizer in opts if step <= optimization.delay else ():
+                hold(optimizer)
+            norm = clipped(bare, optimization.clip)
             value, stopping = agreed(fabric, loss, signals)
             if facts.steady(value, norm, engine.spike):
                 for optimizer in opts:
@@ -193,20 +197,24 @@ def newest(checkpoints: Checkpoints | None) -> Path | None:
     return checkpoints.newest() if checkpoints else None
 
 
-def advance(
-    fabric: Fabric, model: nn.Module, bare: nn.Module, job: Task, batches: Iterator[Any],
-    optimization: Optimization, engine: Engine,
-) -> tuple[Tensor, float, Any]:  # fmt: skip
-    """Gradients of one step, clipped: this rank's mean loss, their norm over all ranks, and the last micro-batch."""
+def backward(
+    fabric: Fabric, model: nn.Module, job: Task, batches: Iterator[Any], accumulate: int
+) -> tuple[Tensor, Any]:
+    """Gradients of one step: this rank's mean loss, and its last micro-batch."""
     loss = torch.zeros((), device=fabric.device)
-    for part in range(engine.accumulate):
+    for part in range(accumulate):
         batch = next(batches)
-        with fabric.no_backward_sync(model, enabled=part < engine.accumulate - 1):
-            share = job.loss(model, batch) / engine.accumulate
+        with fabric.no_backward_sync(model, enabled=part < accumulate - 1):
+            share = job.loss(model, batch) / accumulate
             fabric.backward(share)
         loss += share.detach()
-    norm: Any = nn.utils.clip_grad_norm_(bare.parameters(), optimization.clip or math.inf)
-    return loss, (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(), batch
+    return loss, batch
+
+
+def clipped(model: nn.Module, most: float) -> float:
+    """The gradients' norm over all ranks, before they are clipped to `most`."""
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), most or math.inf)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def agreed(fabric: Fabric, loss: Tensor, signals: Signals) -> tuple[float, bool]:

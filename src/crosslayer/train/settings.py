@@ -119,7 +119,7 @@ class Engine:
         spike: a loss so many nats above its running mean is a spike; 0 for none.
         log_every: steps between lines of metrics.jsonl.
         watch_every: steps between measurements of what the connections do; 0 for none.
-        loggers: tensorboard, wandb or csv, beside metrics.jsonl.
+        loggers: tensorboard or wandb, beside metrics.jsonl.
     """
 
     precision: str = "32-true"
@@ -144,7 +144,7 @@ class Engine:
             choice("loggers", logger, dict.fromkeys(LOGGERS))
 
 
-LOGGERS = ("tensorboard", "wandb", "csv")
+LOGGERS = ("tensorboard", "wandb")
 CHOICES = {
     "precision": ("32-true", "bf16-mixed", "bf16-true"),
     "strategy": ("ddp", "fsdp"),

@@ -27,6 +27,7 @@ class Examples(NamedTuple):
     bytes_per_token: dict[str, float]  # of the text of each validation set
     entropy: float | None = None  # order-0, of the first validation set's text, in bits a byte
     order: type[Order] = Order  # in which they are trained on
+    tokenizer: Any = None
 
 
 class Task(NamedTuple):
@@ -78,7 +79,7 @@ def text(settings: Settings) -> Examples:
         f"{'held out' if first == 'held-out' else f'of {first}'}": found.valid[first].tokens.text_bytes,
     }
     rest = (found.vocab, found.digest, sizes, found.bytes_per_token, found.entropy[first])
-    return Examples(found.train, found.valid, *rest)
+    return Examples(found.train, found.valid, *rest, tokenizer=found.tokenizer)
 
 
 def pictures(settings: Settings) -> Examples:

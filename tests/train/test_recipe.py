@@ -1,0 +1,68 @@
+"""A recipe's file: what it may say, what is said of a wrong one, and what small scales keep."""
+
+import pytest
+
+from crosslayer.train.recipe import Arm, Recipe, load
+from crosslayer.train.settings import FREE, OPTIONS, Settings
+
+
+def written(tmp_path, content):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("layer: 3", "unknown option 'layer' (did you mean 'layers'?)"),
+        ("layers: many", "layers"),
+        ("layers: 0", "layers must be a whole number of at least 1, got 0"),
+        ("- prenorm", "not a recipe, which is a mapping of options and `arms`"),
+        ("", "not a recipe"),
+        ("arms: [mud]", "unknown connection 'mud' (did you mean 'mudd'?)"),
+        ("arms: [{name: x}]", "an arm needs a connection"),
+        ("arms: [{connection: mudd, learning_rate: 3}]", "unknown key 'learning_rate' of an arm"),
+        ("arms: [{connection: mudd, parameter: 3}]", "(did you mean 'parameters'?)"),
+        ("arms: [mudd, {name: mudd, connection: hyper}]", "two arms are called 'mudd'"),
+        ("optimizer: sgd", "optimizer must be one of adamw, muon, got 'sgd'"),
+        ("precision: fp8", "precision must be one of 32-true, bf16-mixed, bf16-true, got 'fp8'"),
+        ("loggers: [mlflow]", "loggers must be one of tensorboard, wandb, got 'mlflow'"),
+        ("layers: [", "cannot be read as a recipe"),
+    ],
+)
+def test_a_wrong_recipe_is_one_clear_line(tmp_path, content, message):
+    with pytest.raises(ValueError) as error:
+        load(written(tmp_path, content)).settings()
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.yaml: cannot be read as a recipe"):
+        load(tmp_path / "nowhere.yaml")
+    with pytest.raises(ValueError, match=r"unknown scale 'tinny' \(did you mean 'tiny'\?\)"):
+        load(written(tmp_path, "layers: 2"), "tinny")
+
+
+def test_what_comes_first(tmp_path):
+    path = written(tmp_path, "lr: 1e-3\nsteps: 50\narms: [mudd, {connection: hyper, lr: 5e-4, steps: 60}]")
+    recipe = load(path, steps=3)
+    mudd, hyper = (recipe.settings(arm).optimization for arm in recipe.arms)
+    assert (mudd.lr, mudd.steps) == (1e-3, 3) and (hyper.lr, hyper.steps) == (5e-4, 3)
+    assert recipe.settings().optimization.weight_decay == 0.1
+
+
+def test_every_option_belongs_to_one_part_and_changes_the_identity_or_not():
+    plain = Settings.of()
+    assert set(plain.flat()) == set(OPTIONS) and set(plain.identity()) == set(OPTIONS) - FREE
+    assert {"lr", "precision", "batch", "tokenizer", "delay", "spike"} <= plain.identity().keys()
+    assert {"strategy", "accumulate", "compile", "save_every", "workers"} <= FREE
+    with pytest.raises(ValueError, match=r"unknown option 'step' \(did you mean 'steps'\?\)"):
+        Settings.of(step=3)
+
+
+def test_arms_are_themselves():
+    arm = Arm.of({"connection": "mudd( dilation = 2 )", "parameters": "405e6", "lr": 1e-3})
+    assert (arm.name, arm.connection, arm.parameters) == ("mudd(dilation=2)", "mudd(dilation=2)", 405e6)
+    assert arm.options == {"lr": 1e-3}
+    assert Recipe([Arm.of("prenorm")]).settings().model.layers == 6
