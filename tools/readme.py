@@ -18,8 +18,7 @@ from crosslayer.compare import Comparison
 from crosslayer.costs import parameters
 from crosslayer.registry import options
 from crosslayer.report import curves, markdown, picture, tradeoff
-from crosslayer.train.recipe import load
-from crosslayer.train.run import Settings
+from crosslayer.train.recipe import Arm, Recipe, load
 from crosslayer.train.tasks import LANGUAGE, task
 
 ROOT = Path(__file__).parent.parent
@@ -56,9 +55,9 @@ def connections() -> str:
 
 def measured() -> Comparison:
     results = json.loads(RESULTS.read_text("utf8"))
-    arms = list(dict.fromkeys(run["arm"] for run in results["runs"]))
+    recipe = Recipe([Arm.of(name) for name in results["arms"]], results["settings"])
     seeds = 1 + max(run["seed"] for run in results["runs"])
-    return Comparison(Settings(**results["settings"]), arms, seeds, RESULTS.parent, None, results)
+    return Comparison(recipe, seeds, RESULTS.parent, {}, results)
 
 
 def recipes() -> str:

@@ -23,6 +23,7 @@ EXTRAS = dict.fromkeys(
     ),
     "train",
 )  # fmt: skip
+EXTRAS |= dict.fromkeys(("tensorboard", "wandb"), "loggers")
 EXTRAS |= dict.fromkeys(("lm_eval", "accelerate"), "eval")
 
 

@@ -14,9 +14,9 @@ DEFAULTS = False  # between an option's default and what is given there is a rec
 
 def parser() -> Any:
     command = empty(
-        "Train one arm of a recipe, or one connection. On several GPUs: torchrun --nproc-per-node 8 -m crosslayer.cli "
-        "train RECIPE; on several nodes, on each: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
-        "--rdzv-endpoint HOST:29400 -m crosslayer.cli train RECIPE. The same command goes on from its last checkpoint."
+        "Train one arm of a recipe, or one connection. On several GPUs: torchrun --nproc-per-node 8 -m crosslayer train "
+        "RECIPE; on several nodes, on each: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:29400 -m crosslayer train RECIPE. The same command goes on from its last checkpoint."
     )
     command.add_argument("recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options")
     command.add_argument("--arm", type=str | None, default=None, help="a name in the recipe, or a connection")

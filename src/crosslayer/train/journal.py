@@ -1,5 +1,7 @@
 """What a run tells while it goes: a line of metrics.jsonl every so often, and Fabric's loggers."""
 
+import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Iterable
@@ -14,7 +16,14 @@ FILE = "metrics.jsonl"
 
 
 def loggers(names: Iterable[str], folder: Path, name: str) -> list[Any]:
-    """Fabric's loggers of these names."""
+    """Fabric's loggers of these names.
+
+    Raises:
+        ModuleNotFoundError: what a logger needs is not installed.
+    """
+    for logger in names:
+        if importlib.util.find_spec(logger) is None:
+            raise ModuleNotFoundError(f"{logger} is not installed", name=logger)
     return [LOGGERS[logger](folder, name) for logger in names]
 
 
@@ -28,7 +37,9 @@ def wandb(folder: Path, name: str) -> Any:
     from lightning.pytorch.loggers import WandbLogger
 
     folder.mkdir(parents=True, exist_ok=True)
-    return WandbLogger(name=name, save_dir=folder, id=None, project="crosslayer")
+    # the same folder is the same run, however often it goes on
+    run = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    return WandbLogger(name=name, save_dir=folder, id=run, project="crosslayer")
 
 
 LOGGERS = {"tensorboard": tensorboard, "wandb": wandb}

@@ -32,7 +32,8 @@ def launch(engine: Engine, loggers: Any = ()) -> Fabric:
     fabric = Fabric(
         devices=here, num_nodes=ranks // here, strategy=strategy, precision=precision, loggers=list(loggers)
     )
-    fabric.launch()
+    if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it
+        fabric.launch()
     return fabric
 
 

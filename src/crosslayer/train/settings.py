@@ -35,7 +35,7 @@ class Model:
 
 @dataclass
 class Data:
-    """The data.
+    """The data. A path may begin with a variable of the environment, like $DATA/pile.
 
     Args:
         data: "stdlib", the running interpreter's own library; a text, .jsonl or .parquet file or a folder of them;

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from os.path import expandvars
 from typing import Any, NamedTuple
 
 import torch
@@ -58,11 +59,13 @@ def task(model: Model) -> Task:
 
 
 def metrics(examples: Examples, judged: dict[str, dict[str, float]]) -> dict[str, float]:
-    """What is known beside the first validation set's loss: its bits a byte or accuracy, and the other sets'."""
+    """What is known beside the first validation set's loss: perplexity, bits a byte, accuracy, and the other sets'."""
     found = {}
     for number, (name, values) in enumerate(judged.items()):
         label = f"{name} " if number else ""
         found.update({label + key: value for key, value in values.items() if number or key != "loss"})
+        if examples.tokenizer is not None and examples.tokenizer.definition:  # of bytes nobody says it
+            found[f"{label}perplexity"] = math.exp(values["loss"])
         if name in examples.bytes_per_token:
             found[f"{label}bits/byte"] = values["loss"] / math.log(2) / examples.bytes_per_token[name]
     return found
@@ -72,7 +75,8 @@ def text(settings: Settings) -> Examples:
     from .data import corpus
 
     data = settings.data
-    found = corpus(data.data, data.context, data.tokenizer, data.valid)
+    valid = {name: expandvars(source) for name, source in data.valid.items()}
+    found = corpus(expandvars(data.data), data.context, expandvars(data.tokenizer), valid)
     first = next(iter(found.valid))
     sizes = {
         "bytes to train on": found.train.tokens.text_bytes,
@@ -87,11 +91,13 @@ def pictures(settings: Settings) -> Examples:
     from .latents import latents
 
     data, body = settings.data, settings.model.body
+    source = expandvars(data.data)
     size, channels = (next((body[key] for key in keys if key in body), default) for keys, default in SHAPES)
     if channels in MODES:
-        found = images(data.data, size, channels, next(iter(data.valid.values()), None), data.augment)
+        valid = next(map(expandvars, data.valid.values()), None)
+        found = images(source, size, channels, valid, data.augment)
     else:
-        found = latents(data.data, size, channels, data.augment)
+        found = latents(source, size, channels, data.augment)
     sizes = {"images to train on": len(found.train), "held out": len(found.valid[HELD_OUT])}
     return Examples(found.train, found.valid, len(found.classes), found.digest, sizes, {}, order=Draws)
 
