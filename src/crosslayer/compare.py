@@ -6,7 +6,6 @@ started again on the same folder goes on where it was.
 
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -19,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from . import __version__
+from .files import write
 from .train.recipe import Arm, Recipe
 from .train.run import Diverged, Progress, train
 from .train.settings import OPTIONS, Model
 from .train.tasks import Examples, build, task
 
-RESULTS = "results.json"
+RESULTS, RUNS = "results.json", "runs"
 Watch = Callable[[Arm, int, Progress], None]
 
 
@@ -132,16 +132,6 @@ def held(folder: Path, identity: dict[str, Any], arms: dict[str, Any]) -> dict[s
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
         ) from None
-
-
-def write(path: Path, content: str) -> None:
-    """Write a file whole or not at all."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(content, "utf8")
-    os.replace(aside, path)
-
-
-RUNS = "runs"
 
 
 def place(comparison: Comparison, arm: Arm, seed: int) -> Path:

@@ -5,7 +5,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from .compare import Comparison, Row, table, write
+from .compare import Comparison, Row, table
+from .files import write
 from .train.tasks import LANGUAGE, task
 
 # Okabe and Ito's colours, told apart without red and green

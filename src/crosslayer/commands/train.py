@@ -14,8 +14,8 @@ DEFAULTS = False  # between an option's default and what is given there is a rec
 
 def parser() -> Any:
     command = empty(
-        "Train one arm of a recipe, or one connection. On several GPUs: torchrun --nproc-per-node 8 -m crosslayer train "
-        "RECIPE; on several nodes, on each: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
+        "Train one arm of a recipe, or one connection. On several GPUs: torchrun --nproc-per-node 8 -m crosslayer "
+        "train RECIPE; on several nodes, on each: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
         "--rdzv-endpoint HOST:29400 -m crosslayer train RECIPE. The same command goes on from its last checkpoint."
     )
     command.add_argument("recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options")
@@ -31,7 +31,8 @@ def run(options: Any) -> int:
     quiet()
     from rich.console import Console
 
-    from ..compare import environment, write
+    from ..compare import environment
+    from ..files import write
     from ..train.run import Diverged, Stopped, train
     from ..train.saving import save_model
     from ..train.tasks import task

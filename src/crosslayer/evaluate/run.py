@@ -5,7 +5,6 @@ the same call goes on with the rest.
 """
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import __version__
+from ..files import write
 from ..registry import nearest
 from ..train.sources import documents
 from . import harness, text
@@ -103,7 +103,8 @@ def evaluate(
             row = job.key | job.measure(lm)
             rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
             if path:
-                write(path, results | {"results": rows})
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path, json.dumps(results | {"results": rows}, indent=1))
     return results | {"results": [row for job in jobs for row in done(job, rows)]}
 
 
@@ -175,11 +176,3 @@ def held(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
             f"{path}: not an evaluation's results (damaged?); move it away or choose another folder"
         ) from None
     return rows
-
-
-def write(path: Path, results: dict[str, Any]) -> None:
-    """Write the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(results, indent=1), "utf8")
-    os.replace(aside, path)

@@ -6,7 +6,6 @@ FOLDER/step-00000100/checkpoint.json    the run's identity, its facts, and size 
 
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -17,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ..files import settle, write
 
 INDEX = "checkpoint.json"
 
@@ -62,10 +63,8 @@ class Checkpoints:
                 raise OSError(error)
             index = {"identity": self.identity, "facts": facts, "files": inventory(aside)}
             write(aside / INDEX, json.dumps(index, indent=1))
-            sync(aside)
             shutil.rmtree(path, ignore_errors=True)
-            aside.rename(path)
-            sync(self.folder)
+            settle(aside, path)
             for old in self.found()[: -self.keep]:
                 shutil.rmtree(old)
 
@@ -151,22 +150,6 @@ def inventory(folder: Path) -> dict[str, tuple[int, str]]:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write(path: Path, content: str) -> None:
-    with open(path, "w", encoding="utf8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(folder: Path) -> None:
-    """Make the names in a folder outlive the machine."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def reason(error: BaseException) -> str:

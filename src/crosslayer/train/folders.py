@@ -1,6 +1,5 @@
 """A folder that one process fills whole or not at all, whenever it is stopped."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,16 +54,3 @@ def clear(folder: Path, ours: re.Pattern[str]) -> None:
     for path in folder.iterdir():
         if ours.fullmatch(path.name):
             path.unlink()
-
-
-def settle(aside: Path, file: Path) -> None:
-    """Give a file its name once its content is safe; then make the name safe too."""
-    synchronise(aside)
-    os.replace(aside, file)
-    synchronise(file.parent)
-
-
-def synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

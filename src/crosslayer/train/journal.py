@@ -3,14 +3,13 @@
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
 
-from .checkpoint import write
+from ..files import write
 
 FILE = "metrics.jsonl"
 
@@ -57,9 +56,7 @@ class Journal:
         self.fabric = fabric
         self.path = folder / FILE if folder is not None and fabric.is_global_zero else None
         if self.path is not None and self.path.exists():
-            aside = self.path.with_suffix(".part")
-            write(aside, "".join(line for line in self.path.read_text("utf8").splitlines(True) if kept(line, step)))
-            os.replace(aside, self.path)
+            write(self.path, "".join(line for line in self.path.read_text("utf8").splitlines(True) if kept(line, step)))
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         if self.path is not None:

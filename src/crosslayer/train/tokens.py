@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .folders import claimed, settle, synchronise
+from ..files import settle, synchronise
+from ..files import write as write_text
+from .folders import claimed
 from .packing import BATCH, Shard, checksum, pack
 from .sources import TRAIN, Document, parts
 from .tokenizing import FILE, Tokenizer, tokenizer
@@ -148,9 +150,7 @@ def prepare(
             listed.append({"file": file.name, "bytes": file.stat().st_size, **shard.header})
         about = {"name": kind.name, "vocab": kind.vocab, "end": kind.end, "digest": kind.digest}
         written = {"format": FORMAT, "source": source, "tokenizer": about, "sets": sets}
-        aside = folder / f"{CORPUS}.part"
-        aside.write_text(json.dumps(written, indent=1), "utf8")
-        settle(aside, folder / CORPUS)
+        write_text(folder / CORPUS, json.dumps(written, indent=1))
     return open_corpus(folder)
 
 
