@@ -217,7 +217,7 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     command = [*options(text_file), "--arms", "prenorm", "--out", str(out)]
     assert main(command) == 0
     held = (out / "results.json").read_text()
-    for extra, message in (("--steps=7", "with steps 6 where this one has 7"), ("--lr=0.1", "with lr 0.003")):
+    for extra, message in (("--steps=7", "with steps 6 where this one has 7"), ("--lr=0.1", "with lr 0.0015")):
         assert main([*command, extra]) == 1
         assert message in capsys.readouterr().err
     assert (out / "results.json").read_text() == held

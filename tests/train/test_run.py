@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
 @pytest.mark.parametrize(
     ("changed", "arm", "message"),
     [
-        ({"lr": 1e-4}, "prenorm", "of another run, with lr 0.003 where this one has 0.0001"),
+        ({"lr": 1e-4}, "prenorm", "of another run, with lr 0.0015 where this one has 0.0001"),
         ({"dim": 64}, "prenorm", "with dim 32 where this one has 64"),
         ({"body": {"rms_norm_eps": 1e-5}}, "prenorm", "with body {} where this one has {'rms_norm_eps'"),
         ({}, "gains", "with connection 'prenorm' where this one has 'gains'"),

@@ -84,7 +84,7 @@ class Optimization:
 
     steps: int = 160
     optimizer: str = "adamw"
-    lr: float = 3e-3
+    lr: float = 1.5e-3
     muon_lr: float = 2e-2
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
