@@ -133,6 +133,8 @@ def test_weight_decay_is_what_connections_say():
 def test_schedule():
     rates = [schedule(step, Optimization(steps=100)) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1 and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    linear = Optimization(steps=100, warmup=20, decay="linear")
+    assert [schedule(step, linear) for step in (20, 60)] == pytest.approx([1, 0.55])
     constant = Optimization(steps=100, warmup=20, floor=1.0)
     assert [schedule(step, constant) for step in (0, 9, 19, 20, 99)] == pytest.approx([0.05, 0.5, 1, 1, 1])
 

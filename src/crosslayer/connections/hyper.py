@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import deposit, repeat, streams, wide
+from ..ops import deposit, project, repeat, streams, wide
 
 
 class Streams(NamedTuple):
@@ -152,8 +152,10 @@ class Hyper(Connection):
         if not self.dynamic:
             return self.static_alpha, self.static_beta.clone()
         N = self.stats.norm(wide(H), self.norm_weight, self.norm_bias)
-        alpha = self.dynamic_alpha_scale * self.bound(N @ self.dynamic_alpha_fn) + self.static_alpha
-        beta = self.dynamic_beta_scale * self.bound(N @ self.dynamic_beta_fn) + self.static_beta
+        both = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn[:, None]], 1)  # N is read once
+        z_alpha, z_beta = self.bound(project(N, both)).tensor_split([-1], -1)
+        alpha = self.dynamic_alpha_scale * z_alpha + self.static_alpha
+        beta = self.dynamic_beta_scale * z_beta[..., 0] + self.static_beta
         return alpha, beta
 
 

@@ -26,6 +26,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
@@ -128,7 +129,7 @@ class MHC(Connection):
         """pre [B T n], and the logits of post [B T n] and of R [B T n·n] as far as the site has them."""
         assert self.fn is not None and self.base is not None and self.scale is not None
         v = wide(H).flatten(-2)
-        z = (v @ self.fn.T * rstd(v, self.norm_eps)[..., None]).split(self.sizes, -1)
+        z = (F.linear(v, self.fn) * rstd(v, self.norm_eps)[..., None]).split(self.sizes, -1)
         pre, *rest = (part * s + b for part, s, b in zip(z, self.scale, self.base.split(self.sizes), strict=True))
         return pre.sigmoid() + self.eps, *rest
 

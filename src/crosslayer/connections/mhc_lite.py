@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import deposit, repeat, streams, wide
+from ..ops import deposit, project, repeat, streams, wide
 from .hyper import Streams, streams_traffic
 from .mhc import collapsed
 
@@ -78,11 +78,11 @@ class MHCLite(Connection):
     def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre and post [B T n], R [B T src dst]."""
         v = F.normalize(wide(H).flatten(-2), dim=-1) * (1 + self.gamma) * len(self.gamma) ** 0.5
-        z_pre, z_res = (v @ self.dynamic_alpha_fn).tensor_split([self.n], -1)
+        z_pre, z_res = project(v, self.dynamic_alpha_fn).tensor_split([self.n], -1)
         b_pre, b_res = self.static_alpha.tensor_split([self.n])
         pre = (self.pre_branch_scale * z_pre + b_pre).sigmoid()
         share = (self.residual_scale * z_res + b_res).softmax(-1)
-        post = 2 * (self.h_post_scale * (v @ self.dynamic_beta_fn) + self.static_beta).sigmoid()
+        post = 2 * (self.h_post_scale * project(v, self.dynamic_beta_fn) + self.static_beta).sigmoid()
         return pre, post, torch.tensordot(share, permutations(self.n, share), 1)
 
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, normal_, weight
-from ..ops import add, mix, rms
+from ..ops import add, mix, project, rms
 from .denseformer import History, sources
 
 
@@ -124,7 +124,7 @@ class Mudd(Connection):
         if self.W1 is None or self.W2 is None:
             return a
         N = rms(x) if self.weigh is None else rms(x) * self.weigh
-        return (F.gelu(N @ self.W1) @ self.W2).unflatten(-1, a.shape) + a
+        return (project(F.gelu(project(N, self.W1)), self.W2)).unflatten(-1, a.shape) + a
 
     def around(self, h: Tensor, m: Tensor, residual: bool) -> Tensor:
         """What a stream makes of its mixture: PrePostDANorm adds it to X_l, and norms it first for r alone."""

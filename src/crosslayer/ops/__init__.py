@@ -3,11 +3,11 @@
 from .attend import attend, attend_ahead, attend_merge, scores
 from .gate import gate
 from .mix import mix
-from .norm import add, rms, rstd, wide
+from .norm import add, project, rms, rstd, wide
 from .sinkhorn import sinkhorn
 from .streams import deposit, repeat, streams
 
 __all__ = [
-    "add", "attend", "attend_ahead", "attend_merge", "deposit", "gate", "mix", "repeat", "rms", "rstd", "scores",
-    "sinkhorn", "streams", "wide",
+    "add", "attend", "attend_ahead", "attend_merge", "deposit", "gate", "mix", "project", "repeat", "rms", "rstd",
+    "scores", "sinkhorn", "streams", "wide",
 ]  # fmt: skip

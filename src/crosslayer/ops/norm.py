@@ -15,6 +15,12 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def project(x: Tensor, W: Tensor) -> Tensor:
+    """x W for a tall W: [… D] and [D K] -> [… K]."""
+    # laid out by output, as BLAS takes many times as long for the gradient of a tall matrix as for that of a wide one
+    return F.linear(x, W.mT.contiguous())
+
+
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, no weight; float32 inside and out."""
     return F.rms_norm(wide(x), x.shape[-1:], eps=eps)

@@ -1,5 +1,6 @@
 """n streams: write one output to all of them, read mixtures of them."""
 
+import torch
 from torch import Tensor
 
 from .norm import wide
@@ -16,7 +17,8 @@ def streams(H: Tensor, w: Tensor) -> Tensor:
     H: [B T n D].  w: [n C] static, or [B T n C] a token's own, float32.  ->  [B T C D] in H's dtype, summed in w's.
     Moves (n + C)·D elements a token.
     """
-    return (w.mT @ wide(H)).to(H.dtype)
+    # a copy of the weights, as a batch of matrices with gaps in them is multiplied one by one
+    return (w.mT.contiguous() @ wide(H)).to(H.dtype)
 
 
 def deposit(H: Tensor, Y: Tensor, beta: Tensor) -> Tensor:
@@ -25,4 +27,4 @@ def deposit(H: Tensor, Y: Tensor, beta: Tensor) -> Tensor:
     H: [B T n D].  Y: [B T n D], or [B T 1 D] for all streams.  beta: [n] static, or [B T n], float32.
     ->  [B T n D] in H's dtype.
     """
-    return (H + wide(beta)[..., None] * Y).to(H.dtype)
+    return torch.addcmul(wide(H), wide(beta)[..., None], wide(Y)).to(H.dtype)

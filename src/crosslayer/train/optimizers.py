@@ -1,12 +1,10 @@
 """The optimizers of a run, and the learning rate of each group at each step, a function of the step alone."""
 
-import math
-
 import torch
 from torch import nn
 
 from ..optim import param_groups
-from .settings import Optimization
+from .settings import DECAYS, Optimization
 
 
 def optimizers(model: nn.Module, settings: Optimization) -> list[torch.optim.Optimizer]:
@@ -26,12 +24,12 @@ def optimizers(model: nn.Module, settings: Optimization) -> list[torch.optim.Opt
 
 
 def schedule(step: int, settings: Optimization) -> float:
-    """Share of the peak learning rate: a linear warm-up, then a cosine down to `floor`."""
+    """Share of the peak learning rate: a linear warm-up, then down to `floor`."""
     warmup = settings.warmup if settings.warmup >= 1 else max(1, int(settings.steps * settings.warmup))
     if step < warmup:
         return (step + 1) / warmup
-    cosine = (1 + math.cos(math.pi * (step - warmup) / max(1, settings.steps - warmup))) / 2
-    return settings.floor + (1 - settings.floor) * cosine
+    left = DECAYS[settings.decay]((step - warmup) / max(1, settings.steps - warmup))
+    return settings.floor + (1 - settings.floor) * left
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, settings: Optimization) -> None:

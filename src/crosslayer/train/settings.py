@@ -1,5 +1,6 @@
 """What a run is made of: four groups of options, each owned by the part that reads it, flat on the command line."""
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
@@ -63,6 +64,13 @@ class Data:
         choice("augment", self.augment, dict.fromkeys(("none", "flip", "inception crop")))
 
 
+# what is left of the learning rate after a share of the steps beyond the warm-up
+DECAYS = {
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+    "linear": lambda share: 1 - share,
+}
+
+
 @dataclass
 class Optimization:
     """The optimizer.
@@ -78,7 +86,8 @@ class Optimization:
         momentum: of Muon.
         clip: norm to which gradients are clipped; 0 for none.
         warmup: steps of linear warm-up, or their share of all where it is below 1.
-        floor: share of the learning rate at which the cosine ends.
+        decay: how the learning rate falls after the warm-up, on a cosine or linear.
+        floor: share of the learning rate at which it ends.
         delay: steps for which connections keep their initial values.
     """
 
@@ -92,12 +101,14 @@ class Optimization:
     momentum: float = 0.95
     clip: float = 1.0
     warmup: float = 0.1
+    decay: str = "cosine"
     floor: float = 0.1
     delay: int = 0
 
     def __post_init__(self) -> None:
         positive(steps=self.steps)
         choice("optimizer", self.optimizer, dict.fromkeys(("adamw", "muon")))
+        choice("decay", self.decay, DECAYS)
         self.betas = (self.betas[0], self.betas[1])  # JSON and YAML know no tuples
 
 
