@@ -1,5 +1,6 @@
 """The main job, from the command line: runs, stops, goes on, reports, and says what is wrong in one line."""
 
+import gc
 import json
 import math
 import re
@@ -116,6 +117,18 @@ def test_activation_bytes_are_those_saved_for_backward():
     # one_hot's float input [2 4 8] for the Linear; log-softmax's output; the targets and a scalar of the loss
     found = activation_bytes(Body(), torch.randint(8, (2, 5)))
     assert 2 * 4 * 8 * 4 * 2 <= found <= 2 * 4 * 8 * 4 * 2 + 2 * 5 * 8 + 64
+
+
+def test_nothing_is_left_of_a_run(tiny):
+    def tensors():
+        gc.collect()
+        # by type: lazy objects warn when they are asked for their class
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    trained(tiny, "mudd", 0)
+    before = tensors()
+    trained(tiny, "mudd", 0)
+    assert tensors() <= before
 
 
 def test_weight_decay_is_what_connections_say():

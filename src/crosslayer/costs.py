@@ -219,10 +219,10 @@ def activation_bytes(model: nn.Module, batch: Any, loss: Callable[[nn.Module, An
     # by the storage itself: all meta tensors have the address 0; and held, so that none is seen twice
     own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         kept[storage._cdata] = storage
-        return tensor
+        # nothing is handed to the graph: an output that its own node held this way would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(model, batch)
