@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bodies import llama
+from bodies import llama, vit
 from tiny import ARMS, connections, gpt, shake
 
 import crosslayer
@@ -40,6 +40,21 @@ def test_muon_gets_the_layers_matrices_alone():
     muon = {id(p) for g in crosslayer.param_groups(model, 1e-3, 0.1) if g["muon"] for p in g["params"]}
     names = {n for n, p in model.named_parameters() if id(p) in muon}
     assert all(n.endswith("_proj.weight") for n in names) and len(names) == 3 * 7
+
+
+def test_muon_of_a_body_as_wide_as_its_vocabulary():
+    """A matrix with as many outputs as there are tokens is a head only where it is one."""
+    plain, wide = (crosslayer.connect(llama(vocab_size=v), "mudd") for v in (97, 32))
+    assert wide.config.hidden_size == wide.config.vocab_size == 32
+    counts = [sum(len(g["params"]) for g in crosslayer.param_groups(m, 1e-3, 0.1) if g["muon"]) for m in (plain, wide)]
+    assert counts[0] == counts[1] == 3 * 7
+
+
+def test_muon_leaves_the_head_of_a_classifier_alone():
+    model = crosslayer.connect(vit(), "mudd")
+    muon = {id(p) for g in crosslayer.param_groups(model, 1e-3, 0.1) if g["muon"] for p in g["params"]}
+    names = [n for n, p in model.named_parameters() if id(p) in muon]
+    assert names and not any("classifier" in n for n in names)
 
 
 def test_tied_and_frozen():

@@ -1,6 +1,5 @@
 """How an optimizer should treat a model with connections."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
     """
     groups: dict[tuple[str, float, float, bool], list[nn.Parameter]] = {}
     own = {id(p) for m in model.modules() if isinstance(m, Connection) for p in m.parameters(recurse=False)}
-    ends = {id(p) for p in embeddings(model)}
+    maps = {id(p) for p in matrices(model)}
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
@@ -35,7 +34,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
                 decays, factor = name in module.decayed, module.lr_factors.get(name, 1.0)
                 kind, muon = "connection " + ("dynamic" if decays else "static"), False
             else:
-                decays, factor, muon = p.dim() >= 2, 1.0, p.dim() == 2 and id(p) not in ends
+                decays, factor, muon = p.dim() >= 2, 1.0, id(p) in maps
                 kind = "matrices" if muon else "embeddings" if decays else "vectors"
             groups.setdefault((kind, lr * factor, weight_decay * decays, muon), []).append(p)
     return [
@@ -44,12 +43,11 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
     ]
 
 
-def embeddings(model: nn.Module) -> Sequence[Tensor]:
-    """The weights between tokens and activations: embeddings, and linear maps onto as many outputs as one has rows."""
-    inputs = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    sizes = {m.num_embeddings for m in inputs}
-    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
-    return [*(m.weight for m in inputs), *(m.weight for m in heads)]
+def matrices(model: nn.Module) -> list[Tensor]:
+    """The 2-d weights in a model's lists of layers, but for embeddings there (DiT's blocks have one of the classes)."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    inside = [m for layers in lists for m in layers.modules() if not isinstance(m, nn.Embedding)]
+    return [p for m in inside for p in m.parameters(recurse=False) if p.dim() == 2]
 
 
 def hold(optimizer: torch.optim.Optimizer) -> None:
