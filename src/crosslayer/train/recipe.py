@@ -50,17 +50,35 @@ class Arm:
         Raises:
             ValueError: an unknown key or connection.
         """
+        if not isinstance(row, str | dict):
+            raise ValueError(f"an arm is a connection or a mapping, got {row!r}")
         row = {"connection": row} if isinstance(row, str) else dict(row)
         known = {f.name for f in fields(cls)} - {"options"}
         for key in row.keys() - known - OPTIONS.keys():
-            raise ValueError(f"unknown key {key!r} of an arm{nearest(key, [*known, *OPTIONS])}")
+            raise ValueError(f"unknown key {key!r} of an arm{nearest(str(key), [*known, *OPTIONS])}")
+        for key, kind in (
+            ("name", str),
+            ("reason", str),
+            ("paper", dict),
+        ):  # YAML takes `no` and 2 for other than words
+            if not isinstance(row.get(key, kind()), kind):
+                raise ValueError(f"{key} of an arm must be {'text' if kind is str else 'a mapping'}, got {row[key]!r}")
         if "connection" not in row:
             raise ValueError(f"an arm needs a connection, got {row}")
         connection = str(make(row.pop("connection")))
         mine = {key: row.pop(key) for key in known & row.keys()}
         if "parameters" in mine:
-            mine["parameters"] = float(mine["parameters"])  # YAML takes 405e6 for a word
+            mine["parameters"] = number("parameters", mine["parameters"])
+        if "paper" in mine:
+            mine["paper"] = {name: number(f"paper's {name}", value) for name, value in mine["paper"].items()}
         return cls(**{"name": connection, **mine}, connection=connection, options=row)
+
+
+def number(name: str, given: Any) -> float:
+    try:
+        return float(given)  # YAML takes 405e6 for a word
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} of an arm must be a number, got {given!r}") from None
 
 
 @dataclass
@@ -114,13 +132,15 @@ def load(path: str | Path, scale: str = "full", **given: Any) -> Recipe:
     if not isinstance(found, dict):
         raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
     arms = found.pop("arms", ["prenorm"])
+    if not isinstance(arms, list) or not arms:
+        raise ValueError(f"{path}: arms must be a list of at least one, got {arms!r}")
     parser = ArgumentParser(exit_on_error=False)
     for part in PARTS:
         parser.add_class_arguments(part, None)
 
     def typed(options: dict[str, Any]) -> dict[str, Any]:
         for key in options.keys() - OPTIONS.keys():
-            raise ValueError(f"{path}: unknown option {key!r}{nearest(key, OPTIONS)}")
+            raise ValueError(f"{path}: unknown option {key!r}{nearest(str(key), OPTIONS)}")
         try:
             return parser.parse_object(options, defaults=False).as_dict()
         except Exception as error:  # argparse's, whose message has several lines

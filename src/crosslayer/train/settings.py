@@ -107,6 +107,7 @@ class Optimization:
 
     def __post_init__(self) -> None:
         positive(steps=self.steps)
+        natural(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
         choice("optimizer", self.optimizer, dict.fromkeys(("adamw", "muon")))
         choice("decay", self.decay, DECAYS)
         self.betas = (self.betas[0], self.betas[1])  # JSON and YAML know no tuples
@@ -149,10 +150,18 @@ class Engine:
 
     def __post_init__(self) -> None:
         positive(accumulate=self.accumulate, evals=self.evals, keep=self.keep, log_every=self.log_every)
+        natural(save_every=self.save_every, spike=self.spike, watch_every=self.watch_every)
         for name, known in CHOICES.items():
             choice(name, getattr(self, name), dict.fromkeys(known))
         for logger in self.loggers:
             choice("loggers", logger, dict.fromkeys(LOGGERS))
+
+
+def natural(**options: float) -> None:
+    """Raise a ValueError for an option below 0, or that is no number."""
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value!r}")
 
 
 LOGGERS = ("tensorboard", "wandb")
