@@ -275,6 +275,36 @@ def test_a_recipe(text_file, tmp_path, capsys):
     assert "with options {'lr': 0.002} where this one has {'lr': 0.005}" in capsys.readouterr().err
 
 
+def test_names_are_shown_as_they_are(text_file, tmp_path, capsys):
+    """No markup of the terminal's, no formula of the picture's."""
+    names = ["a [/b] c", "[bold]x", "$\\no$"]
+    file, out = tmp_path / "odd.yaml", tmp_path / "[i]out"
+    file.write_text(json.dumps({"arms": [{"name": name, "connection": "prenorm"} for name in names]}))
+    assert main(["compare", str(file), *options(text_file)[1:], "--steps=1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names) and f"Report: {out}" in printed.replace("\n", "")
+
+
+def test_seeds_judged_at_different_steps(text_file, tmp_path):
+    command = [*options(text_file), "--arms", "prenorm", "--out", str(tmp_path / "out")]
+    assert main([*command, "--evals=2"]) == 0
+    assert main([*command, "--evals=3", "--seeds=2"]) == 0
+
+
+def test_one_rank_reports(text_file, tmp_path, capsys, monkeypatch):
+    command = [*options(text_file), "--arms", "prenorm", "--steps=1", "--out", str(tmp_path / "out")]
+    monkeypatch.setenv("RANK", "1")
+    assert main(command) == 0
+    assert not capsys.readouterr().out and not (tmp_path / "out" / "report.md").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert main(command) == 0 and (tmp_path / "out" / "report.md").exists()
+
+
+def test_every_run_diverged(text_file, tmp_path, capsys):
+    command = [*options(text_file), "--arms", "prenorm", "--steps=40", "--lr=1e30", "--out", str(tmp_path / "out")]
+    assert main(command) == 1 and "Every run diverged; nothing to report." in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 def test_without_arguments(tmp_path):
@@ -297,3 +327,14 @@ def test_without_arguments(tmp_path):
     assert all(value < results["entropy"] - 0.5 for value in bits.values())
     assert bits["mudd"] < bits["prenorm"] - 0.05
     print(done.stdout)
+
+
+def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
+    """A second one, or one before the first step."""
+    from crosslayer import cli
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "command", interrupted)
+    assert main(["train"]) == 130 and capsys.readouterr().err == "crosslayer: stopped\n"

@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name not in EXTRAS:
             raise
         message = f"{error.name} is not installed; pip install 'crosslayer[{EXTRAS[error.name]}]'"
+    except KeyboardInterrupt:
+        print("crosslayer: stopped", file=sys.stderr)
+        return 130
     except (ValueError, OSError, ArgumentError) as error:
         message = " ".join(str(error).split())
     print(f"crosslayer: {message}", file=sys.stderr)

@@ -131,8 +131,9 @@ def curves(axes: Any, comparison: Comparison) -> None:
         runs = [r["curve"] for r in comparison.runs if r["arm"] == arm]
         if not runs:
             continue
-        steps = [step for step, _ in runs[0]]
-        losses = list(zip(*([loss for _, loss in run] for run in runs), strict=True))
+        known = [dict(run) for run in runs]
+        steps = [step for step in known[0] if all(step in run for run in known)]  # each may have its own --evals
+        losses = [[run[step] for run in known] for step in steps]
         mean = [sum(at) / len(at) for at in losses]
         axes.plot(steps, mean, color=colour, label=arm, linewidth=1.6, marker="o", markersize=3)
         if len(runs) > 1:
@@ -162,7 +163,8 @@ def picture(comparison: Comparison, *panels: Callable[[Any, Comparison], None]) 
     from matplotlib.figure import Figure  # not pyplot: no global state and no display
 
     out = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "crosslayer"}):  # the same picture from the same numbers
+    # the same picture from the same numbers, and names as they are
+    with matplotlib.rc_context({"svg.hashsalt": "crosslayer", "text.parse_math": False}):
         figure = Figure(figsize=(6 * len(panels), 4.2), layout="constrained")
         for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             draw(axes, comparison)

@@ -17,6 +17,7 @@ from runs import run
 from crosslayer.cli import main
 from crosslayer.train import tasks
 from crosslayer.train.run import Diverged
+from crosslayer.train.tokenizing import Tokenizer
 
 HERE = Path(__file__).parent
 
@@ -175,16 +176,16 @@ def test_changed_data(text, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(text, tmp_path, number):
     command = [sys.executable, "-m", "crosslayer.cli", "train", "--arm=mudd", f"--data={text}", "--steps=4000"]
-    command += ["--layers=2", "--dim=32", "--heads=2", "--context=32", "--log_every=1", f"--out={tmp_path / 'run'}"]
+    command += ["--layers=2", "--dim=32", "--heads=2", "--context=32", "--log_every=1", f"--out={tmp_path / 'Run'}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.time() + 60
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.time() < until:
+    while not (tmp_path / "Run" / "metrics.jsonl").exists() and time.time() < until:
         time.sleep(0.05)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=60)
-    (step,) = steps(tmp_path / "run")
+    (step,) = steps(tmp_path / "Run")
     assert process.returncode == 130 and "Traceback" not in errors
-    assert f"Stopped after step {step}; saved as" in printed and 0 < step < 4000
+    assert f"Stopped after step {step}; saved as {tmp_path / 'Run'}/step-" in printed and 0 < step < 4000
 
 
 def failing(at, value):
@@ -221,6 +222,40 @@ def test_a_spike(text, monkeypatch):
     assert run({**settings, "unstable": "skip"}, "prenorm")["row"]["skipped"] == [25]
     monkeypatch.setitem(tasks.TASKS, "llama", failing(25, 4.0))
     assert run({**settings, "spike": 0.0}, "prenorm")["row"]["skipped"] == []
+
+
+def test_a_gradient_without_an_end_is_said_so(text, monkeypatch):
+    class Root(torch.autograd.Function):  # finite, and infinitely steep
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * math.inf
+
+    steep = tasks.LANGUAGE._replace(loss=lambda model, batch: Root.apply(tasks.next_token(model, batch)))
+    monkeypatch.setitem(tasks.TASKS, "llama", steep)
+    with pytest.raises(
+        Diverged, match=r"the loss is 5\.\d+ and the norm of its gradient (nan|inf) at step 1; there is no"
+    ):
+        run({"data": text}, "prenorm")
+
+
+def test_perplexity_of_a_lost_run_is_infinite():
+    examples = tasks.Examples(None, {}, 300, "", {}, {}, tokenizer=Tokenizer("bpe:300", 300, 0, "{}"))
+    assert tasks.metrics(examples, {"held-out": {"loss": 1000.0}}) == {"perplexity": math.inf}
+
+
+def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("years of work")
+    command = ["train", f"--data={text}", "--layers=1", "--dim=16", "--heads=2", "--context=16", "--steps=1"]
+    assert main([*command, f"--out={tmp_path}"]) == 1
+    assert "a model that no run wrote there; choose another --out" in capsys.readouterr().err
+    assert (tmp_path / "model" / "mine.txt").exists()
+    assert main([*command, "--context=99999", f"--out={tmp_path / 'run'}"]) == 1
+    assert not (tmp_path / "run").exists(), "what is wrong with the data leaves nothing"
 
 
 def test_accumulation_is_the_whole_batch(text):

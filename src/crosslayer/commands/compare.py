@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .shared import ARMS, add_arms, add_settings, bars, grid, quiet, recipe_of, show
+from .shared import ARMS, add_arms, add_settings, bars, console_of, first_rank, grid, quiet, recipe_of, show
 from .shared import parser as empty
 
 DEFAULTS = False  # between an option's default and what is given there is a recipe
@@ -22,12 +22,10 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     quiet()
-    from rich.console import Console
-
     from .. import compare
     from ..report import cells, columns, report
 
-    console = Console()
+    console = console_of()
     out = options.get("out")
     comparison = compare.prepare(recipe_of(options, ARMS), options.get("seeds", 1), Path(out) if out else None)
     stopped = False
@@ -44,10 +42,14 @@ def run(options: Any) -> int:
             compare.run(comparison, watch)
     except KeyboardInterrupt:
         stopped = True
+    code = 130 if stopped else 0
+    if not first_rank():
+        return code
     rows = cells(comparison)
     if not rows:
-        console.print("Stopped before any arm had finished; nothing to report.")
-        return 130
+        why = "Stopped before any arm had finished" if stopped else "Every run diverged"
+        console.print(f"{why}; nothing to report.")
+        return code or 1
     report(comparison)
     table = grid("crosslayer compare", columns(comparison))
     for row in rows:
@@ -56,4 +58,4 @@ def run(options: Any) -> int:
     if stopped:
         console.print(f"Stopped: {len(comparison.runs)} runs had finished. The same command goes on with the others.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
-    return 130 if stopped else 0
+    return code

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..registry import nearest, separate
-from .shared import add_arms, grid, quiet, show
+from .shared import add_arms, console_of, grid, quiet, show
 from .shared import parser as empty
 
 
@@ -24,8 +24,6 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     quiet()
-    from rich.console import Console
-
     from .. import costs
 
     if options.gpu not in costs.GPUS:
@@ -36,7 +34,7 @@ def run(options: Any) -> int:
     arms = separate(" ".join(options.arms))
     rows = costs.estimates(arms, costs.sized(**sizes), options.batch, options.context)
     gpu = costs.GPUS[options.gpu]
-    console, table = Console(), grid("crosslayer cost", costs.HEAD)
+    console, table = console_of(), grid("crosslayer cost", costs.HEAD)
     for row in rows:
         table.add_row(*costs.cells(row, gpu))
     show(table, console)

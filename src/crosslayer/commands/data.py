@@ -63,11 +63,9 @@ def prepare(options: Any) -> int:
         valid[name] = source
     for name in ("datasets", "huggingface_hub"):  # their retries would tear the progress bar
         logging.getLogger(name).setLevel(logging.ERROR)
-    from rich.console import Console
-
     from ..train.tokens import prepare
 
-    console = Console()
+    console = shared.console_of()
     try:
         with progress(console) as watch:
             prepare(options.source, options.tokenizer, options.out, valid, watch)
@@ -105,9 +103,7 @@ def progress(console: Any) -> Any:
 
 
 def table_of(options: Any) -> int:
-    from rich.console import Console
-
-    shown(options.folder, Console())
+    shown(options.folder, shared.console_of())
     return 0
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .shared import grid, quiet, show
+from .shared import console_of, grid, quiet, show
 from .shared import parser as empty
 
 HEAD = ["task", "shots", "metric", "value", "stderr", "n"]
@@ -47,16 +47,14 @@ def run(options: Any) -> int:
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from rich.console import Console
-
     from ..evaluate import evaluate
     from ..evaluate.records import digest
     from ..evaluate.run import RESULTS
 
-    console = Console()
+    console = console_of()
 
     def watch(job: Any, index: int, count: int) -> None:
-        console.print(f"[{index + 1}/{count}] {job}", markup=False, highlight=False)
+        console.print(f"[{index + 1}/{count}] {job}", highlight=False)
 
     settings = {name: options[name] for name in ("limit", "dtype", "tokenizer", "context", "seed")}
     if options.out is None:  # one of its own for every setting, so that the same command goes on with the same folder

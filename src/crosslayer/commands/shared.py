@@ -62,6 +62,18 @@ def unique(arms: Iterable[Any]) -> list[Any]:
     return list({arm.name: arm for arm in arms}.values())
 
 
+def first_rank() -> bool:
+    """Whether this process is the only one, or the first of those that torchrun started: the one that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def console_of(**options: Any) -> Any:
+    """A terminal that shows names and paths as they are: what is in brackets is no markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, **options)
+
+
 @contextmanager
 def bars(console: Any) -> Iterator[Callable[[str, Any], Callable[[Any], None]]]:
     """Progress bars: given a name and its settings, one that takes a run's `Progress`. Rank 0 alone shows them."""
@@ -70,11 +82,12 @@ def bars(console: Any) -> Iterator[Callable[[str, Any], Callable[[Any], None]]]:
     from ..train.tasks import task as kind
 
     columns = [
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
         TextColumn("{task.fields[speed]:,.0f} {task.fields[unit]}/s"), TextColumn("{task.fields[rest]}"),
         TimeRemainingColumn(),
     ]  # fmt: skip
-    with Progress(*columns, console=console, refresh_per_second=4, disable=os.environ.get("RANK", "0") != "0") as shown:
+    with Progress(*columns, console=console, refresh_per_second=4, disable=not first_rank()) as shown:
 
         def begin(name: str, settings: Any) -> Callable[[Any], None]:
             task = shown.add_task(
@@ -104,10 +117,8 @@ def grid(title: str, head: Sequence[str]) -> Any:
 
 
 def show(table: Any, console: Any) -> None:
-    from rich.console import Console
-
     # a narrow terminal may wrap a row, but no number is cut off
-    Console(width=max(console.width, Console(width=999).measure(table).maximum)).print(table)
+    console_of(width=max(console.width, console_of(width=999).measure(table).maximum)).print(table)
 
 
 def quiet() -> None:

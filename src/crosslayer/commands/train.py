@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import nearest
-from .shared import add_settings, bars, quiet, recipe_of
+from .shared import add_settings, bars, console_of, first_rank, quiet, recipe_of
 from .shared import parser as empty
 
 DEFAULTS = False  # between an option's default and what is given there is a recipe
@@ -29,28 +29,27 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     quiet()
-    from rich.console import Console
-
     from ..compare import environment
     from ..files import write
     from ..train.run import Diverged, Stopped, train
     from ..train.saving import save_model
     from ..train.tasks import task
 
-    console = Console()
+    console = console_of()
     recipe, seed = recipe_of(options, [options.get("arm") or "prenorm"]), options.get("seed", 0)
     arm = chosen(recipe, options)
     settings = recipe.settings(arm)
     identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
     folder = Path(options.get("out") or f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}")
-    folder.mkdir(parents=True, exist_ok=True)
+    free(folder)
     try:
         with bars(console) as watcher:
             watch = watcher(arm.name, settings)
             examples = task(settings.model).examples(settings)
             row, model, fabric = train(settings, arm, seed, examples, watch, folder)
     except Stopped as stop:
-        console.print(f"{str(stop).capitalize()}. The same command goes on from there.", soft_wrap=True)
+        if first_rank():
+            console.print(f"{stop}. The same command goes on from there.", soft_wrap=True)
         return 130
     except Diverged as end:
         raise ValueError(str(end)) from None
@@ -61,6 +60,15 @@ def run(options: Any) -> int:
         losses = ", ".join(f"{name} {key} {v:.4f}" for name, found in row["valid"].items() for key, v in found.items())
         console.print(f"{arm.name}: {losses}. Model: {folder / 'model'}", soft_wrap=True)
     return 0
+
+
+def free(folder: Path) -> None:
+    """Refuse a folder in which something else would be replaced: a comparison, or a model of another origin."""
+    from ..compare import RESULTS
+    from ..train.journal import FILE
+
+    if (folder / RESULTS).exists() or ((folder / "model").exists() and not (folder / FILE).exists()):
+        raise ValueError(f"{folder}: holds a comparison, or a model that no run wrote there; choose another --out")
 
 
 def chosen(recipe: Any, options: Any) -> Any:

@@ -44,11 +44,14 @@ class Progress(NamedTuple):
 
 
 class Diverged(Exception):
-    """The loss is no longer a number, or has jumped."""
+    """The loss or its gradient is no longer a number, or the loss has jumped."""
 
-    def __init__(self, fabric: Fabric, arm: str, step: int, loss: float, checkpoint: Path | None):
+    def __init__(self, fabric: Fabric, arm: str, step: int, loss: float, norm: float, checkpoint: Path | None):
+        what = f"the loss is {loss:.4g}"
+        if math.isfinite(loss) and not math.isfinite(norm):
+            what += f" and the norm of its gradient {norm:.4g}"
         kept = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
-        super().__init__(f"{arm}: the loss is {loss:.4g} at step {step}; {kept}")
+        super().__init__(f"{arm}: {what} at step {step}; {kept}")
         self.fabric, self.step, self.loss = fabric, step, loss
 
 
@@ -56,7 +59,7 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, once the run has been saved."""
 
     def __init__(self, step: int, checkpoint: Path | None):
-        super().__init__(f"stopped after step {step}" + (f"; saved as {checkpoint}" if checkpoint else ""))
+        super().__init__(f"Stopped after step {step}" + (f"; saved as {checkpoint}" if checkpoint else ""))
         self.step, self.checkpoint = step, checkpoint
 
 
@@ -142,7 +145,7 @@ def train(
                 for optimizer in opts:
                     optimizer.step()
             elif engine.unstable == "stop":
-                raise Diverged(fabric, arm.name, step, value, newest(checkpoints))
+                raise Diverged(fabric, arm.name, step, value, norm, newest(checkpoints))
             else:
                 facts.skipped.append(step)
             for optimizer in opts:

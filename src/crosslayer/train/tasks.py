@@ -65,7 +65,8 @@ def metrics(examples: Examples, judged: dict[str, dict[str, float]]) -> dict[str
         label = f"{name} " if number else ""
         found.update({label + key: value for key, value in values.items() if number or key != "loss"})
         if examples.tokenizer is not None and examples.tokenizer.definition:  # of bytes nobody says it
-            found[f"{label}perplexity"] = math.exp(values["loss"])
+            # of a run that went wrong it may be beyond any float
+            found[f"{label}perplexity"] = math.exp(values["loss"]) if values["loss"] < 700 else math.inf
         if name in examples.bytes_per_token:
             found[f"{label}bits/byte"] = values["loss"] / math.log(2) / examples.bytes_per_token[name]
     return found
