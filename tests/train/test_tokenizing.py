@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Model
 from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from crosslayer.train.tokenizing import tokenizer
+from crosslayer.train.tokenizing import of_bytes, tokenizer
 
 TEXTS = [f"the {word} fox, naïve café ☕ number {i}\r\n" for i in range(300) for word in ("quick", "lazy", "brown")]
 HARD = ["", " ", "\n\n\n", "\r\n", "\0", "naïve ☕ 𝔘 e\u0301", "  indented\n\n\tand tabs  ", "x" * 5000, "\u2028\ufeff"]
@@ -141,3 +142,11 @@ def test_published_tokenizers(file, vocab, end, count):
     text = gzip.decompress((root / "lm" / "wikitext-2" / "valid.txt.gz").read_bytes()).decode()
     (ids,) = kind.encode([text])
     assert isinstance(ids, np.ndarray) and len(ids) == count and kind.model.decode(ids) == text
+
+
+def test_bytes_for_those_who_read_a_tokenizer_json(tmp_path):
+    ours, file = tokenizer("bytes"), tmp_path / "tokenizer.json"
+    file.write_text(of_bytes(), "utf8")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    for text, ids in zip(HARD, ours.encode(HARD), strict=True):
+        assert theirs(text).input_ids == ids.tolist() and theirs.decode(ids.tolist()) == text

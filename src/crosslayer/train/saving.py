@@ -8,6 +8,8 @@ from unittest.mock import patch
 from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from .tokenizing import FILE, of_bytes
+
 
 def save_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) -> None:
     """Write the whole model, gathered from its shards, with its tokenizer; aside, then in place of what was there."""
@@ -21,7 +23,7 @@ def save_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) 
         with patch.object(model, "state_dict", lambda: state):  # diffusers takes no other
             model.save_pretrained(aside)
         if tokenizer is not None:
-            tokenizer.save(aside)
+            (aside / FILE).write_text(tokenizer.definition or of_bytes(), "utf8")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     fabric.barrier()

@@ -99,6 +99,20 @@ def trained(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
     return Tokenizer(name, size, 0, model.to_str())  # special tokens come first
 
 
+def of_bytes() -> str:
+    """The tokenizer.json of "bytes", for those who read no other: token i is byte i."""
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # a printable byte is written as itself, the rest as the characters from 256 on
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own, others = {ord(c): c for c in letters if ord(c) < 256}, iter(c for c in letters if ord(c) >= 256)
+    model = Model(models.BPE({own.get(byte) or next(others): byte for byte in range(256)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return model.to_str()
+
+
 def sample(texts: Iterable[str]) -> Iterator[str]:
     left = SAMPLE
     for text in texts:
