@@ -4,6 +4,7 @@ import os
 import pickle
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from crosslayer.train.images import Draws, images
+from crosslayer.train.tasks import judged_noise
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 12, 10, 3), np.uint8)
 
@@ -196,3 +198,22 @@ def test_mnist():
     (x, y), (x_test, y_test) = sets
     centres = torch.stack([x[y == i].mean(0) for i in range(10)])
     assert (torch.cdist(x_test, centres).argmin(1) == y_test).float().mean() == pytest.approx(0.83, abs=0.03)
+
+
+def test_an_image_is_judged_with_the_same_noise_in_any_company():
+    """So that a validation loss does not depend on the batch or the number of ranks; and each image has its own."""
+    seen = []
+
+    def model(noisy, timestep, class_labels):
+        seen.extend(timestep.tolist())
+        return SimpleNamespace(sample=torch.zeros_like(noisy))
+
+    x, labels = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(6, dtype=torch.long)
+
+    def judged(numbers):
+        return judged_noise(model, {"pixel_values": x[numbers], "labels": labels[numbers]}, numbers)["loss"]
+
+    whole = judged(list(range(6)))
+    assert len(set(seen)) == 6
+    parts = torch.cat([judged([0, 2, 4]), judged([1, 3, 5])])
+    assert torch.equal(whole[[0, 2, 4, 1, 3, 5]], parts)

@@ -27,8 +27,8 @@ def judge(fabric: Fabric, model: nn.Module, job: Task, part: Any, chosen: list[i
     sums: dict[str, Tensor] = {}
     for start in range(0, len(mine), each):
         indices = mine[start : start + each]
-        examples = [part[max(index, 0)] for index in indices]
-        values = job.judge(model, fabric.to_device(default_collate(examples)))
+        numbers = [max(index, 0) for index in indices]
+        values = job.judge(model, fabric.to_device(default_collate([part[number] for number in numbers])), numbers)
         weight = torch.tensor([index >= 0 for index in indices], device=fabric.device)
         for name, value in values.items():
             sums[name] = sums.get(name, 0) + (value.double() * weight).sum()

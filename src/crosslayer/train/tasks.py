@@ -35,7 +35,7 @@ class Task(NamedTuple):
     examples: Callable[[Settings], Examples]
     bare: Callable[[Settings, int], nn.Module]  # the body, given the number of tokens or classes
     loss: Callable[[nn.Module, Any], Tensor]  # what is minimised
-    judge: Callable[[nn.Module, Any], dict[str, Tensor]]  # [B] each, an example's, "loss" among them
+    judge: Callable[[nn.Module, Any, list[int]], dict[str, Tensor]]  # of examples of these numbers, [B] each: "loss" …
     size: Callable[[Any], int]  # of a batch ...
     unit: str  # ... in tokens or images
 
@@ -158,7 +158,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none").view(targets.shape)
 
 
-def judged_text(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+def judged_text(model: nn.Module, tokens: Tensor, numbers: list[int]) -> dict[str, Tensor]:
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return {"loss": cross_entropy(logits, tokens[:, 1:]).mean(1)}
 
@@ -167,33 +167,36 @@ def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"]).mean()
 
 
-def judged_images(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def judged_images(model: nn.Module, batch: dict[str, Tensor], numbers: list[int]) -> dict[str, Tensor]:
     logits, labels = model(pixel_values=batch["pixel_values"]).logits, batch["labels"]
     return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(-1) == labels).float()}
 
 
 def noise_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return noise_errors(model, batch).mean()
+    x = batch["pixel_values"]
+    return noise_errors(
+        model, batch, torch.randint(len(ALPHAS), (len(x),), device=x.device), torch.randn_like(x)
+    ).mean()
 
 
-def noise_errors(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def noise_errors(model: nn.Module, batch: dict[str, Tensor], t: Tensor, noise: Tensor) -> Tensor:
     """L_simple of DDPM (arXiv 2006.11239, Eq. 14): the squared error of the noise that a model finds in each image.
 
     DiT's second half of channels, a learnt variance, is left as it is: it serves sampling alone.
     """
     x, labels = batch["pixel_values"], batch["labels"]
-    t = torch.randint(len(ALPHAS), (len(x),), device=x.device)
-    noise = torch.randn_like(x)
     kept = ALPHAS.to(x.device)[t][:, None, None, None]
     noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
     found = model(noisy, timestep=t, class_labels=labels).sample
     return (found[:, : x.shape[1]].float() - noise).square().mean((1, 2, 3))
 
 
-def judged_noise(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    with torch.random.fork_rng():  # the same noise whenever it is judged
-        torch.manual_seed(0)
-        return {"loss": noise_errors(model, batch)}
+def judged_noise(model: nn.Module, batch: dict[str, Tensor], numbers: list[int]) -> dict[str, Tensor]:
+    """An example's step and noise are its own, whenever and with whichever others it is judged."""
+    x, draws = batch["pixel_values"], [torch.Generator().manual_seed(number) for number in numbers]
+    t = torch.cat([torch.randint(len(ALPHAS), (1,), generator=draw) for draw in draws])
+    noise = torch.stack([torch.randn(x.shape[1:], generator=draw) for draw in draws])
+    return {"loss": noise_errors(model, batch, t.to(x.device), noise.to(x))}
 
 
 # share of the signal's variance left after t steps of DDPM's linear schedule
