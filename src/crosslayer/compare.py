@@ -22,7 +22,7 @@ from .files import write
 from .train.recipe import Arm, Recipe
 from .train.run import Diverged, Progress, train
 from .train.settings import OPTIONS, Model
-from .train.tasks import Examples, build, task
+from .train.tasks import SHAPES, Examples, build, task
 
 RESULTS, RUNS = "results.json", "runs"
 Watch = Callable[[Arm, int, Progress], None]
@@ -77,7 +77,8 @@ def prepare(recipe: Recipe, seeds: int, folder: Path | None) -> Comparison:
     corpora, shared = {}, {}  # type: ignore[var-annotated]
     for arm in recipe.arms:
         settings = recipe.settings(arm)
-        key = json.dumps([vars(settings.data), task(settings.model) is task(recipe.settings().model)], default=str)
+        image = [settings.model.body.get(key) for keys, _ in SHAPES for key in keys]  # what pictures are cut to
+        key = json.dumps([vars(settings.data), task(settings.model).unit, image])
         shared[key] = corpora[arm.name] = shared.get(key) or task(settings.model).examples(settings)
     first = corpora[recipe.arms[0].name]
     identity = {"settings": recipe.settings().identity(), "data": {**first.sizes, "sha256": first.digest}}

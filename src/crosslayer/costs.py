@@ -243,8 +243,14 @@ def matrix_vector(matrix: torch.Size, vector: torch.Size, *_: Any, **__: Any) ->
     return 2 * matrix.numel()
 
 
-def causal(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value) // 2
+def attention_of(place: int) -> Callable[..., int]:
+    """The formula of a fused attention, whose argument after q, k and v at this place says whether it is causal."""
+
+    def flops(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **_: Any) -> int:
+        causal = len(rest) > place and rest[place]
+        return sdpa_flop_count(query, key, value) // (2 if causal else 1)
+
+    return flops
 
 
 FLOPS = {
@@ -252,7 +258,10 @@ FLOPS = {
     aten.addcmul: each(2),
     aten.lerp: each(3),
     aten.mv: matrix_vector,
-    aten._scaled_dot_product_flash_attention_for_cpu: causal,
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_of(1),
+    aten._scaled_dot_product_flash_attention: attention_of(1),
+    aten._scaled_dot_product_efficient_attention: attention_of(3),
+    aten._scaled_dot_product_cudnn_attention: attention_of(3),
 }
 
 

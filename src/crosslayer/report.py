@@ -87,6 +87,10 @@ def notes(comparison: Comparison) -> list[str]:
         text.append("One seed each: --seeds 3 shows how much of a difference is chance.")
     for run in comparison.results["diverged"]:
         text.append(f"{run['arm']}, seed {run['seed']}: diverged, its loss was {run['loss']} at step {run['step']}.")
+    for run in comparison.runs:
+        if run["skipped"]:
+            count = len(run["skipped"])
+            text.append(f"{run['arm']}, seed {run['seed']}: the batches of {count} unstable steps were skipped.")
     missing = list(dict.fromkeys(arm.name for arm, _ in comparison.missing))
     if missing:
         text.append(f"Not finished: {', '.join(missing)}. The same command goes on from here.")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from crosslayer.train.data import Corpus, Order, corpus, held_out
+from crosslayer.train.data import Corpus, Order, corpus
+from crosslayer.train.judging import evenly
 from crosslayer.train.tokens import prepare
 
 WORDS = "the quick brown fox jumps over the lazy dog, and on it goes. " * 40
@@ -54,12 +55,8 @@ def test_windows_do_not_overlap_and_leave_nothing_but_a_rest(stories):
                 windows[index]
 
 
-def test_held_out_windows_are_spread_evenly(stories):
-    windows = corpus(stories, 16).valid["held-out"]
-    few = held_out(windows, 4)
-    assert few.indices == [i * len(windows) // 4 for i in range(4)]
-    assert held_out(windows, 10**9).indices == list(range(len(windows)))
-    assert torch.equal(few[1], windows[few.indices[1]])
+def test_what_is_judged_is_spread_evenly():
+    assert evenly(10, 4) == [0, 2, 5, 7] and evenly(3, 10**9) == [0, 1, 2]
 
 
 def test_entropy(tmp_path):

@@ -68,7 +68,7 @@ def test_what_comes_first(tmp_path):
 def test_every_option_belongs_to_one_part_and_changes_the_identity_or_not():
     plain = Settings.of()
     assert set(plain.flat()) == set(OPTIONS) and set(plain.identity()) == set(OPTIONS) - FREE
-    assert {"lr", "precision", "batch", "tokenizer", "delay", "spike"} <= plain.identity().keys()
+    assert {"lr", "precision", "batch", "tokenizer", "delay"} <= plain.identity().keys()
     assert {"strategy", "accumulate", "compile", "save_every", "workers"} <= FREE
     with pytest.raises(ValueError, match=r"unknown option 'step' \(did you mean 'steps'\?\)"):
         Settings.of(step=3)

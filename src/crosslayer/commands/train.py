@@ -58,6 +58,8 @@ def run(options: Any) -> int:
         result = {"environment": environment(), "settings": settings.flat(), "paper": arm.paper, **row}
         write(folder / "result.json", json.dumps(result, indent=1))
         losses = ", ".join(f"{name} {key} {v:.4f}" for name, found in row["valid"].items() for key, v in found.items())
+        if row["skipped"]:
+            console.print(f"The batches of {len(row['skipped'])} unstable steps were skipped.")
         console.print(f"{arm.name}: {losses}. Model: {folder / 'model'}", soft_wrap=True)
     return 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from .order import Order
 from .packing import Shard, pack
@@ -21,7 +21,7 @@ from .tokenizing import Tokenizer
 from .tokenizing import tokenizer as named
 from .tokens import BUSY, CORPUS, Tokens, learn, open_corpus
 
-__all__ = ["HELD_OUT", "Corpus", "Order", "Windows", "corpus", "held_out"]
+__all__ = ["HELD_OUT", "Corpus", "Order", "Windows", "corpus"]
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,3 @@ def in_memory(shards: Iterable[tuple[str, Shard]], kind: Tokenizer) -> dict[str,
     for name, shard in shards:
         found.setdefault(name, []).append(shard)
     return {name: Tokens(tuple(several), kind.vocab, kind.name) for name, several in found.items()}
-
-
-def held_out(windows: Windows, count: int) -> Subset[Tensor]:
-    """At most `count` windows, spread evenly over the set."""
-    total = min(count, len(windows))
-    return Subset(windows, [i * len(windows) // total for i in range(total)])

@@ -13,7 +13,7 @@ from .tasks import Task
 def evenly(length: int, most: int) -> list[int]:
     """At most so many indices, spread evenly over so many examples."""
     count = min(length, most)
-    return [index * (length // count) for index in range(count)]
+    return [index * length // count for index in range(count)]
 
 
 @torch.no_grad()

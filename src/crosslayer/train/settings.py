@@ -173,7 +173,7 @@ CHOICES = {
     "unstable": ("stop", "skip"),
 }
 # what may differ between the parts of one run, which it does not change beyond rounding
-FREE = {f.name for f in fields(Engine)} - {"precision", "unstable", "spike"} | {"workers"}
+FREE = {f.name for f in fields(Engine)} - {"precision"} | {"workers"}
 
 
 class Settings(NamedTuple):
