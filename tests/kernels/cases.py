@@ -1,0 +1,63 @@
+"""What each kernel is tried on: how the op is called, the shapes of its tensors, and the bytes it says it must move."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BATCH = 2  # tokens are laid out [BATCH, N // BATCH], or [1, N] where N is odd
+
+
+class Case(NamedTuple):
+    module: str  # of crosslayer.kernels
+    run: Callable[[Any, list[Tensor], list[Tensor]], tuple[Tensor, ...]]  # given the ops, the kernels' or torch's
+    rows: Callable[[int], list[tuple[int, ...]]]  # D -> shapes after [B T], in the streams' dtype
+    weights: Callable[[int], list[tuple[int, ...]]]  # D -> shapes in float32; a leading 0 stands for B T
+    moves: Callable[[Any, int, int, int], tuple[int, int]]  # module, N, D, bytes an element -> forward, backward
+
+    def make(self, N: int, D: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Random tensors in float64, already rounded to the dtypes the kernel is given."""
+        lead = (BATCH, N // BATCH) if N % BATCH == 0 else (1, N)
+        rows = [torch.randn(*lead, *shape, dtype=torch.float64) for shape in self.rows(D)]
+        shapes = [(*lead, *shape[1:]) if shape[:1] == (0,) else shape for shape in self.weights(D)]
+        weights = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        return [x.to(dtype).double() for x in rows], [w.float().double() for w in weights]
+
+
+def mixes(L: int, C: int, static: bool) -> Case:
+    return Case(
+        "mix",
+        lambda op, X, w: op.mix(tuple(X), w[0]),
+        lambda D: [(D,)] * L,
+        lambda D: [(C, L) if static else (0, C, L)],
+        lambda kernels, N, D, size: kernels.moves(N, D, L, C, size, static),
+    )
+
+
+def gates(n: int, scored: bool) -> Case:
+    def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        beta, *queries = weights
+        S, h, q = op.gate_pool(tuple(rows[:n]), rows[n], beta.sigmoid(), *(w * w.numel() ** -0.5 for w in queries))
+        return *S, h, *([] if q is None else [q])
+
+    return Case(
+        "gate",
+        run,
+        lambda D: [(D,)] * (n + 1),
+        lambda D: [(0, n), *[(D,)] * (1 + scored)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, size, scored),
+    )
+
+
+CASES = {
+    "mix-1-of-1": mixes(1, 1, False),
+    "mix-4-of-2": mixes(2, 4, False),
+    "mix-4-of-5": mixes(5, 4, False),
+    "mix-1-of-5-static": mixes(5, 1, True),
+    "mix-4-of-2-static": mixes(2, 4, True),
+    "gate-1": gates(1, True),
+    "gate-3": gates(3, True),
+    "gate-4-last": gates(4, False),
+    "gate-8": gates(8, True),
+}

@@ -1,0 +1,47 @@
+"""Runs `kernels.py` under triton's interpreter and `ptx.py` without it, each in a process of its own.
+
+The interpreter is chosen by an environment variable that triton reads when it is imported, which other tests of the
+same worker may already have done.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import CASES
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+MODULES = sorted({case.module for case in CASES.values()})
+
+
+def python(*args: str, **environment: str) -> str:
+    paths = os.pathsep.join([str(HERE), *(path for path in sys.path if path)])
+    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    env.pop("PYTEST_ADDOPTS", None)
+    ran = subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=HERE.parent.parent, env=env)
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
+    return ran.stdout
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_interpreted(module):
+    names = " or ".join(name for name, case in CASES.items() if case.module == module)
+    out = python("-m", "pytest", "-q", "-n", "0", str(HERE / "kernels.py"), "-k", names, TRITON_INTERPRET="1")
+    assert "passed" in out
+
+
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+)
+def test_compiles(capability, tmp_path):
+    out = python(str(HERE / "ptx.py"), str(capability), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert out
+
+
+def test_import_is_free_of_triton():
+    python(
+        "-c", "import sys, crosslayer, crosslayer.ops; assert not {'triton', 'crosslayer.kernels'} & set(sys.modules)"
+    )
