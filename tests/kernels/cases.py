@@ -50,6 +50,22 @@ def gates(n: int, scored: bool) -> Case:
     )
 
 
+def attends(L: int, S: int | None = None) -> Case:
+    """One query, or S of them ahead."""
+
+    def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        Q = weights[0] * weights[0].shape[-1] ** -0.5
+        return (op.attend(tuple(X), Q),) if S is None else op.attend_ahead(tuple(X), Q)
+
+    return Case(
+        "attend",
+        run,
+        lambda D: [(D,)] * L,
+        lambda D: [(D,) if S is None else (S, D)],
+        lambda kernels, N, D, size: kernels.moves(N, D, L, S or 1, size),
+    )
+
+
 CASES = {
     "mix-1-of-1": mixes(1, 1, False),
     "mix-4-of-2": mixes(2, 4, False),
@@ -60,4 +76,8 @@ CASES = {
     "gate-3": gates(3, True),
     "gate-4-last": gates(4, False),
     "gate-8": gates(8, True),
+    "attend-1": attends(1),
+    "attend-2": attends(2),
+    "attend-5": attends(5),
+    "attend-5-ahead-3": attends(5, 3),
 }

@@ -40,7 +40,7 @@ def poison(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_accuracy(case, dtype):
     for N, D in SHAPES:
-        hold(case, N, D, dtype, DEVICE, draws=1 if D > 63 else 4)
+        hold(case, N, D, dtype, DEVICE, draws=1 if D > 63 else 16 // N)
 
 
 @pytest.mark.parametrize("name", one_of_each)

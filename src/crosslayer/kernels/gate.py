@@ -5,7 +5,7 @@ z_i  = r_i ⟨pool, s'_i⟩,   p = softmax(z),   h = Σ p_i s'_i,   q_i = r_i �
 reads (n + 1)·D, writes (n + 1)·D elements a token: the softmax over streams is kept up to date stream by stream
 
 backward, from s and y alone, s' computed again:   a_i = ⟨dh, s'_i⟩,   dz_i = p_i (a_i − Σ p_j a_j)
-ds'_i += p_i dh + r_i (dz_i pool + dq_i score) − r_i² (dz_i z_i + dq_i q_i)/D s'_i
+ds'_i += p_i dh + r_i dz_i (pool − z_i r_i s'_i/D) + r_i dq_i (score − q_i r_i s'_i/D)
 ds_i = (1 − β_i) ds'_i,   dy = Σ β_i ds'_i,   dβ_i = ⟨ds'_i, y − s_i⟩,   dpool = Σ dz_i r_i s'_i, dscore likewise
 reads (2n + 2)·D, writes (n + 1)·D; rstd and z are saved, 2n numbers a token
 """
@@ -113,15 +113,13 @@ def gate_backward(
             r, z_i = tl.load(rstd + t * n + i), tl.load(z + t * n + i)
             p = tl.exp(z_i - top) / mass
             dz = p * (a[i] - mean)
-            dnew = tl.load(dout[i] + t * D + d, mask=d < D, other=0.0).to(tl.float32) + p * dh_t + (dz * r) * w2
-            shrink = dz * z_i
+            dnew = tl.load(dout[i] + t * D + d, mask=d < D, other=0.0).to(tl.float32) + p * dh_t
+            dnew += (dz * r) * (w2 - (z_i * r / D) * new)
             dw2 += (dz * r) * new
             if SCORED:
                 dq_i = tl.load(dq + t * n + i)
-                dnew += (dq_i * r) * w1
-                shrink += dq_i * tl.load(q + t * n + i)
+                dnew += (dq_i * r) * (w1 - (tl.load(q + t * n + i) * r / D) * new)
                 dw1 += (dq_i * r) * new
-            dnew -= (shrink * r * r / D) * new
             dy_t += b * dnew
             tl.store(dbeta + t * n + i, tl.sum(dnew * (y_t - s), 0))
             tl.store(dS[i] + t * D + d, ((1 - b) * dnew).to(dS[i].dtype.element_ty), mask=d < D)
