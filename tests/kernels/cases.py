@@ -66,6 +66,27 @@ def attends(L: int, S: int | None = None) -> Case:
     )
 
 
+def carries(n: int, static: bool = False) -> Case:
+    lead = () if static else (0,)
+    return Case(
+        "streams",
+        lambda op, rows, weights: op.carry(*rows, *weights),
+        lambda D: [(n, D), (D,)],
+        lambda D: [(*lead, n), (*lead, n), (*lead, n, n)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, size),
+    )
+
+
+def sinkhorns(n: int, rounds: int) -> Case:
+    return Case(
+        "sinkhorn",
+        lambda op, _, logits: (op.sinkhorn(logits[0], rounds),),
+        lambda D: [],
+        lambda D: [(0, n, n)],
+        lambda kernels, N, D, size: kernels.moves(N, n),
+    )
+
+
 CASES = {
     "mix-1-of-1": mixes(1, 1, False),
     "mix-4-of-2": mixes(2, 4, False),
@@ -80,4 +101,12 @@ CASES = {
     "attend-2": attends(2),
     "attend-5": attends(5),
     "attend-5-ahead-3": attends(5, 3),
+    "streams-2": carries(2),
+    "streams-3-static": carries(3, static=True),
+    "streams-4": carries(4),
+    "streams-8": carries(8),
+    "sinkhorn-2": sinkhorns(2, 20),
+    "sinkhorn-3": sinkhorns(3, 7),
+    "sinkhorn-4": sinkhorns(4, 20),
+    "sinkhorn-16": sinkhorns(16, 1),
 }

@@ -27,10 +27,11 @@ def python(*args: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_interpreted(module):
+@pytest.mark.parametrize("speed", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted(module, speed):
     names = " or ".join(name for name, case in CASES.items() if case.module == module)
-    out = python("-m", "pytest", "-q", "-n", "0", str(HERE / "kernels.py"), "-k", names, TRITON_INTERPRET="1")
-    assert "passed" in out
+    suite = ("-m", "pytest", "-q", "-n", "0", str(HERE / "kernels.py"))
+    assert "passed" in python(*suite, "-k", names, "-m", speed, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from .gate import gate, gate_pool
 from .mix import mix
 from .norm import add, rms, rstd, wide
 from .sinkhorn import sinkhorn
-from .streams import deposit, repeat, streams
+from .streams import carry, deposit, repeat, streams
 
 __all__ = [
-    "add", "attend", "attend_ahead", "attend_merge", "deposit", "gate", "gate_pool", "mix", "repeat", "rms", "rstd",
-    "scores", "sinkhorn", "streams", "wide",
+    "add", "attend", "attend_ahead", "attend_merge", "carry", "deposit", "gate", "gate_pool", "mix", "repeat", "rms",
+    "rstd", "scores", "sinkhorn", "streams", "wide",
 ]  # fmt: skip
