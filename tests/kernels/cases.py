@@ -87,6 +87,16 @@ def sinkhorns(n: int, rounds: int) -> Case:
     )
 
 
+def norms(centred: bool) -> Case:
+    return Case(
+        "norm",
+        lambda op, rows, weights: (op.add_layer_norm if centred else op.add_norm)(*rows, *weights),
+        lambda D: [(D,)] * 2,
+        lambda D: [(D,)] * (1 + centred),
+        lambda kernels, N, D, size: kernels.moves(N, D, size, centred),
+    )
+
+
 CASES = {
     "mix-1-of-1": mixes(1, 1, False),
     "mix-4-of-2": mixes(2, 4, False),
@@ -109,4 +119,9 @@ CASES = {
     "sinkhorn-3": sinkhorns(3, 7),
     "sinkhorn-4": sinkhorns(4, 20),
     "sinkhorn-16": sinkhorns(16, 1),
+    "norm-rms": norms(False),
+    "norm-layer": norms(True),
 }
+
+# what a plain run leaves to the slow one: more sources, ways and streams of what it has tried
+SLOW = {"mix-4-of-5", "mix-4-of-2-static", "gate-4-last", "gate-8", "attend-5-ahead-3", "streams-8", "sinkhorn-3"}

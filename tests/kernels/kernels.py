@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 from accuracy import hold, kernels
-from cases import CASES
+from cases import CASES, SLOW
 from interpreter import counted, rounding
 
 from crosslayer import ops
@@ -21,12 +21,12 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((5, 1), (4, 7), (3, 63), (1, 63), (2, 1000))  # tokens, D
 
-# what a plain run leaves to the slow one: more sources, ways and streams of what it has tried
-SLOW = {"mix-4-of-5", "mix-4-of-2-static", "gate-4-last", "gate-8", "attend-5-ahead-3", "streams-8", "sinkhorn-3"}
 each = pytest.mark.parametrize(
     "case", [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, c in CASES.items()]
 )
-one_of_each = {case.module + case.run.__qualname__: name for name, case in reversed(CASES.items())}.values()
+# of each kernel, or path through one, a case
+one_of_each = ("mix-1-of-5-static", "mix-4-of-2", "gate-3", "gate-4-last", "attend-2", "streams-2", "sinkhorn-4")
+one_of_each = (*one_of_each, "norm-rms", "norm-layer")
 
 
 @pytest.fixture(autouse=True)

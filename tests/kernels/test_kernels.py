@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import CASES
+from cases import CASES, SLOW
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -27,11 +27,19 @@ def python(*args: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("speed", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_interpreted(module, speed):
-    names = " or ".join(name for name, case in CASES.items() if case.module == module)
-    suite = ("-m", "pytest", "-q", "-n", "0", str(HERE / "kernels.py"))
-    assert "passed" in python(*suite, "-k", names, "-m", speed, TRITON_INTERPRET="1")
+def test_interpreted(module):
+    interpret("not slow", [name for name, case in CASES.items() if case.module == module])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_interpreted_slowly(name):
+    interpret("slow", [name])
+
+
+def interpret(marks, names):
+    suite = ("-m", "pytest", "-q", "-n", "0", str(HERE / "kernels.py"), "-m", marks, "-k", " or ".join(names))
+    assert "passed" in python(*suite, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from .attend import attend, attend_ahead, attend_merge, scores
 from .gate import gate, gate_pool
 from .mix import mix
-from .norm import add, rms, rstd, wide
+from .norm import add, add_layer_norm, add_norm, rms, rstd, wide
 from .sinkhorn import sinkhorn
 from .streams import carry, deposit, repeat, streams
 
 __all__ = [
-    "add", "attend", "attend_ahead", "attend_merge", "carry", "deposit", "gate", "gate_pool", "mix", "repeat", "rms",
-    "rstd", "scores", "sinkhorn", "streams", "wide",
+    "add", "add_layer_norm", "add_norm", "attend", "attend_ahead", "attend_merge", "carry", "deposit", "gate",
+    "gate_pool", "mix", "repeat", "rms", "rstd", "scores", "sinkhorn", "streams", "wide",
 ]  # fmt: skip
