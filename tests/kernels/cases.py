@@ -66,6 +66,18 @@ def attends(L: int, S: int | None = None) -> Case:
     )
 
 
+def merges() -> Case:
+    return Case(
+        "merge",
+        lambda op, rows, weights: (
+            op.attend_merge(rows[0], weights[0][..., 0], rows[1], weights[1] * len(weights[1]) ** -0.5),
+        ),
+        lambda D: [(D,)] * 2,
+        lambda D: [(0, 1), (D,)],
+        lambda kernels, N, D, size: kernels.moves(N, D, size),
+    )
+
+
 def carries(n: int, static: bool = False) -> Case:
     lead = () if static else (0,)
     return Case(
@@ -111,6 +123,7 @@ CASES = {
     "attend-2": attends(2),
     "attend-5": attends(5),
     "attend-5-ahead-3": attends(5, 3),
+    "merge": merges(),
     "streams-2": carries(2),
     "streams-3-static": carries(3, static=True),
     "streams-4": carries(4),

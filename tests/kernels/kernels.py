@@ -26,7 +26,7 @@ each = pytest.mark.parametrize(
 )
 # of each kernel, or path through one, a case
 one_of_each = ("mix-1-of-5-static", "mix-4-of-2", "gate-3", "gate-4-last", "attend-2", "streams-2", "sinkhorn-4")
-one_of_each = (*one_of_each, "norm-rms", "norm-layer")
+one_of_each = (*one_of_each, "norm-rms", "norm-layer", "merge")
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[T
     return torch.stack([weighted_sum(X, p) for p in z.softmax(-1)]), z.logsumexp(-1)
 
 
+@kernel("merge")
 def attend_merge(out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6) -> Tensor:
     """Phase 2: one query's output over the complete sources, merged with one more source, the block's sum so far.
 
