@@ -11,13 +11,9 @@ from crosslayer import ops
 
 def kernels() -> SimpleNamespace:
     """All kernels' functions, under the names `ops` has them."""
-    from importlib import import_module
-    from pathlib import Path
+    from crosslayer import kernels
 
-    import crosslayer.kernels
-
-    names = sorted(file.stem for file in Path(crosslayer.kernels.__file__).parent.glob("*.py"))
-    modules = [import_module(f"crosslayer.kernels.{name}") for name in names if name not in ("__init__", "launch")]
+    modules = [getattr(kernels, name) for name in kernels.__all__]
     return SimpleNamespace(**{name: getattr(m, name) for m in modules for name in ops.__all__ if hasattr(m, name)})
 
 

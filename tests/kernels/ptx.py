@@ -27,6 +27,17 @@ def kind(argument: Any) -> Any:
     return "fp32" if isinstance(argument, float) else "i32"
 
 
+def divisible(args: tuple[Any, ...]) -> dict[tuple[int, ...], list[list[Any]]]:
+    """What a launch tells the compiler of its arguments, without which no load is wider than an element."""
+    attributes = {}
+    for i, argument in enumerate(args):
+        if isinstance(argument, tuple | list):
+            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(len(argument))}
+        elif isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return attributes
+
+
 def compile_for(capability: int, cases: list[str]) -> None:
     seen = set()
 
@@ -37,10 +48,10 @@ def compile_for(capability: int, cases: list[str]) -> None:
         if key in seen:
             return
         seen.add(key)
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible(args))
         options = {"num_warps": num_warps, "enable_fp_fusion": True}
         out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assert "ptx" in out.asm and f".target sm_{capability}" in out.asm["ptx"]
+        assert f".target sm_{capability}" in out.asm["ptx"]
         print(kernel.__name__, num_warps, out.metadata.shared, flush=True)
 
     launch.launch = record

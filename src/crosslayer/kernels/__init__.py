@@ -6,3 +6,7 @@ with `moves` the bytes its forward and its backward must move at the least. All 
 is 64-bit, and nothing is atomic: where a gradient is summed over tokens, each program keeps its part and torch adds
 the parts in a fixed order. Nothing imports this package, or triton, until a kernel is asked for.
 """
+
+from . import attend, gate, merge, mix, norm, sinkhorn, streams
+
+__all__ = ["attend", "gate", "merge", "mix", "norm", "sinkhorn", "streams"]

@@ -7,8 +7,8 @@
     dX_l = Σ_s p_sl dout_s + dz_sl r_l (Q_s − z_sl r_l X_l/D),   dQ_s = Σ_tokens Σ_l dz_sl r_l X_l
     reads (L + S)·D, writes L·D; rstd and z are saved, (S + 1)·L numbers a token
 
-Where a token's sources do not fit the registers (`launch.HELD`) the backward reads them twice, the second time from
-cache. Queries go through in groups of `GROUP`: the sources are read once for each group.
+Where a token's rows do not fit the registers (`launch.HELD`) the backward reads the sources twice, then from cache.
+Queries go through in groups of `GROUP`: the sources are read once for each group.
 """
 
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ def _attend_backward(
     dX, dQ = [torch.empty_like(x) for x in X], launch.part(Q, count, *Q.shape)
     launch.launch(
         attend_backward, (count,), X, Q, z, rstd, dout, dlse, dX, dQ, N, D, L=len(X), S=len(Q),
-        HOLD=launch.holds(X, size), BLOCK=size, num_warps=launch.warps((2 * len(Q) + 2) * size),
+        HOLD=launch.holds(X, size, rows=3 * len(Q) + 3), BLOCK=size, num_warps=launch.warps((2 * len(Q) + 2) * size),
     )  # fmt: skip
     return dX, launch.total(dQ, 0)
 

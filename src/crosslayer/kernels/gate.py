@@ -8,6 +8,8 @@ backward, from s and y alone, s' computed again:   a_i = ⟨dh, s'_i⟩,   dz_i 
 ds'_i += p_i dh + r_i dz_i (pool − z_i r_i s'_i/D) + r_i dq_i (score − q_i r_i s'_i/D)
 ds_i = (1 − β_i) ds'_i,   dy = Σ β_i ds'_i,   dβ_i = ⟨ds'_i, y − s_i⟩,   dpool = Σ dz_i r_i s'_i, dscore likewise
 reads (2n + 2)·D, writes (n + 1)·D; rstd and z are saved, 2n numbers a token
+
+Where a token's rows do not fit the registers (`launch.HELD`) the backward reads the streams twice, then from cache.
 """
 
 from collections.abc import Sequence
@@ -170,7 +172,7 @@ def _gate_pool_backward(
     launch.launch(
         gate_backward, (count,), S, y, beta, pool, pool if score is None else score.contiguous(), q, z, rstd,
         dout, dh, dq, dS, dy, dbeta, dpool, dscore, N, D, n=n, SCORED=score is not None,
-        HOLD=launch.holds(S, size), BLOCK=size, num_warps=launch.warps(4 * size),
+        HOLD=launch.holds(S, size, rows=9), BLOCK=size, num_warps=launch.warps(4 * size),
     )  # fmt: skip
     return dS, dy, dbeta, launch.total(dpool, 0), launch.total(dscore, 0)
 

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 ROW = 4096  # the longest piece of a row that a kernel without a sum over D takes at once
-HELD = 96 * 1024  # bytes of a token's sources that one program keeps in registers between two passes over them
+HELD = 160 * 1024  # bytes of rows that one program keeps in registers, seen to compile with hardly a spill
 
 
 def tokens(x: Tensor) -> int:
@@ -25,9 +25,9 @@ def programs(N: int, like: Tensor) -> int:
     return min(N, 4 * count)
 
 
-def holds(X: list[Tensor], size: int) -> bool:
-    """Whether one program keeps a token's sources in registers until its second pass, or reads them twice."""
-    return sum(x.element_size() for x in X) * size <= HELD
+def holds(X: list[Tensor], size: int, rows: int) -> bool:
+    """Whether a token's sources stay in registers until a second pass, beside so many float32 rows; else read twice."""
+    return (4 * rows + sum(x.element_size() for x in X)) * size <= HELD
 
 
 def warps(elements: int) -> int:

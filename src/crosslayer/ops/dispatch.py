@@ -1,7 +1,6 @@
 """Which of an op's two implementations runs: the torch reference, or the Triton kernel of the same name."""
 
 import functools
-import importlib
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -31,9 +30,10 @@ def kernel(module: str) -> Callable[[Op], Op]:
         def op(X: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
             x = X[0] if isinstance(X, tuple) else X
             if x.device.type in DEVICES and x.dtype in DTYPES:
-                # imported here, for triton is no part of `import crosslayer`
-                run = getattr(importlib.import_module(f"crosslayer.kernels.{module}"), reference.__name__)
-                return run(X, *args, **kwargs)
+                # imported when asked for, as triton is no part of `import crosslayer`; the compiler follows this form
+                from .. import kernels
+
+                return getattr(getattr(kernels, module), reference.__name__)(X, *args, **kwargs)
             return reference(X, *args, **kwargs)
 
         cast(Dispatched, op).reference = reference
