@@ -26,7 +26,7 @@ from crosslayer.connections.denseformer import DenseFormer, History
 from crosslayer.connections.gains import Gained, Gains
 from crosslayer.connections.hyper import Hyper
 from crosslayer.connections.mhc import MHC
-from crosslayer.ops import add, mix
+from crosslayer.ops import add, mix, scores
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Check = Callable[[], None]
@@ -202,8 +202,13 @@ def attnres_norm_has_another_eps(patch):
 
 @bug(golden=golden_mgr, loop=loop("mgr", loops.mgr(4, "competitive")))
 def mgr_gate_norm_has_another_eps(patch):
-    right = mgr.scores
-    patch.setattr(mgr, "scores", lambda X, q: right(X, q, eps=1e-5))
+    right = mgr.gate_pool
+
+    def gate_pool(S, y, beta, pool, score=None):
+        S, h, q = right(S, y, beta, pool, score)
+        return S, h, q if score is None else scores(S, score, eps=1e-5)
+
+    patch.setattr(mgr, "gate_pool", gate_pool)
 
 
 @bug(golden=golden_mudd, loop=loop(loops.Ways().arm, loops.mudd(loops.Ways())))

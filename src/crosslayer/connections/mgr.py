@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import attend, gate, scores
+from ..ops import attend, gate_pool, scores
 
 
 class Gated(NamedTuple):
@@ -75,12 +75,14 @@ class MGR(Connection):
 
     def gather(self, state: Gated) -> tuple[tuple[Tensor, ...], Gated]:
         S, y, beta = state
-        if y is not None:
-            S = (*S, y) if beta is None else gate(S, y, beta)
-        h = S[0] if self.w2 is None else attend(S, self.w2 / math.sqrt(self.dim))
-        if self.w1 is None or self.b is None:
-            return (h,), Gated(S)
-        return (h,), Gated(S, beta=self.gate.beta(scores(S, self.w1 / math.sqrt(self.dim)), self.b))
+        pool, score = (None if w is None else w / math.sqrt(self.dim) for w in (self.w2, self.w1))
+        if y is None or beta is None or pool is None:
+            S = S if y is None else (*S, y)
+            h = S[0] if pool is None else attend(S, pool)
+            q = None if score is None else scores(S, score)
+        else:
+            S, h, q = gate_pool(S, y, beta, pool, score)
+        return (h,), Gated(S, beta=None if q is None or self.b is None else self.gate.beta(q, self.b))
 
 
 def margin(L: int, n: int) -> float:

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from .dispatch import kernel
 from .mix import weighted_sum
 from .norm import rstd, wide
 
 
+@kernel("attend")
 def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     """Σ_l softmax_l(⟨q, RMS(X_l)⟩) · X_l: keys are normalised, values are not.
 
@@ -21,6 +23,7 @@ def scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.stack([x @ q * rstd(x, eps) for x in map(wide, X)], -1)
 
 
+@kernel("attend")
 def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Phase 1 of block attention: sources that are complete, attended to once for all of a block's queries.
 
@@ -30,6 +33,7 @@ def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[T
     return torch.stack([weighted_sum(X, p) for p in z.softmax(-1)]), z.logsumexp(-1)
 
 
+@kernel("merge")
 def attend_merge(out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6) -> Tensor:
     """Phase 2: one query's output over the complete sources, merged with one more source, the block's sum so far.
 

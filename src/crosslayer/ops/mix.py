@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from .dispatch import kernel
 
+
+@kernel("mix")
 def mix(X: tuple[Tensor, ...], w: Tensor) -> tuple[Tensor, ...]:
     """out_c = Σ_l w[…, c, l] · X_l: C mixtures of L sources.
 

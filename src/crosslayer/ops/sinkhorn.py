@@ -2,7 +2,10 @@
 
 from torch import Tensor
 
+from .dispatch import kernel
 
+
+@kernel("sinkhorn")
 def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     """Alternate normalising rows and columns of exp(logits), columns last: every column sums to 1 but for eps.
 

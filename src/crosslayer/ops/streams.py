@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .dispatch import kernel
 from .norm import wide
 
 
@@ -28,3 +29,16 @@ def deposit(H: Tensor, Y: Tensor, beta: Tensor) -> Tensor:
     ->  [B T n D] in H's dtype.
     """
     return torch.addcmul(wide(H), wide(beta)[..., None], wide(Y)).to(H.dtype)
+
+
+@kernel("streams")
+def carry(H: Tensor, y: Tensor, beta: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+    """A site of n streams, given its coefficients: the pending write, what is read, and what goes on.
+
+    H' = deposit(H, y, beta),   x = Σ_s pre_s H'_s,   H''_c = Σ_s res[s, c] H'_s.
+
+    H: [B T n D].  y: [B T D].  beta, pre: [n] static, or [B T n].  res: [n n] or [B T n n], rows the source; float32.
+    ->  [B T D], [B T n D] in H's dtype.  Moves (2n + 2)·D elements a token.
+    """
+    H = deposit(H, y[..., None, :], beta)
+    return streams(H, pre[..., None]).squeeze(-2), streams(H, res)

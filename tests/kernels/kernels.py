@@ -1,0 +1,140 @@
+"""Every kernel against its reference: under triton's interpreter (`test_kernels.py` runs this file so), or on a GPU.
+
+TRITON_INTERPRET=1 pytest -n 0 tests/kernels/kernels.py          pytest -n 0 tests/kernels/kernels.py   on CUDA
+"""
+
+import os
+from contextlib import nullcontext
+from importlib import import_module
+
+import pytest
+import torch
+from accuracy import hold, kernels
+from cases import CASES, SLOW
+from interpreter import counted, rounding
+
+from crosslayer import ops
+from crosslayer.ops import dispatch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHAPES = ((5, 1), (4, 7), (3, 63), (1, 63), (2, 1000))  # tokens, D
+
+each = pytest.mark.parametrize(
+    "case", [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, c in CASES.items()]
+)
+# of each kernel, or path through one, a case
+one_of_each = ("mix-1-of-5-static", "mix-4-of-2", "gate-3", "gate-4-last", "attend-2", "streams-2", "sinkhorn-4")
+one_of_each = (*one_of_each, "norm-rms", "norm-layer", "merge")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Memory that nothing has been written to holds NaN, and `ops` are the references."""
+    monkeypatch.setattr(dispatch, "DEVICES", ())
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    with rounding() if INTERPRETED else nullcontext():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@each
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_accuracy(case, dtype):
+    if dtype != torch.float32 and not case.rows(1):
+        pytest.skip("coefficients are float32 whatever the streams' dtype is")
+    for N, D in SHAPES:
+        hold(case, N, D, dtype, DEVICE, draws=1 if D > 63 else 16 // N)
+
+
+@pytest.mark.parametrize("name", one_of_each)
+def test_accuracy_of_a_long_row(name):
+    hold(CASES[name], 3, 7186, torch.bfloat16, DEVICE)
+
+
+@pytest.mark.parametrize("name", one_of_each)
+def test_op(name, monkeypatch):
+    """torch's own checks of every op called, with fakes and under autograd; and no graph break in a compiled caller."""
+    case = CASES[name]
+    rows, weights = case.make(4, 7, torch.float32)
+    leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in (*rows, *weights)]
+    op = kernels()
+
+    def call(*leaves):
+        return [out * 2 for out in case.run(op, leaves[: len(rows)], leaves[len(rows) :])]
+
+    called = {}
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "crosslayer":
+                called[func] = args
+            return func(*args, **(kwargs or {}))
+
+    expected = call(*leaves)
+    with Recorder():
+        sum(out.sum() for out in call(*leaves)).backward()
+    assert called
+    for func, args in called.items():
+        args = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)
+        if not func.__name__.endswith("backward.default"):
+            args = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.requires_grad_(), args)
+        torch.library.opcheck(func, args)
+
+    # `ops` choose the kernel as they are traced
+    monkeypatch.setattr(dispatch, "DEVICES", (DEVICE,))
+    op = ops
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    outs = compiled(*leaves)
+    for out, e in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, e, rtol=0, atol=0)
+    for leaf, e in zip(leaves, torch.autograd.grad(sum(o.sum() for o in outs), leaves), strict=True):
+        torch.testing.assert_close(leaf.grad, e, rtol=0, atol=0)
+
+
+@each
+def test_dispatch(case, monkeypatch):
+    """`ops` call the kernel where the tensors are its kind, and the reference where they are float64 or elsewhere."""
+    ran = []
+    module = import_module(f"crosslayer.kernels.{case.module}")
+    launch = module.launch.launch
+    monkeypatch.setattr(module.launch, "launch", lambda *args, **rest: (ran.append(1), launch(*args, **rest)))
+    rows, weights = ([t.to(DEVICE) for t in group] for group in case.make(2, 7, torch.bfloat16))
+    given = [x.bfloat16() for x in rows], [w.float() for w in weights]
+    case.run(ops, *given)
+    assert not ran
+    monkeypatch.setattr(dispatch, "DEVICES", (DEVICE,))
+    case.run(ops, rows, weights)
+    assert not ran
+    outs = case.run(ops, *given)
+    assert ran
+    for out, e in zip(outs, case.run(kernels(), *given), strict=True):
+        assert torch.equal(out, e)
+
+
+@each
+def test_empty(case):
+    given = case.make(0, 7, torch.float32)
+    leaves = [t.to(DEVICE, torch.float32).requires_grad_() for group in given for t in group]
+    rows = len(given[0])
+    sum(out.sum() for out in case.run(kernels(), leaves[:rows], leaves[rows:])).backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves)
+
+
+@each
+@pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter loads and stores")
+def test_ledger(case, pytestconfig):
+    """Moves at most 1.05 of what its op says it must forward, and 1.15 of that forward and backward."""
+    N, D = 64, 1000
+    rows, weights = case.make(N, D, torch.bfloat16)
+    leaves = [x.bfloat16().requires_grad_() for x in rows] + [w.float().requires_grad_() for w in weights]
+    forward, backward = case.moves(import_module(f"crosslayer.kernels.{case.module}"), N, D, 2)
+    with counted() as moved:
+        outs = case.run(kernels(), leaves[: len(rows)], leaves[len(rows) :])
+        first = moved.bytes
+        torch.autograd.grad(outs, leaves, [torch.ones_like(o) for o in outs])
+    print(f"forward {first / forward:.3f}, forward and backward {moved.bytes / (forward + backward):.3f} of the floor")
+    assert 1 <= first / forward <= 1.05
+    assert 1 <= moved.bytes / (forward + backward) <= 1.15
