@@ -26,7 +26,8 @@ def python(*args: str, **environment: str) -> str:
     return ran.stdout
 
 
-@pytest.mark.parametrize("modules", GROUPS)
+# the first in a plain run, the others take longer
+@pytest.mark.parametrize("modules", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])])
 def test_interpreted(modules):
     interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()])
 
