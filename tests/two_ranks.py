@@ -1,6 +1,7 @@
 """What each of two processes does in the law on FSDP2; a module of its own, so that a spawned process can import it."""
 
 import json
+import os
 import warnings
 
 import torch
@@ -37,3 +38,4 @@ def shard_and_train(rank: int, folder: str) -> None:
             json.dump(errors, file)
     dist.barrier()  # neither leaves while the other still talks to it
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the interpreter, and abort what is done

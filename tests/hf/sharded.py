@@ -1,6 +1,7 @@
 """What each of two processes does in the test of FSDP2 with mixed precision; a module of its own to be spawned."""
 
 import json
+import os
 import warnings
 
 import torch
@@ -40,6 +41,7 @@ def train(rank: int, folder: str) -> None:
             json.dump(errors, file)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the interpreter, and abort what is done
 
 
 def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ A run is {settings, arm, folder, stop}: `stop` is the step at which it is left w
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -60,3 +61,4 @@ if __name__ == "__main__":
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+        os._exit(0)  # gloo's threads may outlive the interpreter, and abort what is done

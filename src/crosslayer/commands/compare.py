@@ -24,6 +24,7 @@ def run(options: Any) -> int:
     quiet()
     from .. import compare
     from ..report import cells, columns, report
+    from ..train.parallel import leave
 
     console = console_of()
     out = options.get("out")
@@ -43,6 +44,8 @@ def run(options: Any) -> int:
     except KeyboardInterrupt:
         stopped = True
     code = 130 if stopped else 0
+    if not stopped:
+        leave()
     if not first_rank():
         return code
     rows = cells(comparison)

@@ -31,6 +31,7 @@ def run(options: Any) -> int:
     quiet()
     from ..compare import environment
     from ..files import write
+    from ..train.parallel import leave
     from ..train.run import Diverged, Stopped, train
     from ..train.saving import save_model
     from ..train.tasks import task
@@ -61,6 +62,7 @@ def run(options: Any) -> int:
         if row["skipped"]:
             console.print(f"The batches of {len(row['skipped'])} unstable steps were skipped.")
         console.print(f"{arm.name}: {losses}. Model: {folder / 'model'}", soft_wrap=True)
+    leave()
     return 0
 
 

@@ -37,6 +37,13 @@ def launch(engine: Engine, loggers: Any = ()) -> Fabric:
     return fabric
 
 
+def leave() -> None:
+    """The ranks part, none while another still talks to it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def shard(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
     """FSDP2, layer by layer. A group of parameters has one dtype: what a layer's connections own is a float32 one."""
     body, family = parts_of(model)
