@@ -180,7 +180,7 @@ def attention(
 
 def measure(model: nn.Module, batch: int, context: int) -> Measure:
     """One step's forward pass of a connected model, on whatever device it is."""
-    sites = sorted((m for m in model.modules() if isinstance(m, Connection)), key=lambda m: m.site.index)
+    sites = connections(model)
     weights: Any = next(model.parameters())
     ids = torch.zeros(batch, context + 1, dtype=torch.long, device=weights.device)
     with counter() as count:
@@ -196,6 +196,11 @@ def measure(model: nn.Module, batch: int, context: int) -> Measure:
     )
 
 
+def connections(model: nn.Module) -> list[Connection]:
+    """A model's, in the order of depth."""
+    return sorted((m for m in model.modules() if isinstance(m, Connection)), key=lambda m: m.site.index)
+
+
 def backward(site: Connection) -> float:
     """`traffic` of the backward pass; what moves no more than a single stream is taken for one."""
     forward = site.traffic()
@@ -205,7 +210,7 @@ def backward(site: Connection) -> float:
 def parameters(model: nn.Module) -> tuple[int, int]:
     """Of the whole model, and what its connections added."""
     total = sum(p.numel() for p in model.parameters())
-    own = sum(p.numel() for m in model.modules() if isinstance(m, Connection) for p in m.parameters())
+    own = sum(p.numel() for m in connections(model) for p in m.parameters())
     return total, own
 
 

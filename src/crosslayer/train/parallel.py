@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ..connection import Connection, State
+from ..costs import connections
 from ..hf.attach import parts_of
 from ..hf.roles import become
 from .settings import Engine
@@ -81,11 +82,6 @@ def setup(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
         for layer in layers if engine.compile == "layers" else ():
             layer.compile()
     return fabric.setup_module(torch.compile(model) if engine.compile == "model" else model)
-
-
-def connections(model: nn.Module) -> list[Connection]:
-    """In the order of depth."""
-    return sorted((m for m in model.modules() if isinstance(m, Connection)), key=lambda m: m.site.index)
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -1,7 +1,7 @@
 """One arm, trained: the loop that `compare` and `train` share, on one process or many, from any checkpoint.
 
-What a step does depends on its number and the seed alone (its examples, its rates, its dropout), so a run that was
-stopped or killed goes on bit by bit as if it had not been.
+What a step does depends on its number and the seed alone (its examples, its rates, and on each rank its dropout), so a
+run that was stopped or killed goes on bit by bit as if it had not been.
 """
 
 import math
@@ -60,7 +60,6 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, step: int, checkpoint: Path | None):
         super().__init__(f"Stopped after step {step}" + (f"; saved as {checkpoint}" if checkpoint else ""))
-        self.step, self.checkpoint = step, checkpoint
 
 
 Watch = Callable[[Progress], None]

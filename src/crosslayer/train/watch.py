@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..connection import Connection, State, as_written
+from ..costs import connections
 from ..hf.attach import parts_of
-from .parallel import connections
 
 TOKENS = 256  # of the first example: enough for a mean
 
