@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import crosslayer
 from crosslayer.connections.attnres import Values
 from crosslayer.connections.mhc import Manifold
-from crosslayer.ops import scores
+from crosslayer.ops import probe, scores
 
 B, T, D, LAYERS = 2, 3, 10, 3
 
@@ -137,7 +137,7 @@ def test_mhc_coefficients(model, n):
     close(h, collapsed)
     close(state.post, post)
     close(state.H, torch.einsum("btij,btid->btjd", comb, H))
-    _, _, logits = site.coefficients(H)
+    _, _, logits = site.coefficients(probe(H, None, None, site.fn.mT, site.norm_eps)[1][..., 0, :])
     close(site.mixture(logits), comb)
     if n == 2:
         return  # every doubly stochastic matrix of two streams is symmetric

@@ -15,6 +15,7 @@ State: one stream in m fractions, and beta of the pending write. Parameters a su
 from torch import Tensor
 
 from ..connection import Connection, Norm, Site, positive
+from ..ops import streams
 from .hyper import Hyper, Streams
 
 
@@ -38,6 +39,10 @@ class Frac(Hyper):
 
     def traffic(self) -> float:
         return Connection.traffic(self)
+
+    def mixtures(self, H: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        x, H = streams(H, alpha).tensor_split(2, -2)
+        return self.collapse(x), H
 
     def collapse(self, H: Tensor) -> Tensor:
         return H.flatten(-2)

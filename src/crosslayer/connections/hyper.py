@@ -25,11 +25,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import deposit, project, repeat, streams, wide
+from ..ops import carry, deposit, probe, repeat
 
 
 class Streams(NamedTuple):
@@ -138,25 +137,35 @@ class Hyper(Connection):
 
     def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
-        if y is not None and beta is not None:
-            H = deposit(H, self.spread(y), beta)
-        if self.last:
-            return (self.collapse(H),), Streams(H)
-        alpha, beta = self.coefficients(H)
-        reads = alpha.shape[-1] - self.n
-        x = streams(H, alpha[..., :reads]).flatten(-2)
-        return (x,), Streams(streams(H, alpha[..., reads:]), beta=beta)
+        Y = None if y is None else self.spread(y)
+        if self.dynamic and not self.last:
+            W, b = self.projection()
+            H, z = probe(H, Y, beta, W, self.stats.eps, self.stats.centred)
+            alpha, beta = self.coefficients(z + b)
+        else:
+            H = H if Y is None or beta is None else deposit(H, Y, beta)
+            if self.last:
+                return (self.collapse(H),), Streams(H)
+            alpha, beta = self.static_alpha, self.static_beta.clone()
+        x, H = self.mixtures(H, alpha)
+        return (x,), Streams(H, beta=beta)
 
-    def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha [B T n n+1] and beta [B T n], or without the leading axes when static."""
-        if not self.dynamic:
-            return self.static_alpha, self.static_beta.clone()
-        N = self.stats.norm(wide(H), self.norm_weight, self.norm_bias)
-        both = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn[:, None]], 1)  # N is read once
-        z_alpha, z_beta = self.bound(project(N, both)).tensor_split([-1], -1)
+    def projection(self) -> tuple[Tensor, Tensor]:
+        """N(H)'s weights [D n+2], the norm's own multiplied in, and what its bias adds."""
+        W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn[:, None]], 1)
+        b = W.new_zeros(W.shape[1]) if self.norm_bias is None else self.norm_bias @ W
+        return W if self.norm_weight is None else self.norm_weight[:, None] * W, b
+
+    def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha [B T n n+1] and beta [B T n]."""
+        z_alpha, z_beta = self.bound(z).tensor_split([-1], -1)
         alpha = self.dynamic_alpha_scale * z_alpha + self.static_alpha
         beta = self.dynamic_beta_scale * z_beta[..., 0] + self.static_beta
         return alpha, beta
+
+    def mixtures(self, H: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's input [B T D] and the streams carried."""
+        return carry(H, alpha[..., 0], alpha[..., 1:])
 
 
 def streams_traffic(connection: Connection, n: int) -> float:
@@ -165,22 +174,15 @@ def streams_traffic(connection: Connection, n: int) -> float:
     return read + (0 if connection.last else n) + len(connection.ports)
 
 
-def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias)
-
-
-def rmsnorm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps=1e-6)
-
-
 class Stats(NamedTuple):
-    norm: Any
+    eps: float
+    centred: bool
     weighted: bool
     biased: bool
 
 
 STATS = {
-    "layernorm": Stats(layernorm, True, True),
-    "rmsnorm": Stats(rmsnorm, True, False),
-    "unweighted": Stats(layernorm, False, False),
+    "layernorm": Stats(1e-5, True, True, True),
+    "rmsnorm": Stats(1e-6, False, True, False),
+    "unweighted": Stats(1e-5, True, False, False),
 }

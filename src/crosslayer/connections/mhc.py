@@ -26,11 +26,10 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import deposit, repeat, rstd, sinkhorn, streams, wide
+from ..ops import carry, deposit, probe, repeat, sinkhorn, streams, wide
 from .hyper import streams_traffic
 
 
@@ -105,32 +104,32 @@ class MHC(Connection):
             self.base[2 * self.n :] = -8 * (1 - torch.eye(self.n, device=self.base.device).flatten())
 
     def begin(self, x: Tensor) -> Manifold:
-        return Manifold(repeat(x, self.n))
+        first = torch.eye(self.n, device=x.device).to(wide(x).dtype)[0].expand(*x.shape[:-1], self.n)
+        return Manifold(repeat(x, self.n), pre=first if self.single_pass else None)
 
     def gather(self, state: Manifold) -> tuple[tuple[Tensor, ...], Manifold]:
         H, y, post, pre = state
-        if y is not None and post is not None:
-            H = deposit(H, y[..., None, :], post)
+        Y = None if y is None else y[..., None, :]
         if self.fn is None:  # a readout without a head
+            H = H if Y is None or post is None else deposit(H, Y, post)
             return (self.collapse(H) if pre is None else collapsed(H, pre),), Manifold(H)
-        now, *rest = self.coefficients(H)
+        H, z = probe(H, Y, post, self.fn.mT, self.norm_eps)
+        now, *rest = self.coefficients(z[..., 0, :])
         if self.last:
             return (collapsed(H, now),), Manifold(H)
-        carried = streams(H, self.mixture(rest[1])) if self.mixes else H
         post = self.magnitude * rest[0].sigmoid() + self.post_eps
-        if not self.single_pass:
-            return (collapsed(H, now),), Manifold(carried, post=post)
-        return (H[..., 0, :] if pre is None else collapsed(H, pre),), Manifold(carried, post=post, pre=now)
+        reads = now if pre is None else pre
+        x, H = carry(H, reads, self.mixture(rest[1])) if self.mixes else (collapsed(H, reads), H)
+        return (x,), Manifold(H, post=post, pre=now if self.single_pass else None)
 
     def traffic(self) -> float:
         return streams_traffic(self, self.n)
 
-    def coefficients(self, H: Tensor) -> tuple[Tensor, ...]:
+    def coefficients(self, z: Tensor) -> tuple[Tensor, ...]:
         """pre [B T n], and the logits of post [B T n] and of R [B T n·n] as far as the site has them."""
-        assert self.fn is not None and self.base is not None and self.scale is not None
-        v = wide(H).flatten(-2)
-        z = (F.linear(v, self.fn) * rstd(v, self.norm_eps)[..., None]).split(self.sizes, -1)
-        pre, *rest = (part * s + b for part, s, b in zip(z, self.scale, self.base.split(self.sizes), strict=True))
+        assert self.base is not None and self.scale is not None
+        parts = zip(z.split(self.sizes, -1), self.scale, self.base.split(self.sizes), strict=True)
+        pre, *rest = (part * s + b for part, s, b in parts)
         return pre.sigmoid() + self.eps, *rest
 
     def mixture(self, logits: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import deposit, project, repeat, streams, wide
+from ..ops import carry, deposit, probe, repeat
 from .hyper import Streams, streams_traffic
-from .mhc import collapsed
 
 
 class MHCLite(Connection):
@@ -65,24 +64,26 @@ class MHCLite(Connection):
 
     def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
-        if y is not None and beta is not None:
-            H = deposit(H, y[..., None, :], beta)
+        Y = None if y is None else y[..., None, :]
         if self.last:
+            H = H if Y is None or beta is None else deposit(H, Y, beta)
             return (H.sum(-2),), Streams(H)
-        pre, post, R = self.coefficients(H)
-        return (collapsed(H, pre),), Streams(streams(H, R), beta=post)
+        W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])
+        H, z = probe(H, Y, beta, W, eps=1e-24 / len(W))  # as F.normalize's
+        pre, post, R = self.coefficients(z[..., 0, :])
+        x, H = carry(H, pre, R)
+        return (x,), Streams(H, beta=post)
 
     def traffic(self) -> float:
         return streams_traffic(self, self.n)
 
-    def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre and post [B T n], R [B T src dst]."""
-        v = F.normalize(wide(H).flatten(-2), dim=-1) * (1 + self.gamma) * len(self.gamma) ** 0.5
-        z_pre, z_res = project(v, self.dynamic_alpha_fn).tensor_split([self.n], -1)
+        z_pre, z_res, z_post = z.tensor_split([self.n, -self.n], -1)
         b_pre, b_res = self.static_alpha.tensor_split([self.n])
         pre = (self.pre_branch_scale * z_pre + b_pre).sigmoid()
         share = (self.residual_scale * z_res + b_res).softmax(-1)
-        post = 2 * (self.h_post_scale * project(v, self.dynamic_beta_fn) + self.static_beta).sigmoid()
+        post = 2 * (self.h_post_scale * z_post + self.static_beta).sigmoid()
         return pre, post, torch.tensordot(share, permutations(self.n, share), 1)
 
 

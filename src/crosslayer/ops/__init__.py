@@ -5,9 +5,9 @@ from .gate import gate, gate_pool
 from .mix import mix
 from .norm import add, add_layer_norm, add_norm, project, rms, rstd, wide
 from .sinkhorn import sinkhorn
-from .streams import carry, deposit, repeat, streams
+from .streams import carry, deposit, probe, repeat, streams
 
 __all__ = [
     "add", "add_layer_norm", "add_norm", "attend", "attend_ahead", "attend_merge", "carry", "deposit", "gate",
-    "gate_pool", "mix", "project", "repeat", "rms", "rstd", "scores", "sinkhorn", "streams", "wide",
+    "gate_pool", "mix", "probe", "project", "repeat", "rms", "rstd", "scores", "sinkhorn", "streams", "wide",
 ]  # fmt: skip

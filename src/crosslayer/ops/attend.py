@@ -1,10 +1,14 @@
 """Attention over depth."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
-from .mix import weighted_sum
+from .mix import dot, weighted_sum
 from .norm import rstd, wide
 
 
@@ -15,7 +19,7 @@ def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     X: L x [B T D].  q: [D] float32, with any scale and key-norm weight multiplied in.  ->  [B T D] in X's dtype.
     Moves (L + 1)·D elements a token.
     """
-    return weighted_sum(X, scores(X, q, eps).softmax(-1))
+    return Attend.apply(q[None], eps, *X)[1]
 
 
 def scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
@@ -29,8 +33,8 @@ def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[T
 
     X: L x [B T D].  Q: [S D].  ->  S outputs [S B T D], and the log of their softmax denominators [S B T].
     """
-    z = torch.stack([scores(X, q, eps) for q in Q])
-    return torch.stack([weighted_sum(X, p) for p in z.softmax(-1)]), z.logsumexp(-1)
+    lse, *out = Attend.apply(Q, eps, *X)
+    return torch.stack(out), lse
 
 
 @kernel("merge")
@@ -41,3 +45,48 @@ def attend_merge(out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e
     """
     share = (scores((x,), q, eps)[..., 0] - lse).sigmoid()
     return torch.lerp(wide(out), wide(x), share[..., None]).to(x.dtype)
+
+
+class Attend(Function):
+    """z_sl = r_l ⟨Q_s, X_l⟩,   p_s = softmax_l(z_s),   out_s = Σ_l p_sl X_l;   lse_s [S B T] beside the outputs
+
+    a_sl = ⟨dout_s, X_l⟩,   dz_sl = p_sl (a_sl − Σ_j p_sj a_sj + dlse_s)
+    dX_l = Σ_s p_sl dout_s + through_rms,   dQ likewise
+    """
+
+    @staticmethod
+    def forward(ctx: Any, Q: Tensor, eps: float, *X: Tensor) -> tuple[Tensor, ...]:
+        r = torch.stack([rstd(x, eps) for x in X])
+        z = torch.stack([project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)], -1)  # [B T S L]
+        p = z.softmax(-1)
+        ctx.save_for_backward(Q, r, z, p, *X)
+        return z.logsumexp(-1).movedim(-1, 0), *(weighted_sum(X, p_s) for p_s in p.unbind(-2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlse: Tensor, *dout: Tensor) -> tuple[Tensor | None, ...]:
+        Q, r, z, p, *X = ctx.saved_tensors
+        a = torch.stack([torch.stack([dot(d, x) for x in X], -1) for d in dout], -2)
+        dz = p * (a - (p * a).sum(-1, keepdim=True) + dlse.movedim(0, -1)[..., None])
+        dX, dQ = [], torch.zeros_like(Q)
+        for l, x in enumerate(X):
+            dx = weighted_sum(dout, p[..., l]) if len(dout) > 1 else p[..., 0, l, None] * dout[0]
+            dQ += through_rms(x, Q, r[l], z[..., l], dz[..., l], into=dx)
+            dX.append(dx.to(x.dtype))
+        return dQ, None, *dX
+
+
+def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
+    """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
+    return torch.nn.functional.linear(wide(x), Q) * r[..., None]
+
+
+def through_rms(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, into: Tensor) -> Tensor:
+    """The backward of `project_rms`: adds Σ_s dz_s r Q_s − (Σ_s dz_s z_s) r²/D · x to `into`, and returns dQ.
+
+    x, into: [B T D].  r: [B T].  z, dz: [B T S].  ->  [S D].
+    """
+    g = dz * r[..., None]
+    into.addcmul_((g * z).sum(-1, keepdim=True) * r[..., None], wide(x), value=-1 / x.shape[-1])
+    into.view(-1, x.shape[-1]).addmm_(g.flatten(0, -2), Q)
+    return g.flatten(0, -2).mT @ wide(x).flatten(0, -2)

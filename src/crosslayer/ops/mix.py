@@ -1,9 +1,13 @@
 """Weighted sums over depth."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .dispatch import kernel
+from .norm import wide
 
 
 @kernel("mix")
@@ -15,12 +19,36 @@ def mix(X: tuple[Tensor, ...], w: Tensor) -> tuple[Tensor, ...]:
     """
     if len(X) != w.shape[-1]:
         raise ValueError(f"mix: {len(X)} sources but weights for {w.shape[-1]}")
-    return tuple(weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2]))
+    return Mix.apply(w, *X)
+
+
+class Mix(Function):
+    """dX_l = Σ_c w[…, c, l] · dout_c,   dw[…, c, l] = ⟨dout_c, X_l⟩, summed over tokens where w is static."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, *X: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(w, *X)
+        return tuple(weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2]))
+
+    @staticmethod
+    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
+        w, *X = ctx.saved_tensors
+        wanted, *each = ctx.needs_input_grad
+        dw = None
+        if wanted:
+            dw = torch.stack([torch.stack([dot(d, x) for x in X], -1) for d in dout], -2).sum_to_size(w.shape)
+        dX = (weighted_sum(dout, w[..., l]).to(x.dtype) if each[l] else None for l, x in enumerate(X))
+        return dw, *dX
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """⟨a, b⟩ over the last axis, multiplied and summed wide: [… D] -> […]."""
+    return (wide(a) * b).sum(-1)
 
 
 def weighted_sum(X: tuple[Tensor, ...], w: Tensor) -> Tensor:
     # w[..., l, None] is never 0-d, so it lifts a bf16 source to float32 inside the multiplication, without a copy
     out = w[..., 0, None] * X[0]
     for l in range(1, len(X)):
-        out = torch.addcmul(out, w[..., l, None], X[l])
+        out.addcmul_(w[..., l, None], X[l])
     return out.to(X[0].dtype)

@@ -1,10 +1,16 @@
-"""n streams: write one output to all of them, read mixtures of them."""
+"""n streams: write one output to all of them, project them for their coefficients, read mixtures of them."""
+
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
-from .norm import wide
+from .mix import dot
+from .norm import rstd, wide
 
 
 def repeat(x: Tensor, n: int) -> Tensor:
@@ -31,14 +37,87 @@ def deposit(H: Tensor, Y: Tensor, beta: Tensor) -> Tensor:
     return torch.addcmul(wide(H), wide(beta)[..., None], wide(Y)).to(H.dtype)
 
 
-@kernel("streams")
-def carry(H: Tensor, y: Tensor, beta: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
-    """A site of n streams, given its coefficients: the pending write, what is read, and what goes on.
+@kernel("probe")
+def probe(
+    H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float = 1e-6, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The pending write, and projections of the normed streams, which coefficients are made of.
 
-    H' = deposit(H, y, beta),   x = Σ_s pre_s H'_s,   H''_c = Σ_s res[s, c] H'_s.
+    H' = deposit(H, Y, beta),   z = N(H') W, N(v) = (v − μ) · rsqrt(mean((v − μ)²) + eps), μ the mean or, uncentred, 0.
 
-    H: [B T n D].  y: [B T D].  beta, pre: [n] static, or [B T n].  res: [n n] or [B T n n], rows the source; float32.
-    ->  [B T D], [B T n D] in H's dtype.  Moves (2n + 2)·D elements a token.
+    H: [B T n D].  Y: [B T 1 D], or [B T n D], or None where nothing is pending.  beta: [n] static, or [B T n].
+    W: [D K] for each stream by itself, or [nD K] for all as one vector; float32.
+    ->  [B T n D] in H's dtype, [B T n K] or [B T 1 K] float32.
+    Moves (2n + 1)·D elements a token, and W.
     """
-    H = deposit(H, y[..., None, :], beta)
-    return streams(H, pre[..., None]).squeeze(-2), streams(H, res)
+    return Probe.apply(H, Y, beta, W, eps, centred)
+
+
+@kernel("streams")
+def carry(H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+    """What is read of n streams, and what goes on.
+
+    x = Σ_s pre_s H_s,   H'_c = Σ_s res[s, c] H_s.
+
+    H: [B T n D].  pre: [n] static, or [B T n].  res: [n n] or [B T n n], rows the source; float32.
+    ->  [B T D], [B T n D] in H's dtype.  Moves (2n + 1)·D elements a token.
+    """
+    lead, n = H.shape[:-2], H.shape[-2]
+    return Carry.apply(H, pre.expand(*lead, n), res.expand(*lead, n, n))
+
+
+class Probe(Function):
+    """g_k = dz_k r,   c = ⟨dz, z⟩ r²/width:   dH = dH' + g Wᵀ − c (H' − μ) − mean(g Wᵀ),   dW = ((H' − μ) r)ᵀ dz
+
+    of rows that are a stream each, or all of a token's; dY_s = β_s dH_s, summed where it is one for all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
+    ) -> tuple[Tensor, Tensor]:
+        new = H.clone() if Y is None or beta is None else deposit(H, Y, beta)
+        rows = wide(new).reshape(-1, len(W))
+        if centred:
+            rows, mean, r = torch.native_layer_norm(rows, rows.shape[-1:], None, None, eps)
+        else:
+            mean, r = None, rstd(rows, eps)[:, None]
+        # laid out by output, as BLAS takes many times as long for the gradient of a tall matrix as for that of a wide
+        z = F.linear(rows, W.mT.contiguous())
+        z = z if centred else z * r
+        ctx.save_for_backward(new, Y, beta, W, z, r, mean)
+        return new, z.view(*H.shape[:-2], -1, W.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dnew: Tensor, dz: Tensor) -> Any:
+        new, Y, beta, W, z, r, mean = ctx.saved_tensors
+        rows, dz = wide(new).reshape(-1, len(W)), dz.reshape(z.shape)
+        g, c = dz * r, (dz * z).sum(-1, keepdim=True) * r * r / len(W)
+        dH = torch.addmm(wide(dnew).reshape(rows.shape), g, W.mT).addcmul_(c, rows, value=-1)
+        dW = g.mT @ rows
+        if mean is not None:
+            dH += c * mean - (g @ W.sum(0, keepdim=True).mT) / len(W)
+            dW -= g.mT @ mean
+        dH = dH.view(new.shape)
+        if Y is None:
+            return dH.to(new.dtype), None, None, dW.mT, None, None
+        dbeta = dot(dH, Y).sum_to_size(beta.shape)
+        dY = beta[..., None] * dH if Y.shape[-2] > 1 else streams(dH, beta[..., None])
+        return dH.to(new.dtype), dY.to(Y.dtype), dbeta, dW.mT, None, None
+
+
+class Carry(Function):
+    """dpre_s = ⟨dx, H_s⟩,   dres[s, c] = ⟨dH'_c, H_s⟩,   dH_s = pre_s dx + Σ_c res[s, c] dH'_c"""
+
+    @staticmethod
+    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(H, pre, res)
+        return streams(H, pre[..., None]).squeeze(-2), streams(H, res)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        H, pre, res = ctx.saved_tensors
+        dH = (res.contiguous() @ wide(dout)).addcmul_(pre[..., None], wide(dx)[..., None, :])
+        return dH.to(H.dtype), dot(dx[..., None, :], H), wide(H) @ wide(dout).mT
