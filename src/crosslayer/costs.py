@@ -260,7 +260,7 @@ def attention_of(place: int) -> Callable[..., int]:
 
 FLOPS = {
     **{op: each(1) for op in (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_)},
-    aten.addcmul: each(2),
+    **{op: each(2) for op in (aten.addcmul, aten.addcmul_)},
     aten.lerp: each(3),
     aten.mv: matrix_vector,
     aten._scaled_dot_product_flash_attention_for_cpu: attention_of(1),

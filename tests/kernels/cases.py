@@ -83,9 +83,31 @@ def carries(n: int, static: bool = False) -> Case:
     return Case(
         "streams",
         lambda op, rows, weights: op.carry(*rows, *weights),
-        lambda D: [(n, D), (D,)],
-        lambda D: [(*lead, n), (*lead, n), (*lead, n, n)],
+        lambda D: [(n, D)],
+        lambda D: [(*lead, n), (*lead, n, n)],
         lambda kernels, N, D, size: kernels.moves(N, D, n, size),
+    )
+
+
+def probes(n: int, K: int, joint: bool = False, centred: bool = False, spread: bool = False) -> Case:
+    return Case(
+        "probe",
+        # one number by itself, normed, is its sign but for eps: its gradient is lost in rounding where eps is small
+        lambda op, rows, weights: op.probe(*rows, *weights, 1e-2, centred),
+        lambda D: [(n, D), (n if spread else 1, D)],
+        lambda D: [(0, n), (n * D if joint else D, K)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, K, joint, size, n if spread else 1),
+    )
+
+
+def probes_first(n: int, K: int) -> Case:
+    """Nothing is pending at the first site."""
+    return Case(
+        "probe",
+        lambda op, rows, weights: op.probe(rows[0], None, None, weights[0]),
+        lambda D: [(n, D)],
+        lambda D: [(n * D, K)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, K, True, size, 0),
     )
 
 
@@ -128,6 +150,13 @@ CASES = {
     "streams-3-static": carries(3, static=True),
     "streams-4": carries(4),
     "streams-8": carries(8),
+    "probe-2-each": probes(2, 4, centred=True),
+    "probe-4-each-spread": probes(4, 6, spread=True),
+    "probe-3-all": probes(3, 15, joint=True),
+    "probe-4-all-centred": probes(4, 24, joint=True, centred=True),
+    "probe-2-first": probes_first(2, 8),
+    "probe-6-all": probes(6, 48, joint=True),
+    "probe-16-each": probes(16, 18, centred=True),
     "sinkhorn-2": sinkhorns(2, 3),
     "sinkhorn-3": sinkhorns(3, 6),
     "sinkhorn-4": sinkhorns(4, 20),
@@ -137,4 +166,15 @@ CASES = {
 }
 
 # what a plain run leaves to the slow one: more sources, ways and streams of what it has tried
-SLOW = {"mix-4-of-5", "mix-4-of-2-static", "gate-4-last", "gate-8", "attend-5-ahead-3", "streams-8", "sinkhorn-3"}
+SLOW = {
+    "mix-4-of-5",
+    "mix-4-of-2-static",
+    "gate-4-last",
+    "gate-8",
+    "attend-5-ahead-3",
+    "streams-8",
+    "sinkhorn-3",
+    "probe-4-each-spread",
+    "probe-4-all-centred",
+}
+SLOW |= {"probe-6-all", "probe-16-each"}

@@ -25,8 +25,17 @@ each = pytest.mark.parametrize(
     "case", [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, c in CASES.items()]
 )
 # of each kernel, or path through one, a case
-one_of_each = ("mix-1-of-5-static", "mix-4-of-2", "gate-3", "gate-4-last", "attend-2", "streams-2", "sinkhorn-4")
-one_of_each = (*one_of_each, "norm-rms", "norm-layer", "merge")
+one_of_each = (
+    "mix-1-of-5-static",
+    "mix-4-of-2",
+    "gate-3",
+    "gate-4-last",
+    "attend-2",
+    "streams-2",
+    "sinkhorn-4",
+    "probe-2-each",
+)
+one_of_each = (*one_of_each, "probe-3-all", "norm-rms", "norm-layer", "merge")
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +120,12 @@ def test_dispatch(case, monkeypatch):
     outs = case.run(ops, *given)
     assert ran
     for out, e in zip(outs, case.run(kernels(), *given), strict=True):
+        assert torch.equal(out, e)
+
+
+def test_more_columns_than_a_program_holds():
+    H, W = torch.randn(1, 3, 8, 5, device=DEVICE), torch.randn(40, 80, device=DEVICE)
+    for out, e in zip(kernels().probe(H, None, None, W), ops.probe(H, None, None, W), strict=True):
         assert torch.equal(out, e)
 
 

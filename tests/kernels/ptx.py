@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from crosslayer.kernels import launch
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+SHARED = 99 * 1024  # bytes a program may have on any of these, and on the smaller GPUs of their generations
 
 
 def kind(argument: Any) -> Any:
@@ -41,7 +42,9 @@ def divisible(args: tuple[Any, ...]) -> dict[tuple[int, ...], list[list[Any]]]:
 def compile_for(capability: int, cases: list[str]) -> None:
     seen = set()
 
-    def record(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
+    def record(
+        kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **constants: Any
+    ) -> None:
         signature = dict(zip(kernel.arg_names, map(kind, args), strict=False)) | dict.fromkeys(constants, "constexpr")
         assert list(signature) == kernel.arg_names, f"{kernel.__name__}: {list(signature)}"
         key = kernel.__name__, num_warps, str(signature), str(constants)
@@ -49,9 +52,10 @@ def compile_for(capability: int, cases: list[str]) -> None:
             return
         seen.add(key)
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible(args))
-        options = {"num_warps": num_warps, "enable_fp_fusion": True}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert f".target sm_{capability}" in out.asm["ptx"]
+        assert out.metadata.shared <= SHARED, f"{kernel.__name__}: {out.metadata.shared} bytes of shared memory"
         print(kernel.__name__, num_warps, out.metadata.shared, flush=True)
 
     launch.launch = record

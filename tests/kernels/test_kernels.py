@@ -14,7 +14,7 @@ from cases import CASES, SLOW
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-GROUPS = ("mix norm", "gate sinkhorn", "attend merge streams")  # of modules, about as long each
+GROUPS = ("mix norm", "gate sinkhorn", "attend merge streams", "probe")  # of modules, about as long each
 
 
 def python(*args: str, **environment: str) -> str:
@@ -29,7 +29,7 @@ def python(*args: str, **environment: str) -> str:
 # the first in a plain run, the others take longer
 @pytest.mark.parametrize("modules", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])])
 def test_interpreted(modules):
-    interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()])
+    interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()] + ["columns"])
 
 
 def test_every_module_is_in_a_group():

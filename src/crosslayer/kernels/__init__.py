@@ -7,6 +7,6 @@ is 64-bit, and nothing is atomic: where a gradient is summed over tokens, each p
 the parts in a fixed order. Nothing imports this package, or triton, until a kernel is asked for.
 """
 
-from . import attend, gate, merge, mix, norm, sinkhorn, streams
+from . import attend, gate, merge, mix, norm, probe, sinkhorn, streams
 
-__all__ = ["attend", "gate", "merge", "mix", "norm", "sinkhorn", "streams"]
+__all__ = ["attend", "gate", "merge", "mix", "norm", "probe", "sinkhorn", "streams"]

@@ -45,7 +45,9 @@ def total(parts: Tensor, *axes: int) -> Tensor:
     return parts.sum(axes)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **constants: Any
+) -> None:
     """Run a kernel on the device of its tensors; no tokens, no launch."""
     if 0 in grid:
         return
@@ -53,4 +55,4 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
     first = args[0][0] if isinstance(args[0], tuple) else args[0]
     with torch.cuda.device_of(first):
         # fused multiply-adds are wanted; triton 3.9 warns where it is not told
-        kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=True)
+        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)

@@ -67,9 +67,10 @@ def carry(H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Probe(Function):
-    """g_k = dz_k r,   c = ⟨dz, z⟩ r²/width:   dH = dH' + g Wᵀ − c (H' − μ) − mean(g Wᵀ),   dW = ((H' − μ) r)ᵀ dz
+    """g = dz r,   c = ⟨dz, z⟩ r²/width,   dH = dH' + g Wᵀ − c (H' − μ),   dW = H'ᵀ g,   dY = Σ_s β_s dH_s
 
-    of rows that are a stream each, or all of a token's; dY_s = β_s dH_s, summed where it is one for all.
+    of rows that are a stream each, or all of a token's. (v − μ) W is v times W less the mean of its columns: W and dW
+    are centred, where the rows are.
     """
 
     @staticmethod
@@ -94,17 +95,15 @@ class Probe(Function):
         new, Y, beta, W, z, r, mean = ctx.saved_tensors
         rows, dz = wide(new).reshape(-1, len(W)), dz.reshape(z.shape)
         g, c = dz * r, (dz * z).sum(-1, keepdim=True) * r * r / len(W)
-        dH = torch.addmm(wide(dnew).reshape(rows.shape), g, W.mT).addcmul_(c, rows, value=-1)
-        dW = g.mT @ rows
+        dW = (g.mT @ rows).mT
         if mean is not None:
-            dH += c * mean - (g @ W.sum(0, keepdim=True).mT) / len(W)
-            dW -= g.mT @ mean
-        dH = dH.view(new.shape)
+            W, dW, rows = W - W.mean(0), dW - dW.mean(0), rows - mean
+        dH = torch.addmm(wide(dnew).reshape(rows.shape), g, W.mT).addcmul_(c, rows, value=-1).view(new.shape)
         if Y is None:
-            return dH.to(new.dtype), None, None, dW.mT, None, None
+            return dH.to(new.dtype), None, None, dW, None, None
         dbeta = dot(dH, Y).sum_to_size(beta.shape)
         dY = beta[..., None] * dH if Y.shape[-2] > 1 else streams(dH, beta[..., None])
-        return dH.to(new.dtype), dY.to(Y.dtype), dbeta, dW.mT, None, None
+        return dH.to(new.dtype), dY.to(Y.dtype), dbeta, dW, None, None
 
 
 class Carry(Function):
