@@ -151,6 +151,7 @@ CASES = {
     "streams-4": carries(4),
     "streams-8": carries(8),
     "probe-2-each": probes(2, 4, centred=True),
+    "probe-3-each": probes(3, 5),
     "probe-4-each-spread": probes(4, 6, spread=True),
     "probe-3-all": probes(3, 15, joint=True),
     "probe-4-all-centred": probes(4, 24, joint=True, centred=True),
@@ -177,4 +178,3 @@ SLOW = {
     "probe-4-each-spread",
     "probe-4-all-centred",
 }
-SLOW |= {"probe-6-all", "probe-16-each"}

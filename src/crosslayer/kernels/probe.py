@@ -21,7 +21,6 @@ from torch import Tensor
 from .. import ops
 from . import launch
 
-ROWS = 64  # of a tile: tokens, or tokens and streams
 WIDEST = 64  # columns of W whose piece fits a program: mHC has more from 7 streams on, and its product is then torch's
 
 
@@ -36,7 +35,7 @@ def probe(
 
 
 def moves(N: int, D: int, n: int, K: int, joint: bool, size: int, pending: int = 1) -> tuple[int, int]:
-    """Bytes that forward and backward must move for N tokens of `size` bytes an element, `pending` rows of Y a token."""
+    """Bytes that forward and backward must move for N tokens, each with so many rows of Y, `size` bytes an element."""
     W, rows, beta = 4 * K * D * (n if joint else 1), N if joint else N * n, 4 * N * n * (pending > 0)
     forward = N * D * (2 * n + pending) * size + beta + 4 * rows * (K + 1) + W
     return forward, N * D * (3 * n + 2 * pending) * size + 2 * beta + 4 * rows * (K + 1) + 2 * W
@@ -143,16 +142,16 @@ def probe_backward(
     tl.store(mine + (column // BLOCK * D + at) * K + k, dw, mask=held)
 
 
-def _cut(H: Tensor, W: Tensor, elements: int) -> dict[str, Any]:
-    """How a tile is cut, of so many elements: its tokens, its streams' lanes, and a piece of D; no side below 16."""
+def _cut(H: Tensor, W: Tensor, joint_tokens: int, tokens: int, elements: int) -> dict[str, Any]:
+    """How a tile is cut: its tokens, where streams are normed jointly and where not, their lanes, and a piece of D."""
     n, D = H.shape[-2:]
-    joint, side = W.shape[0] > D, triton.next_power_of_2(n)
-    tile = ROWS if joint else max(1, ROWS // side)
-    wide = max(16, triton.next_power_of_2(W.shape[1]))
-    piece = max(16, min(triton.next_power_of_2(D), elements // (tile * side)))
+    joint, side, wide = W.shape[0] > D, triton.next_power_of_2(n), max(16, triton.next_power_of_2(W.shape[1]))
+    tile = joint_tokens if joint else tokens
+    of_W = (side if joint else 1) * wide
+    piece = max(16, min(triton.next_power_of_2(D), elements // (tile * side), 8192 // of_W))
     return {
-        "n": n, "K": W.shape[1], "JOINT": joint, "TILE": tile, "SIDE": side, "BLOCK": piece,
-        "WIDE": wide, "num_stages": 1 if side * piece * wide > 4096 else 2,
+        "n": n, "K": W.shape[1], "JOINT": joint, "TILE": tile, "SIDE": side, "BLOCK": piece, "WIDE": wide,
+        "num_warps": 8, "num_stages": 1 if of_W * piece > 4096 else 2,
     }  # fmt: skip
 
 
@@ -163,10 +162,10 @@ def _probe(
     H, W = H.contiguous(), W.contiguous()
     new, z, rstd, mu = _room(H, W, centred)
     W = _centre(W) if centred else W
-    cut, D, N = _cut(H, W, 8192), H.shape[-1], H.shape[:-2].numel()
+    cut, D, N = _cut(H, W, 64, 32, 8192), H.shape[-1], H.shape[:-2].numel()
     launch.launch(
         probe_forward, (triton.cdiv(N, cut["TILE"]),), H, *_pending(H, Y, beta), W, new, z, rstd, mu, N, D,
-        eps, CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **cut, num_warps=8,
+        eps, CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **cut,
     )  # fmt: skip
     return new, z, rstd, mu
 
@@ -195,7 +194,12 @@ def _probe_backward(
     mu: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dnew, W = dnew.contiguous(), W.contiguous()
-    cut, D, N = _cut(new, W, 4096), new.shape[-1], new.shape[:-2].numel()
+    # a token's numbers are read once a piece of D, and so those are long
+    cut, D, N = (
+        _cut(new, W, 16, max(1, 16 // triton.next_power_of_2(new.shape[-2])), 4096),
+        new.shape[-1],
+        new.shape[:-2].numel(),
+    )
     centred = mu.numel() > 0
     W = _centre(W) if centred else W
     g, c = dz * rstd[..., None], (dz * z).sum(-1) * rstd * rstd / len(W)
@@ -204,8 +208,8 @@ def _probe_backward(
     dH, (dY, dbeta) = torch.empty_like(new), _pending_gradients(Y, new)
     parts = launch.part(W, pieces, *dbeta.shape), launch.part(W, splits, *W.shape)
     launch.launch(
-        probe_backward, (pieces, splits), new, *_pending(new, Y, beta), W, g, c, mu if centred else c, dnew, dH, dY, *parts, N, D,
-        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **cut, num_warps=8,
+        probe_backward, (pieces, splits), new, *_pending(new, Y, beta), W, g, c, mu if centred else c, dnew, dH, dY,
+        *parts, N, D, CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **cut,
     )  # fmt: skip
     dW = launch.total(parts[1], 0)
     return dH, dY, launch.total(parts[0], 0), _centre(dW) if centred else dW

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable

@@ -102,8 +102,8 @@ class Probe(Function):
         if Y is None:
             return dH.to(new.dtype), None, None, dW, None, None
         dbeta = dot(dH, Y).sum_to_size(beta.shape)
-        dY = beta[..., None] * dH if Y.shape[-2] > 1 else streams(dH, beta[..., None])
-        return dH.to(new.dtype), dY.to(Y.dtype), dbeta, dW, None, None
+        dY = wide(beta)[..., None] * dH if Y.shape[-2] > 1 else streams(dH, wide(beta)[..., None])
+        return dH.to(new.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
 
 
 class Carry(Function):
