@@ -63,15 +63,13 @@ class Depth(nn.Module):
 
 def measure(settings: Settings) -> Iterator[Row]:
     clock, peers = Clock(settings.on), DEPTHS if "peers" in settings.variants else ()
-    # a dense method's reads each have a graph of their own
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * settings.layers)
     for D in settings.dims:
         shape = {
             "layers": settings.layers, "tokens": f"{settings.batch} x {settings.context}", "D": D,
             "dtype": settings.dtype,
         }  # fmt: skip
         for arm in (*settings.arms, *peers):
-            torch.compiler.reset()
+            settings.forget()
             names = [(a, v) for v in HOW if v in settings.variants for a in dict.fromkeys(("prenorm", arm))]
             found = alternate(
                 {name: functools.partial(build, *name, D, settings) for name in names}, clock, settings.rounds,

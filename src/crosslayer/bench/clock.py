@@ -1,5 +1,6 @@
 """Times that can be compared: variants measured in one process, by turns, round by round."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -87,6 +88,9 @@ def alternate(
         rounds: at most so many.
         seconds: no round is begun after so many, once there have been a few.
     """
+    gc.collect()  # models have cycles; what was measured before is not to take this one's memory
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
     made: dict[Name, Calls] = {}
     found: dict[Name, Measured] = {}
     launching: dict[tuple[Name, str], float] = {}

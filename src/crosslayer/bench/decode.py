@@ -22,7 +22,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     for D in settings.dims:
         for arm in settings.arms:
             for variant in [v for v in ("eager", "compiled") if v in settings.variants]:
-                torch.compiler.reset()
+                settings.forget()
                 names = dict.fromkeys(("prenorm", arm))
                 found = alternate(
                     {name: functools.partial(build, name, D, settings, variant) for name in names}, clock,

@@ -45,6 +45,7 @@ def rows(name: str, case: Case, N: int, D: int, copied: float, settings: Setting
     if "peers" in settings.variants:
         chosen |= {peer.package: peer for peer in PEERS if peer.op == name}
     builds = {v: functools.partial(build, case, N, D, settings, what) for v, what in chosen.items()}
+    settings.forget()
     # the references are asked for by name, and what they call inside is to be torch too
     with mock.patch.object(dispatch, "DEVICES", ()):
         found = alternate(builds, Clock(settings.on, ahead=True), settings.rounds, settings.seconds)

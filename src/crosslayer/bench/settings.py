@@ -111,6 +111,13 @@ class Settings:
     def type(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    def forget(self) -> None:
+        """What was compiled before counts against the number of graphs a function may have."""
+        if "compiled" in self.variants:
+            torch.compiler.reset()
+            # a dense method's reads each have a graph of their own
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * self.layers)
+
     def hurry(self) -> None:
         """Raise `NotMeasured` when time is up."""
         if time.monotonic() - self.begun > 60 * self.minutes:
