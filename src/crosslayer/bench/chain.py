@@ -4,8 +4,7 @@ A sub-layer is opaque to the compiler both ways, as a real one is to the connect
 Norms are left out, as every method has the same.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 import crosslayer
 
-from ..ops import dispatch
-from .clock import Calls, Clock, alternate, passes
+from .beside import pairs
+from .clock import Calls, passes
 from .peers import DEPTHS
 from .rows import Row
 from .settings import Settings
@@ -62,55 +61,25 @@ class Depth(nn.Module):
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    clock, peers = Clock(settings.on), DEPTHS if "peers" in settings.variants else ()
-    for D in settings.dims:
-        shape = {
-            "layers": settings.layers, "tokens": f"{settings.batch} x {settings.context}", "D": D,
-            "dtype": settings.dtype,
+    arms = [*settings.arms, *(DEPTHS if "peers" in settings.variants else ())]
+    for shape, _, own, prenorm in pairs(settings, build, arms, {"layers": "reads", "model": "row"}[settings.compile]):
+        yield shape | {
+            "tokens": f"{settings.batch} x {settings.context}", "forward ms": own.ms("forward"),
+            "forward spread ms": own.spread("forward"), "both ms": own.ms(BOTH), "both spread ms": own.spread(BOTH),
+            "PreNorms": own.ratio(prenorm, BOTH),
         }  # fmt: skip
-        for arm in (*settings.arms, *peers):
-            settings.forget()
-            names = [(a, v) for v in HOW if v in settings.variants for a in dict.fromkeys(("prenorm", arm))]
-            found = alternate(
-                {name: functools.partial(build, *name, D, settings) for name in names}, clock, settings.rounds,
-                settings.seconds,
-            )  # fmt: skip
-            for name, measured in found.items():
-                if name[0] == arm:
-                    yield {
-                        "arm": arm, **shape, "variant": how(*name, settings), "rounds": measured.rounds,
-                        "forward ms": measured.ms("forward"), "forward spread ms": measured.spread("forward"),
-                        "both ms": measured.ms(BOTH), "both spread ms": measured.spread(BOTH),
-                        "PreNorms": measured.ratio(found["prenorm", name[1]], BOTH), "note": measured.note,
-                    }  # fmt: skip
 
 
-def build(arm: str, variant: str, D: int, settings: Settings) -> Calls:
+def build(arm: str, D: int, settings: Settings, variant: str) -> Calls:
     settings.hurry()
     with torch.device(settings.on):
         model = DEPTHS[arm](D, 2 * settings.layers, sublayer) if arm in DEPTHS else Depth(arm, D, settings.layers)
         x = torch.randn(settings.batch, settings.context, D, dtype=settings.type, requires_grad=True)
-    if arm in DEPTHS:
+    if arm in DEPTHS:  # what is a connection's stays float32
         model = model.to(settings.type)
-    HOW[variant](model, settings)
-    leaves = [x, *model.parameters()]
-    return passes(lambda *_: (model(x),), leaves)
-
-
-def compiled(model: nn.Module, settings: Settings) -> None:
-    """Whole, or its sites one by one."""
-    if settings.compile == "model":
+    if variant == "compiled" and settings.compile == "model":
         model.compile(fullgraph=True)
-    else:
+    elif variant == "compiled":
         for site in getattr(model, "sites", ()):
             site.compile(fullgraph=True)
-
-
-HOW: dict[str, Callable[[nn.Module, Settings], None]] = {"eager": lambda model, settings: None, "compiled": compiled}
-
-
-def how(arm: str, variant: str, settings: Settings) -> str:
-    """A variant as a row names it: what was compiled, and whether kernels ran."""
-    by = {"layers": "reads", "model": "row"}[settings.compile]
-    own = arm not in DEPTHS and settings.device in dispatch.DEVICES
-    return (f"compiled {by}" if variant == "compiled" else variant) + (", kernels" if own else "")
+    return passes(lambda *_: (model(x),), [x, *model.parameters()])

@@ -88,8 +88,8 @@ def alternate(
         rounds: at most so many.
         seconds: no round is begun after so many, once there have been a few.
     """
-    gc.collect()  # models have cycles; what was measured before is not to take this one's memory
     if clock.device.type == "cuda":
+        gc.collect()  # models have cycles, and what was measured before is to leave its memory
         torch.cuda.empty_cache()
     made: dict[Name, Calls] = {}
     found: dict[Name, Measured] = {}

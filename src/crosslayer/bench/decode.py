@@ -1,15 +1,14 @@
 """Decoding one sequence with a static cache, a token a call, beside PreNorm's."""
 
-import functools
 from collections.abc import Iterator
 
 import torch
 
+from .beside import pairs
 from .body import model, tokens
-from .clock import Calls, Clock, alternate
+from .clock import Calls
 from .rows import Row
 from .settings import Settings
-from .step import named
 
 COLUMNS = (
     "arm", "layers", "cache", "D", "dtype", "variant", "ms a token", "spread ms", "tokens/s", "of PreNorm", "rounds",
@@ -18,24 +17,12 @@ PROMPT, TOKENS = 16, 32  # before the first measured token, and in one measured 
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    clock = Clock(settings.on)
-    for D in settings.dims:
-        for arm in settings.arms:
-            for variant in [v for v in ("eager", "compiled") if v in settings.variants]:
-                settings.forget()
-                names = dict.fromkeys(("prenorm", arm))
-                found = alternate(
-                    {name: functools.partial(build, name, D, settings, variant) for name in names}, clock,
-                    settings.rounds, settings.seconds,
-                )  # fmt: skip
-                own = found[arm]
-                ms, spread, slower = own.ms("tokens"), own.spread("tokens"), own.ratio(found["prenorm"], "tokens")
-                yield {
-                    "arm": arm, "layers": settings.layers, "cache": settings.context, "D": D, "dtype": settings.dtype,
-                    "variant": named(variant, settings), "ms a token": ms and ms / TOKENS,
-                    "spread ms": spread and spread / TOKENS, "tokens/s": ms and TOKENS / (1e-3 * ms),
-                    "of PreNorm": slower and 1 / slower, "rounds": own.rounds, "note": own.note,
-                }  # fmt: skip
+    for shape, _, own, prenorm in pairs(settings, build, settings.arms, "model"):
+        ms, spread, slower = own.ms("tokens"), own.spread("tokens"), own.ratio(prenorm, "tokens")
+        yield shape | {
+            "cache": settings.context, "ms a token": ms and ms / TOKENS, "spread ms": spread and spread / TOKENS,
+            "tokens/s": ms and TOKENS / (1e-3 * ms), "of PreNorm": slower and 1 / slower,
+        }  # fmt: skip
 
 
 def build(arm: str, D: int, settings: Settings, variant: str) -> Calls:

@@ -14,9 +14,9 @@ from .body import config
 from .clock import line
 from .rows import Row
 from .settings import Settings
-from .step import build, named
+from .step import build
 
-COLUMNS = ("arm", "layers", "tokens", "D", "dtype", "variant", "recompute", "MiB", "of PreNorm", "how")
+COLUMNS = ("arm", "layers", "tokens", "D", "dtype", "recompute", "MiB", "of PreNorm", "how")
 
 
 def measure(settings: Settings) -> Iterator[Row]:
@@ -32,7 +32,7 @@ def measure(settings: Settings) -> Iterator[Row]:
                 plain = peak if (arm, recompute) == ("prenorm", "none") else plain
                 yield {
                     "arm": arm, "layers": settings.layers, "tokens": f"{settings.batch} x {settings.context}", "D": D,
-                    "dtype": settings.dtype, "variant": named("eager", settings), "recompute": recompute, "MiB": peak,
+                    "dtype": settings.dtype, "recompute": recompute, "MiB": peak,
                     "of PreNorm": peak and plain and peak / plain, "how": HOW[settings.device].__name__, "note": note,
                 }  # fmt: skip
 
