@@ -116,6 +116,20 @@ def test_what_has_not_begun_in_time_is_left_out(tmp_path):
     assert [row["note"] for row in rows] == ["out of time: 0 minutes"] and rows[0]["ms a token"] is None
 
 
+@pytest.mark.parametrize("benchmark", ["ops", "step", "memory"])
+def test_without_a_gpu_its_rows_say_what_is_on_paper(benchmark, tmp_path):
+    given = TOY | {"device": "none", "arms": ["prenorm"], "variants": ["kernel", "compiled"], "ops": ["carry"]}
+    rows = list(bench.run(benchmark, tmp_path, **given))
+    for row in table(tmp_path / f"{benchmark}.csv"):
+        assert row["device"] == "none at hand" and row["dtype"] == "bfloat16"
+    if benchmark == "memory":
+        assert all(row["MiB"] > 0 for row in rows)
+    else:
+        assert {row["note"] for row in rows} == {"no GPU at hand"}
+        floors, ms = {"ops": ("forward floor MB", "both ms"), "step": ("floor MB", "ms")}[benchmark]
+        assert all(row[floors] > 0 and row[ms] is None for row in rows)
+
+
 def test_the_peer_is_denseformer():
     """Held to ours with the same weights, forward and backward."""
     D, layers = 8, 3

@@ -134,12 +134,15 @@ class NotMeasured(Exception):
     """A variant cannot be here: its package is not installed, its kernels run nowhere, time is up."""
 
 
-def copy_bandwidth(device: torch.device, rounds: int = 9) -> float:
+def copy_bandwidth(device: torch.device, rounds: int = 9) -> float | None:
     """Bytes a second of a large copy, read and written: what memory gives, and a floor of bytes can be held to."""
+    if device.type == "meta":
+        return None
     source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     found = alternate({"copy": lambda: {"copy": lambda: target.copy_(source)}}, Clock(device, ahead=True), rounds, 5)
-    return 2 * source.numel() / (1e-3 * (found["copy"].ms("copy") or float("nan")))
+    ms = found["copy"].ms("copy")
+    return ms and 2 * source.numel() / (1e-3 * ms)
 
 
 def passes(run: Callable[..., Any], leaves: list[Tensor]) -> Calls:

@@ -39,7 +39,7 @@ def measure(settings: Settings) -> Iterator[Row]:
                     yield shape | row
 
 
-def rows(name: str, case: Case, N: int, D: int, copied: float, settings: Settings) -> Iterator[Row]:
+def rows(name: str, case: Case, N: int, D: int, copied: float | None, settings: Settings) -> Iterator[Row]:
     """Of one op on one shape: every variant's, given the bytes a second of a copy."""
     chosen: dict[str, str | Peer] = {v: v for v in OWN if v in settings.variants}
     if "peers" in settings.variants:
@@ -52,14 +52,14 @@ def rows(name: str, case: Case, N: int, D: int, copied: float, settings: Setting
     floors = floor(case, N, D, settings.type.itemsize)
     for variant, measured in found.items():
         row: Row = {
-            "variant": variant, "copy GB/s": copied / 1e9, "rounds": measured.rounds, "note": measured.note
+            "variant": variant, "copy GB/s": copied and copied / 1e9, "rounds": measured.rounds, "note": measured.note
         }  # fmt: skip
         for key, call in CALLS.items():
             ms, least = measured.ms(call), floors[key]
             speed = least / (1e-3 * ms) if ms and least else None
             row |= {
                 f"{key} ms": ms, f"{key} spread ms": measured.spread(call), f"{key} floor MB": least and least / 1e6,
-                f"{key} GB/s": speed and speed / 1e9, f"{key} of copy": speed and speed / copied,
+                f"{key} GB/s": speed and speed / 1e9, f"{key} of copy": speed and copied and speed / copied,
             }  # fmt: skip
         yield row
 

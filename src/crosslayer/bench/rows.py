@@ -21,10 +21,10 @@ MISSING = "not measured"
 
 
 def conditions(device: torch.device, command: str) -> Row:
-    on_gpu = device.type == "cuda"
+    names = {"cuda": torch.cuda.get_device_name, "cpu": lambda _: processor(), "meta": lambda _: "none at hand"}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if on_gpu else processor(),
+        "device": names[device.type](device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "triton": installed("triton") or "none",

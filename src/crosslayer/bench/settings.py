@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "memory": {**LARGE, "arms": KEPT},
     },
 }
+SIZES["none"] = SIZES["cuda"]
 VARIANTS = ("kernel", "eager", "compiled", "peers")
 
 
@@ -52,7 +53,7 @@ class Settings:
         context: tokens a sequence; when decoding, what the cache has room for.
         vocab: size of the body's vocabulary.
         dtype: float32, bfloat16 or float16.
-        device: cuda or cpu; a GPU where there is one.
+        device: cuda or cpu, a GPU where there is one; or none, to have a GPU's rows with what is known on paper.
         threads: of the CPU; torch's choice where 0.
         compile: how what is compiled is: by layers (in a row, by reads), or the model whole.
         rounds: at most so many of all variants by turns, of which the median is taken.
@@ -105,7 +106,7 @@ class Settings:
 
     @property
     def on(self) -> torch.device:
-        return torch.device(self.device)
+        return torch.device("meta" if self.device == "none" else self.device)
 
     @property
     def type(self) -> torch.dtype:
@@ -119,6 +120,8 @@ class Settings:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * self.layers)
 
     def hurry(self) -> None:
-        """Raise `NotMeasured` when time is up."""
+        """Raise `NotMeasured` when time is up, or nothing is to be measured."""
+        if self.device == "none":
+            raise NotMeasured("no GPU at hand")
         if time.monotonic() - self.begun > 60 * self.minutes:
             raise NotMeasured(f"out of time: {self.minutes:g} minutes")

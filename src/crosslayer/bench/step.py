@@ -20,12 +20,13 @@ def measure(settings: Settings) -> Iterator[Row]:
     for shape, D, own, prenorm in pairs(settings, build, settings.arms, settings.compile):
         cost = estimate(shape["arm"], config(D, settings), settings.batch, settings.context, settings.type)
         ms, slower, plain = own.ms("step"), own.ratio(prenorm, "step"), prenorm.ms("step")
-        floor, more = cost.model.moved, 1e3 * (cost.model.moved - cost.body.moved) / copied
+        floor, least = (1e3 * part.moved / copied if copied else None for part in (cost.model, cost.body))
         yield shape | {
             "tokens": f"{settings.batch} x {settings.context}", "ms": ms, "spread ms": own.spread("step"),
-            "tokens/s": ms and count / (1e-3 * ms), "of PreNorm": slower and 1 / slower, "floor MB": floor / 1e6,
-            "floor ms": 1e3 * floor / copied, "of PreNorm at the floor": plain and plain / (plain + more),
-            "copy GB/s": copied / 1e9,
+            "tokens/s": ms and count / (1e-3 * ms), "of PreNorm": slower and 1 / slower,
+            "floor MB": cost.model.moved / 1e6, "floor ms": floor,
+            "of PreNorm at the floor": plain and floor and least and plain / (plain + floor - least),
+            "copy GB/s": copied and copied / 1e9,
         }  # fmt: skip
 
 
