@@ -1,7 +1,7 @@
 """What connections cost in time and memory, measured: `crosslayer bench ops chain step decode memory`.
 
     for row in bench.run("chain", Path("benchmarks/results"), arms=["hyper"], dims=[512]):
-        print(row["arm"], row["variant"], row["PreNorms"])
+        print(row["arm"], row["variant"], row["forward+backward PreNorms"])
 
 ops      each kernel beside its reference, eager and compiled, beside peers, and against the bytes it must move
 chain    a row of connections around sub-layers that only copy, beside PreNorm's and other packages'

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 import crosslayer
 
 from .beside import pairs
-from .clock import Calls, passes
+from .clock import PASSES, Calls, passes
 from .peers import DEPTHS
 from .rows import Row
 from .settings import Settings
 
 COLUMNS = (
-    "arm", "layers", "tokens", "D", "dtype", "variant", "forward ms", "forward spread ms", "both ms", "both spread ms",
-    "PreNorms", "rounds",
+    "arm", "layers", "tokens", "D", "dtype", "variant", *(f"{call} {what}" for call in PASSES for what in (
+        "ms", "spread ms", "PreNorms"
+    )), "rounds",
 )  # fmt: skip
-BOTH = "forward + backward"
 
 
 @torch.library.custom_op("crosslayer::sublayer", mutates_args=())
@@ -63,11 +63,11 @@ class Depth(nn.Module):
 def measure(settings: Settings) -> Iterator[Row]:
     arms = [*settings.arms, *(DEPTHS if "peers" in settings.variants else ())]
     for shape, _, own, prenorm in pairs(settings, build, arms, {"layers": "reads", "model": "row"}[settings.compile]):
-        yield shape | {
-            "tokens": f"{settings.batch} x {settings.context}", "forward ms": own.ms("forward"),
-            "forward spread ms": own.spread("forward"), "both ms": own.ms(BOTH), "both spread ms": own.spread(BOTH),
-            "PreNorms": own.ratio(prenorm, BOTH),
-        }  # fmt: skip
+        row: Row = shape | {"tokens": f"{settings.batch} x {settings.context}"}
+        for call in PASSES:
+            row |= {f"{call} ms": own.ms(call), f"{call} spread ms": own.spread(call)}
+            row |= {f"{call} PreNorms": own.ratio(prenorm, call)}
+        yield row
 
 
 def build(arm: str, D: int, settings: Settings, variant: str) -> Calls:

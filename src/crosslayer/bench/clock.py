@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-Calls = dict[str, Callable[[], Any]]  # what is timed of a variant: "forward", "forward + backward", or "step"
+Calls = dict[str, Callable[[], Any]]  # what is timed of a variant
+PASSES = ("forward", "forward+backward")  # of an op, or a row of connections
 Name = TypeVar("Name", bound=Hashable)
 WARM, LEAST = 2, 3  # calls before the first measured one, which compile and tune; rounds before time can run out
 
@@ -153,4 +154,4 @@ def passes(run: Callable[..., Any], leaves: list[Tensor]) -> Calls:
     def both() -> None:
         torch.autograd.grad(run(*leaves), leaves, douts, allow_unused=True)
 
-    return {"forward": lambda: run(*leaves), "forward + backward": both}
+    return dict(zip(PASSES, (lambda: run(*leaves), both), strict=True))

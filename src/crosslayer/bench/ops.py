@@ -15,15 +15,14 @@ from torch import Tensor
 
 from ..ops import dispatch
 from .cases import OPS, Case, kernels, references
-from .clock import Calls, Clock, NotMeasured, alternate, copy_bandwidth, passes
+from .clock import PASSES, Calls, Clock, NotMeasured, alternate, copy_bandwidth, passes
 from .peers import PEERS, Peer, module_of
 from .rows import Row
 from .settings import Settings
 
-CALLS = {"forward": "forward", "both": "forward + backward"}
 COLUMNS = (
     "op", "n", "tokens", "D", "dtype", "variant", *(
-        f"{name} {what}" for name in CALLS for what in ("ms", "spread ms", "floor MB", "GB/s", "of copy")
+        f"{call} {what}" for call in PASSES for what in ("ms", "spread ms", "floor MB", "GB/s", "of copy")
     ), "copy GB/s", "rounds",
 )  # fmt: skip
 
@@ -54,12 +53,12 @@ def rows(name: str, case: Case, N: int, D: int, copied: float | None, settings: 
         row: Row = {
             "variant": variant, "copy GB/s": copied and copied / 1e9, "rounds": measured.rounds, "note": measured.note
         }  # fmt: skip
-        for key, call in CALLS.items():
-            ms, least = measured.ms(call), floors[key]
+        for call in PASSES:
+            ms, least = measured.ms(call), floors[call]
             speed = least / (1e-3 * ms) if ms and least else None
             row |= {
-                f"{key} ms": ms, f"{key} spread ms": measured.spread(call), f"{key} floor MB": least and least / 1e6,
-                f"{key} GB/s": speed and speed / 1e9, f"{key} of copy": speed and copied and speed / copied,
+                f"{call} ms": ms, f"{call} spread ms": measured.spread(call), f"{call} floor MB": least and least / 1e6,
+                f"{call} GB/s": speed and speed / 1e9, f"{call} of copy": speed and copied and speed / copied,
             }  # fmt: skip
         yield row
 
@@ -69,8 +68,8 @@ def floor(case: Case, N: int, D: int, size: int) -> dict[str, int | None]:
     try:
         forward, backward = case.moves(import_module(f"crosslayer.kernels.{case.module}"), N, D, size)
     except ModuleNotFoundError:
-        return dict.fromkeys(CALLS)
-    return {"forward": forward, "both": forward + backward}
+        return dict.fromkeys(PASSES)
+    return dict(zip(PASSES, (forward, forward + backward), strict=True))
 
 
 def build(case: Case, N: int, D: int, settings: Settings, variant: "str | Peer") -> Calls:

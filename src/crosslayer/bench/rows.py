@@ -69,7 +69,7 @@ def header(columns: Iterable[str]) -> list[str]:
 def written(value: Any) -> str:
     if value is None:
         return MISSING
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def installed(package: str) -> str | None:
