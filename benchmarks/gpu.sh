@@ -11,7 +11,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results} PYTHON=${PYTHON:-python3} SMALL=${SMALL:-}
 PARTS=${PARTS:-correctness ops step decode memory}
-declare -A LIMITS=([correctness]=150 [ops]=80 [step]=150 [decode]=60 [memory]=40) # seconds
+declare -A LIMITS=([correctness]=140 [ops]=80 [step]=150 [decode]=60 [memory]=40) # seconds; `warm` has 50
 mkdir -p "$OUT"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -35,23 +35,24 @@ fi
 
 part() { # name, seconds, command: its output to a file, what became of it to parts.txt
   local begun=$SECONDS status=ok
-  timeout --kill-after=5 "$2" env "${interpreted[@]}" CROSSLAYER_KERNELS=$kernels "${@:3}" >>"$OUT/$1.txt" 2>&1 ||
+  timeout --kill-after=5 "$2" env "${interpreted[@]}" CROSSLAYER_KERNELS=$kernels "${@:3}" >"$site/said" 2>&1 ||
     status="failed or out of time ($?)"
   echo "$1: $status, $((SECONDS - begun)) s" | tee -a "$OUT/parts.txt"
-  tail -n 60 "$OUT/$1.txt"
+  cat "$site/said" >>"$OUT/$1.txt"
+  tail -n 60 "$site/said"
   [ "$status" = ok ]
 }
 
 bench() { # name, share of the part's seconds in %, options
   local seconds=$((${LIMIT:-${LIMITS[$1]}} * $2 / 100))
   part "$1" "$seconds" "$PYTHON" -m crosslayer bench "$1" --out "$OUT" --note "$note" \
-    --minutes "$(((seconds + 59) / 60))" "${@:3}"
+    --limit "$((seconds * 3 / 4))" "${@:3}"
 }
 
 warm() { # the kernels are compiled side by side into triton's cache, as each op alone takes a core
   local op
   for op in add_norm add_layer_norm mix "mix static" attend attend_ahead attend_merge carry gate_pool sinkhorn; do
-    timeout 60 "$PYTHON" -m crosslayer bench ops --out "$site/$op" --ops "$op" "${every[@]}" --rounds 1 >/dev/null 2>&1 &
+    timeout 50 "$PYTHON" -m crosslayer bench ops --out "$site/$op" --ops "$op" "${every[@]}" --rounds 1 >/dev/null 2>&1 &
   done
   wait
 }
@@ -60,7 +61,7 @@ failed=0 note="kernels not tested in this run"
 for name in $PARTS; do
   case $name in
     correctness)
-      if part correctness "${LIMITS[correctness]}" "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts= \
+      if part correctness "${LIMITS[correctness]}" "$PYTHON" -m pytest -q -p no:cacheprovider -p no:benchmark -o addopts= \
         "${tests[@]}" tests/kernels/kernels.py; then note=; else note="kernels failed" failed=1; fi ;;
     ops)
       [ -n "$SMALL" ] || warm

@@ -112,8 +112,8 @@ def test_packages_that_are_missing_are_said_so(tmp_path, monkeypatch):
 
 
 def test_what_has_not_begun_in_time_is_left_out(tmp_path):
-    rows = list(bench.run("decode", tmp_path, arms=["prenorm"], **TOY, minutes=0.0))
-    assert [row["note"] for row in rows] == ["out of time: 0 minutes"] and rows[0]["ms a token"] is None
+    rows = list(bench.run("decode", tmp_path, arms=["prenorm"], **TOY, limit=0.0))
+    assert [row["note"] for row in rows] == ["not begun within 0 s"] and rows[0]["ms a token"] is None
 
 
 @pytest.mark.parametrize("benchmark", ["ops", "step", "memory"])

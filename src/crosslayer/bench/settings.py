@@ -58,7 +58,7 @@ class Settings:
         compile: how what is compiled is: by layers (in a row, by reads), or the model whole.
         rounds: at most so many of all variants by turns, of which the median is taken.
         seconds: a group of variants is measured at most so long, after its compilation.
-        minutes: what has not begun after so many is noted and left out.
+        limit: what has not begun after so many seconds is noted and left out.
         note: said in every row.
     """
 
@@ -77,7 +77,7 @@ class Settings:
     compile: str = "layers"
     rounds: int = 20
     seconds: float = 10.0
-    minutes: float = 60.0
+    limit: float = 3600.0
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -123,5 +123,5 @@ class Settings:
         """Raise `NotMeasured` when time is up, or nothing is to be measured."""
         if self.device == "none":
             raise NotMeasured("no GPU at hand")
-        if time.monotonic() - self.begun > 60 * self.minutes:
-            raise NotMeasured(f"out of time: {self.minutes:g} minutes")
+        if time.monotonic() - self.begun > self.limit:
+            raise NotMeasured(f"not begun within {self.limit:g} s")
