@@ -50,8 +50,9 @@ bench() { # name, share of the part's seconds in %, options
 }
 
 warm() { # the kernels are compiled side by side into triton's cache, as each op alone takes a core
-  local op
-  for op in add_norm add_layer_norm mix "mix static" attend attend_ahead attend_merge carry gate_pool sinkhorn; do
+  local op ops
+  mapfile -t ops < <("$PYTHON" -c 'from crosslayer.bench.cases import OPS; print(*OPS, sep="\n")')
+  for op in "${ops[@]}"; do
     timeout 50 "$PYTHON" -m crosslayer bench ops --out "$site/$op" --ops "$op" "${every[@]}" --rounds 1 >/dev/null 2>&1 &
   done
   wait

@@ -3,6 +3,7 @@
 import csv
 import functools
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from crosslayer.bench.cases import OPS, references
 from crosslayer.bench.chain import Depth, sublayer
 from crosslayer.bench.clock import Clock, Measured, alternate
 from crosslayer.bench.peers import PEERS, DenseFormer
-from crosslayer.bench.rows import CONDITIONS
+from crosslayer.bench.rows import CONDITIONS, check
 from crosslayer.cli import main
 
+ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
 TOY = {"device": "cpu", "dims": [16], "batch": 1, "context": 8, "layers": 2, "vocab": 32, "rounds": 2, "seconds": 0.0}
 WORDS = [word for key, value in TOY.items() for word in (f"--{key}", str(value[0] if key == "dims" else value))]
@@ -53,6 +55,12 @@ def test_a_file_grows_and_keeps_its_columns(tmp_path):
     (tmp_path / "memory.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="other columns"):
         bench.ready("memory", tmp_path, **TOY)
+
+
+@pytest.mark.parametrize("file", (ROOT / "benchmarks" / "results").glob("*.csv"), ids=lambda file: file.stem)
+def test_what_is_committed_takes_more_rows(file):
+    check(file, bench.columns(file.stem))
+    assert all(row["commit"] and row["command"] for row in table(file))
 
 
 def test_variants_take_turns():

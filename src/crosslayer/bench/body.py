@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 import crosslayer
 
@@ -18,8 +19,6 @@ def config(D: int, settings: Settings) -> Any:
 
 
 def model(arm: str, D: int, settings: Settings) -> Any:
-    from transformers import AutoModelForCausalLM
-
     with torch.device(settings.on):
         host = AutoModelForCausalLM.from_config(config(D, settings), attn_implementation="sdpa", dtype=settings.type)
     return crosslayer.connect(host, arm)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from transformers import StaticCache
 
 from .beside import pairs
 from .body import model, tokens
@@ -27,8 +28,6 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 def build(arm: str, D: int, settings: Settings, variant: str) -> Calls:
     settings.hurry()
-    from transformers import StaticCache
-
     talker = model(arm, D, settings).eval()
     step = talker
     if variant == "compiled":  # as transformers' own `generate` does on a GPU

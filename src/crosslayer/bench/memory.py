@@ -8,8 +8,11 @@ import gc
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from ..costs import loss_of, on_meta
+from ..train.parallel import prepare
+from ..train.settings import Engine
 from .body import config
 from .clock import line
 from .rows import Row
@@ -50,11 +53,6 @@ def allocated(arm: str, D: int, settings: Settings, recompute: str) -> int:
 
 def tracked(arm: str, D: int, settings: Settings, recompute: str) -> int:
     """Bytes, with AdamW's moments, two numbers a parameter in its dtype."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    from ..train.parallel import prepare
-    from ..train.settings import Engine
-
     host = on_meta(arm, config(D, settings), settings.context, settings.type).train()
     called = prepare(host, Engine(recompute=recompute))
     tracker = MemTracker()

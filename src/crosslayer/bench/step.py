@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..costs import estimate, loss_of
+from ..train.optimizers import optimizers
+from ..train.parallel import prepare
+from ..train.settings import Engine, Optimization
 from .beside import pairs
 from .body import config, model, tokens
 from .clock import Calls, copy_bandwidth
@@ -33,10 +36,6 @@ def measure(settings: Settings) -> Iterator[Row]:
 def build(arm: str, D: int, settings: Settings, variant: str, recompute: str = "none") -> Calls:
     """A step of `crosslayer train`, on one batch over and over."""
     settings.hurry()
-    from ..train.optimizers import optimizers
-    from ..train.parallel import prepare
-    from ..train.settings import Engine, Optimization
-
     host = model(arm, D, settings).train()
     engine = Engine(compile=settings.compile if variant == "compiled" else "none", recompute=recompute)
     called, batch = prepare(host, engine), tokens(settings, settings.batch, settings.context + 1)
