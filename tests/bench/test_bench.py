@@ -57,7 +57,7 @@ def test_a_file_grows_and_keeps_its_columns(tmp_path):
         bench.ready("memory", tmp_path, **TOY)
 
 
-@pytest.mark.parametrize("file", (ROOT / "benchmarks" / "results").glob("*.csv"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.csv")), ids=lambda file: file.stem)
 def test_what_is_committed_takes_more_rows(file):
     check(file, bench.columns(file.stem))
     assert all(row["commit"] and row["command"] for row in table(file))

@@ -40,7 +40,8 @@ VARIANTS = ("kernel", "eager", "compiled", "peers")
 
 @dataclass
 class Settings:
-    """How a benchmark is run. Where an option is not given, `SIZES` has what the benchmark and the device take.
+    """How a benchmark is run. Arms, sizes, dtype, device, variants and compile that are not given are in `SIZES`: they
+    depend on the benchmark and on whether there is a GPU.
 
     Args:
         arms: connections, separated by spaces or commas; of all benchmarks but ops.

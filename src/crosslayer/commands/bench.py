@@ -22,7 +22,10 @@ def parser() -> Any:
     from ..bench import BENCHMARKS
     from ..bench.settings import Settings
 
-    command = empty("What connections cost in time and memory, measured on this machine, beside PreNorm and peers.")
+    command = empty(
+        "What connections cost in time and memory, measured on this machine, beside PreNorm and peers. "
+        "What is not given depends on the benchmark and on the device, whatever the defaults below say."
+    )
     command.add_argument("benchmarks", nargs="+", type=str, help="one or several of " + ", ".join(BENCHMARKS))
     command.add_argument("--out", type=str, default=OUT, help="folder of the .csv files that rows are added to")
     add_arms(command)
