@@ -24,6 +24,7 @@ EXTRAS = dict.fromkeys(
     "train",
 )  # fmt: skip
 EXTRAS |= dict.fromkeys(("tensorboard", "wandb"), "loggers")
+EXTRAS |= dict.fromkeys(("triton", "hyper_connections"), "bench")
 EXTRAS |= dict.fromkeys(("lm_eval", "accelerate"), "eval")
 
 

@@ -1,20 +1,11 @@
 """A kernel's outputs and gradients, held against float64 and against the torch reference in the same dtype."""
 
-from types import SimpleNamespace
-
 import torch
 from cases import Case
 from torch import Tensor
 
 from crosslayer import ops
-
-
-def kernels() -> SimpleNamespace:
-    """All kernels' functions, under the names `ops` has them."""
-    from crosslayer import kernels
-
-    modules = [getattr(kernels, name) for name in kernels.__all__]
-    return SimpleNamespace(**{name: getattr(m, name) for m in modules for name in ops.__all__ if hasattr(m, name)})
+from crosslayer.bench.cases import kernels
 
 
 def evaluate(

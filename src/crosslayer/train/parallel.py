@@ -68,6 +68,11 @@ def shard(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
 
 def setup(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
     """The model as it is called: recomputed, compiled and shared as the options say. Its parameters are `model`'s."""
+    return fabric.setup_module(prepare(model, engine))
+
+
+def prepare(model: Any, engine: Engine) -> Any:
+    """The model recomputed and compiled, in this process alone."""
     if engine.recompute == "reads":
         for connection in connections(model):
             become(connection, Recomputed)
@@ -81,7 +86,7 @@ def setup(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers))
         for layer in layers if engine.compile == "layers" else ():
             layer.compile()
-    return fabric.setup_module(torch.compile(model) if engine.compile == "model" else model)
+    return torch.compile(model) if engine.compile == "model" else model
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -1,0 +1,176 @@
+"""An op with its kernel, as tests and benchmarks call it: on what tensors, and the bytes it says it must move.
+
+case = streams(4)
+rows, weights = case.make(N=1024, D=512, dtype=torch.float32)
+outs = case.run(references(), rows, weights)
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+BATCH = 2  # tokens are laid out [BATCH, N // BATCH], or [1, N] where N is odd
+
+
+class Case(NamedTuple):
+    module: str  # of crosslayer.kernels
+    run: Callable[[Any, list[Tensor], list[Tensor]], tuple[Tensor, ...]]  # given the ops, the kernels' or torch's
+    rows: Callable[[int], list[tuple[int, ...]]]  # D -> shapes after [B T], in the streams' dtype
+    weights: Callable[[int], list[tuple[int, ...]]]  # D -> shapes in float32; a leading 0 stands for B T
+    moves: Callable[[Any, int, int, int], tuple[int, int]]  # module, N, D, bytes an element -> forward, backward
+    tame: Callable[[list[Tensor]], list[Tensor]] = list  # N(0, 1) -> weights as a model has them
+
+    def make(self, N: int, D: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Random tensors in float64, already rounded to the dtypes the kernel is given."""
+        lead = (BATCH, N // BATCH) if N % BATCH == 0 else (1, N)
+        rows = [torch.randn(*lead, *shape, dtype=torch.float64) for shape in self.rows(D)]
+        shapes = [(*lead, *shape[1:]) if shape[:1] == (0,) else shape for shape in self.weights(D)]
+        weights = self.tame([torch.randn(shape, dtype=torch.float64) for shape in shapes])
+        return [x.to(dtype).double() for x in rows], [w.float().double() for w in weights]
+
+
+def query(w: Tensor) -> Tensor:
+    """Scores of about 1 with what is normed."""
+    return w * w.shape[-1] ** -0.5
+
+
+def mixes(L: int, C: int, static: bool) -> Case:
+    return Case(
+        "mix",
+        lambda op, X, w: op.mix(tuple(X), w[0]),
+        lambda D: [(D,)] * L,
+        lambda D: [(C, L) if static else (0, C, L)],
+        lambda kernels, N, D, size: kernels.moves(N, D, L, C, size, static),
+    )
+
+
+def gates(n: int, scored: bool) -> Case:
+    def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        S, h, q = op.gate_pool(tuple(rows[:n]), rows[n], *weights)
+        return *S, h, *([] if q is None else [q])
+
+    return Case(
+        "gate",
+        run,
+        lambda D: [(D,)] * (n + 1),
+        lambda D: [(0, n), *[(D,)] * (1 + scored)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, size, scored),
+        lambda weights: [weights[0].sigmoid(), *map(query, weights[1:])],
+    )
+
+
+def attends(L: int, S: int | None = None) -> Case:
+    """One query, or S of them ahead."""
+
+    def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        return (op.attend(tuple(X), *weights),) if S is None else op.attend_ahead(tuple(X), *weights)
+
+    return Case(
+        "attend",
+        run,
+        lambda D: [(D,)] * L,
+        lambda D: [(D,) if S is None else (S, D)],
+        lambda kernels, N, D, size: kernels.moves(N, D, L, S or 1, size),
+        lambda weights: [*map(query, weights)],
+    )
+
+
+def merges() -> Case:
+    return Case(
+        "merge",
+        lambda op, rows, weights: (op.attend_merge(rows[0], weights[0][..., 0], rows[1], weights[1]),),
+        lambda D: [(D,)] * 2,
+        lambda D: [(0, 1), (D,)],
+        lambda kernels, N, D, size: kernels.moves(N, D, size),
+        lambda weights: [weights[0], query(weights[1])],
+    )
+
+
+def carries(n: int, static: bool = False) -> Case:
+    lead = () if static else (0,)
+    return Case(
+        "streams",
+        lambda op, rows, weights: op.carry(*rows, *weights),
+        lambda D: [(n, D)],
+        lambda D: [(*lead, n), (*lead, n, n)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, size),
+    )
+
+
+def probes(n: int, K: int, joint: bool = False, centred: bool = False, pending: int = 1) -> Case:
+    """With a write of so many rows pending: n, or one for all streams, or none as at the first site."""
+
+    def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        # one number by itself, normed, is its sign but for eps: where that is small its gradient is lost in rounding
+        return op.probe(rows[0], *(rows[1:] or [None]), *(weights[:-1] or [None]), weights[-1], 1e-2, centred)
+
+    return Case(
+        "probe",
+        run,
+        lambda D: [(n, D), *[(pending, D)] * (pending > 0)],
+        lambda D: [*[(0, n)] * (pending > 0), (n * D if joint else D, K)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, K, joint, size, pending),
+    )
+
+
+def sinkhorns(n: int, rounds: int) -> Case:
+    return Case(
+        "sinkhorn",
+        lambda op, _, logits: (op.sinkhorn(logits[0], rounds),),
+        lambda D: [],
+        lambda D: [(0, n, n)],
+        lambda kernels, N, D, size: kernels.moves(N, n),
+    )
+
+
+def norms(centred: bool) -> Case:
+    return Case(
+        "norm",
+        lambda op, rows, weights: (op.add_layer_norm if centred else op.add_norm)(*rows, *weights),
+        lambda D: [(D,)] * 2,
+        lambda D: [(D,)] * (1 + centred),
+        lambda kernels, N, D, size: kernels.moves(N, D, size, centred),
+    )
+
+
+class Op(NamedTuple):
+    """What is measured of an op: a row of `OPS`."""
+
+    case: Callable[[int], Case]  # given the number of streams or sources
+    counts: bool = True  # whether there is such a number
+
+
+OPS = {
+    "add_norm": Op(lambda n: norms(False), counts=False),
+    "add_layer_norm": Op(lambda n: norms(True), counts=False),
+    "mix": Op(lambda n: mixes(n, 4, False)),
+    "mix static": Op(lambda n: mixes(n, 1, True)),
+    "attend": Op(attends),
+    "attend_ahead": Op(lambda n: attends(n, 4)),
+    "attend_merge": Op(lambda n: merges(), counts=False),
+    "probe": Op(lambda n: probes(n, n + 2, centred=True)),
+    "probe jointly": Op(lambda n: probes(n, n * n + 2 * n, joint=True)),
+    "carry": Op(carries),
+    "gate_pool": Op(lambda n: gates(n, True)),
+    "sinkhorn": Op(lambda n: sinkhorns(n, 20)),
+}
+
+
+def references() -> SimpleNamespace:
+    """The ops as torch's own functions; what one calls inside goes where `dispatch.DEVICES` sends it."""
+    return SimpleNamespace(
+        **{name: getattr(getattr(ops, name), "reference", getattr(ops, name)) for name in ops.__all__}
+    )
+
+
+def kernels() -> SimpleNamespace:
+    """All kernels' functions, under the names `ops` has them."""
+    from .. import kernels
+
+    modules = [getattr(kernels, name) for name in kernels.__all__]
+    return SimpleNamespace(**{name: getattr(m, name) for m in modules for name in ops.__all__ if hasattr(m, name)})
