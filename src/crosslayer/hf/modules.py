@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..connection import Connection
+from ..roles import become
 from .families import Family, Modulation, Sublayer
 from .ports import Ports
-from .roles import become
 
 
 class Body:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..connection import Connection, State
 from ..costs import connections
 from ..hf.attach import parts_of
-from ..hf.roles import become
+from ..roles import become
 from .settings import Engine
 
 
