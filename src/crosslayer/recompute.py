@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -51,7 +51,8 @@ class Kept:
     def __init__(self, tree: Any):
         leaves, self.spec = tree_flatten(tree)
         with torch.enable_grad():
-            self.node: Any = Keep.apply(torch.empty(0, requires_grad=True), *(x if x is None else x.detach() for x in leaves)).grad_fn
+            key = torch.empty(0, requires_grad=True)
+            self.node: Any = Keep.apply(key, *(x if x is None else x.detach() for x in leaves)).grad_fn
 
     def tree(self) -> Any:
         return tree_unflatten(list(self.node.saved_tensors), self.spec)
@@ -103,7 +104,8 @@ class Read:
 
     def again(self) -> None:
         found: list[Tensor] = []
-        state = tree_map(lambda x, needs: x if x is None else x.detach().requires_grad_(needs), self.state(), self.needs)
+        state = self.state()
+        state = tree_map(lambda x, needs: x if x is None else x.detach().requires_grad_(needs), state, self.needs)
         unshard(self.connection)  # and so it stays, as its own backward is next
         with torch.enable_grad(), saved_tensors_hooks(lambda x: found.append(x.detach()), never):
             inputs, _ = self.read(state)
@@ -203,11 +205,15 @@ def retrace(sites: Sequence[Connection], how: str = "streams", kept: Collection[
     Raises:
         ValueError: the method has no such way back.
     """
-    kind, method = choice("how", how, KINDS), type(sites[0])
-    if kind is Inverted and not hasattr(method, "invert"):
-        raise ValueError(f"{method.__name__} cannot undo a write, as inversion does; 'streams' is for every method but")
-    if kind is Onward and method.renorms:
-        raise ValueError(f"the state of {method.__name__} goes through the sub-layers' norms; recompute reads or layers")
+    kind, name = choice("how", how, KINDS), type(sites[0]).__module__.rpartition(".")[2]
+    if kind is Inverted and not hasattr(sites[0], "invert"):
+        raise ValueError(
+            f"{name} has no inversion, for its writes cannot be undone; recompute streams, reads or layers"
+        )
+    if kind is Onward and sites[0].renorms:
+        raise ValueError(
+            f"{name}'s stream goes through its layers' norms, so no read can go on without; recompute layers"
+        )
     kept = doubling(sites[-1].site.layer) if kept is None else kept
     for connection in sites:
         become(connection, Retraced)
@@ -228,7 +234,9 @@ def recalled(inputs: tuple[Tensor, ...], state: State) -> AbstractContextManager
 
 
 class Port(NamedTuple):
-    index: int
+    """A saved tensor that is an input of the sub-layer."""
+
+    number: int
     shape: torch.Size
 
 
@@ -243,14 +251,14 @@ def recalling(inputs: tuple[Tensor, ...], read: Read) -> Iterator[None]:
         return keep(x) if port is None else Port(port, x.shape)
 
     def unpack(packed: Any) -> Tensor:
-        return read.input(packed.index).view(packed.shape) if isinstance(packed, Port) else give(packed)
+        return read.input(packed.number).view(packed.shape) if isinstance(packed, Port) else give(packed)
 
     with saved_tensors_hooks(pack, unpack):
         yield
 
 
 def key(x: Tensor) -> tuple[Any, ...]:
-    """What a tensor shares with its views of another shape. By the storage itself: all meta tensors have the address 0."""
+    """What a tensor shares with its views of another shape; the storage itself, as meta tensors have no address."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype
 
 
@@ -266,9 +274,13 @@ def moved(connection: Connection, state: State, y: Tensor) -> State:
 
 def unshard(connection: Connection) -> list[Any]:
     """What of it FSDP2 had sharded, which is there as a whole now."""
-    sharded = [m for m in connection.modules() if any(hasattr(p, "to_local") for p in m._parameters.values())]
+    sharded: list[Any] = [
+        m for m in connection.modules() if any(hasattr(p, "to_local") for p in m._parameters.values())
+    ]
     for module in sharded:
-        module.unshard()  # type: ignore[operator]
+        if not hasattr(module, "unshard"):
+            raise ValueError("connections whose states are had back must be sharded apart from their layers' weights")
+        module.unshard()
     return sharded
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..connection import Connection
+from ..recompute import recalled
 from ..roles import become
 from .families import Family, Modulation, Sublayer
 from .ports import Ports
@@ -118,11 +119,12 @@ class Layer(Owner):
         for connection in self.connections:
             inputs, state = connection(state)
             outputs = []  # attention's, MLP's, or both side by side, as the ports say
-            if connection.ports[0] != "mlp":
-                qkv = Ports(inputs[:3]) if connection.ports[0] == "q" else inputs[0]
-                outputs.append(self.run(self.family.attn, qkv, attn, kwargs))
-            if connection.ports[-1] == "mlp":
-                outputs.append(self.run(self.family.mlp, inputs[-1], mlp, {}))
+            with recalled(inputs, state):
+                if connection.ports[0] != "mlp":
+                    qkv = Ports(inputs[:3]) if connection.ports[0] == "q" else inputs[0]
+                    outputs.append(self.run(self.family.attn, qkv, attn, kwargs))
+                if connection.ports[-1] == "mlp":
+                    outputs.append(self.run(self.family.mlp, inputs[-1], mlp, {}))
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
         return (*tensors, Opaque(spec))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..connection import Connection, State
 from ..costs import connections
 from ..hf.attach import parts_of
+from ..recompute import KINDS, retrace
 from ..roles import become
 from .settings import Engine
 
@@ -71,6 +72,8 @@ def setup(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
     if engine.recompute == "reads":
         for connection in connections(model):
             become(connection, Recomputed)
+    elif engine.recompute in KINDS:
+        retrace(connections(model), engine.recompute)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
     if engine.compile != "none":
