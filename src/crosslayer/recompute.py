@@ -207,13 +207,9 @@ def retrace(sites: Sequence[Connection], how: str = "streams", kept: Collection[
     """
     kind, name = choice("how", how, KINDS), type(sites[0]).__module__.rpartition(".")[2]
     if kind is Inverted and not hasattr(sites[0], "invert"):
-        raise ValueError(
-            f"{name} has no inversion, for its writes cannot be undone; recompute streams, reads or layers"
-        )
+        raise ValueError(f"{name} has no inversion, as its writes cannot be undone; recompute streams, reads or layers")
     if kind is Onward and sites[0].renorms:
-        raise ValueError(
-            f"{name}'s stream goes through its layers' norms, so no read can go on without; recompute layers"
-        )
+        raise ValueError(f"{name}'s stream goes through the layers' norms, which are not moved on; recompute layers")
     kept = doubling(sites[-1].site.layer) if kept is None else kept
     for connection in sites:
         become(connection, Retraced)
