@@ -192,6 +192,26 @@ def test_inversion_is_as_good_as_rounding(arm):
     assert apart(loss_and_gradients(plain, tokens())[1], loss_and_gradients(again, tokens())[1]) < 1e-13
 
 
+class Overwriting(torch.nn.Module):
+    """A sub-layer that writes into its input before it keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(12, 12)
+
+    def forward(self, x, *_):
+        return self.linear(x.mul_(2))
+
+
+def test_an_input_that_is_written_into_is_kept():
+    plain = gpt("hyper", layers=LAYERS)
+    for block in plain.blocks:
+        block.sublayers[1] = Overwriting()
+    again = copy.deepcopy(plain)
+    retrace(connections(again))
+    assert same(plain, again)
+
+
 @pytest.mark.parametrize(
     ("arm", "how", "line"),
     [

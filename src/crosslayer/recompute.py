@@ -121,6 +121,11 @@ class Onward(Read):
 
     held: State = None
 
+    def __init__(self, connection: Connection, read: Callable[[State], Any], whole: bool, traced: Traced):
+        super().__init__(connection, read, whole, traced)
+        if self.whole:
+            self.behind = None  # nobody goes further back, so that what is there may be freed
+
     def rest(self, traced: Traced) -> Any:
         return traced.y
 
@@ -220,7 +225,14 @@ KINDS: dict[str, type[Read]] = {"streams": Onward, "inversion": Inverted}
 
 
 def doubling(layers: int) -> set[int]:
-    """The layers before which a state is kept: 1, 2, 4, … layers apart from the last to the first."""
+    """The layers before which a state is kept: 1, 2, 4, … layers apart, from the last to the first.
+
+    Of S sites, a state of n·D a token kept every s of them and s states held while such a segment's backward runs make
+    n·D·(S/s + s), least at s = √S. That counts a segment in full where the backward pass begins; it need be so for the
+    last one alone. Behind it all layers have given up what their sub-layers kept, 17·D each in a Llama, against the
+    2n·D of the states between that a layer adds. So a segment may be as long as all behind it together: log₂ many states
+    are kept, and the peak is where the backward pass begins, with the states of one layer.
+    """
     return {max(layers - (2**i - 1), 0) for i in range(1, layers.bit_length() + 1)}
 
 
@@ -254,8 +266,9 @@ def recalling(inputs: tuple[Tensor, ...], read: Read) -> Iterator[None]:
 
 
 def key(x: Tensor) -> tuple[Any, ...]:
-    """What a tensor shares with its views of another shape; the storage itself, as meta tensors have no address."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype
+    """What a tensor shares with its views of another shape, until it is written into."""
+    # the storage itself, as meta tensors have no address
+    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x._version
 
 
 def moved(connection: Connection, state: State, y: Tensor) -> State:
