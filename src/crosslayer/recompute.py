@@ -227,11 +227,11 @@ KINDS: dict[str, type[Read]] = {"streams": Onward, "inversion": Inverted}
 def doubling(layers: int) -> set[int]:
     """The layers before which a state is kept: 1, 2, 4, … layers apart, from the last to the first.
 
-    Of S sites, a state of n·D a token kept every s of them and s states held while such a segment's backward runs make
-    n·D·(S/s + s), least at s = √S. That counts a segment in full where the backward pass begins; it need be so for the
-    last one alone. Behind it all layers have given up what their sub-layers kept, 17·D each in a Llama, against the
-    2n·D of the states between that a layer adds. So a segment may be as long as all behind it together: log₂ many states
-    are kept, and the peak is where the backward pass begins, with the states of one layer.
+    Of S sites, a state of n·D a token kept every s of them, and s states held while such a segment has its backward
+    pass, are n·D·(S/s + s): least at s = √S. But all of that is there at once for the last segment alone. Once the
+    backward pass is at another, every layer after it has given up what its sub-layers kept, 17·D in a Llama, against
+    the 2n·D of a layer's two states. So a segment may be as long as all after it together: log₂ many states are kept
+    instead of √ many, and the peak is where the backward pass begins, with the states of one layer held.
     """
     return {max(layers - (2**i - 1), 0) for i in range(1, layers.bit_length() + 1)}
 
