@@ -1,6 +1,7 @@
 """States had back in the backward pass: the same gradients, whatever is done with the graph meanwhile."""
 
 import copy
+import functools
 
 import bodies
 import gpt as example
@@ -8,10 +9,12 @@ import pytest
 import torch
 from tiny import ARMS, equal, gpt, loss_and_gradients, shake, tokens
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from crosslayer.costs import activation_bytes, connections
 from crosslayer.recompute import Traced, doubling, recalled, retrace
+from crosslayer.train.parallel import checkpoint_layers
 
 LAYERS = 6  # states kept before layers 0, 3 and 5
 STREAMS = [arm for arm in ARMS if not crosslayer.make(arm).method.renorms]
@@ -113,6 +116,14 @@ def offloaded(model, ids):
         return loss_and_gradients(model, ids)
 
 
+def checkpointed(model, ids):
+    """Sub-layers that run again too."""
+    for block in model.blocks:
+        for sublayer in block.sublayers:
+            sublayer.forward = functools.partial(checkpoint, sublayer.forward, use_reentrant=False)
+    return loss_and_gradients(model, ids)
+
+
 def deep(model, ids):
     """A second loss, on the hidden state halfway, with a backward pass of its own."""
     model.zero_grad()
@@ -140,7 +151,7 @@ def cut(model, ids):
 
 
 @pytest.mark.parametrize(
-    "run", [twice, entwined, interrupted, half_frozen, offloaded, deep, cut], ids=lambda f: f.__name__
+    "run", [twice, entwined, interrupted, half_frozen, offloaded, checkpointed, deep, cut], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize(("arm", "how"), [("hyper", "streams"), ("mudd", "streams"), ("mgr", "inversion")])
 def test_whatever_is_done_with_the_graph(arm, how, run):
@@ -223,6 +234,14 @@ def test_an_input_that_is_written_into_is_kept():
 def test_one_line(arm, how, line):
     with pytest.raises(ValueError, match=line):
         retrace(connections(gpt(arm)), how)
+
+
+def test_layers_that_are_checkpointed():
+    model = crosslayer.connect(bodies.build("llama"), "hyper").train()
+    retrace(connections(model))
+    checkpoint_layers(model)
+    with pytest.raises(ValueError, match="recomputed whole, checkpointed, cannot have their states had back too"):
+        model(bodies.ids())
 
 
 def test_inversion_wants_float32_streams():

@@ -20,7 +20,8 @@ so that of a site y alone is kept, in the place of the norm's input that PreNorm
 loop, and onward every gradient is too, to the last bit.
 
 A state on its way is `Traced`, and carries all there is to know: nothing is stored on a module. What is kept is kept
-as autograd keeps its own, and hooks on saved tensors count or offload it.
+as autograd keeps its own, and hooks on saved tensors count or offload it. A sub-layer may be checkpointed; a block with
+reads in it may not. Over a pipeline cut goes `traced.state`, and the next stage begins with a state that it keeps.
 """
 
 import weakref

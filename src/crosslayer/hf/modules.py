@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..connection import Connection
-from ..recompute import recalled
+from ..recompute import Retraced, recalled
 from ..roles import become
 from .families import Family, Modulation, Sublayer
 from .ports import Ports
@@ -95,9 +95,16 @@ class Layer(Owner):
     connections: Sequence[Connection]
     family: Family
     arguments: tuple[str, ...]  # of the host's forward, after hidden_states
+    training: bool
     following: tuple[Connection]  # the first of the next layer, or the readout; a tuple, for it is not a submodule
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self.training
+            and getattr(self, "gradient_checkpointing", False)
+            and isinstance(self.connections[0], Retraced)
+        ):
+            raise ValueError("layers that are recomputed whole, checkpointed, cannot have their states had back too")
         leaves, spec = tree_flatten(hidden_states)
         kwargs |= zip(self.arguments, args, strict=False)
         recorder = kwargs.pop("recorder", None)
