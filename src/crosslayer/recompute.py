@@ -206,7 +206,7 @@ def retrace(sites: Sequence[Connection], how: str = "streams", kept: Collection[
     Args:
         sites: all of them, in the order of depth.
         how: "streams", onward from the states that are kept; or "inversion", backward from the last.
-        kept: the layers before which "streams" keeps a state; by default those of `doubling`.
+        kept: the layers, of which the readout is one, before which "streams" keeps a state; `doubling`'s by default.
 
     Raises:
         ValueError: the method has no such way back.
@@ -289,7 +289,10 @@ def unshard(connection: Connection) -> list[Any]:
     ]
     for module in sharded:
         if not hasattr(module, "unshard"):
-            raise ValueError("connections whose states are had back must be sharded apart from their layers' weights")
+            raise ValueError(
+                "FSDP2 has sharded a connection with its layer, which is needed whole when another's state is had back: "
+                "shard connections apart, or keep all layers' states, retrace(sites, kept=range(layers + 1))"
+            )
         module.unshard()
     return sharded
 

@@ -99,11 +99,8 @@ class Layer(Owner):
     following: tuple[Connection]  # the first of the next layer, or the readout; a tuple, for it is not a submodule
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self.training
-            and getattr(self, "gradient_checkpointing", False)
-            and isinstance(self.connections[0], Retraced)
-        ):
+        whole = self.training and getattr(self, "gradient_checkpointing", False)
+        if whole and isinstance(self.connections[0], Retraced):
             raise ValueError("layers that are recomputed whole, checkpointed, cannot have their states had back too")
         leaves, spec = tree_flatten(hidden_states)
         kwargs |= zip(self.arguments, args, strict=False)
