@@ -290,8 +290,8 @@ def unshard(connection: Connection) -> list[Any]:
     for module in sharded:
         if not hasattr(module, "unshard"):
             raise ValueError(
-                "FSDP2 has sharded a connection with its layer, which is needed whole when another's state is had back: "
-                "shard connections apart, or keep all layers' states, retrace(sites, kept=range(layers + 1))"
+                "FSDP2 sharded a connection with its layer, where another's state needs it: shard connections apart, or "
+                "keep every layer's state, retrace(sites, kept=range(layers + 1))"
             )
         module.unshard()
     return sharded
