@@ -290,7 +290,7 @@ def unshard(connection: Connection) -> list[Any]:
     for module in sharded:
         if not hasattr(module, "unshard"):
             raise ValueError(
-                "FSDP2 sharded a connection with its layer, where another's state needs it: shard connections apart, or "
+                "FSDP2 sharded a connection with its layer, but another's state needs it: shard connections apart, or "
                 "keep every layer's state, retrace(sites, kept=range(layers + 1))"
             )
         module.unshard()
