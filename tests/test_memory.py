@@ -61,9 +61,9 @@ def test_a_kept_state_is_seen(monkeypatch):
     honest = step("hyper", "streams")
 
     class Keeping(recompute.Onward):
-        def __init__(self, connection, read, whole, traced):
-            super().__init__(connection, read, whole, traced)
-            self.oops = traced.state
+        def __init__(self, *read):
+            super().__init__(*read)
+            self.oops = read[-1].state
 
     monkeypatch.setitem(recompute.KINDS, "streams", Keeping)
     planted = step.__wrapped__("hyper", "streams")

@@ -122,8 +122,8 @@ class Onward(Read):
 
     held: State = None
 
-    def __init__(self, connection: Connection, read: Callable[[State], Any], whole: bool, traced: Traced):
-        super().__init__(connection, read, whole, traced)
+    def __init__(self, *read: Any):
+        super().__init__(*read)
         if self.whole:
             self.behind = None  # nobody goes further back, so that what is there may be freed
 
@@ -150,8 +150,8 @@ class Inverted(Read):
 
     after: State = None
 
-    def __init__(self, connection: Connection, read: Callable[[State], Any], whole: bool, traced: Traced):
-        super().__init__(connection, read, connection.last, traced)
+    def __init__(self, *read: Any):
+        super().__init__(*read)
         self.ahead: Callable[[], Inverted | None] = lambda: None
         if isinstance(self.behind, Inverted):
             self.behind.ahead = weakref.ref(self)
@@ -218,8 +218,9 @@ def retrace(sites: Sequence[Connection], how: str = "streams", kept: Collection[
         raise ValueError(f"{name}'s stream goes through the layers' norms, which are not moved on; recompute layers")
     kept = doubling(sites[-1].site.layer) if kept is None else kept
     for connection in sites:
+        whole = connection.last if kind is Inverted else connection.site.opens and connection.site.layer in kept
         become(connection, Retraced)
-        vars(connection).update(kind=kind, whole=connection.site.opens and connection.site.layer in kept)
+        vars(connection).update(kind=kind, whole=whole)
 
 
 KINDS: dict[str, type[Read]] = {"streams": Onward, "inversion": Inverted}
