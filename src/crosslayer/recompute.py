@@ -108,7 +108,7 @@ class Read:
         state = self.state()
         state = tree_map(lambda x, needs: x if x is None else x.detach().requires_grad_(needs), state, self.needs)
         unshard(self.connection)  # and so it stays, as its own backward is next
-        with torch.enable_grad(), saved_tensors_hooks(lambda x: found.append(x.detach()), lambda _: None):
+        with torch.enable_grad(), saved_tensors_hooks(lambda x: found.append(x.detach()), lambda x: x):
             inputs, _ = self.read(state)
         assert len(found) == self.packed, "a read must be pure"
         self.saved, self.inputs = dict(enumerate(found)), tuple(x.detach() for x in inputs)
