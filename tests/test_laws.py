@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing
 import two_ranks
-from tiny import ARMS, connections, gpt, loss_and_gradients, shake, tokens, without_eps
+from tiny import ARMS, connections, equal, gpt, loss_and_gradients, shake, tokens, without_eps
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -22,10 +22,6 @@ every = pytest.mark.parametrize("arm", ARMS)
 compiled = pytest.mark.parametrize(
     "arm", [arm if arm in crosslayer.available() else pytest.param(arm, marks=pytest.mark.slow) for arm in ARMS]
 )
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def chain(arm: str, parallel: bool, dim: int = 6, layers: int = 4) -> list[crosslayer.Connection]:

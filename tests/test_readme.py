@@ -17,7 +17,7 @@ def test_generated_pages_are_fresh():
         assert path.read_text("utf8") == text, "run python tools/readme.py"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["connect", "retrofit", "loop"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["connect", "retrofit", "loop", "memory"])
 def test_blocks_run(block, tmp_path, monkeypatch):
     # a folder of that name stands in for the hub
     build("neox-parallel").save_pretrained(tmp_path / "EleutherAI" / "pythia-1.4b")

@@ -46,5 +46,9 @@ def loss_and_gradients(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tenso
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
 def connections(model: nn.Module) -> list[crosslayer.Connection]:
     return [m for m in model.modules() if isinstance(m, crosslayer.Connection)]

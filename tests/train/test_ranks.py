@@ -51,6 +51,8 @@ def test_two_ranks_equal_one(text, tmp_path):
             ("32-true", ARMS, {}),
             ("32-true", ("mudd",), {"accumulate": 2, "recompute": "layers"}),
             ("32-true", ("hyper",), {"recompute": "reads", "watch_every": 4}),
+            ("32-true", ("hyper", "mudd"), {"recompute": "streams", "watch_every": 4, "layers": 5}),
+            ("32-true", ("mgr",), {"recompute": "inversion", "layers": 5}),
             ("32-true", ("mgr",), {"optimizer": "muon", "delay": 5}),
             ("32-true", ("mudd",), {"compile": "layers"}),
             ("bf16-mixed", ("mudd", "hyper"), {}),

@@ -265,11 +265,29 @@ def test_accumulation_is_the_whole_batch(text):
         run({"data": text, "accumulate": 3}, "mudd")
 
 
-@pytest.mark.parametrize("recompute", ["reads", "layers"])
+@pytest.mark.parametrize("recompute", ["reads", "streams", "layers"])
 def test_recomputing_changes_no_bit(text, recompute):
-    plain, again = (run({"data": text, "recompute": how}, "mudd") for how in ("none", recompute))
+    plain, again = (run({"data": text, "recompute": how, "watch_every": 5}, "mudd") for how in ("none", recompute))
     assert plain["weights"] == again["weights"]
     assert again["row"]["activation_bytes"] < 0.85 * plain["row"]["activation_bytes"]
+
+
+def test_inversion_is_as_good_as_streams_that_are_kept(text):
+    settings = {"data": text, "layers": 6}
+    plain, again = (run({**settings, "recompute": how}, "mgr") for how in ("none", "inversion"))
+    assert max(abs(a - b) for a, b in zip(plain["losses"], again["losses"], strict=True)) < 1e-5
+    assert again["row"]["activation_bytes"] < 0.7 * plain["row"]["activation_bytes"]
+
+
+def test_recomputing_what_cannot_be(text):
+    with pytest.raises(ValueError, match="hyper has no inversion, as its writes cannot be undone; recompute streams,"):
+        run({"data": text, "recompute": "inversion"}, "hyper")
+    with pytest.raises(ValueError, match=r"inversion needs the streams in float32; say mgr\(stream_dtype='float32'\)"):
+        run({"data": text, "recompute": "inversion", "precision": "bf16-true"}, "mgr")
+    with pytest.raises(
+        ValueError, match="recompute='streams' and compile='layers' exclude each other; what is compiled"
+    ):
+        run({"data": text, "recompute": "streams", "compile": "layers"}, "hyper")
 
 
 @pytest.mark.slow

@@ -36,6 +36,14 @@ class Gated(NamedTuple):
     beta: Tensor | None = None  # ... and how far each stream moves towards it, [B T n]; None appends it as a stream
 
 
+class Spared(NamedTuple):
+    """What is kept of a state whose streams inversion finds: where β is largest, it would find them inexactly."""
+
+    beta: Tensor | None = None  # [B T n], where a gate is pending
+    place: Tensor | None = None  # [p·n·B·T], of the largest in β, laid out [n B T]
+    s: Tensor | None = None  # the streams there, [p·n·B·T D]
+
+
 class MGR(Connection):
     weighs = ("beta",)
     starts_as_prenorm = False
@@ -83,6 +91,33 @@ class MGR(Connection):
         else:
             S, h, q = gate_pool(S, y, beta, pool, score)
         return (h,), Gated(S, beta=None if q is None or self.b is None else self.gate.beta(q, self.b))
+
+    @torch.no_grad()
+    def spare(self, state: Gated, p: float = 0.01) -> Spared:
+        """What inversion needs beside y (section 4.4.2): β, and of the streams the share p where β is largest."""
+        S, _, beta = state
+        if not all(s.dtype in (torch.float32, torch.float64) for s in S):
+            raise ValueError("inversion needs the streams in float32; say mgr(stream_dtype='float32')")
+        if beta is None:
+            return Spared()
+        place = beta.movedim(-1, 0).flatten().topk(math.ceil(p * beta.numel())).indices
+        tokens = beta.shape[:-1].numel()
+        rows = [s.flatten(0, -2)[place % tokens] for s in S]
+        kept = rows[0]
+        for i, row in enumerate(rows):
+            kept = torch.where((place // tokens == i)[:, None], row, kept)
+        return Spared(beta, place, kept)
+
+    @torch.no_grad()
+    def invert(self, after: Gated, y: Tensor | None, spared: Spared) -> Gated:
+        """The state that was gated towards y, from the streams this gave (Eq. 16): s = (s' − β y) / (1 − β)."""
+        beta, place, kept = spared
+        if y is None or beta is None or place is None or kept is None:
+            return Gated(after.S if y is None else after.S[:-1], y)
+        S, b = torch.stack(after.S), beta.movedim(-1, 0)[..., None]
+        S.addcmul_(b, y.to(S.dtype), value=-1).div_(1 - b)
+        S.flatten(0, -2)[place] = kept
+        return Gated(S.unbind(), y, beta)
 
 
 def margin(L: int, n: int) -> float:

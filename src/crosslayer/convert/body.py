@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ..connection import choice
 from ..hf.families import per_head
 from ..hf.ports import FusedLinear, FusedProjection
-from ..hf.roles import become, restore
+from ..roles import become, restore
 
 ROPE = {"exact": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

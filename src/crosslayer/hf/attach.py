@@ -11,11 +11,11 @@ from torch import nn
 
 from ..connection import Connection, Norm, Site, plan
 from ..registry import Factory, make
+from ..roles import become
 from .families import FAMILIES, Family
 from .modules import Body, Borrowed, FinalNorm, Layer, Readout, own
 from .ports import part
 from .reallocate import growing, hidden_width, widen
-from .roles import become
 
 Model = TypeVar("Model", bound=nn.Module)
 

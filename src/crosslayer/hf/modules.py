@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..connection import Connection
+from ..recompute import Retraced, recalled
+from ..roles import become
 from .families import Family, Modulation, Sublayer
 from .ports import Ports
-from .roles import become
 
 
 class Body:
@@ -94,9 +95,13 @@ class Layer(Owner):
     connections: Sequence[Connection]
     family: Family
     arguments: tuple[str, ...]  # of the host's forward, after hidden_states
+    training: bool
     following: tuple[Connection]  # the first of the next layer, or the readout; a tuple, for it is not a submodule
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = self.training and getattr(self, "gradient_checkpointing", False)
+        if whole and isinstance(self.connections[0], Retraced):
+            raise ValueError("layers that are recomputed whole, checkpointed, cannot have their states had back too")
         leaves, spec = tree_flatten(hidden_states)
         kwargs |= zip(self.arguments, args, strict=False)
         recorder = kwargs.pop("recorder", None)
@@ -118,11 +123,12 @@ class Layer(Owner):
         for connection in self.connections:
             inputs, state = connection(state)
             outputs = []  # attention's, MLP's, or both side by side, as the ports say
-            if connection.ports[0] != "mlp":
-                qkv = Ports(inputs[:3]) if connection.ports[0] == "q" else inputs[0]
-                outputs.append(self.run(self.family.attn, qkv, attn, kwargs))
-            if connection.ports[-1] == "mlp":
-                outputs.append(self.run(self.family.mlp, inputs[-1], mlp, {}))
+            with recalled(inputs, state):
+                if connection.ports[0] != "mlp":
+                    qkv = Ports(inputs[:3]) if connection.ports[0] == "q" else inputs[0]
+                    outputs.append(self.run(self.family.attn, qkv, attn, kwargs))
+                if connection.ports[-1] == "mlp":
+                    outputs.append(self.run(self.family.mlp, inputs[-1], mlp, {}))
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
         return (*tensors, Opaque(spec))

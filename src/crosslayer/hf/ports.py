@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..roles import become
 from .families import Fused
-from .roles import become
 
 
 class Ports(tuple):

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from ..connection import Connection
 from ..ops import add
+from ..roles import restore
 from .attach import check_unhooked, connected, parts_of, remember
 from .modules import CopiedNorm
 from .ports import FusedProjection, PartedAttention, take
-from .roles import restore
 
 Model = TypeVar("Model", bound=nn.Module)
 OWN = {

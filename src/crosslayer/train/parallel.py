@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from ..connection import Connection, State
 from ..costs import connections
 from ..hf.attach import parts_of
-from ..hf.roles import become
+from ..recompute import KINDS, retrace
+from ..roles import become
 from .settings import Engine
 
 
@@ -76,6 +77,8 @@ def prepare(model: Any, engine: Engine) -> Any:
     if engine.recompute == "reads":
         for connection in connections(model):
             become(connection, Recomputed)
+    elif engine.recompute in KINDS:
+        retrace(connections(model), engine.recompute)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
     if engine.compile != "none":

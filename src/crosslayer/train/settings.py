@@ -122,8 +122,9 @@ class Engine:
         strategy: of several processes: ddp, or fsdp to shard parameters, gradients and optimizer (FSDP2).
         accumulate: micro-batches a step.
         compile: none, layers one by one, or the model whole.
-        recompute: nothing, what connections read, or whole layers in the backward pass, to save memory: none, reads or
-            layers.
+        recompute: in the backward pass, to save memory: none; reads, from the state each keeps; streams, what was read
+            and the states too, of which few are kept; inversion, the states from the last one back, of a method that
+            can (mgr, its streams in float32); or layers, whole. Neither streams nor inversion can be compiled.
         evals: times the validation sets are judged, evenly over the steps.
         save_every: steps between checkpoints; with 0 a run is saved when it is stopped and when it ends.
         keep: checkpoints kept, the newest.
@@ -153,6 +154,11 @@ class Engine:
         natural(save_every=self.save_every, spike=self.spike, watch_every=self.watch_every)
         for name, known in CHOICES.items():
             choice(name, getattr(self, name), dict.fromkeys(known))
+        if self.recompute in ("streams", "inversion") and self.compile != "none":
+            raise ValueError(
+                f"recompute={self.recompute!r} and compile={self.compile!r} exclude each other; "
+                "what is compiled can recompute reads or layers"
+            )
         for logger in self.loggers:
             choice("loggers", logger, dict.fromkeys(LOGGERS))
 
@@ -169,7 +175,7 @@ CHOICES = {
     "precision": ("32-true", "bf16-mixed", "bf16-true"),
     "strategy": ("ddp", "fsdp"),
     "compile": ("none", "layers", "model"),
-    "recompute": ("none", "reads", "layers"),
+    "recompute": ("none", "reads", "streams", "inversion", "layers"),
     "unstable": ("stop", "skip"),
 }
 # what may differ between the parts of one run, which it does not change beyond rounding
