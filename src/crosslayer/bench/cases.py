@@ -107,7 +107,8 @@ def probes(n: int, K: int, joint: bool = False, centred: bool = False, pending: 
 
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
         # one number by itself, normed, is its sign but for eps: where that is small its gradient is lost in rounding
-        return op.probe(rows[0], *(rows[1:] or [None]), *(weights[:-1] or [None]), weights[-1], 1e-2, centred)
+        write: tuple[Any, Any] = (rows[1], weights[0]) if pending else (None, None)
+        return op.probe(rows[0], *write, weights[-1], 1e-2, centred)
 
     return Case(
         "probe",
