@@ -51,7 +51,7 @@ def test_rows(benchmark, tmp_path, capsys):
 def test_a_file_grows_and_keeps_its_columns(tmp_path):
     for _ in range(2):
         list(bench.run("memory", tmp_path, arms=["prenorm"], **TOY))
-    assert len(table(tmp_path / "memory.csv")) == 4
+    assert len(table(tmp_path / "memory.csv")) == 6
     (tmp_path / "memory.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="other columns"):
         bench.ready("memory", tmp_path, **TOY)

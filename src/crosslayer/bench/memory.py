@@ -1,16 +1,16 @@
-"""The most memory a training step holds, plain and with what connections read recomputed in the backward pass.
+"""The most memory a training step's activations take, plain and recomputed in the backward pass in every way.
 
-Measured by torch's allocator on a GPU. Elsewhere the step runs on the meta device, by the references, and torch's own
-tracker adds up what would be held: that takes no memory, so a CPU can tell of a GPU's sizes.
+Measured by torch's allocator on a GPU. Elsewhere the step runs on the meta device, by the references, and what would be
+held is added up: that takes no memory, so a CPU can tell of a GPU's sizes.
 """
 
 import gc
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 
-from ..costs import loss_of, on_meta
+from ..costs import on_meta
+from ..memory import peak_of
 from ..train.parallel import prepare
 from ..train.settings import Engine
 from .body import config
@@ -26,7 +26,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     for D in settings.dims:
         plain: float | None = None
         for arm in dict.fromkeys(("prenorm", *settings.arms)):
-            for recompute in ("none", "reads"):
+            for recompute in ("none", "reads", "streams"):
                 peak, note = None, ""
                 try:
                     peak = HOW[settings.device](arm, D, settings, recompute) / 2**20
@@ -41,26 +41,24 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def allocated(arm: str, D: int, settings: Settings, recompute: str) -> int:
-    """Bytes, as the GPU's allocator counts them, once the optimizer has its moments."""
+    """Bytes, as the GPU's allocator counts them, beside parameters, their moments and their gradients."""
     gc.collect()
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     step = build(arm, D, settings, "eager", recompute)["step"]
     step()
+    held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
-    return torch.cuda.max_memory_allocated()
+    # parameters and AdamW's two moments are held; there are a third as many gradients
+    return torch.cuda.max_memory_allocated() - held - (held - before) // 3
 
 
 def tracked(arm: str, D: int, settings: Settings, recompute: str) -> int:
-    """Bytes, with AdamW's moments, two numbers a parameter in its dtype."""
+    """Bytes of the storages alive, beside parameters and their gradients."""
     host = on_meta(arm, config(D, settings), settings.context, settings.type).train()
-    called = prepare(host, Engine(recompute=recompute))
-    tracker = MemTracker()
-    tracker.track_external(host)
-    with tracker:
-        loss_of(called, torch.zeros(settings.batch, settings.context + 1, dtype=torch.long, device="meta")).backward()
-    (device,) = tracker.get_tracker_snapshot("peak").values()
-    return device["Total"] + 2 * sum(p.nbytes for p in host.parameters())
+    batch = torch.zeros(settings.batch, settings.context + 1, dtype=torch.long, device="meta")
+    return peak_of(prepare(host, Engine(recompute=recompute)), batch).peak
 
 
 HOW: dict[str, Callable[[str, int, Settings, str], int]] = {"cuda": allocated, "cpu": tracked, "none": tracked}
