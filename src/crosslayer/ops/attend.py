@@ -55,7 +55,8 @@ class Attend(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, Q: Tensor, eps: float, *X: Tensor) -> tuple[Tensor, ...]:
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        ctx, Q, eps, *X = given  # see `Mix`
         r = torch.stack([rstd(x, eps) for x in X])
         z = torch.stack([project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)], -1)  # [B T S L]
         p = z.softmax(-1)

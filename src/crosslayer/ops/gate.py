@@ -46,8 +46,9 @@ class GatePool(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, beta: Tensor, Q: Tensor, eps: float, *S: Tensor) -> tuple[Tensor, ...]:
-        new = gate(S, y, beta)
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        ctx, y, beta, Q, eps, *S = given  # see `Mix`
+        new = gate(tuple(S), y, beta)
         r = torch.stack([rstd(s, eps) for s in new])
         z = torch.stack([project_rms(s, Q, r_i) for s, r_i in zip(new, r, strict=True)], -1)  # [B T 1|2 n]
         p = z[..., 0, :].softmax(-1)

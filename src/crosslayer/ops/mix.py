@@ -1,5 +1,6 @@
 """Weighted sums over depth."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ class Mix(Function):
     """dX_l = Σ_c w[…, c, l] · dout_c,   dw[…, c, l] = ⟨dout_c, X_l⟩, summed over tokens where w is static."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, *X: Tensor) -> tuple[Tensor, ...]:
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        # as one: without gradients dynamo leaves ctx out where arguments are as many as the parameters named here
+        ctx, w, *X = given
         ctx.save_for_backward(w, *X)
         return tuple(weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2]))
 
@@ -46,7 +49,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (wide(a) * b).sum(-1)
 
 
-def weighted_sum(X: tuple[Tensor, ...], w: Tensor) -> Tensor:
+def weighted_sum(X: Sequence[Tensor], w: Tensor) -> Tensor:
     # w[..., l, None] is never 0-d, so it lifts a bf16 source to float32 inside the multiplication, without a copy
     out = w[..., 0, None] * X[0]
     for l in range(1, len(X)):

@@ -67,10 +67,10 @@ def carry(H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Probe(Function):
-    """g = dz r,   c = ⟨dz, z⟩ r²/width,   dH = dH' + g Wᵀ − c (H' − μ),   dW = H'ᵀ g,   dY = Σ_s β_s dH_s
+    """g = dz r,   c = ⟨dz, z⟩ r²/width,   dH = dH' + g Wᵀ − c (H' − μ),   dW = (H' − μ)ᵀ g,   dY = Σ_s β_s dH_s
 
-    of rows that are a stream each, or all of a token's. (v − μ) W is v times W less the mean of its columns: W and dW
-    are centred, where the rows are.
+    of rows that are a stream each, or all of a token's. Where they are centred so is W, column by column: what is the
+    same along a row is not seen.
     """
 
     @staticmethod
@@ -95,10 +95,9 @@ class Probe(Function):
         new, Y, beta, W, z, r, mean = ctx.saved_tensors
         rows, dz = wide(new).reshape(-1, len(W)), dz.reshape(z.shape)
         g, c = dz * r, (dz * z).sum(-1, keepdim=True) * r * r / len(W)
+        rows, W = (rows, W) if mean is None else (rows - mean, W - W.mean(0))
+        dH = (g @ W.mT).addcmul_(c, rows, value=-1).view(new.shape).add_(dnew)
         dW = (g.mT @ rows).mT
-        if mean is not None:
-            W, dW, rows = W - W.mean(0), dW - dW.mean(0), rows - mean
-        dH = torch.addmm(wide(dnew).reshape(rows.shape), g, W.mT).addcmul_(c, rows, value=-1).view(new.shape)
         if Y is None:
             return dH.to(new.dtype), None, None, dW, None, None
         dbeta = dot(dH, Y).sum_to_size(beta.shape)
@@ -118,5 +117,5 @@ class Carry(Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
-        dH = (res.contiguous() @ wide(dout)).addcmul_(pre[..., None], wide(dx)[..., None, :])
+        dH = streams(wide(dout), res.mT).addcmul_(pre[..., None], wide(dx)[..., None, :])
         return dH.to(H.dtype), dot(dx[..., None, :], H), wide(H) @ wide(dout).mT
