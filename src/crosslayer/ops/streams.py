@@ -1,4 +1,9 @@
-"""n streams: write one output to all of them, project them for their coefficients, read mixtures of them."""
+"""n streams: write one output to all of them, project them for their coefficients, read mixtures of them.
+
+A site is `probe`, then coefficients made of what it gives, then `carry`: (4n + 2)·D elements a token forward and
+(6n + 3)·D backward. All in one pass would be (2n + 2)·D and (3n + 3)·D: the coefficients need every stream whole before
+any is mixed, and a token's streams would have to stay on the chip until then.
+"""
 
 from typing import Any
 
