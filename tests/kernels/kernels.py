@@ -3,21 +3,40 @@
 TRITON_INTERPRET=1 pytest -n 0 tests/kernels/kernels.py          pytest -n 0 tests/kernels/kernels.py   on CUDA
 """
 
+import copy
 import os
+import statistics
 from contextlib import nullcontext
 from importlib import import_module
 
+import chain
 import pytest
 import torch
 from accuracy import hold, kernels
 from cases import CASES, SLOW
 from interpreter import counted, rounding
+from tiny import shake
+from torch import nn
 
 from crosslayer import ops
+from crosslayer.kernels import launch
 from crosslayer.ops import dispatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+# of connections: the kernels they launch
+ARMS = {
+    "denseformer": {"mix"},
+    "mudd": {"mix"},
+    "attnres": {"attend"},
+    "mgr(streams=2)": {"attend", "gate"},
+    "hyper(streams=2)": {"probe", "carry"},
+    "hyper(streams=3, dynamic=False)": {"carry"},
+    "frac": {"probe"},
+    "mhc(streams=2, iterations=3)": {"probe", "carry", "sinkhorn"},
+    "mhc(streams=2, single_pass=True, iterations=2)": {"probe", "carry", "sinkhorn"},
+    "mhc_lite(streams=2)": {"probe", "carry"},
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((5, 1), (4, 7), (3, 63), (1, 63), (2, 1000))  # tokens, D
 
@@ -121,6 +140,38 @@ def test_dispatch(case, monkeypatch):
     assert ran
     for out, e in zip(outs, case.run(kernels(), *given), strict=True):
         assert torch.equal(out, e)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_row_of_connections(arm, monkeypatch):
+    """As connections call the ops: kernels where there are any, and no further from the truth than the references."""
+    launched = []
+    monkeypatch.setattr(launch, "launch", lambda *args, launch=launch.launch, **rest: (
+        launched.append(args[0].__name__), launch(*args, **rest)
+    ))  # fmt: skip
+
+    def evaluated(sites, *given):
+        x, dout = (t.clone() for t in given)
+        out = chain.run(sites, x.requires_grad_())
+        leaves = [x, *(p for p in sites.parameters() if p.requires_grad)]
+        return [out, *torch.autograd.grad(out, leaves, dout, materialize_grads=True, allow_unused=True)]
+
+    def off(found, truth):
+        return sum((a - t).norm() / t.norm().clamp_min(1e-3) for a, t in zip(found, truth, strict=True)).item()
+
+    ratios = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        sites = shake(nn.ModuleList(chain.row(arm, layers=2))).to(DEVICE)
+        x, dout = (chain.randn(1, 3, chain.D).to(DEVICE) for _ in range(2))
+        truth = evaluated(copy.deepcopy(sites).double(), x.double(), dout.double())
+        reference = off(evaluated(sites, x, dout), truth)
+        assert seed or not launched
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "DEVICES", (DEVICE,))
+            ratios.append(off(evaluated(sites, x, dout), truth) / reference)
+    assert statistics.median(ratios) <= 2, ratios  # depth amplifies the rounding of some draws many times
+    assert {name.partition("_")[0] for name in launched} == ARMS[arm]
 
 
 def test_more_columns_than_a_program_holds():

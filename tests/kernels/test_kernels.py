@@ -29,7 +29,11 @@ def python(*args: str, **environment: str) -> str:
 # the first in a plain run, the others take longer
 @pytest.mark.parametrize("modules", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])])
 def test_interpreted(modules):
-    interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()] + ["columns"])
+    interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()])
+
+
+def test_in_connections():
+    interpret("not slow", ["connections", "columns"])
 
 
 def test_every_module_is_in_a_group():
