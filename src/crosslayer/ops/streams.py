@@ -100,9 +100,13 @@ class Probe(Function):
         new, Y, beta, W, z, r, mean = ctx.saved_tensors
         rows, dz = wide(new).reshape(-1, len(W)), dz.reshape(z.shape)
         g, c = dz * r, (dz * z).sum(-1, keepdim=True) * r * r / len(W)
-        rows, W = (rows, W) if mean is None else (rows - mean, W - W.mean(0))
-        dH = (g @ W.mT).addcmul_(c, rows, value=-1).view(new.shape).add_(dnew)
         dW = (g.mT @ rows).mT
+        if mean is None:
+            dH = (g @ W.mT).addcmul_(c, rows, value=-1)
+        else:
+            dW -= (g.mT @ mean).mT
+            dH = (g @ (W - W.mean(0)).mT).addcmul_(c, rows, value=-1).addcmul_(c, mean)
+        dH = dH.view(new.shape).add_(dnew)
         if Y is None:
             return dH.to(new.dtype), None, None, dW, None, None
         dbeta = dot(dH, Y).sum_to_size(beta.shape)
@@ -122,5 +126,6 @@ class Carry(Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
-        dH = streams(wide(dout), res.mT).addcmul_(pre[..., None], wide(dx)[..., None, :])
-        return dH.to(H.dtype), dot(dx[..., None, :], H), wide(H) @ wide(dout).mT
+        dout = wide(dout).contiguous()  # that of a sum over streams has no strides
+        dH = streams(dout, res.mT).addcmul_(pre[..., None], wide(dx)[..., None, :])
+        return dH.to(H.dtype), dot(dx[..., None, :], H), wide(H) @ dout.mT
