@@ -143,7 +143,7 @@ class Hyper(Connection):
             H, z = probe(H, Y, beta, W, self.stats.eps, self.stats.centred)
             alpha, beta = self.coefficients(z + b)
         else:
-            H = H if Y is None or beta is None else deposit(H, Y, beta)
+            H = deposit(H, Y, beta)
             if self.last:
                 return (self.collapse(H),), Streams(H)
             alpha, beta = self.static_alpha, self.static_beta.clone()

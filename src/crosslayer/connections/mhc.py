@@ -111,7 +111,7 @@ class MHC(Connection):
         H, y, post, pre = state
         Y = None if y is None else y[..., None, :]
         if self.fn is None:  # a readout without a head
-            H = H if Y is None or post is None else deposit(H, Y, post)
+            H = deposit(H, Y, post)
             return (self.collapse(H) if pre is None else collapsed(H, pre),), Manifold(H)
         H, z = probe(H, Y, post, self.fn.mT, self.norm_eps)
         now, *rest = self.coefficients(z[..., 0, :])

@@ -66,7 +66,7 @@ class MHCLite(Connection):
         H, y, beta = state
         Y = None if y is None else y[..., None, :]
         if self.last:
-            H = H if Y is None or beta is None else deposit(H, Y, beta)
+            H = deposit(H, Y, beta)
             return (H.sum(-2),), Streams(H)
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])
         H, z = probe(H, Y, beta, W, eps=1e-24 / len(W))  # as F.normalize's

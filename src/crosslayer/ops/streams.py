@@ -33,12 +33,14 @@ def streams(H: Tensor, w: Tensor) -> Tensor:
     return (w.mT.contiguous() @ wide(H)).to(H.dtype)
 
 
-def deposit(H: Tensor, Y: Tensor, beta: Tensor) -> Tensor:
-    """H_s + beta_s · Y_s.
+def deposit(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
+    """H_s + beta_s · Y_s, where a write is pending.
 
     H: [B T n D].  Y: [B T n D], or [B T 1 D] for all streams.  beta: [n] static, or [B T n], float32.
     ->  [B T n D] in H's dtype.
     """
+    if Y is None or beta is None:
+        return H
     return torch.addcmul(wide(H), wide(beta)[..., None], wide(Y)).to(H.dtype)
 
 
@@ -82,7 +84,7 @@ class Probe(Function):
     def forward(
         ctx: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
     ) -> tuple[Tensor, Tensor]:
-        new = H.clone() if Y is None or beta is None else deposit(H, Y, beta)
+        new = H.clone() if Y is None else deposit(H, Y, beta)
         rows = wide(new).reshape(-1, len(W))
         if centred:
             rows, mean, r = torch.native_layer_norm(rows, rows.shape[-1:], None, None, eps)
