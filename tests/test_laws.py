@@ -18,7 +18,10 @@ import crosslayer
 
 both = pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 every = pytest.mark.parametrize("arm", ARMS)
-# a compile takes seconds: the variants are compiled among the slow tests
+# a compile takes seconds: the variants, and parallel blocks, are compiled among the slow tests
+slowly = pytest.mark.parametrize(
+    "parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sequential", "parallel"]
+)
 compiled = pytest.mark.parametrize(
     "arm", [arm if arm in crosslayer.available() else pytest.param(arm, marks=pytest.mark.slow) for arm in ARMS]
 )
@@ -105,7 +108,7 @@ def test_read_recomputes_bitwise(arm, parallel):
     assert torch.equal(loss, again) and equal(gradients, recomputed)
 
 
-@both
+@slowly
 @compiled
 def test_one_graph(arm, parallel):
     model, ids = gpt(arm, parallel), tokens()
@@ -128,7 +131,7 @@ def test_inductor(arm):
     torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-5)
 
 
-@both
+@slowly
 @compiled
 def test_blocks_compile_to_few_graphs(arm, parallel):
     """Per-block compile: a graph a structure of state, parameters and declared wiring; no other integer is baked in."""

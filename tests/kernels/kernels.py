@@ -74,7 +74,8 @@ def test_accuracy(case, dtype):
     if dtype != torch.float32 and not case.rows(1):
         pytest.skip("coefficients are float32 whatever the streams' dtype is")
     for N, D in SHAPES:
-        hold(case, N, D, dtype, DEVICE, draws=1 if D > 63 else 16 // N)
+        # of few numbers many, as one that is near 0 is ill-conditioned when normed
+        hold(case, N, D, dtype, DEVICE, draws=1 if D > 63 else (16 if D == 63 else 64) // N)
 
 
 @pytest.mark.parametrize("name", one_of_each)

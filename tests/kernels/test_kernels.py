@@ -32,6 +32,7 @@ def test_interpreted(modules):
     interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()])
 
 
+@pytest.mark.slow
 def test_in_connections():
     interpret("not slow", ["connections", "columns"])
 

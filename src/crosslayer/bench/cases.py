@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .. import ops
 
+# one number by itself, normed, is its sign but for eps: where that is small its gradient is lost in rounding
+EPS = 1e-2
 BATCH = 2  # tokens are laid out [BATCH, N // BATCH], or [1, N] where N is odd
 
 
@@ -51,7 +53,8 @@ def mixes(L: int, C: int, static: bool) -> Case:
 
 def gates(n: int, scored: bool) -> Case:
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        S, h, q = op.gate_pool(tuple(rows[:n]), rows[n], *weights)
+        beta, pool, score = weights if scored else (*weights, None)
+        S, h, q = op.gate_pool(tuple(rows[:n]), rows[n], beta, pool, score, EPS)
         return *S, h, *([] if q is None else [q])
 
     return Case(
@@ -106,9 +109,8 @@ def probes(n: int, K: int, joint: bool = False, centred: bool = False, pending: 
     """With a write of so many rows pending: n, or one for all streams, or none as at the first site."""
 
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        # one number by itself, normed, is its sign but for eps: where that is small its gradient is lost in rounding
         write: tuple[Any, Any] = (rows[1], weights[0]) if pending else (None, None)
-        return op.probe(rows[0], *write, weights[-1], 1e-2, centred)
+        return op.probe(rows[0], *write, weights[-1], EPS, centred)
 
     return Case(
         "probe",

@@ -89,5 +89,6 @@ def through_rms(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, into: Te
     """
     g = dz * r[..., None]
     into.addcmul_((g * z).sum(-1, keepdim=True) * r[..., None], wide(x), value=-1 / x.shape[-1])
-    into.view(-1, x.shape[-1]).addmm_(g.flatten(0, -2), Q)
+    for s, q in enumerate(Q):
+        into.addcmul_(g[..., s, None], q)
     return g.flatten(0, -2).mT @ wide(x).flatten(0, -2)
