@@ -59,5 +59,8 @@ SLOW = {
     "streams-8",
     "sinkhorn-3",
     "probe-4-each-spread",
+    "probe-3-each",
     "probe-4-all-centred",
+    "probe-6-all",
+    "probe-16-each",
 }

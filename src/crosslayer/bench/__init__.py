@@ -7,7 +7,7 @@ ops      each kernel beside its reference, eager and compiled, beside peers, and
 chain    a row of connections around sub-layers that only copy, beside PreNorm's and other packages'
 step     a whole training step of a llama, beside PreNorm's
 decode   a token with a static cache, beside PreNorm's
-memory   the most a training step holds, with what connections read kept or recomputed
+memory   the most a training step's activations take, kept or recomputed
 
 All variants of a row's group are measured in one process by turns, and every row is in `NAME.csv` with its conditions
 as soon as it is known.
