@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .ops import Following, runs
+
 State = Any  # a NamedTuple of tensors (the first of them never None), tuples and None; opaque but to its method
 Choice = TypeVar("Choice")
 Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
+CENTRED: dict[type, bool] = {nn.RMSNorm: False, nn.LayerNorm: True}  # norms that kernels know
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -79,6 +82,7 @@ class Connection(nn.Module):
     decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
     lr_factors: ClassVar[dict[str, float]] = {}  # own parameters whose learning rate is a multiple of the model's
     weighs: ClassVar[tuple[str, ...]] = ()  # fields of its state that weigh the pending write
+    fuses: ClassVar[bool] = False  # its `gather` takes the norms of its ports along
     stream_dtype: torch.dtype | None = None  # of the streams; the embedding's where None. Every arm has it as an option
 
     def __init__(self, site: Site, dim: int, norm: Norm, ports: tuple[str, ...] | None = None):
@@ -100,14 +104,30 @@ class Connection(nn.Module):
         raise NotImplementedError
 
     def gather(self, state: State) -> tuple[tuple[Tensor, ...], State]:
-        """Absorb the pending write and mix: what the ports read before their norms, one for all or one each."""
+        """Absorb the pending write and mix: what the ports read before their norms, one for all or one each.
+
+        Where the method `fuses`, norms may be given beside the state, one a port: what the ports read is normed then.
+        """
         raise NotImplementedError
 
     def read(self, state: State) -> tuple[tuple[Tensor, ...], State]:
         """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure: recomputing it is safe."""
         with as_written(state):
+            if norms := self.following(state):
+                return self.gather(state, *norms)
             xs, state = self.gather(state)
             return self.feed(*xs), state
+
+    def following(self, state: State) -> tuple[Following, ...]:
+        """The norms of the ports where kernels can take them along; else none, and they run as modules.
+
+        Ports that read one tensor each have a norm of their own to run.
+        """
+        alone = len(self.ports) == 1 or len(self.ports) > len(self.site.ports)
+        if not (self.fuses and alone and self.stream_dtype is None and runs(tree_leaves(state)[0])):
+            return ()
+        norms = [following(norm) for norm in self.norms]
+        return tuple(norm for norm in norms if norm) if all(norms) else ()
 
     def forward(self, state: State) -> tuple[tuple[Tensor, ...], State]:
         """`read`, as a module is called: for those who hook modules, to offload or shard parameters say."""
@@ -161,6 +181,16 @@ class Connection(nn.Module):
             for child in self.children():
                 child._apply(fn)
         return super()._apply(wide, recurse=False)
+
+
+def following(norm: Any) -> Following | None:
+    """What a kernel needs of a norm; None where it is of another kind, hooked, or its weight no plain tensor."""
+    norm = norm.host() if hasattr(norm, "host") else norm
+    centred = CENTRED.get(type(norm))
+    hooked = "forward" in norm.__dict__ or norm._forward_hooks or norm._forward_pre_hooks
+    if centred is None or hooked or norm.eps is None or type(norm.weight) is not nn.Parameter:
+        return None
+    return Following(norm.weight, getattr(norm, "bias", None), norm.eps, centred)
 
 
 def as_written(state: State) -> torch.autocast:

@@ -33,6 +33,8 @@ CASES = {
     "streams-3-static": carries(3, static=True),
     "streams-4": carries(4),
     "streams-8": carries(8),
+    "streams-3-rms": carries(3, parameters=1),
+    "streams-4-layer": carries(4, parameters=2),
     "probe-2-each": probes(2, 4, centred=True),
     "probe-3-each": probes(3, 5),
     "probe-4-each-spread": probes(4, 6, pending=4),
@@ -45,8 +47,8 @@ CASES = {
     "sinkhorn-3": sinkhorns(3, 6),
     "sinkhorn-4": sinkhorns(4, 20),
     "sinkhorn-16": sinkhorns(16, 1),
-    "norm-rms": norms(False),
-    "norm-layer": norms(True),
+    "norm-rms": norms(1),
+    "norm-layer": norms(2),
 }
 
 # what a plain run leaves to the slow one: more sources, ways and streams of what it has tried

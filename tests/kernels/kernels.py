@@ -51,6 +51,7 @@ one_of_each = (
     "gate-4-last",
     "attend-2",
     "streams-2",
+    "streams-4-layer",
     "sinkhorn-4",
     "probe-2-each",
 )

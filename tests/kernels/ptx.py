@@ -25,6 +25,8 @@ def kind(argument: Any) -> Any:
         return tuple(kind(a) for a in argument)
     if isinstance(argument, torch.Tensor):
         return NAMES[argument.dtype]
+    if argument is None:
+        return "constexpr"
     return "fp32" if isinstance(argument, float) else "i32"
 
 

@@ -94,14 +94,15 @@ def merges() -> Case:
     )
 
 
-def carries(n: int, static: bool = False) -> Case:
+def carries(n: int, static: bool = False, parameters: int = 0) -> Case:
+    """And, with 1 or 2 parameters, the norm that follows."""
     lead = () if static else (0,)
     return Case(
         "streams",
-        lambda op, rows, weights: op.carry(*rows, *weights),
+        lambda op, rows, weights: op.carry(*rows, *weights[:2], following(weights[2:])),
         lambda D: [(n, D)],
-        lambda D: [(*lead, n), (*lead, n, n)],
-        lambda kernels, N, D, size: kernels.moves(N, D, n, size),
+        lambda D: [(*lead, n), (*lead, n, n), *[(D,)] * parameters],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, size, parameters),
     )
 
 
@@ -131,14 +132,19 @@ def sinkhorns(n: int, rounds: int) -> Case:
     )
 
 
-def norms(centred: bool) -> Case:
+def norms(parameters: int) -> Case:
     return Case(
         "norm",
-        lambda op, rows, weights: (op.add_layer_norm if centred else op.add_norm)(*rows, *weights),
+        lambda op, rows, weights: op.add_norm(*rows, following(weights)),
         lambda D: [(D,)] * 2,
-        lambda D: [(D,)] * (1 + centred),
-        lambda kernels, N, D, size: kernels.moves(N, D, size, centred),
+        lambda D: [(D,)] * parameters,
+        lambda kernels, N, D, size: kernels.moves(N, D, size, parameters),
     )
+
+
+def following(parameters: list[Tensor]) -> ops.Following | None:
+    """The norm that follows: an RMSNorm's weight, a LayerNorm's weight and bias, or none."""
+    return ops.Following(*parameters, *[None] * (2 - len(parameters)), EPS, len(parameters) > 1) if parameters else None
 
 
 class Op(NamedTuple):
@@ -149,8 +155,8 @@ class Op(NamedTuple):
 
 
 OPS = {
-    "add_norm": Op(lambda n: norms(False), counts=False),
-    "add_layer_norm": Op(lambda n: norms(True), counts=False),
+    "add_norm": Op(lambda n: norms(1), counts=False),
+    "add_layer_norm": Op(lambda n: norms(2), counts=False),
     "mix": Op(lambda n: mixes(n, 4, False)),
     "mix static": Op(lambda n: mixes(n, 1, True)),
     "attend": Op(attends),

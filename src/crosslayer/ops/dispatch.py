@@ -19,6 +19,11 @@ class Dispatched(Protocol):
     reference: Callable[..., Any]
 
 
+def runs(x: Tensor) -> bool:
+    """Whether an op with a kernel takes it for this tensor."""
+    return x.device.type in DEVICES and x.dtype in DTYPES
+
+
 def kernel(module: str) -> Callable[[Op], Op]:
     """Where the first tensor is on a GPU and not float64, the function of this name in `crosslayer.kernels.<module>`.
 
@@ -29,7 +34,7 @@ def kernel(module: str) -> Callable[[Op], Op]:
         @functools.wraps(reference)
         def op(X: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
             x = X[0] if isinstance(X, tuple) else X
-            if x.device.type in DEVICES and x.dtype in DTYPES:
+            if runs(x):
                 # imported when asked for, as triton is no part of `import crosslayer`; the compiler follows this form
                 from .. import kernels
 

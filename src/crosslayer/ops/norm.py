@@ -1,5 +1,7 @@
 """The pieces every op shares: the pending write, the coefficients' precision, the root mean square."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,21 +35,29 @@ def rstd(x: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.rsqrt(torch.linalg.vector_norm(wide(x), dim=-1).square() / x.shape[-1] + eps)
 
 
-@kernel("norm")
-def add_norm(h: Tensor, y: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """h' = h + y, and RMS(h')·weight.
+class Following(NamedTuple):
+    """The norm of what an op gives, for its kernel to take along: LayerNorm where centred, else RMSNorm."""
 
-    h, y: [B T D].  weight: [D].  ->  [B T D] twice, in h's dtype; normed in float32.  Moves 4·D elements a token.
+    weight: Tensor  # [D]
+    bias: Tensor | None  # [D]
+    eps: float
+    centred: bool
+
+
+def follow(x: Tensor, norm: Following | None) -> Tensor:
+    """N(x)·weight + bias where a norm follows, else x. [... D], in x's dtype; normed in float32."""
+    if norm is None:
+        return x
+    new = F.layer_norm(wide(x), x.shape[-1:], eps=norm.eps) if norm.centred else rms(x, norm.eps)
+    new = new * norm.weight
+    return (new if norm.bias is None else new + norm.bias).to(x.dtype)
+
+
+@kernel("norm")
+def add_norm(h: Tensor, y: Tensor, norm: Following) -> tuple[Tensor, Tensor]:
+    """h' = h + y, and its norm.
+
+    h, y: [B T D].  ->  [B T D] twice, in h's dtype; normed in float32.  Moves 4·D elements a token.
     """
     h = h + y
-    return h, (rms(h, eps) * weight).to(h.dtype)
-
-
-@kernel("norm")
-def add_layer_norm(h: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """h' = h + y, and LayerNorm(h')·weight + bias.
-
-    h, y: [B T D].  weight, bias: [D].  ->  [B T D] twice, in h's dtype; normed in float32.  Moves 4·D elements a token.
-    """
-    h = h + y
-    return h, (F.layer_norm(wide(h), h.shape[-1:], eps=eps) * weight + bias).to(h.dtype)
+    return h, follow(h, norm)

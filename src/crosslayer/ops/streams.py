@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
 from .mix import dot
-from .norm import rstd, wide
+from .norm import Following, follow, rstd, wide
 
 
 def repeat(x: Tensor, n: int) -> Tensor:
@@ -61,16 +61,17 @@ def probe(
 
 
 @kernel("streams")
-def carry(H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+def carry(H: Tensor, pre: Tensor, res: Tensor, norm: Following | None = None) -> tuple[Tensor, Tensor]:
     """What is read of n streams, and what goes on.
 
-    x = Σ_s pre_s H_s,   H'_c = Σ_s res[s, c] H_s.
+    x = Σ_s pre_s H_s, normed where a norm follows,   H'_c = Σ_s res[s, c] H_s.
 
     H: [B T n D].  pre: [n] static, or [B T n].  res: [n n] or [B T n n], rows the source; float32.
     ->  [B T D], [B T n D] in H's dtype.  Moves (2n + 1)·D elements a token.
     """
     lead, n = H.shape[:-2], H.shape[-2]
-    return Carry.apply(H, pre.expand(*lead, n), res.expand(*lead, n, n))
+    x, H = Carry.apply(H, pre.expand(*lead, n), res.expand(*lead, n, n))
+    return follow(x, norm), H
 
 
 class Probe(Function):
