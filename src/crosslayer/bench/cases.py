@@ -144,7 +144,10 @@ def norms(parameters: int) -> Case:
 
 def following(parameters: list[Tensor]) -> ops.Following | None:
     """The norm that follows: an RMSNorm's weight, a LayerNorm's weight and bias, or none."""
-    return ops.Following(*parameters, *[None] * (2 - len(parameters)), EPS, len(parameters) > 1) if parameters else None
+    if not parameters:
+        return None
+    bias = parameters[1] if len(parameters) > 1 else None
+    return ops.Following(parameters[0], bias, EPS, centred=bias is not None)
 
 
 class Op(NamedTuple):

@@ -15,7 +15,7 @@ State: one stream in m fractions, and beta of the pending write. Parameters a su
 from torch import Tensor
 
 from ..connection import Connection, Norm, Site, positive
-from ..ops import streams
+from ..ops import Following, follow, streams
 from .hyper import Hyper, Streams
 
 
@@ -40,9 +40,9 @@ class Frac(Hyper):
     def traffic(self) -> float:
         return Connection.traffic(self)
 
-    def mixtures(self, H: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    def mixtures(self, H: Tensor, alpha: Tensor, *norms: Following) -> tuple[Tensor, Tensor]:
         x, H = streams(H, alpha).tensor_split(2, -2)
-        return self.collapse(x), H
+        return follow(self.collapse(x), *norms), H
 
     def collapse(self, H: Tensor) -> Tensor:
         return H.flatten(-2)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import carry, deposit, probe, repeat
+from ..ops import Following, carry, deposit, follow, probe, repeat
 
 
 class Streams(NamedTuple):
@@ -39,6 +39,7 @@ class Streams(NamedTuple):
 
 class Hyper(Connection):
     weighs = ("beta",)
+    fuses = True
     variants: ClassVar[tuple[str, ...]] = (
         "hyper(streams=2, dynamic=False)",
         "hyper(streams=3, tanh=False, stats='rmsnorm')",
@@ -135,7 +136,7 @@ class Hyper(Connection):
     def traffic(self) -> float:
         return streams_traffic(self, self.n)
 
-    def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
+    def gather(self, state: Streams, *norms: Following) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
         Y = None if y is None else self.spread(y)
         if self.dynamic and not self.last:
@@ -145,9 +146,9 @@ class Hyper(Connection):
         else:
             H = deposit(H, Y, beta)
             if self.last:
-                return (self.collapse(H),), Streams(H)
+                return (follow(self.collapse(H), *norms),), Streams(H)
             alpha, beta = self.static_alpha, self.static_beta.clone()
-        x, H = self.mixtures(H, alpha)
+        x, H = self.mixtures(H, alpha, *norms)
         return (x,), Streams(H, beta=beta)
 
     def projection(self) -> tuple[Tensor, Tensor]:
@@ -163,9 +164,9 @@ class Hyper(Connection):
         beta = self.dynamic_beta_scale * z_beta[..., 0] + self.static_beta
         return alpha, beta
 
-    def mixtures(self, H: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    def mixtures(self, H: Tensor, alpha: Tensor, *norms: Following) -> tuple[Tensor, Tensor]:
         """The layer's input [B T D] and the streams carried."""
-        return carry(H, alpha[..., 0], alpha[..., 1:])
+        return carry(H, alpha[..., 0], alpha[..., 1:], *norms)
 
 
 def streams_traffic(connection: Connection, n: int) -> float:

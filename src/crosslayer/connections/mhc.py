@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import carry, deposit, probe, repeat, sinkhorn, streams, wide
+from ..ops import Following, carry, deposit, follow, probe, repeat, sinkhorn, streams, wide
 from .hyper import streams_traffic
 
 
@@ -42,6 +42,7 @@ class Manifold(NamedTuple):
 
 class MHC(Connection):
     weighs = ("post",)
+    fuses = True
     scales = True
     variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",
@@ -107,19 +108,22 @@ class MHC(Connection):
         first = torch.eye(self.n, device=x.device).to(wide(x).dtype)[0].expand(*x.shape[:-1], self.n)
         return Manifold(repeat(x, self.n), pre=first if self.single_pass else None)
 
-    def gather(self, state: Manifold) -> tuple[tuple[Tensor, ...], Manifold]:
+    def gather(self, state: Manifold, *norms: Following) -> tuple[tuple[Tensor, ...], Manifold]:
         H, y, post, pre = state
         Y = None if y is None else y[..., None, :]
         if self.fn is None:  # a readout without a head
             H = deposit(H, Y, post)
-            return (self.collapse(H) if pre is None else collapsed(H, pre),), Manifold(H)
+            return (follow(self.collapse(H) if pre is None else collapsed(H, pre), *norms),), Manifold(H)
         H, z = probe(H, Y, post, self.fn.mT, self.norm_eps)
         now, *rest = self.coefficients(z[..., 0, :])
         if self.last:
-            return (collapsed(H, now),), Manifold(H)
+            return (follow(collapsed(H, now), *norms),), Manifold(H)
         post = self.magnitude * rest[0].sigmoid() + self.post_eps
         reads = now if pre is None else pre
-        x, H = carry(H, reads, self.mixture(rest[1])) if self.mixes else (collapsed(H, reads), H)
+        if self.mixes:
+            x, H = carry(H, reads, self.mixture(rest[1]), *norms)
+        else:
+            x = follow(collapsed(H, reads), *norms)
         return (x,), Manifold(H, post=post, pre=now if self.single_pass else None)
 
     def traffic(self) -> float:

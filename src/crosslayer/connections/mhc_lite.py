@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import carry, deposit, probe, repeat
+from ..ops import Following, carry, deposit, follow, probe, repeat
 from .hyper import Streams, streams_traffic
 
 
 class MHCLite(Connection):
     weighs = ("beta",)
+    fuses = True
     scales = True
     variants = ("mhc_lite(streams=3)",)
     decayed = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
@@ -62,16 +63,16 @@ class MHCLite(Connection):
     def begin(self, x: Tensor) -> Streams:
         return Streams(repeat(x, self.n))
 
-    def gather(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
+    def gather(self, state: Streams, *norms: Following) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
         Y = None if y is None else y[..., None, :]
         if self.last:
             H = deposit(H, Y, beta)
-            return (H.sum(-2),), Streams(H)
+            return (follow(H.sum(-2), *norms),), Streams(H)
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])
         H, z = probe(H, Y, beta, W, eps=1e-24 / len(W))  # as F.normalize's
         pre, post, R = self.coefficients(z[..., 0, :])
-        x, H = carry(H, pre, R)
+        x, H = carry(H, pre, R, *norms)
         return (x,), Streams(H, beta=post)
 
     def traffic(self) -> float:

@@ -44,7 +44,7 @@ class Following(NamedTuple):
     centred: bool
 
 
-def follow(x: Tensor, norm: Following | None) -> Tensor:
+def follow(x: Tensor, norm: Following | None = None) -> Tensor:
     """N(x)·weight + bias where a norm follows, else x. [... D], in x's dtype; normed in float32."""
     if norm is None:
         return x
