@@ -47,6 +47,7 @@ each = pytest.mark.parametrize(
 one_of_each = (
     "mix-1-of-5-static",
     "mix-4-of-2",
+    "mix-4-of-3-rms",
     "gate-3",
     "gate-4-last",
     "attend-2",
