@@ -82,7 +82,7 @@ class Connection(nn.Module):
     decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
     lr_factors: ClassVar[dict[str, float]] = {}  # own parameters whose learning rate is a multiple of the model's
     weighs: ClassVar[tuple[str, ...]] = ()  # fields of its state that weigh the pending write
-    fuses: ClassVar[bool] = False  # its `gather` takes the norms of its ports along
+    fuses: bool = False  # its `gather` takes the norms of its ports along
     stream_dtype: torch.dtype | None = None  # of the streams; the embedding's where None. Every arm has it as an option
 
     def __init__(self, site: Site, dim: int, norm: Norm, ports: tuple[str, ...] | None = None):

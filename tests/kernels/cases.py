@@ -20,6 +20,8 @@ CASES = {
     "mix-4-of-5": mixes(5, 4, False),
     "mix-1-of-5-static": mixes(5, 1, True),
     "mix-4-of-2-static": mixes(2, 4, True),
+    "mix-4-of-3-rms": mixes(3, 4, False, 3, 1),
+    "mix-1-of-3-static-layer": mixes(3, 1, True, 1, 2),
     "gate-1": gates(1, True),
     "gate-3": gates(3, True),
     "gate-4-last": gates(4, False),
@@ -55,6 +57,7 @@ CASES = {
 SLOW = {
     "mix-4-of-5",
     "mix-4-of-2-static",
+    "mix-1-of-3-static-layer",
     "gate-4-last",
     "gate-8",
     "attend-5-ahead-3",

@@ -7,6 +7,7 @@ import copy
 import os
 import statistics
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 
 import chain
@@ -18,6 +19,7 @@ from interpreter import counted, rounding
 from tiny import shake
 from torch import nn
 
+import crosslayer
 from crosslayer import ops
 from crosslayer.kernels import launch
 from crosslayer.ops import dispatch
@@ -47,6 +49,7 @@ each = pytest.mark.parametrize(
 one_of_each = (
     "mix-1-of-5-static",
     "mix-4-of-2",
+    "mix-4-of-3-rms",
     "gate-3",
     "gate-4-last",
     "attend-2",
@@ -174,6 +177,47 @@ def test_a_row_of_connections(arm, monkeypatch):
             ratios.append(off(evaluated(sites, x, dout), truth) / reference)
     assert statistics.median(ratios) <= 2, ratios  # depth amplifies the rounding of some draws many times
     assert {name.partition("_")[0] for name in launched} == ARMS[arm]
+
+
+NORMS = {"rms": partial(nn.RMSNorm, eps=1e-6), "layer": nn.LayerNorm}
+FUSED = ("prenorm", "denseformer", "mudd", "mudd(ways='qkvr')", "mudd(ways='v kq r')")  # at every site
+PARTLY = ("mudd(normed=True)", "mudd(ways='k v r', dilation=2)")
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("arm", [*FUSED, *PARTLY, "prenorm-parallel", "mudd-parallel"])
+def test_norms_taken_along_by_mixtures(arm, kind, monkeypatch):
+    """Kernels run the norms instead of the modules, and give what those give."""
+    arm, parallel, _ = arm.partition("-parallel")
+    torch.manual_seed(0)
+    make, norm, called, taken = crosslayer.make(arm), NORMS[kind](chain.D), [], []
+    plan = crosslayer.plan(2, bool(parallel))
+    sites = shake(nn.ModuleList(make(site, chain.D, lambda port: copy.deepcopy(norm)) for site in plan)).to(DEVICE)
+    x, dout = (chain.randn(1, 3, chain.D).to(DEVICE) for _ in range(2))
+    module, forward = type(norm), type(norm).forward
+    monkeypatch.setattr(module, "forward", lambda self, x: (called.append(self), forward(self, x))[1])
+
+    def evaluated():
+        taken.clear()
+        leaf = x.clone().requires_grad_()
+        state = sites[0].init(leaf)
+        for k, site in enumerate(sites):
+            taken.append(bool(site.following(state)))
+            called.clear()
+            inputs, state = site.read(state)
+            assert len(called) == (0 if taken[-1] else len(site.ports))
+            state = site.write(state, sum(chain.sublayer(k + i, x) for i, x in enumerate(inputs)))
+        leaves = [leaf, *sites.parameters()]
+        out = inputs[0]
+        return [out, *torch.autograd.grad(out, leaves, dout, materialize_grads=True, allow_unused=True)]
+
+    expected = evaluated()
+    assert not any(taken)
+    monkeypatch.setattr(dispatch, "DEVICES", (DEVICE,))
+    found = evaluated()
+    assert all(taken) if arm in FUSED and not parallel else any(taken)
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-4 * e.abs().max().item())
 
 
 def test_more_columns_than_a_program_holds():

@@ -41,13 +41,20 @@ def query(w: Tensor) -> Tensor:
     return w * w.shape[-1] ** -0.5
 
 
-def mixes(L: int, C: int, static: bool) -> Case:
+def mixes(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0) -> Case:
+    """And the norms of the first so many, of 1 or 2 parameters; of mixtures the last alone is read beside them then."""
+
+    def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        each = [following(weights[1 + i * parameters :][:parameters]) for i in range(normed)]
+        S = op.mix(tuple(X), weights[0], tuple((c, norm) for c, norm in enumerate(each) if norm))
+        return S[C - 1 :] if normed else S
+
     return Case(
         "mix",
-        lambda op, X, w: op.mix(tuple(X), w[0]),
+        run,
         lambda D: [(D,)] * L,
-        lambda D: [(C, L) if static else (0, C, L)],
-        lambda kernels, N, D, size: kernels.moves(N, D, L, C, size, static),
+        lambda D: [(C, L) if static else (0, C, L), *[(D,)] * (normed * parameters)],
+        lambda kernels, N, D, size: kernels.moves(N, D, L, C, size, static, normed, parameters, normed and 1 + normed),
     )
 
 
@@ -162,6 +169,8 @@ OPS = {
     "add_layer_norm": Op(lambda n: norms(2), counts=False),
     "mix": Op(lambda n: mixes(n, 4, False)),
     "mix static": Op(lambda n: mixes(n, 1, True)),
+    "mix normed": Op(lambda n: mixes(n, 4, False, 3, 1)),
+    "mix static normed": Op(lambda n: mixes(n, 1, True, 1, 1)),
     "attend": Op(attends),
     "attend_ahead": Op(lambda n: attends(n, 4)),
     "attend_merge": Op(lambda n: merges(), counts=False),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import add, mix
+from ..ops import Following, add_norm, mix
 
 
 class History(NamedTuple):
@@ -31,6 +31,7 @@ class History(NamedTuple):
 
 
 class DenseFormer(Connection):
+    fuses = True
     variants = (
         "denseformer(dilation=2, period=3)",
         "denseformer(dilation=4, period=2)",
@@ -65,13 +66,15 @@ class DenseFormer(Connection):
     def traffic(self) -> float:
         return super().traffic() if self.alpha is None else len(self.alpha) + len(self.ports)
 
-    def gather(self, state: History) -> tuple[tuple[Tensor, ...], History]:
-        X, h = state.X, add(state.h, state.y)
+    def gather(self, state: History, *norms: Following) -> tuple[tuple[Tensor, ...], History]:
+        X, alpha = state.X, self.alpha
+        h, x = add_norm(state.h, state.y, *(norms if alpha is None else ()))
         if self.opens:
             X = (*X, h)
-        if self.alpha is not None:
-            (h,) = mix(tuple(X[j] for j in self.sources), self.alpha[None])
-        return (h,), History(X, h)
+        if alpha is not None:
+            S = mix(tuple(X[j] for j in self.sources), alpha[None], tuple((0, norm) for norm in norms))
+            h, x = S[0], S[-1]
+        return (x,), History(X, h)
 
     @torch.no_grad()
     def prune(self, threshold: float) -> int:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, normal_, weight
-from ..ops import add, mix, project, rms
+from ..ops import Following, add_norm, mix, project, rms
 from .denseformer import History, sources
 
 
@@ -77,6 +77,8 @@ class Mudd(Connection):
         read = [{"attn": "q", "mlp": "r", "out": "r"}.get(port, port) for port in ports]
         self.ways = [(way[stream], stream == "r") for stream in (*read, "r")]
         self.sources = depths
+        # norms are taken along where every port reads a mixture as it is, or all of them X_l
+        self.fuses = not depths or not (normed or None in [c for c, _ in self.ways[:-1]])
 
         C, L = len(groups), len(depths)
         K = C * L * (4 if expand_last and last else 1)
@@ -109,15 +111,17 @@ class Mudd(Connection):
     def traffic(self) -> float:
         return super().traffic() if self.a is None else sum(self.a.shape)
 
-    def gather(self, state: History) -> tuple[tuple[Tensor, ...], History]:
-        X, h = state.X, add(state.h, state.y)
+    def gather(self, state: History, *norms: Following) -> tuple[tuple[Tensor, ...], History]:
+        X, a = state.X, self.a
+        h, x = add_norm(state.h, state.y, *(norms if a is None else ()))
         if self.opens:
             X = (*X, h if self.pre is None else (rms(h) * self.pre).to(h.dtype))
-        if self.a is None:
-            return (h,), History(X, h)
-        S = mix(tuple(X[j] for j in self.sources), self.weights(h, self.a))
+        if a is None:
+            return (x,), History(X, h)
+        taken = tuple((way, norm) for (way, _), norm in zip(self.ways, norms, strict=False) if way is not None)
+        S = mix(tuple(X[j] for j in self.sources), self.weights(h, a), taken)
         *xs, r = (h if way is None else self.around(h, S[way], residual) for way, residual in self.ways)
-        return tuple(xs), History(X, r)
+        return S[len(a) :] or tuple(xs), History(X, r)
 
     def weights(self, x: Tensor, a: Tensor) -> Tensor:
         """The mixtures' weights: [C L], or [B T C L] a token's own."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..connection import Connection
-from ..ops import add
+from ..ops import Following, add_norm
 
 
 class Stream(NamedTuple):
@@ -22,9 +22,11 @@ class Stream(NamedTuple):
 
 
 class PreNorm(Connection):
+    fuses = True
+
     def begin(self, x: Tensor) -> Stream:
         return Stream(x)
 
-    def gather(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
-        h = add(*state)
-        return (h,), Stream(h)
+    def gather(self, state: Stream, *norms: Following) -> tuple[tuple[Tensor, ...], Stream]:
+        h, x = add_norm(*state, *norms)
+        return (x,), Stream(h)

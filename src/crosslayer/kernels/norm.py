@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Following
+from ..ops import Following, add, follow
 from . import launch
 
 
-def add_norm(h: Tensor, y: Tensor, norm: Following) -> tuple[Tensor, Tensor]:
+def add_norm(h: Tensor, y: Tensor | None, norm: Following | None = None) -> tuple[Tensor, Tensor]:
     """`ops.add_norm`. h, y: [B T D].  ->  h' and its norm, [B T D] each."""
+    if y is None or norm is None:
+        h = add(h, y)
+        return h, follow(h, norm)
     return torch.ops.crosslayer.add_norm(h, y, *given(norm))
 
 

@@ -8,19 +8,20 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .dispatch import kernel
-from .norm import wide
+from .norm import Following, follow, wide
 
 
 @kernel("mix")
-def mix(X: tuple[Tensor, ...], w: Tensor) -> tuple[Tensor, ...]:
-    """out_c = Σ_l w[…, c, l] · X_l: C mixtures of L sources.
+def mix(X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, Following], ...] = ()) -> tuple[Tensor, ...]:
+    """out_c = Σ_l w[…, c, l] · X_l: C mixtures of L sources; and after them, for each (c, N) of `norms`, N(out_c).
 
-    X: L x [B T D].  w: [C L] static, or [B T C L] a token's own, float32.  ->  C x [B T D] in X's dtype, summed in w's.
-    Moves (L + C)·D elements a token, and the weights.
+    X: L x [B T D].  w: [C L] static, or [B T C L] a token's own, float32.  ->  [B T D] each, in X's dtype, summed in
+    w's.  Moves (L + C)·D elements a token, D more a norm, and the weights.
     """
     if len(X) != w.shape[-1]:
         raise ValueError(f"mix: {len(X)} sources but weights for {w.shape[-1]}")
-    return Mix.apply(w, *X)
+    S = Mix.apply(w, *X)
+    return (*S, *(follow(S[c], norm) for c, norm in norms))
 
 
 class Mix(Function):

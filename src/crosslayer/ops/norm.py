@@ -54,10 +54,10 @@ def follow(x: Tensor, norm: Following | None = None) -> Tensor:
 
 
 @kernel("norm")
-def add_norm(h: Tensor, y: Tensor, norm: Following) -> tuple[Tensor, Tensor]:
-    """h' = h + y, and its norm.
+def add_norm(h: Tensor, y: Tensor | None, norm: Following | None = None) -> tuple[Tensor, Tensor]:
+    """h' = h + y where a write is pending, and its norm where one follows, else h' again.
 
     h, y: [B T D].  ->  [B T D] twice, in h's dtype; normed in float32.  Moves 4·D elements a token.
     """
-    h = h + y
+    h = add(h, y)
     return h, follow(h, norm)
