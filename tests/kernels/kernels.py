@@ -18,6 +18,7 @@ from interpreter import counted, rounding
 from tiny import shake
 from torch import nn
 
+import crosslayer
 from crosslayer import ops
 from crosslayer.kernels import launch
 from crosslayer.ops import dispatch
@@ -37,6 +38,8 @@ ARMS = {
     "mhc(streams=2, single_pass=True, iterations=2)": {"probe", "carry", "sinkhorn"},
     "mhc_lite(streams=2)": {"probe", "carry"},
 }
+# ... that take the norms of their ports along
+FUSED = ("mgr(streams=2)", "attnres", "attnres(block_size=3)")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((5, 1), (4, 7), (3, 63), (1, 63), (2, 1000))  # tokens, D
 
@@ -49,7 +52,9 @@ one_of_each = (
     "mix-4-of-2",
     "gate-3",
     "gate-4-last",
+    "gate-2-rms",
     "attend-2",
+    "attend-2-layer",
     "streams-2",
     "streams-4-layer",
     "sinkhorn-4",
@@ -176,6 +181,34 @@ def test_a_row_of_connections(arm, monkeypatch):
     assert {name.partition("_")[0] for name in launched} == ARMS[arm]
 
 
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize("arm", FUSED)
+def test_a_norm_taken_along(arm, kind, monkeypatch):
+    """Kernels norm what the ports read, as the module would; a hooked norm runs itself."""
+    make = crosslayer.make(arm)
+    sites = nn.ModuleList(make(site, chain.D, lambda port: kind(chain.D, eps=1e-6)) for site in crosslayer.plan(2))
+    shake(sites).to(DEVICE)
+    x, dout = (chain.randn(2, 3, chain.D).to(DEVICE) for _ in range(2))
+    leaves = [x.requires_grad_(), *sites.parameters()]
+
+    def evaluated():
+        out = chain.run(sites, x)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    expected, ran, forward = evaluated(), [], kind.forward
+    monkeypatch.setattr(dispatch, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(kind, "forward", lambda norm, x: (ran.append(norm), forward(norm, x))[1])
+    found = evaluated()
+    assert not ran
+    hooked = [site.norms[0] for site in sites[1:3]]
+    for norm in hooked:
+        norm.register_forward_pre_hook(lambda *_: None)
+    for outs in (found, evaluated()):
+        for out, e in zip(outs, expected, strict=True):
+            torch.testing.assert_close(out, e, rtol=0, atol=1e-4 * e.abs().max().item())
+    assert ran == hooked
+
+
 def test_more_columns_than_a_program_holds():
     H, W = torch.randn(1, 3, 8, 5, device=DEVICE), torch.randn(40, 80, device=DEVICE)
     for out, e in zip(kernels().probe(H, None, None, W), ops.probe(H, None, None, W), strict=True):
@@ -195,7 +228,7 @@ def test_empty(case):
 @pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter loads and stores")
 def test_ledger(case, pytestconfig):
     """Moves at most 1.05 of what its op says it must forward, and 1.15 of that forward and backward."""
-    N, D = 64, 1000
+    N, D = 128, 1000
     rows, weights = case.make(N, D, torch.bfloat16)
     leaves = [x.bfloat16().requires_grad_() for x in rows] + [w.float().requires_grad_() for w in weights]
     forward, backward = case.moves(import_module(f"crosslayer.kernels.{case.module}"), N, D, 2)
