@@ -193,14 +193,14 @@ def mhc_gate_has_no_eps(patch):
 @bug(golden=golden_attnres, loop=loop("attnres(block_size=2)", loops.attnres(2)))
 def attnres_norm_has_another_eps(patch):
     right = attnres.attend
-    patch.setattr(attnres, "attend", lambda X, q: right(X, q, eps=1e-5))
+    patch.setattr(attnres, "attend", lambda X, q, norm: right(X, q, eps=1e-5))
 
 
 @bug(golden=golden_mgr, loop=loop("mgr", loops.mgr(4, "competitive")))
 def mgr_gate_norm_has_another_eps(patch):
     right = mgr.gate_pool
 
-    def gate_pool(S, y, beta, pool, score=None):
+    def gate_pool(S, y, beta, pool, score, norm):
         S, h, q = right(S, y, beta, pool, score)
         return S, h, q if score is None else scores(S, score, eps=1e-5)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import ops
 
 # one number by itself, normed, is its sign but for eps: where that is small its gradient is lost in rounding
-EPS = 1e-2
+EPS = 1e-1
 BATCH = 2  # tokens are laid out [BATCH, N // BATCH], or [1, N] where N is odd
 
 
@@ -58,46 +58,57 @@ def mixes(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0) ->
     )
 
 
-def gates(n: int, scored: bool) -> Case:
+def gates(n: int, scored: bool, parameters: int = 0) -> Case:
+    """And, with 1 or 2 parameters, the norm that follows."""
+    own = 2 + scored
+
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        beta, pool, score = weights if scored else (*weights, None)
-        S, h, q = op.gate_pool(tuple(rows[:n]), rows[n], beta, pool, score, EPS)
+        beta, pool, score = (*weights[:own], None)[:3]
+        S, h, q = op.gate_pool(tuple(rows[:n]), rows[n], beta, pool, score, EPS, following(weights[own:]))
         return *S, h, *([] if q is None else [q])
 
     return Case(
         "gate",
         run,
         lambda D: [(D,)] * (n + 1),
-        lambda D: [(0, n), *[(D,)] * (1 + scored)],
-        lambda kernels, N, D, size: kernels.moves(N, D, n, size, scored),
-        lambda weights: [weights[0].sigmoid(), *map(query, weights[1:])],
+        lambda D: [(0, n), *[(D,)] * (1 + scored + parameters)],
+        lambda kernels, N, D, size: kernels.moves(N, D, n, size, scored, parameters),
+        lambda weights: [weights[0].sigmoid(), *map(query, weights[1:own]), *weights[own:]],
     )
 
 
-def attends(L: int, S: int | None = None) -> Case:
-    """One query, or S of them ahead."""
+def attends(L: int, S: int | None = None, parameters: int = 0) -> Case:
+    """One query, and with 1 or 2 parameters the norm that follows; or S of them ahead."""
 
     def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        return (op.attend(tuple(X), *weights),) if S is None else op.attend_ahead(tuple(X), *weights)
+        if S is not None:
+            return op.attend_ahead(tuple(X), *weights)
+        return (op.attend(tuple(X), weights[0], norm=following(weights[1:])),)
 
     return Case(
         "attend",
         run,
         lambda D: [(D,)] * L,
-        lambda D: [(D,) if S is None else (S, D)],
-        lambda kernels, N, D, size: kernels.moves(N, D, L, S or 1, size),
-        lambda weights: [*map(query, weights)],
+        lambda D: [(D,) if S is None else (S, D), *[(D,)] * parameters],
+        lambda kernels, N, D, size: kernels.moves(N, D, L, S or 1, size, parameters),
+        lambda weights: [query(weights[0]), *weights[1:]],
     )
 
 
-def merges() -> Case:
+def merges(parameters: int = 0) -> Case:
+    """And, with 1 or 2 parameters, the norm that follows."""
+
+    def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        lse, q, *norm = weights
+        return (op.attend_merge(rows[0], lse[..., 0], rows[1], q, norm=following(norm)),)
+
     return Case(
         "merge",
-        lambda op, rows, weights: (op.attend_merge(rows[0], weights[0][..., 0], rows[1], weights[1]),),
+        run,
         lambda D: [(D,)] * 2,
-        lambda D: [(0, 1), (D,)],
-        lambda kernels, N, D, size: kernels.moves(N, D, size),
-        lambda weights: [weights[0], query(weights[1])],
+        lambda D: [(0, 1), (D,), *[(D,)] * parameters],
+        lambda kernels, N, D, size: kernels.moves(N, D, size, parameters),
+        lambda weights: [weights[0], query(weights[1]), *weights[2:]],
     )
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import add, attend
+from ..ops import Following, add, attend, follow
 
 
 class Values(NamedTuple):
@@ -29,6 +29,7 @@ class Values(NamedTuple):
 
 class AttnRes(Connection):
     scales = True
+    fuses = True
     variants = ("attnres(block_size=3)", "attnres(block_size=4)")
 
     def __init__(self, site: Site, dim: int, norm: Norm, block_size: int = 1):
@@ -51,10 +52,11 @@ class AttnRes(Connection):
     def traffic(self) -> float:
         return self.sources + len(self.ports)
 
-    def gather(self, state: Values) -> tuple[tuple[Tensor, ...], Values]:
+    def gather(self, state: Values, *norms: Following) -> tuple[tuple[Tensor, ...], Values]:
+        norm = norms[0] if norms else None
         if self.query is None or self.key_norm is None or state.y is None:
-            return state.done, state
+            return (follow(state.done[0], norm),), state
         partial = add(state.y, state.partial)
         sources = (*state.done, partial)
-        h = attend(sources, self.query * self.key_norm)
+        h = attend(sources, self.query * self.key_norm, norm=norm)
         return (h,), Values(sources) if self.completes else Values(state.done, partial)

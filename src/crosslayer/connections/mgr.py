@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import attend, gate_pool, scores
+from ..ops import Following, attend, follow, gate_pool, scores
 
 
 class Gated(NamedTuple):
@@ -46,6 +46,7 @@ class Spared(NamedTuple):
 
 class MGR(Connection):
     weighs = ("beta",)
+    fuses = True
     starts_as_prenorm = False
     variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
 
@@ -81,15 +82,15 @@ class MGR(Connection):
         read = self.streams + self.gates
         return read + (self.streams if self.gates and not self.last else 0) + len(self.ports)
 
-    def gather(self, state: Gated) -> tuple[tuple[Tensor, ...], Gated]:
-        S, y, beta = state
+    def gather(self, state: Gated, *norms: Following) -> tuple[tuple[Tensor, ...], Gated]:
+        (S, y, beta), norm = state, norms[0] if norms else None
         pool, score = (None if w is None else w / math.sqrt(self.dim) for w in (self.w2, self.w1))
         if y is None or beta is None or pool is None:
             S = S if y is None else (*S, y)
-            h = S[0] if pool is None else attend(S, pool)
+            h = follow(S[0], norm) if pool is None else attend(S, pool, norm=norm)
             q = None if score is None else scores(S, score)
         else:
-            S, h, q = gate_pool(S, y, beta, pool, score)
+            S, h, q = gate_pool(S, y, beta, pool, score, norm=norm)
         return (h,), Gated(S, beta=None if q is None or self.b is None else self.gate.beta(q, self.b))
 
     @torch.no_grad()

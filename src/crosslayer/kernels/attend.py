@@ -7,6 +7,9 @@
     dX_l = Σ_s p_sl dout_s + dz_sl r_l (Q_s − z_sl r_l X_l/D),   dQ_s = Σ_tokens Σ_l dz_sl r_l X_l
     reads (L + S)·D, writes L·D; rstd and z are saved, (S + 1)·L numbers a token
 
+Where a norm follows (`norm`) dout is the gradient of what is normed, and to have it out must be whole: the backward's
+first pass sums out again, and the second takes a_l − Σ_j p_j a_j as ⟨dout, X_l − out⟩. So out is not saved, and the
+sources are read no more often for it.
 Where a token's rows do not fit the registers (`launch.HELD`) the backward reads the sources twice, then from cache.
 Queries go through in groups of `GROUP`: the sources are read once for each group.
 """
@@ -19,33 +22,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops import Following
 from . import launch
+from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
 
 GROUP = 4  # queries a program attends with at once
 
 
-def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
+def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: Following | None = None) -> Tensor:
     """`ops.attend`. X: L x [B T D].  q: [D].  ->  [B T D]."""
-    return torch.ops.crosslayer.attend(X, q.float()[None], eps)[0].squeeze(0)
+    return torch.ops.crosslayer.attend(X, q.float()[None], eps, *given(norm))[0].squeeze(0)
 
 
 def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """`ops.attend_ahead`. X: L x [B T D].  Q: [S D].  ->  [S B T D], and lse [S B T]."""
-    groups = [torch.ops.crosslayer.attend(X, q, eps)[:2] for q in Q.float().split(GROUP)]
+    groups = [torch.ops.crosslayer.attend(X, q, eps, *given(None))[:2] for q in Q.float().split(GROUP)]
     out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*groups, strict=True))
     return out, lse
 
 
-def moves(N: int, D: int, L: int, S: int, size: int) -> tuple[int, int]:
+def moves(N: int, D: int, L: int, S: int, size: int, parameters: int = 0) -> tuple[int, int]:
     """Bytes that forward and backward must move for N tokens of `size` bytes an element."""
-    return N * D * (L + S) * size + 4 * D * S, N * D * (2 * L + S) * size + 8 * D * S
+    forward = N * D * (L + S) * size + 4 * D * (S + parameters)
+    return forward, N * D * (2 * L + S) * size + 8 * D * S + parameters_back(D, parameters)
 
 
 @triton.jit
 def attend_forward(
-    X, Q, out, lse, z, rstd, N, D, eps, L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr
+    X, Q, weight, bias, out, lse, z, rstd, N, D, eps, norm_eps, L: tl.constexpr, S: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
+    if weight is not None:
+        w, b = affine(weight, bias, d, D)
     queries = ()
     for s in tl.static_range(S):
         queries = queries + (tl.load(Q + s * D + d, mask=d < D, other=0.0),)
@@ -71,26 +80,35 @@ def attend_forward(
             top, mass, mean = tops, masses, means
         for s in tl.static_range(S):
             row = (tl.cast(s, tl.int64) * N + t) * D
-            tl.store(out + row + d, (mean[s] / mass[s]).to(out.dtype.element_ty), mask=d < D)
+            new = mean[s] / mass[s]
+            if weight is not None:
+                new, _ = normalised(new, d, D, norm_eps, CENTRED)
+                new = new * w + b
+            tl.store(out + row + d, new.to(out.dtype.element_ty), mask=d < D)
             tl.store(lse + s * N + t, top[s] + tl.log(mass[s]))
 
 
 @triton.jit
 def attend_backward(
-    X, Q, z, rstd, dout, dlse, dX, dQ, N, D, L: tl.constexpr, S: tl.constexpr, HOLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    X, Q, weight, z, rstd, dout, dlse, dX, dQ, dweight, dbias, N, D, norm_eps, L: tl.constexpr, S: tl.constexpr,
+    CENTRED: tl.constexpr, HOLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
+    if weight is not None:
+        w, _ = affine(weight, None, d, D)
+        dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     queries, sums = (), ()
     for s in tl.static_range(S):
         queries = queries + (tl.load(Q + s * D + d, mask=d < D, other=0.0),)
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        douts, top, mass, mean, held, a = (), (), (), (), (), ()
+        douts, out, top, mass, mean, held, a = (), (), (), (), (), (), ()
         for s in tl.static_range(S):
             row = (tl.cast(s, tl.int64) * N + t) * D
             douts = douts + (tl.load(dout + row + d, mask=d < D, other=0.0).to(tl.float32),)
+            if weight is not None:
+                out = out + (tl.zeros([BLOCK], tl.float32),)
             highest = tl.load(z + (t * S + s) * L)
             for l in tl.static_range(1, L):
                 highest = tl.maximum(highest, tl.load(z + (t * S + s) * L + l))
@@ -104,12 +122,24 @@ def attend_backward(
             x = tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
             if HOLD:
                 held = held + (x,)
-            means = ()
+            means, outs = (), ()
             for s in tl.static_range(S):
-                a_sl = tl.sum(douts[s] * x.to(tl.float32), 0)
-                a = a + (a_sl,)
-                means = means + (mean[s] + tl.exp(tl.load(z + (t * S + s) * L + l) - top[s]) / mass[s] * a_sl,)
-            mean = means
+                if weight is not None:
+                    p = tl.exp(tl.load(z + (t * S + s) * L + l) - top[s]) / mass[s]
+                    means, outs = means + (mean[s],), outs + (out[s] + p * x.to(tl.float32),)
+                else:
+                    a_sl = tl.sum(douts[s] * x.to(tl.float32), 0)
+                    a = a + (a_sl,)
+                    means = means + (mean[s] + tl.exp(tl.load(z + (t * S + s) * L + l) - top[s]) / mass[s] * a_sl,)
+            mean, out = means, outs
+        if weight is not None:
+            through_norm = ()
+            for s in tl.static_range(S):
+                new, r = normalised(out[s], d, D, norm_eps, CENTRED)
+                dw += douts[s] * new
+                db += douts[s]
+                through_norm = through_norm + (through(douts[s] * w, new, r, d, D, CENTRED),)
+            douts = through_norm
         for l in tl.static_range(L):
             x = held[l] if HOLD else tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
             x = x.to(tl.float32)
@@ -118,29 +148,35 @@ def attend_backward(
             for s in tl.static_range(S):
                 z_sl = tl.load(z + (t * S + s) * L + l)
                 p = tl.exp(z_sl - top[s]) / mass[s]
-                dz = p * (a[l * S + s] - mean[s])
+                dz = p * ((a[l * S + s] if weight is None else tl.sum(douts[s] * (x - out[s]), 0)) - mean[s])
                 dx += p * douts[s] + (dz * r) * (queries[s] - (z_sl * r / D) * x)
                 more = more + (sums[s] + (dz * r) * x,)
             sums = more
             tl.store(dX[l] + t * D + d, dx.to(dX[l].dtype.element_ty), mask=d < D)
     for s in tl.static_range(S):
         tl.store(dQ + (tl.program_id(0).to(tl.int64) * S + s) * D + d, sums[s], mask=d < D)
+    if weight is not None:
+        keep(dw, db, dweight, dbias, d, D)
 
 
 @torch.library.custom_op("crosslayer::attend", mutates_args=())
-def _attend(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    X, Q = [x.contiguous() for x in X], Q.contiguous()
+def _attend(
+    X: Sequence[Tensor], Q: Tensor, eps: float, affine: Sequence[Tensor], norm_eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    X, (Q, *affine) = [x.contiguous() for x in X], (t.contiguous() for t in (Q, *affine))
     out, lse, z, rstd = _room(X, Q)
     N, D, size = launch.tokens(X[0]), X[0].shape[-1], launch.block(X[0].shape[-1])
     launch.launch(
-        attend_forward, (launch.programs(N, Q),), X, Q, out, lse, z, rstd, N, D, eps, L=len(X), S=len(Q), BLOCK=size,
-        num_warps=launch.warps((len(Q) + 1) * size),
+        attend_forward, (launch.programs(N, Q),), X, Q, *pair(affine), out, lse, z, rstd, N, D, eps, norm_eps,
+        L=len(X), S=len(Q), CENTRED=centred, BLOCK=size, num_warps=launch.warps((len(Q) + 1) * size),
     )  # fmt: skip
     return out, lse, z, rstd
 
 
 @_attend.register_fake
-def _(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    X: Sequence[Tensor], Q: Tensor, eps: float, affine: Sequence[Tensor], norm_eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _room(X, Q)
 
 
@@ -152,36 +188,42 @@ def _room(X: Sequence[Tensor], Q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 @torch.library.custom_op("crosslayer::attend_backward", mutates_args=())
 def _attend_backward(
-    dout: Tensor, dlse: Tensor, X: Sequence[Tensor], Q: Tensor, z: Tensor, rstd: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    X, Q, dout, dlse = [x.contiguous() for x in X], Q.contiguous(), dout.contiguous(), dlse.contiguous()
+    dout: Tensor, dlse: Tensor, X: Sequence[Tensor], Q: Tensor, z: Tensor, rstd: Tensor, affine: Sequence[Tensor],
+    norm_eps: float, centred: bool,
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # fmt: skip
+    X, (Q, dout, dlse, *affine) = [x.contiguous() for x in X], (t.contiguous() for t in (Q, dout, dlse, *affine))
     N, D, size = launch.tokens(X[0]), X[0].shape[-1], launch.block(X[0].shape[-1])
     count = launch.programs(N, Q)
-    dX, dQ = [torch.empty_like(x) for x in X], launch.part(Q, count, *Q.shape)
+    dX, dQ, kept = [torch.empty_like(x) for x in X], launch.part(Q, count, *Q.shape), parts(affine, count)
     launch.launch(
-        attend_backward, (count,), X, Q, z, rstd, dout, dlse, dX, dQ, N, D, L=len(X), S=len(Q),
-        HOLD=launch.holds(X, size, rows=3 * len(Q) + 3), BLOCK=size, num_warps=launch.warps((2 * len(Q) + 2) * size),
+        attend_backward, (count,), X, Q, pair(affine)[0], z, rstd, dout, dlse, dX, dQ, *pair(kept), N, D, norm_eps,
+        L=len(X), S=len(Q), CENTRED=centred, HOLD=launch.holds(X, size, rows=3 * len(Q) + 3 + 2 * len(affine)),
+        BLOCK=size, num_warps=launch.warps((2 * len(Q) + 2) * size),
     )  # fmt: skip
-    return dX, launch.total(dQ, 0)
+    return dX, launch.total(dQ, 0), totals(kept, affine)
 
 
 @_attend_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor, X: Sequence[Tensor], Q: Tensor, z: Tensor, rstd: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    return [x.new_empty(x.shape) for x in X], Q.new_empty(Q.shape)
+    dout: Tensor, dlse: Tensor, X: Sequence[Tensor], Q: Tensor, z: Tensor, rstd: Tensor, affine: Sequence[Tensor],
+    norm_eps: float, centred: bool,
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in X], Q.new_empty(Q.shape), [p.new_empty(p.shape) for p in affine]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    X, Q, _ = inputs
+    X, Q, _, affine, *ctx.rest = inputs
     _, _, z, rstd = output
     ctx.mark_non_differentiable(z, rstd)
-    ctx.save_for_backward(Q, z, rstd, *X)
+    ctx.L = len(X)
+    ctx.save_for_backward(Q, z, rstd, *X, *affine)
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, ...]:
-    Q, z, rstd, *X = ctx.saved_tensors
-    return *torch.ops.crosslayer.attend_backward(dout, dlse, X, Q, z, rstd), None
+    Q, z, rstd, *rows = ctx.saved_tensors
+    X, affine = rows[: ctx.L], rows[ctx.L :]
+    dX, dQ, daffine = torch.ops.crosslayer.attend_backward(dout, dlse, X, Q, z, rstd, affine, *ctx.rest)
+    return dX, dQ, None, daffine, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)

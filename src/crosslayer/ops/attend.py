@@ -9,17 +9,17 @@ from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
 from .mix import dot, weighted_sum
-from .norm import rstd, wide
+from .norm import Following, follow, rstd, wide
 
 
 @kernel("attend")
-def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
-    """Σ_l softmax_l(⟨q, RMS(X_l)⟩) · X_l: keys are normalised, values are not.
+def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: Following | None = None) -> Tensor:
+    """Σ_l softmax_l(⟨q, RMS(X_l)⟩) · X_l: keys are normalised, values are not; their mean is, where a norm follows.
 
     X: L x [B T D].  q: [D] float32, with any scale and key-norm weight multiplied in.  ->  [B T D] in X's dtype.
     Moves (L + 1)·D elements a token.
     """
-    return Attend.apply(q[None], eps, *X)[1]
+    return follow(Attend.apply(q[None], eps, *X)[1], norm)
 
 
 def scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
@@ -38,13 +38,15 @@ def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[T
 
 
 @kernel("merge")
-def attend_merge(out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6) -> Tensor:
+def attend_merge(
+    out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6, norm: Following | None = None
+) -> Tensor:
     """Phase 2: one query's output over the complete sources, merged with one more source, the block's sum so far.
 
     out: [B T D].  lse: [B T].  x: [B T D].  q: [D].  ->  what `attend` gives for all of them at once.
     """
     share = (scores((x,), q, eps)[..., 0] - lse).sigmoid()
-    return torch.lerp(wide(out), wide(x), share[..., None]).to(x.dtype)
+    return follow(torch.lerp(wide(out), wide(x), share[..., None]).to(x.dtype), norm)
 
 
 class Attend(Function):

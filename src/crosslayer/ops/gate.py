@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from .attend import project_rms, through_rms
 from .dispatch import kernel
 from .mix import dot, weighted_sum
-from .norm import rstd, wide
+from .norm import Following, follow, rstd, wide
 
 
 def gate(S: tuple[Tensor, ...], y: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
@@ -25,18 +25,19 @@ def gate(S: tuple[Tensor, ...], y: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
 
 @kernel("gate")
 def gate_pool(
-    S: tuple[Tensor, ...], y: Tensor, beta: Tensor, pool: Tensor, score: Tensor | None = None, eps: float = 1e-6
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+    S: tuple[Tensor, ...], y: Tensor, beta: Tensor, pool: Tensor, score: Tensor | None = None, eps: float = 1e-6,
+    norm: Following | None = None,
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:  # fmt: skip
     """The streams gated towards y, attention over them, and their scores for the gate to come.
 
-    S' = gate(S, y, beta),   h = attend(S', pool),   q = scores(S', score) where there is a gate to come.
+    S' = gate(S, y, beta),   h = attend(S', pool, norm),   q = scores(S', score) where there is a gate to come.
 
     S: n x [B T D].  y: [B T D].  beta: [B T n] float32.  pool, score: [D] float32.
     ->  n x [B T D], [B T D], [B T n] float32 or None.  Moves (2n + 2)·D elements a token.
     """
     Q = pool[None] if score is None else torch.stack([pool, score])
     h, z, *new = GatePool.apply(y, beta, Q, eps, *S)
-    return tuple(new), h, None if score is None else z
+    return tuple(new), follow(h, norm), None if score is None else z
 
 
 class GatePool(Function):
