@@ -152,10 +152,10 @@ class Hyper(Connection):
         return (x,), Streams(H, beta=beta)
 
     def projection(self) -> tuple[Tensor, Tensor]:
-        """N(H)'s weights [D n+2], the norm's own multiplied in, and what its bias adds."""
-        W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn[:, None]], 1)
-        b = W.new_zeros(W.shape[1]) if self.norm_bias is None else self.norm_bias @ W
-        return W if self.norm_weight is None else self.norm_weight[:, None] * W, b
+        """N(H)'s weights [D n+2], the norm's own multiplied in, and what its bias adds; laid out by output."""
+        W = torch.cat([self.dynamic_alpha_fn.mT, self.dynamic_beta_fn[None]])
+        b = W.new_zeros(len(W)) if self.norm_bias is None else W @ self.norm_bias
+        return (W if self.norm_weight is None else W * self.norm_weight).mT, b
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """alpha [B T n n+1] and beta [B T n]."""

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
 from .mix import dot, weighted_sum
-from .norm import Following, follow, rstd, wide
+from .norm import Following, follow, project, rstd, wide
 
 
 @kernel("attend")
@@ -81,7 +81,7 @@ class Attend(Function):
 
 def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
     """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
-    return torch.nn.functional.linear(wide(x), Q) * r[..., None]
+    return project(wide(x), Q.mT) * r[..., None]
 
 
 def through_rms(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, into: Tensor) -> Tensor:

@@ -8,14 +8,13 @@ any is mixed, and a token's streams would have to stay on the chip until then.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
 from .mix import dot
-from .norm import Following, follow, rstd, wide
+from .norm import Following, follow, loops, project, rstd, spread, wide
 
 
 def repeat(x: Tensor, n: int) -> Tensor:
@@ -29,6 +28,8 @@ def streams(H: Tensor, w: Tensor) -> Tensor:
     H: [B T n D].  w: [n C] static, or [B T n C] a token's own, float32.  ->  [B T C D] in H's dtype, summed in w's.
     Moves (n + C)·D elements a token.
     """
+    if loops(w.shape[-2] * w.shape[-1]):
+        return (w[..., None] * wide(H)[..., None, :]).sum(-3).to(H.dtype)
     # a copy of the weights, as a batch of matrices with gaps in them is multiplied one by one
     return (w.mT.contiguous() @ wide(H)).to(H.dtype)
 
@@ -87,13 +88,10 @@ class Probe(Function):
     ) -> tuple[Tensor, Tensor]:
         new = H.clone() if Y is None else deposit(H, Y, beta)
         rows = wide(new).reshape(-1, len(W))
-        if centred:
-            rows, mean, r = torch.native_layer_norm(rows, rows.shape[-1:], None, None, eps)
-        else:
-            mean, r = None, rstd(rows, eps)[:, None]
-        # laid out by output, as BLAS takes many times as long for the gradient of a tall matrix as for that of a wide
-        z = F.linear(rows, W.mT.contiguous())
-        z = z if centred else z * r
+        mean = rows.mean(-1, keepdim=True) if centred else None
+        rows = rows if mean is None else rows - mean
+        r = rstd(rows, eps)[:, None]
+        z = project(rows, W) * r
         ctx.save_for_backward(new, Y, beta, W, z, r, mean)
         return new, z.view(*H.shape[:-2], -1, W.shape[-1])
 
@@ -105,16 +103,29 @@ class Probe(Function):
         g, c = dz * r, (dz * z).sum(-1, keepdim=True) * r * r / len(W)
         dW = (g.mT @ rows).mT
         if mean is None:
-            dH = (g @ W.mT).addcmul_(c, rows, value=-1)
+            dH = spread(g, W).addcmul_(c, rows, value=-1)
         else:
             dW -= (g.mT @ mean).mT
-            dH = (g @ (W - W.mean(0)).mT).addcmul_(c, rows, value=-1).addcmul_(c, mean)
+            dH = spread(g, W - W.mean(0)).addcmul_(c, rows, value=-1).add_(c * mean)
         dH = dH.view(new.shape).add_(dnew)
         if Y is None:
             return dH.to(new.dtype), None, None, dW, None, None
-        dbeta = dot(dH, Y).sum_to_size(beta.shape)
+        dbeta = dots(Y, dH).sum_to_size(beta.shape)
         dY = wide(beta)[..., None] * dH if Y.shape[-2] > 1 else streams(dH, wide(beta)[..., None])
         return dH.to(new.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
+
+
+def gram(A: Tensor, B: Tensor) -> Tensor:
+    """⟨A_s, B_c⟩: [… n D], [… m D] -> [… n m]."""
+    if loops(A.shape[-2] * B.shape[-2]):
+        return torch.stack([torch.stack([dot(a, b) for b in B.unbind(-2)], -1) for a in A.unbind(-2)], -2)
+    return A @ B.mT
+
+
+def dots(Y: Tensor, H: Tensor) -> Tensor:
+    """⟨Y_s, H_s⟩, or ⟨Y, H_s⟩ of one Y for all: [… n|1 D], [… n D] -> [… n]."""
+    # a product of matrices writes no rows on the way, where each would be of one row
+    return dot(Y, H) if Y.shape[-2] > 1 else gram(wide(Y), wide(H)).squeeze(-2)
 
 
 class Carry(Function):
@@ -131,4 +142,4 @@ class Carry(Function):
         H, pre, res = ctx.saved_tensors
         dout = wide(dout).contiguous()  # that of a sum over streams has no strides
         dH = streams(dout, res.mT).addcmul_(pre[..., None], wide(dx)[..., None, :])
-        return dH.to(H.dtype), dot(dx[..., None, :], H), wide(H) @ dout.mT
+        return dH.to(H.dtype), dots(dx[..., None, :], H), gram(wide(H), dout)
