@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from crosslayer.ops import attend, attend_ahead, attend_merge, mix, sinkhorn
+from crosslayer.ops.products import dots, gram, mixtures, project, spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -39,3 +40,19 @@ def test_sinkhorn_ends_with_columns_and_differentiates_every_round():
 def test_mix_counts_its_weights():
     with pytest.raises(ValueError, match="2 sources but weights for 3"):
         mix((torch.ones(1, 1, 2),) * 2, torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("few", [2, 4, 5, 17])
+def test_products_are_the_same_as_sums(few):
+    """What a compiler is given, on both sides of how many products it is given as sums."""
+    H, Y, w = torch.randn(2, 3, few, 7), torch.randn(2, 3, 1, 7), torch.randn(2, 3, few, few)
+    W, g = torch.randn(7, few), torch.randn(2, 3, few)
+
+    def products(H, Y, w, W, g):
+        both = dots(Y, H), dots(H, H)
+        return project(H, W), spread(g, W), mixtures(H, w), mixtures(H, w[0, 0]), gram(H, H), *both
+
+    given = [t.double() for t in (H, Y, w, W, g)]
+    compiled = torch.compile(products, backend="eager", fullgraph=True)(*given)
+    for a, b in zip(compiled, products(*given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

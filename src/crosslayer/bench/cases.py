@@ -1,6 +1,6 @@
 """An op with its kernel, as tests and benchmarks call it: on what tensors, and the bytes it says it must move.
 
-case = streams(4)
+case = carries(4)
 rows, weights = case.make(N=1024, D=512, dtype=torch.float32)
 outs = case.run(references(), rows, weights)
 """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import add, deposit, repeat, streams, wide
+from ..ops import add, deposit, mixtures, repeat, wide
 
 
 class Alternating(NamedTuple):
@@ -66,5 +66,5 @@ class AltUp(Connection):
             X = deposit(X, wide(h - state.active)[..., None, :], state.g)
         if self.P is None or self.g is None:
             return (X.sum(-2),), Alternating(X, h)
-        h, predicted = X[..., self.j, :], streams(X, self.P.mT)
+        h, predicted = X[..., self.j, :], mixtures(X, self.P.mT)
         return (h,), Alternating(predicted, h, g=self.g.clone(), active=predicted[..., self.j, :])

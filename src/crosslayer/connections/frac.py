@@ -15,7 +15,7 @@ State: one stream in m fractions, and beta of the pending write. Parameters a su
 from torch import Tensor
 
 from ..connection import Connection, Norm, Site, positive
-from ..ops import Following, follow, streams
+from ..ops import Following, follow, mixtures
 from .hyper import Hyper, Streams
 
 
@@ -41,7 +41,7 @@ class Frac(Hyper):
         return Connection.traffic(self)
 
     def mixtures(self, H: Tensor, alpha: Tensor, *norms: Following) -> tuple[Tensor, Tensor]:
-        x, H = streams(H, alpha).tensor_split(2, -2)
+        x, H = mixtures(H, alpha).tensor_split(2, -2)
         return follow(self.collapse(x), *norms), H
 
     def collapse(self, H: Tensor) -> Tensor:

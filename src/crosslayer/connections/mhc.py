@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import Following, carry, deposit, follow, probe, repeat, sinkhorn, streams, wide
+from ..ops import Following, carry, deposit, follow, mixtures, probe, repeat, sinkhorn, wide
 from .hyper import streams_traffic
 
 
@@ -147,7 +147,7 @@ class MHC(Connection):
 
 def collapsed(H: Tensor, pre: Tensor) -> Tensor:
     """Σ_s pre_s H_s: [B T n D] -> [B T D]."""
-    return streams(H, pre[..., None]).squeeze(-2)
+    return mixtures(H, pre[..., None]).squeeze(-2)
 
 
 def total(H: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
-from .mix import dot, weighted_sum
-from .norm import Following, follow, project, rstd, wide
+from .mix import weighted_sum
+from .norm import Following, follow, rstd
+from .products import dot, project, wide
 
 
 @kernel("attend")

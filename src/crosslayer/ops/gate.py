@@ -9,8 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from .attend import project_rms, through_rms
 from .dispatch import kernel
-from .mix import dot, weighted_sum
-from .norm import Following, follow, rstd, wide
+from .mix import weighted_sum
+from .norm import Following, follow, rstd
+from .products import dot, wide
 
 
 def gate(S: tuple[Tensor, ...], y: Tensor, beta: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .dispatch import kernel
-from .norm import Following, follow, wide
+from .norm import Following, follow
+from .products import dot
 
 
 @kernel("mix")
@@ -43,11 +44,6 @@ class Mix(Function):
             dw = torch.stack([torch.stack([dot(d, x) for x in X], -1) for d in dout], -2).sum_to_size(w.shape)
         dX = (weighted_sum(dout, w[..., l]).to(x.dtype) if each[l] else None for l, x in enumerate(X))
         return dw, *dX
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """⟨a, b⟩ over the last axis, multiplied and summed wide: [… D] -> […]."""
-    return (wide(a) * b).sum(-1)
 
 
 def weighted_sum(X: Sequence[Tensor], w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The pieces every op shares: the pending write, the coefficients' precision, the root mean square."""
+"""The pending write, the root mean square, and the norm that follows an op."""
 
 from typing import NamedTuple
 
@@ -7,39 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import kernel
+from .products import wide
 
 
 def add(h: Tensor, y: Tensor | None) -> Tensor:
     """h + y where a write is pending."""
     return h if y is None else h + y
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in the precision coefficients are computed in: float32, or float64 where x is."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def loops(products: int) -> bool:
-    """Whether so many small products are best written as sums.
-
-    A compiler makes sums a part of the loop around them, where a BLAS call would read the rows once more.
-    """
-    return torch.compiler.is_compiling() and products <= 16
-
-
-def project(x: Tensor, W: Tensor) -> Tensor:
-    """x W for a tall W: [… D] and [D K] -> [… K]."""
-    if loops(W.shape[-1]):
-        return torch.stack([(x * w).sum(-1) for w in W.unbind(-1)], -1)
-    # laid out by output, as BLAS takes many times as long for the gradient of a tall matrix as for that of a wide one
-    return F.linear(x, W.mT.contiguous())
-
-
-def spread(g: Tensor, W: Tensor) -> Tensor:
-    """g Wᵀ for a tall W, the way back from `project`: [… K] and [D K] -> [… D]."""
-    if loops(W.shape[-1]):
-        return sum((g_k[..., None] * w for g_k, w in zip(g.unbind(-1), W.unbind(-1), strict=True)), W.new_zeros(()))
-    return g @ W.mT
 
 
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -13,25 +13,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
-from .mix import dot
-from .norm import Following, follow, loops, project, rstd, spread, wide
+from .norm import Following, follow, rstd
+from .products import dots, gram, mixtures, project, spread, wide
 
 
 def repeat(x: Tensor, n: int) -> Tensor:
     """n equal streams, a view: [B T D] -> [B T n D]."""
     return x[..., None, :].expand(*x.shape[:-1], n, x.shape[-1])
-
-
-def streams(H: Tensor, w: Tensor) -> Tensor:
-    """out_c = Σ_s w[…, s, c] · H_s: C mixtures of n streams, rows of w the source, columns the destination.
-
-    H: [B T n D].  w: [n C] static, or [B T n C] a token's own, float32.  ->  [B T C D] in H's dtype, summed in w's.
-    Moves (n + C)·D elements a token.
-    """
-    if loops(w.shape[-2] * w.shape[-1]):
-        return (w[..., None] * wide(H)[..., None, :]).sum(-3).to(H.dtype)
-    # a copy of the weights, as a batch of matrices with gaps in them is multiplied one by one
-    return (w.mT.contiguous() @ wide(H)).to(H.dtype)
 
 
 def deposit(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
@@ -111,21 +99,8 @@ class Probe(Function):
         if Y is None:
             return dH.to(new.dtype), None, None, dW, None, None
         dbeta = dots(Y, dH).sum_to_size(beta.shape)
-        dY = wide(beta)[..., None] * dH if Y.shape[-2] > 1 else streams(dH, wide(beta)[..., None])
+        dY = wide(beta)[..., None] * dH if Y.shape[-2] > 1 else mixtures(dH, wide(beta)[..., None])
         return dH.to(new.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
-
-
-def gram(A: Tensor, B: Tensor) -> Tensor:
-    """⟨A_s, B_c⟩: [… n D], [… m D] -> [… n m]."""
-    if loops(A.shape[-2] * B.shape[-2]):
-        return torch.stack([torch.stack([dot(a, b) for b in B.unbind(-2)], -1) for a in A.unbind(-2)], -2)
-    return A @ B.mT
-
-
-def dots(Y: Tensor, H: Tensor) -> Tensor:
-    """⟨Y_s, H_s⟩, or ⟨Y, H_s⟩ of one Y for all: [… n|1 D], [… n D] -> [… n]."""
-    # a product of matrices writes no rows on the way, where each would be of one row
-    return dot(Y, H) if Y.shape[-2] > 1 else gram(wide(Y), wide(H)).squeeze(-2)
 
 
 class Carry(Function):
@@ -134,12 +109,12 @@ class Carry(Function):
     @staticmethod
     def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(H, pre, res)
-        return streams(H, pre[..., None]).squeeze(-2), streams(H, res)
+        return mixtures(H, pre[..., None]).squeeze(-2), mixtures(H, res)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
         dout = wide(dout).contiguous()  # that of a sum over streams has no strides
-        dH = streams(dout, res.mT).addcmul_(pre[..., None], wide(dx)[..., None, :])
-        return dH.to(H.dtype), dots(dx[..., None, :], H), gram(wide(H), dout)
+        dH = mixtures(dout, res.mT).addcmul_(pre[..., None], wide(dx)[..., None, :])
+        return dH.to(H.dtype), dots(dx[..., None, :], H), gram(H, dout)
