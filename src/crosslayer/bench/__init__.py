@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..registry import nearest
+from .clock import keep_pages
 from .rows import Row, append, check, conditions
 from .settings import Settings
 
@@ -51,6 +52,8 @@ def run(benchmark: str, out: Path, **given: Any) -> Iterator[Row]:
         given: options of `Settings`.
     """
     settings = ready(benchmark, out, **given)
+    if settings.device == "cpu":
+        keep_pages()
     if settings.threads:
         torch.set_num_threads(settings.threads)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,11 @@
 """Times that can be compared: variants measured in one process, by turns, round by round."""
 
+import ctypes
 import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +17,18 @@ Name = TypeVar("Name", bound=Hashable)
 WARM, LEAST = 2, 3  # calls before the first measured one, which compile and tune; rounds before time can run out
 
 CYCLES = 2_000_000  # of a GPU in a millisecond, about
+
+
+def keep_pages() -> None:
+    """Let glibc keep the memory that is freed, as other allocators do: to ask for its pages anew takes a CPU long.
+
+    Nothing happens where the C library is another one.
+    """
+    trim, mmap = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, which takes at most 32 MiB
+    with suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap, 1 << 25)
+        mallopt(trim, (1 << 31) - 1)
 
 
 class Measured(NamedTuple):
