@@ -2,7 +2,8 @@
 
 The torch reference in `ops` is the definition; `ops.dispatch` calls what is here where a tensor is on CUDA. Each op
 is a `torch.library` op with a fake and an autograd formula, so that a compiled model has no graph break, and declares
-with `moves` the bytes its forward and its backward must move at the least. All arithmetic is float32, every address
+with `moves` the bytes its forward and its backward must move at the least. An op whose output a norm follows takes it
+along (`Following`), where the whole of a row is in one program. All arithmetic is float32, every address
 is 64-bit, and nothing is atomic: where a gradient is summed over tokens, each program keeps its part and torch adds
 the parts in a fixed order. Nothing imports this package, or triton, until a kernel is asked for.
 """
