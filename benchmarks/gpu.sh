@@ -63,7 +63,7 @@ for name in $PARTS; do
   case $name in
     correctness)
       if part correctness "${LIMITS[correctness]}" "$PYTHON" -m pytest -q -p no:cacheprovider -p no:benchmark -o addopts= \
-        "${tests[@]}" tests/kernels/kernels.py; then note=; else note="kernels failed" failed=1; fi ;;
+        "${tests[@]}" tests/kernels/suite.py; then note=; else note="kernels failed" failed=1; fi ;;
     ops)
       [ -n "$SMALL" ] || warm
       bench ops 50 "${every[@]}" || failed=1

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .ops import Following, runs
+from .roles import kind
 
 State = Any  # a NamedTuple of tensors (the first of them never None), tuples and None; opaque but to its method
 Choice = TypeVar("Choice")
 Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
-CENTRED: dict[type, bool] = {nn.RMSNorm: False, nn.LayerNorm: True}  # norms that kernels know
+# norms that kernels can take along: what they name their eps, and whether they subtract the mean
+KNOWN: dict[type, tuple[str, bool]] = {nn.RMSNorm: ("eps", False), nn.LayerNorm: ("eps", True)}
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -185,12 +187,13 @@ class Connection(nn.Module):
 
 def following(norm: Any) -> Following | None:
     """What a kernel needs of a norm; None where it is of another kind, hooked, or its weight no plain tensor."""
-    norm = norm.host() if hasattr(norm, "host") else norm
-    centred = CENTRED.get(type(norm))
+    norm = norm.lent() if hasattr(norm, "lent") else norm
+    name, centred = KNOWN.get(kind(norm), ("", False))
+    eps = getattr(norm, name, None)
     hooked = "forward" in norm.__dict__ or norm._forward_hooks or norm._forward_pre_hooks
-    if centred is None or hooked or norm.eps is None or type(norm.weight) is not nn.Parameter:
+    if eps is None or hooked or type(norm.weight) is not nn.Parameter:
         return None
-    return Following(norm.weight, getattr(norm, "bias", None), norm.eps, centred)
+    return Following(norm.weight, getattr(norm, "bias", None), eps, centred)
 
 
 def as_written(state: State) -> torch.autocast:

@@ -17,6 +17,11 @@ def restore(module: Any) -> None:
     module.__class__ = type(module).host
 
 
+def kind(module: Any) -> type:
+    """The module's own class, whatever its role."""
+    return vars(type(module)).get("host", type(module))
+
+
 @functools.cache
 def subclass(role: type, host: Any) -> Any:
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:

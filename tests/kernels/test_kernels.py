@@ -1,4 +1,4 @@
-"""Runs `kernels.py` under triton's interpreter and `ptx.py` without it, each in a process of its own.
+"""Runs `suite.py` under triton's interpreter and `ptx.py` without it, each in a process of its own.
 
 The interpreter is chosen by an environment variable that triton reads when it is imported, which other tests of the
 same worker may already have done.
@@ -34,7 +34,7 @@ def test_interpreted(modules):
 
 @pytest.mark.slow
 def test_in_connections():
-    interpret("not slow", ["connections", "columns", "taken_along"])
+    interpret("not slow", ["connections", "columns", "taken_along", "hooked", "whole_model"])
 
 
 def test_every_module_is_in_a_group():
@@ -48,7 +48,7 @@ def test_interpreted_slowly(name):
 
 
 def interpret(marks, names):
-    suite = ("-m", "pytest", "-q", "-n", "0", str(HERE / "kernels.py"), "-m", marks, "-k", " or ".join(names))
+    suite = ("-m", "pytest", "-q", "-n", "0", str(HERE / "suite.py"), "-m", marks, "-k", " or ".join(names))
     assert "passed" in python(*suite, TRITON_INTERPRET="1")
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..connection import Connection, Norm, Site, plan
+from ..connection import KNOWN, Connection, Norm, Site, plan
 from ..registry import Factory, make
 from ..roles import become
 from .families import FAMILIES, Family
@@ -163,9 +163,12 @@ def build(factory: Factory, site: Site, dim: int, layer: nn.Module, family: Fami
 
     def norm(port: str) -> nn.Module:
         path = (family.mlp if port == "mlp" else family.attn).norm
-        if path is None or port not in ("k", "v"):
+        if path is None:
             return Borrowed(layer, path)
-        return own(layer.get_submodule(path), layer, path)
+        host = layer.get_submodule(path)
+        if hasattr(host, "variance_epsilon"):  # transformers' name for it in an RMSNorm
+            KNOWN.setdefault(type(host), ("variance_epsilon", False))
+        return own(host, layer, path) if port in ("k", "v") else Borrowed(layer, path)
 
     return made(factory, site, dim, norm, layer)
 

@@ -173,15 +173,15 @@ class Borrowed(nn.Module):
         super().__init__()
         self.home, self.names = (layer,), path.split(".") if path else []
 
-    def host(self) -> Any:
+    def lent(self) -> Any:
         return functools.reduce(getattr, self.names, self.home[0])
 
     @property
     def dtype(self) -> torch.dtype:
-        return dtype_around(self.host(), self.home[0])
+        return dtype_around(self.lent(), self.home[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.host()(x) if self.names else x
+        return self.lent()(x) if self.names else x
 
 
 class FinalNorm(Borrowed):
@@ -191,11 +191,11 @@ class FinalNorm(Borrowed):
         super().__init__(body, None)
         self.final = (final,)
 
-    def host(self) -> Any:
+    def lent(self) -> Any:
         return self.final[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.host().host_norm(x)
+        return self.lent().host_norm(x)
 
 
 class CopiedNorm:

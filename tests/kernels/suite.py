@@ -1,6 +1,6 @@
 """Every kernel against its reference: under triton's interpreter (`test_kernels.py` runs this file so), or on a GPU.
 
-TRITON_INTERPRET=1 pytest -n 0 tests/kernels/kernels.py          pytest -n 0 tests/kernels/kernels.py   on CUDA
+TRITON_INTERPRET=1 pytest -n 0 tests/kernels/suite.py          pytest -n 0 tests/kernels/suite.py   on CUDA
 """
 
 import copy
@@ -14,6 +14,7 @@ import chain
 import pytest
 import torch
 from accuracy import hold, kernels
+from bodies import build
 from cases import CASES, SLOW
 from interpreter import counted, rounding
 from tiny import shake
@@ -231,6 +232,26 @@ def test_a_hooked_norm_runs_itself(monkeypatch):
     sites[1].norms[0].register_forward_pre_hook(lambda *_: ran.append(1))
     chain.run(sites, chain.randn(2, 3, chain.D).to(DEVICE))
     assert ran == [1]
+
+
+@pytest.mark.parametrize("arm", [*list(ARMS)[:5], "mhc(streams=2, iterations=3)"])
+def test_a_whole_model(arm, monkeypatch):
+    """A host's step with kernels is that without, and is one graph: with every kernel and every norm in it."""
+    torch.manual_seed(0)
+    model = shake(crosslayer.connect(build("llama", num_hidden_layers=2), arm)).to(DEVICE)
+    tokens = torch.randint(97, (1, 4), device=DEVICE)
+
+    def step(model):
+        model.zero_grad()
+        logits = model(input_ids=tokens).logits
+        logits.square().mean().backward()
+        return [logits, *(p.grad for p in model.parameters())]
+
+    expected = [x.clone() for x in step(model)]
+    monkeypatch.setattr(dispatch, "DEVICES", (DEVICE,))
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        for found, e in zip(step(run), expected, strict=True):
+            torch.testing.assert_close(found, e, rtol=0, atol=1e-4 * e.abs().max().clamp_min(1e-2).item())
 
 
 def test_more_columns_than_a_program_holds():
