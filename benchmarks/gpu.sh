@@ -27,7 +27,7 @@ if [ -n "$SMALL" ]; then
   every=("${toy[@]}" --streams 2 --ops add_norm) beside=("${every[@]}") step=("${toy[@]}" "${body[@]}")
   decode=("${step[@]}") memory=("${step[@]}")
 else
-  interpreted=(TRITON_INTERPRET=0) tests=(-n "${WORKERS:-8}" --dist worksteal -m "") kernels=1
+  interpreted=(TRITON_INTERPRET=0) tests=(-n "${WORKERS:-14}" --dist worksteal -m "") kernels=1
   arms=(prenorm hyper mhc "attnres(block_size=4)" "denseformer(dilation=4, period=5)" mudd mgr)
   every=(--variants kernel) beside=(--dims 2048 --streams 4 --variants kernel eager compiled peers --seconds 2)
   step=(--arms "${arms[@]}" --rounds 10) decode=(--arms "${arms[@]}" --seconds 3) memory=()

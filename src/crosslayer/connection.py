@@ -123,7 +123,7 @@ class Connection(nn.Module):
     def following(self, state: State) -> tuple[Following, ...]:
         """The norms of the ports where kernels can take them along; else none, and they run as modules.
 
-        Ports that read one tensor each have a norm of their own to run.
+        As they do where two ports read one tensor, which a parallel block norms twice.
         """
         alone = len(self.ports) == 1 or len(self.ports) > len(self.site.ports)
         if not (self.fuses and alone and self.stream_dtype is None and runs(tree_leaves(state)[0])):
