@@ -244,6 +244,12 @@ def each(flops: int) -> Callable[..., int]:
     return lambda *shapes, out_shape, **_: flops * out_shape.numel()
 
 
+def difference(a: torch.Size, b: Any, *_: Any, out_shape: torch.Size, **__: Any) -> int:
+    """A row less one number, its mean, is a norm's."""
+    centres = isinstance(b, torch.Size) and b[-1:] == (1,) != out_shape[-1:]
+    return 0 if centres else out_shape.numel()
+
+
 def matrix_vector(matrix: torch.Size, vector: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * matrix.numel()
 
@@ -259,8 +265,9 @@ def attention_of(place: int) -> Callable[..., int]:
 
 
 FLOPS = {
-    **{op: each(1) for op in (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_)},
+    **{op: each(1) for op in (aten.add, aten.add_, aten.mul, aten.mul_)},
     **{op: each(2) for op in (aten.addcmul, aten.addcmul_)},
+    aten.sub: difference,
     aten.lerp: each(3),
     aten.mv: matrix_vector,
     aten._scaled_dot_product_flash_attention_for_cpu: attention_of(1),

@@ -154,7 +154,7 @@ class Hyper(Connection):
     def projection(self) -> tuple[Tensor, Tensor]:
         """N(H)'s weights [D n+2], the norm's own multiplied in, and what its bias adds; laid out by output."""
         W = torch.cat([self.dynamic_alpha_fn.mT, self.dynamic_beta_fn[None]])
-        b = W.new_zeros(len(W)) if self.norm_bias is None else W @ self.norm_bias
+        b = W.new_zeros(len(W)) if self.norm_bias is None else (W * self.norm_bias).sum(-1)
         return (W if self.norm_weight is None else W * self.norm_weight).mT, b
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor]:
