@@ -108,6 +108,23 @@ def test_read_recomputes_bitwise(arm, parallel):
     assert torch.equal(loss, again) and equal(gradients, recomputed)
 
 
+@both
+@every
+def test_norms_taken_along_are_the_ports_own(arm, parallel):
+    sites, x = chain(arm, parallel), torch.randn(2, 6, 6, dtype=torch.float64)
+    state, taken = sites[0].init(x), []
+    for site in sites:
+        inputs, after = site.read(state)
+        norms = site.known() if site.fuses else ()
+        if norms:
+            own, own_after = site.gather(state, *norms)
+            for a, b in zip((*own, *tree_leaves(own_after)), (*inputs, *tree_leaves(after)), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        taken.append(bool(norms))
+        state = site.write(after, sum(torch.tanh((i + 2) * x.roll(i, -1)) for i, x in enumerate(inputs)))
+    assert taken[0] or parallel or not sites[0].fuses
+
+
 @slowly
 @compiled
 def test_one_graph(arm, parallel):

@@ -108,7 +108,7 @@ class Connection(nn.Module):
     def gather(self, state: State) -> tuple[tuple[Tensor, ...], State]:
         """Absorb the pending write and mix: what the ports read before their norms, one for all or one each.
 
-        Where the method `fuses`, norms may be given beside the state, one a port: what the ports read is normed then.
+        Where the method `fuses` it is also given the ports' norms, as `*norms`, and what the ports read is normed then.
         """
         raise NotImplementedError
 
@@ -121,14 +121,16 @@ class Connection(nn.Module):
             return self.feed(*xs), state
 
     def following(self, state: State) -> tuple[Following, ...]:
-        """The norms of the ports where kernels can take them along; else none, and they run as modules.
+        """The norms of the ports that kernels take along; none where they run as modules."""
+        return self.known() if self.fuses and runs(tree_leaves(state)[0]) else ()
 
-        As they do where two ports read one tensor, which a parallel block norms twice.
+    def known(self) -> tuple[Following, ...]:
+        """The norms of the ports as ops take them, or none: all or no port's.
+
+        None where two ports read one tensor, which a parallel block norms twice.
         """
         alone = len(self.ports) == 1 or len(self.ports) > len(self.site.ports)
-        if not (self.fuses and alone and self.stream_dtype is None and runs(tree_leaves(state)[0])):
-            return ()
-        norms = [following(norm) for norm in self.norms]
+        norms = [following(norm) for norm in self.norms] if alone and self.stream_dtype is None else []
         return tuple(norm for norm in norms if norm) if all(norms) else ()
 
     def forward(self, state: State) -> tuple[tuple[Tensor, ...], State]:
@@ -187,13 +189,18 @@ class Connection(nn.Module):
 
 def following(norm: Any) -> Following | None:
     """What a kernel needs of a norm; None where it is of another kind, hooked, or its weight no plain tensor."""
-    norm = norm.lent() if hasattr(norm, "lent") else norm
-    name, centred = KNOWN.get(kind(norm), ("", False))
-    eps = getattr(norm, name, None)
-    hooked = "forward" in norm.__dict__ or norm._forward_hooks or norm._forward_pre_hooks
-    if eps is None or hooked or type(norm.weight) is not nn.Parameter:
+    host = norm.lent() if hasattr(norm, "lent") else norm
+    name, centred = KNOWN.get(kind(host), ("", False))
+    eps, weight = getattr(host, name, None), getattr(host, "weight", None)
+    if eps is None or type(weight) is not nn.Parameter or hooked(norm) or hooked(host):
         return None
-    return Following(norm.weight, getattr(norm, "bias", None), eps, centred)
+    return Following(weight, getattr(host, "bias", None), eps, centred)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of it does more than its forward, or another one."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in module.__dict__
 
 
 def as_written(state: State) -> torch.autocast:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bodies import LANGUAGE, VISION, build
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 import crosslayer
 from crosslayer.connection import following
@@ -11,6 +12,25 @@ from crosslayer.ops import follow
 
 # norms of their own kinds, or none before a sub-layer
 OTHERS = {"gemma2", "gemma3", "olmo", "olmo2", "dit"}
+
+
+def test_a_norm_that_only_looks_known_is_not():
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.input_layernorm = CohereLayerNorm(model.config.hidden_size)
+    model = crosslayer.connect(model, "prenorm")
+    taken = [following(site.norms[0]) for site in connections(model)]
+    assert not any(taken[0:-1:2]) and all(taken[1::2])
+
+
+def test_a_hooked_norm_is_a_module():
+    site = connections(crosslayer.connect(build("llama"), "prenorm"))[0]
+    for norm in (site.norms[0], site.norms[0].lent()):
+        for hook in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+            handle = getattr(norm, f"register_{hook}_hook")(lambda *_: None)
+            assert following(site.norms[0]) is None
+            handle.remove()
+    assert following(site.norms[0])
 
 
 @pytest.mark.parametrize("family", [*LANGUAGE, *VISION])

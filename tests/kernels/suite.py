@@ -66,8 +66,11 @@ one_of_each = (*one_of_each, "probe-3-all", "norm-rms", "norm-layer", "merge")
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """Memory that nothing has been written to holds NaN, and `ops` are the references."""
+    """Memory that nothing has been written to holds NaN, `ops` are the references, and programs share a gradient: two,
+    as each reads the weights, which the ledger's few tokens must outweigh."""
     monkeypatch.setattr(dispatch, "DEVICES", ())
+    if INTERPRETED:
+        monkeypatch.setattr(launch, "programs", lambda N, like: min(N, 2))
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     with rounding() if INTERPRETED else nullcontext():
@@ -254,6 +257,11 @@ def test_a_whole_model(arm, monkeypatch):
             torch.testing.assert_close(found, e, rtol=0, atol=1e-4 * e.abs().max().clamp_min(1e-2).item())
 
 
+def test_a_fresh_model_disconnects(monkeypatch):
+    monkeypatch.setattr(dispatch, "DEVICES", (DEVICE,))
+    crosslayer.disconnect(crosslayer.connect(build("llama").to(DEVICE), "mudd"))
+
+
 def test_more_columns_than_a_program_holds():
     H, W = torch.randn(1, 3, 8, 5, device=DEVICE), torch.randn(40, 80, device=DEVICE)
     for out, e in zip(kernels().probe(H, None, None, W), ops.probe(H, None, None, W), strict=True):
@@ -271,11 +279,9 @@ def test_empty(case):
 
 @each
 @pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter loads and stores")
-def test_ledger(case, monkeypatch):
+def test_ledger(case):
     """Moves at most 1.05 of what its op says it must forward, and 1.15 of that forward and backward."""
     N, D = 64, 1000
-    # each reads the weights, which so few tokens would not outweigh
-    monkeypatch.setattr(launch, "programs", lambda N, like: 2)
     rows, weights = case.make(N, D, torch.bfloat16)
     leaves = [x.bfloat16().requires_grad_() for x in rows] + [w.float().requires_grad_() for w in weights]
     forward, backward = case.moves(import_module(f"crosslayer.kernels.{case.module}"), N, D, 2)

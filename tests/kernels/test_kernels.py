@@ -34,7 +34,7 @@ def test_interpreted(modules):
 
 @pytest.mark.slow
 def test_in_connections():
-    interpret("not slow", ["connections", "columns", "taken_along", "hooked", "whole_model"])
+    interpret("not slow", ["connections", "columns", "taken_along", "hooked", "model"])
 
 
 def test_every_module_is_in_a_group():

@@ -22,10 +22,10 @@ CYCLES = 2_000_000  # of a GPU in a millisecond, about
 def keep_pages() -> None:
     """Let glibc keep the memory that is freed, as other allocators do: to ask for its pages anew takes a CPU long.
 
-    Nothing happens where the C library is another one.
+    Pieces of more than 32 MiB are given back all the same. Nothing happens where the C library is another one.
     """
     trim, mmap = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, which takes at most 32 MiB
-    with suppress(AttributeError, OSError):
+    with suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(mmap, 1 << 25)
         mallopt(trim, (1 << 31) - 1)

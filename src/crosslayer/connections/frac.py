@@ -20,6 +20,7 @@ from .hyper import Hyper, Streams
 
 
 class Frac(Hyper):
+    fuses = False  # no kernel makes its input
     variants = ("frac(dynamic=False)",)
 
     def __init__(self, site: Site, dim: int, norm: Norm, fractions: int = 2, dynamic: bool = True, tanh: bool = True):

@@ -17,6 +17,7 @@ from .prenorm import PreNorm, Stream
 
 
 class PostNorm(PreNorm):
+    fuses = False  # its norms are in the stream
     starts_as_prenorm = False
     renorms = True
 

@@ -166,11 +166,20 @@ def build(factory: Factory, site: Site, dim: int, layer: nn.Module, family: Fami
         if path is None:
             return Borrowed(layer, path)
         host = layer.get_submodule(path)
-        if hasattr(host, "variance_epsilon"):  # transformers' name for it in an RMSNorm
+        if plain(host):
             KNOWN.setdefault(type(host), ("variance_epsilon", False))
         return own(host, layer, path) if port in ("k", "v") else Borrowed(layer, path)
 
     return made(factory, site, dim, norm, layer)
+
+
+def plain(norm: nn.Module) -> bool:
+    """Whether it is an RMSNorm of transformers' that multiplies by its weight as it is.
+
+    Those that do not, like Gemma's, name their eps otherwise; those put in their place are of other packages.
+    """
+    theirs = type(norm).__module__.startswith("transformers.models.") and type(norm).__name__.endswith("RMSNorm")
+    return theirs and hasattr(norm, "variance_epsilon")
 
 
 def made(factory: Factory, site: Site, dim: int, norm: Norm, like: nn.Module) -> Connection:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection
+from ..connection import Connection, as_written
 from ..ops import add
 from ..roles import restore
 from .attach import check_unhooked, connected, parts_of, remember
@@ -77,7 +77,12 @@ def difference(connections: list[Connection], like: Tensor) -> float:
     h, found = random(), [0.0]
     state = connections[0].init(h)
     for connection in connections:
-        inputs, state = connection(state)
+        if connection.fuses:  # modules norm both, as a kernel that takes a norm along rounds otherwise
+            with as_written(state):
+                xs, state = connection.gather(state)
+                inputs = connection.feed(*xs)
+        else:
+            inputs, state = connection(state)
         for x, norm in zip(inputs, connection.norms, strict=False):  # a readout of two norms has one input
             expected = (norm.origin[0] if isinstance(norm, CopiedNorm) else norm)(h)
             found.append((x - expected).abs().max().item())

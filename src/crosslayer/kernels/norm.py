@@ -22,7 +22,7 @@ from . import launch
 
 def add_norm(h: Tensor, y: Tensor | None, norm: Following | None = None) -> tuple[Tensor, Tensor]:
     """`ops.add_norm`. h, y: [B T D].  ->  h' and its norm, [B T D] each."""
-    if y is None or norm is None:
+    if y is None or norm is None or y.dtype != h.dtype:
         h = add(h, y)
         return h, follow(h, norm)
     return torch.ops.crosslayer.add_norm(h, y, *given(norm))

@@ -38,9 +38,11 @@ def follow(x: Tensor, norm: Following | None = None) -> Tensor:
     """N(x)·weight + bias where a norm follows, else x. [... D], in x's dtype; normed in float32."""
     if norm is None:
         return x
-    new = F.layer_norm(wide(x), x.shape[-1:], eps=norm.eps) if norm.centred else rms(x, norm.eps)
-    new = new * norm.weight
-    return (new if norm.bias is None else new + norm.bias).to(x.dtype)
+    x, like = wide(x), x
+    weight, bias = norm.weight.to(x.dtype), None if norm.bias is None else norm.bias.to(x.dtype)
+    if norm.centred:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps).to(like.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, norm.eps).to(like.dtype)
 
 
 @kernel("norm")

@@ -1,7 +1,7 @@
 """Products of which one side is a few numbers: projections of rows, mixtures of few rows, products of rows with rows.
 
-As they are called, BLAS is best. A compiler would call BLAS too, between its loops; given sums, it makes them part of
-the loop that reads or writes the rows anyway.
+As they are called, BLAS is best. A compiler would call BLAS too, between its loops; given sums, inductor makes them
+part of the loop that reads or writes the rows anyway.
 """
 
 from functools import reduce
@@ -18,7 +18,7 @@ def wide(x: Tensor) -> Tensor:
 
 def sums(products: int) -> bool:
     """Whether so many products, of a row each, are sums."""
-    return torch.compiler.is_compiling() and products <= 16
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and products <= 16
 
 
 def project(x: Tensor, W: Tensor) -> Tensor:
