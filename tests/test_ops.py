@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crosslayer.ops import attend, attend_ahead, attend_merge, mix, sinkhorn
-from crosslayer.ops.products import dots, gram, mixtures, project, spread
+from crosslayer.ops.products import dots, gram, mixtures, project_once, spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -50,7 +50,7 @@ def test_products_are_the_same_as_sums(few):
 
     def products(H, Y, w, W, g):
         both = dots(Y, H), dots(H, H)
-        return project(H, W), spread(g, W), mixtures(H, w), mixtures(H, w[0, 0]), gram(H, H), *both
+        return project_once(H, W), spread(g, W), mixtures(H, w), mixtures(H, w[0, 0]), gram(H, H), *both
 
     given = [t.double() for t in (H, Y, w, W, g)]
     compiled = torch.compile(products, backend="eager", fullgraph=True)(*given)

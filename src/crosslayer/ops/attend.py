@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from .dispatch import kernel
 from .mix import weighted_sum
 from .norm import Following, follow, rstd
-from .products import dot, project, wide
+from .products import dot, project_once, wide
 
 
 @kernel("attend")
@@ -82,7 +82,7 @@ class Attend(Function):
 
 def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
     """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
-    return project(wide(x), Q.mT) * r[..., None]
+    return project_once(wide(x), Q.mT) * r[..., None]
 
 
 def through_rms(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, into: Tensor) -> Tensor:

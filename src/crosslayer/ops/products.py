@@ -23,14 +23,19 @@ def sums(products: int) -> bool:
 
 def project(x: Tensor, W: Tensor) -> Tensor:
     """x W for a tall W: [… D] and [D K] -> [… K]."""
-    if sums(W.shape[-1]):
-        return torch.stack([(x * w).sum(-1) for w in W.unbind(-1)], -1)
     # laid out by output, as BLAS takes many times as long for the gradient of a tall matrix as for that of a wide one
     return F.linear(x, W.mT.contiguous())
 
 
+def project_once(x: Tensor, W: Tensor) -> Tensor:
+    """`project` where its backward is written out: inductor's of the sums is wrong in some graphs (torch 2.13)."""
+    if sums(W.shape[-1]):
+        return torch.stack([(x * w).sum(-1) for w in W.unbind(-1)], -1)
+    return project(x, W)
+
+
 def spread(g: Tensor, W: Tensor) -> Tensor:
-    """g Wᵀ for a tall W, the way back from `project`: [… K] and [D K] -> [… D]."""
+    """g Wᵀ for a tall W, the way back from `project_once`: [… K] and [D K] -> [… D]."""
     if sums(W.shape[-1]):
         return reduce(torch.add, (g_k[..., None] * w for g_k, w in zip(g.unbind(-1), W.unbind(-1), strict=True)))
     return g @ W.mT

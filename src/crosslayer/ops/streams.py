@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel
 from .norm import Following, follow, rstd
-from .products import dots, gram, mixtures, project, spread, wide
+from .products import dots, gram, mixtures, project_once, spread, wide
 
 
 def repeat(x: Tensor, n: int) -> Tensor:
@@ -79,7 +79,7 @@ class Probe(Function):
         mean = rows.mean(-1, keepdim=True) if centred else None
         rows = rows if mean is None else rows - mean
         r = rstd(rows, eps)[:, None]
-        z = project(rows, W) * r
+        z = project_once(rows, W) * r
         ctx.save_for_backward(new, Y, beta, W, z, r, mean)
         return new, z.view(*H.shape[:-2], -1, W.shape[-1])
 
