@@ -23,15 +23,21 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         k, v = q if k is None else k, q if v is None else v
         q, k, v = (
-            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, x in ((self.q, q), (self.k, k), (self.v, v))
+            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for f, x in ((self.q, q), (self.k, k), (self.v, v))
         )
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class MLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(dim, 4 * dim, bias=False),
+            nn.Linear(4 * dim, dim, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -63,7 +69,17 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """arm: any connection's string. Computes logits [B T vocab] from ids [B T]."""
 
-    def __init__(self, arm="prenorm", vocab=256, dim=64, layers=4, heads=4, context=128, parallel=False, eps=1e-6):
+    def __init__(
+        self,
+        arm="prenorm",
+        vocab=256,
+        dim=64,
+        layers=4,
+        heads=4,
+        context=128,
+        parallel=False,
+        eps=1e-6,
+    ):
         super().__init__()
         make = crosslayer.make(arm)
         sites = crosslayer.plan(layers, parallel)
@@ -89,7 +105,11 @@ class GPT(nn.Module):
         x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         state = self.readout.init(x)
         for block in self.blocks:
-            state = checkpoint(block, state, use_reentrant=False) if self.checkpointing else block(state)
+            state = (
+                checkpoint(block, state, use_reentrant=False)
+                if self.checkpointing
+                else block(state)
+            )
         return self.head(self.readout.readout(state))
 
 

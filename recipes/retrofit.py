@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 import crosslayer
-from crosslayer.compare import environment
-from crosslayer.report import COLOURS
-from crosslayer.train.judging import evenly, judge
-from crosslayer.train.optimizers import optimizers, set_rates
-from crosslayer.train.parallel import launch, setup
-from crosslayer.train.run import backward, clipped, examples
+from crosslayer.train.compare import describe_environment
+from crosslayer.train.evaluation import evaluate_examples, evenly_spaced
+from crosslayer.train.optimizers import build_optimizers, set_learning_rates
+from crosslayer.train.parallel import launch_fabric, setup_model
+from crosslayer.train.report import COLOURS
 from crosslayer.train.settings import Settings
-from crosslayer.train.tasks import Examples, build, task
+from crosslayer.train.task import Examples, build_model, find_task
+from crosslayer.train.trainer import backward, clipped, examples
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 is from scratch
 INTRODUCTION = (
@@ -41,7 +41,14 @@ INTRODUCTION = (
     "PreNorm, much. Two seeds of the smaller body end 0.18 apart, so that only differences within a seed count there;",
     "on the larger one, of one seed, those below 0.01 are chance, and no connection is told from another.",
 )
-HEAD = ("connection", "connected at step", "at the switch", "validation loss", "against prenorm", "runs")
+HEAD = (
+    "connection",
+    "connected at step",
+    "at the switch",
+    "validation loss",
+    "against prenorm",
+    "runs",
+)
 
 
 def run(
@@ -61,7 +68,7 @@ def run(
         settings: any options of `crosslayer train`, which every run shares.
     """
     options = Settings.of(**settings)
-    text = task(options.model).examples(options)
+    text = find_task(options.model).examples(options)
     for arm in arms:
         for share in switches if arm != "prenorm" else (0.0,):
             file = Path(out) / f"{arm} {share} {seed}.json".replace("/", "-")
@@ -72,30 +79,41 @@ def run(
                 part.write_text(json.dumps(row))
                 part.replace(file)
                 print(
-                    f"{arm}, from step {row['switch']}: {row['valid_loss']:.4f} in {row['seconds']:.0f} s", flush=True
+                    f"{arm}, from step {row['switch']}: {row['valid_loss']:.4f} in {row['seconds']:.0f} s",
+                    flush=True,
                 )
 
 
-def retrofit(settings: Settings, text: Examples, arm: str, switch: int, seed: int) -> dict[str, Any]:
+def retrofit(
+    settings: Settings, text: Examples, arm: str, switch: int, seed: int
+) -> dict[str, Any]:
     """One run: PreNorm for `switch` steps, the arm from there on."""
     _, data, optimization, engine = settings
-    fabric, job = launch(engine), task(settings.model)
-    bare = build(settings, "prenorm" if switch else arm, text.classes, seed)
-    model, plain = setup(fabric, bare, engine), optimizers(bare, optimization)
+    fabric, job = launch_fabric(engine), find_task(settings.model)
+    bare = build_model(settings, "prenorm" if switch else arm, text.classes, seed)
+    model, plain = setup_model(fabric, bare, engine), build_optimizers(bare, optimization)
     held_out = next(iter(text.valid.values()))
-    judged, start, curve, jump = evenly(len(held_out), data.batch * data.held_out), time.perf_counter(), [], None
+    judged, start, curve, jump = (
+        evenly_spaced(len(held_out), data.batch * data.held_out),
+        time.perf_counter(),
+        [],
+        None,
+    )
     batches = examples(fabric, text, settings, seed, 0)
 
     def valid_loss() -> float:
-        return judge(fabric, model, job, held_out, judged, data.batch)["loss"]
+        return evaluate_examples(fabric, model, job, held_out, judged, data.batch)["loss"]
 
     for step in range(1, optimization.steps + 1):
         if step - 1 == switch > 0:
             before = valid_loss()
             crosslayer.connect(crosslayer.disconnect(bare), arm)
-            model, plain = setup(fabric, bare, engine), carried(plain, optimizers(bare, optimization))
+            model, plain = (
+                setup_model(fabric, bare, engine),
+                carried(plain, build_optimizers(bare, optimization)),
+            )
             jump = valid_loss() - before
-        set_rates(plain, step - 1, optimization)
+        set_learning_rates(plain, step - 1, optimization)
         backward(fabric, model, job, batches, engine.accumulate)
         clipped(bare, optimization.clip)
         for optimizer in plain:
@@ -112,11 +130,13 @@ def retrofit(settings: Settings, text: Examples, arm: str, switch: int, seed: in
         "curve": curve,
         "seconds": time.perf_counter() - start,
         "settings": settings.flat() | {"data": Path(data.data).name},
-        **environment(),
+        **describe_environment(),
     }
 
 
-def carried(before: list[torch.optim.Optimizer], after: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def carried(
+    before: list[torch.optim.Optimizer], after: list[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
     """Optimizers of the connected model that remember what the plain model's knew of its parameters."""
     for old, new in zip(before, after, strict=True):
         new.state.update(old.state)
@@ -157,13 +177,17 @@ def section(rows: list[dict[str, Any]], picture: str) -> list[str]:
         {(row["arm"], row["switch"]) for row in rows}, key=lambda key: (key[0] != "prenorm", key)
     ):
         found, plain = losses(rows, arm, switch), arm == "prenorm"
-        jumps = [row["jump"] for row in rows if (row["arm"], row["switch"]) == (arm, switch) and switch]
+        jumps = [
+            row["jump"] for row in rows if (row["arm"], row["switch"]) == (arm, switch) and switch
+        ]
         cells = [
             f"`{arm}`",
             "never" if plain else str(switch),
             f"{max(jumps, key=abs):+.1e}" if jumps else "–",
             spread(list(found.values()), ".4f"),
-            "–" if plain else spread([found[seed] - never[seed] for seed in found if seed in never], "+.4f"),
+            "–"
+            if plain
+            else spread([found[seed] - never[seed] for seed in found if seed in never], "+.4f"),
             str(len(found)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -171,7 +195,11 @@ def section(rows: list[dict[str, Any]], picture: str) -> list[str]:
 
 
 def losses(rows: list[dict[str, Any]], arm: str, switch: int) -> dict[int, float]:
-    return {row["seed"]: row["valid_loss"] for row in rows if (row["arm"], row["switch"]) == (arm, switch)}
+    return {
+        row["seed"]: row["valid_loss"]
+        for row in rows
+        if (row["arm"], row["switch"]) == (arm, switch)
+    }
 
 
 def spread(values: list[float], form: str) -> str:
@@ -199,17 +227,24 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
             for at in sorted({row["switch"] for row in rows if row["arm"] == arm})
         }
         means = [statistics.mean(values) for values in apart.values()]
-        left.plot([at / steps for at in apart], means, color=colour, label=arm, marker="o", markersize=4)
+        left.plot(
+            [at / steps for at in apart], means, color=colour, label=arm, marker="o", markersize=4
+        )
     left.set_xlabel("connected after this share of the steps")
     left.set_ylabel("final loss against prenorm, nats a byte")
     shown = "mudd" if "mudd" in arms else arms[0]
-    curves = sorted((row for row in rows if row["arm"] == shown and row["seed"] == 0), key=lambda row: row["switch"])
+    curves = sorted(
+        (row for row in rows if row["arm"] == shown and row["seed"] == 0),
+        key=lambda row: row["switch"],
+    )
     plain = [row for row in rows if row["arm"] == "prenorm" and row["seed"] == 0]
     for colour, row in zip(COLOURS, plain + curves, strict=False):
         xs, ys = zip(*row["curve"], strict=True)
         label = "prenorm" if row["arm"] == "prenorm" else f"{shown} from step {row['switch']}"
         right.plot(xs, ys, color=colour, label=label, linewidth=1.4)
-    right.set_ylim(top=min(ys[len(ys) // 4] for ys in [[y for _, y in row["curve"]] for row in plain]) * 1.05)
+    right.set_ylim(
+        top=min(ys[len(ys) // 4] for ys in [[y for _, y in row["curve"]] for row in plain]) * 1.05
+    )
     right.set_xlabel("step")
     right.set_ylabel("validation loss")
     for axes in (left, right):

@@ -9,23 +9,24 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import test_laws as laws
 import torch
 from connections import test_golden as golden
 from connections import test_loops as loops
 from connections.test_loops import Case, Manifold
-from tiny import ARMS, gpt
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
 import crosslayer
 from crosslayer.connection import Connection
-from crosslayer.connections import attnres, denseformer, gains, hyper, mgr, mhc, mhc_lite, mudd
+from crosslayer.connections import attnres, denseformer, hyper, mgr, mhc, mhc_lite, mudd, skip_gain
 from crosslayer.connections.denseformer import DenseFormer, History
-from crosslayer.connections.gains import Gained, Gains
 from crosslayer.connections.hyper import Hyper
 from crosslayer.connections.mhc import MHC
-from crosslayer.ops import add, mix, scores
+from crosslayer.connections.skip_gain import Gained, SkipGain
+from crosslayer.norms import add_write
+from crosslayer.ops import depth_mix, depth_scores
+from tests import test_laws as laws
+from tests.support.tiny import ARMS, gpt
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Check = Callable[[], None]
@@ -58,14 +59,19 @@ DECAYED = {
 
 def decays_what_the_papers_decay(arm: str) -> None:
     """Static weights take no weight decay, generated ones do; nor does a norm, and the body's matrices do."""
-    from crosslayer.train.optimizers import optimizers
+    from crosslayer.train.optimizers import build_optimizers
     from crosslayer.train.settings import Optimization
 
     model = gpt(arm)
-    (adamw,) = optimizers(model, Optimization())
+    (adamw,) = build_optimizers(model, Optimization())
     decay = {p: g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
     assert decay.keys() == {p for p in model.parameters() if p.requires_grad}
-    own = {p: n for m in model.modules() if isinstance(m, Connection) for n, p in m.named_parameters(recurse=False)}
+    own = {
+        p: n
+        for m in model.modules()
+        if isinstance(m, Connection)
+        for n, p in m.named_parameters(recurse=False)
+    }
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -84,7 +90,9 @@ def two_depths_at_once(arm: str) -> None:
             inputs, states[i] = site.read(states[i])
             y = sum(torch.tanh((j + k + 1) * h.roll(j, -1)) for j, h in enumerate(inputs))
             states[i] = site.write(states[i], y)
-    assert all(torch.equal(sites[-1].readout(state), out) for state, out in zip(states, alone, strict=True))
+    assert all(
+        torch.equal(sites[-1].readout(state), out) for state, out in zip(states, alone, strict=True)
+    )
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -109,7 +117,9 @@ def row(case: str) -> Check:
 
 
 golden_mhc = row("mhc_deepseek_v4_n4_with_head_3sublayers")
-golden_mudd = partial(golden.test_mudd_streams, "mudd", "muddformer_llama_L4_D64_noqknorm_noround_noexpand")
+golden_mudd = partial(
+    golden.test_mudd_streams, "mudd", "muddformer_llama_L4_D64_noqknorm_noround_noexpand"
+)
 golden_mhc_lite = row("mhc_lite_n4_3sublayers")
 golden_static = row("hc_static_n2_3sublayers")
 golden_hyper = row("hc_dynamic_n4_tanh_layernorm_3sublayers")
@@ -202,7 +212,7 @@ def mgr_gate_norm_has_another_eps(patch):
 
     def gate_pool(S, y, beta, pool, score, norm):
         S, h, q = right(S, y, beta, pool, score)
-        return S, h, q if score is None else scores(S, score, eps=1e-5)
+        return S, h, q if score is None else depth_scores(S, score, eps=1e-5)
 
     patch.setattr(mgr, "gate_pool", gate_pool)
 
@@ -229,7 +239,10 @@ def hyper_reads_out_the_mean(patch):
 
 @bug(
     loop=partial(
-        loops.check, Manifold(readout="sum").arm, loops.mhc(Manifold(readout="sum")), Case(layers=2, normed=False)
+        loops.check,
+        Manifold(readout="sum").arm,
+        loops.mhc(Manifold(readout="sum")),
+        Case(layers=2, normed=False),
     )
 )
 def mhc_reads_out_the_mean(patch):
@@ -255,7 +268,7 @@ def mhc_draws_its_layer_index(patch):
     @torch.no_grad()
     def reset_parameters(self):
         right(self)
-        if not self.last:
+        if not self.is_readout:
             self.base[: self.n] = -1
             self.base[draw.randrange(self.n)] = 1
 
@@ -281,7 +294,9 @@ class Converged(torch.autograd.Function):
         return M * (G - u[..., :, None] - v[..., None, :]), None, None
 
 
-@bug(golden=golden_mhc, loop=loop_mhc(), loop20=loop_mhc(iterations=20), gradcheck=gradcheck_sinkhorn)
+@bug(
+    golden=golden_mhc, loop=loop_mhc(), loop20=loop_mhc(iterations=20), gradcheck=gradcheck_sinkhorn
+)
 def sinkhorn_is_differentiated_as_if_converged(patch):
     patch.setattr(mhc, "sinkhorn", Converged.apply)
 
@@ -319,8 +334,8 @@ def mixers_are_cast_with_the_model(patch):
 @bug(autocast=lambda: laws.test_autocast_leaves_coefficients_in_float32("mhc", False))
 def autocast_reaches_the_mixers(patch):
     def read(self, state):
-        xs, state = self.gather(state)
-        return self.feed(*xs), state
+        xs, state = self.mix_inputs(state)
+        return self.apply_port_norms(*xs), state
 
     patch.setattr(Connection, "read", read)
 
@@ -333,61 +348,61 @@ def zero_dim(*shape: int) -> nn.Parameter:
 
 
 @bug(
-    gains=lambda: laws.test_parameters_keep_the_house_rules("gains", False),
+    skip_gain=lambda: laws.test_parameters_keep_the_house_rules("skip_gain", False),
     hyper=lambda: laws.test_parameters_keep_the_house_rules("hyper", False),
 )
 def scalars_are_parameters_without_a_dimension(patch):
-    patch.setattr(gains, "weight", zero_dim)
+    patch.setattr(skip_gain, "weight", zero_dim)
     patch.setattr(hyper, "weight", zero_dim)
 
 
 @bug(law=lambda: laws.test_forward_stores_nothing("denseformer", False))
 def denseformer_keeps_its_history_on_the_module(patch):
-    right = DenseFormer.gather
+    right = DenseFormer.mix_inputs
 
-    def gather(self, state):
+    def mix_inputs(self, state):
         xs, state = right(self, state)
         self.accumulators = state.X
         return xs, state
 
-    patch.setattr(DenseFormer, "gather", gather)
+    patch.setattr(DenseFormer, "mix_inputs", mix_inputs)
 
 
 @bug(two_depths=partial(two_depths_at_once, "denseformer"))
 def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
     kept: list[Tensor] = []  # what the law of attributes cannot see: the same list all along
 
-    def gather(self, state):
-        h = add(state.h, state.y)
+    def mix_inputs(self, state):
+        h = add_write(state.h, state.y)
         if not self.site.index:
             kept.clear()
-        if self.opens:
+        if self.opens_layer:
             kept.append(h)
         if self.alpha is not None:
-            (h,) = mix(tuple(kept[j] for j in self.sources), self.alpha[None])
+            (h,) = depth_mix(tuple(kept[j] for j in self.sources), self.alpha[None])
         return (h,), History((), h)
 
-    patch.setattr(denseformer.DenseFormer, "gather", gather)
+    patch.setattr(denseformer.DenseFormer, "mix_inputs", mix_inputs)
 
 
-@bug(cuts=lambda: laws.test_state_cuts_bitwise("gains", False))
+@bug(cuts=lambda: laws.test_state_cuts_bitwise("skip_gain", False))
 def the_gain_itself_travels_in_the_state(patch):
-    def gather(self, state):
+    def mix_inputs(self, state):
         h = state.h if state.y is None else state.gain * state.h + state.y
         return (h,), Gained(h, gain=self.gain)
 
-    patch.setattr(Gains, "gather", gather)
+    patch.setattr(SkipGain, "mix_inputs", mix_inputs)
 
 
-@bug(cuts=lambda: laws.test_state_cuts_bitwise(Hyper.variants[0], False))
+@bug(cuts=lambda: laws.test_state_cuts_bitwise(Hyper.test_variants[0], False))
 def static_beta_itself_travels_in_the_state(patch):
-    right = Hyper.gather
+    right = Hyper.mix_inputs
 
-    def gather(self, state):
+    def mix_inputs(self, state):
         read, state = right(self, state)
-        return read, state if self.last else state._replace(beta=self.static_beta)
+        return read, state if self.is_readout else state._replace(beta=self.static_beta)
 
-    patch.setattr(Hyper, "gather", gather)
+    patch.setattr(Hyper, "mix_inputs", mix_inputs)
 
 
 # ---- 3. the optimizer
@@ -395,7 +410,9 @@ def static_beta_itself_travels_in_the_state(patch):
 
 @bug(hyper=partial(decays_what_the_papers_decay, "hyper"))
 def static_weights_are_decayed(patch):
-    patch.setattr(Hyper, "decayed", Hyper.decayed | {"static_alpha", "static_beta"})
+    patch.setattr(
+        Hyper, "weight_decay_params", Hyper.weight_decay_params | {"static_alpha", "static_beta"}
+    )
 
 
 @bug(

@@ -8,13 +8,22 @@ import pickle
 import pytest
 import torch
 import torch.multiprocessing
-import two_ranks
-from tiny import ARMS, connections, equal, gpt, loss_and_gradients, shake, tokens, without_eps
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
+from tests.support import two_ranks
+from tests.support.tiny import (
+    ARMS,
+    connections,
+    equal,
+    gpt,
+    loss_and_gradients,
+    shake,
+    tokens,
+    without_eps,
+)
 
 both = pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 every = pytest.mark.parametrize("arm", ARMS)
@@ -23,7 +32,11 @@ slowly = pytest.mark.parametrize(
     "parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sequential", "parallel"]
 )
 compiled = pytest.mark.parametrize(
-    "arm", [arm if arm in crosslayer.available() else pytest.param(arm, marks=pytest.mark.slow) for arm in ARMS]
+    "arm",
+    [
+        arm if arm in crosslayer.available() else pytest.param(arm, marks=pytest.mark.slow)
+        for arm in ARMS
+    ],
 )
 
 
@@ -38,7 +51,11 @@ def chain(arm: str, parallel: bool, dim: int = 6, layers: int = 4) -> list[cross
 def in_float32(function, *state):
     """What the function gives when it is computed in float32 throughout, rounded to what it gives in bf16."""
     wide = tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, state)
-    return tree_map(lambda x, like: x.to(like.dtype) if isinstance(x, Tensor) else x, function(*wide), function(*state))
+    return tree_map(
+        lambda x, like: x.to(like.dtype) if isinstance(x, Tensor) else x,
+        function(*wide),
+        function(*state),
+    )
 
 
 def run(sites: list[crosslayer.Connection], x: Tensor) -> Tensor:
@@ -46,7 +63,9 @@ def run(sites: list[crosslayer.Connection], x: Tensor) -> Tensor:
     state = sites[0].init(x)
     for k, site in enumerate(sites[:-1]):
         inputs, state = site.read(state)
-        state = site.write(state, sum(torch.tanh((i + k + 1) * x.roll(i, -1)) for i, x in enumerate(inputs)))
+        state = site.write(
+            state, sum(torch.tanh((i + k + 1) * x.roll(i, -1)) for i, x in enumerate(inputs))
+        )
     return sites[-1].readout(state)
 
 
@@ -117,11 +136,15 @@ def test_norms_taken_along_are_the_ports_own(arm, parallel):
         inputs, after = site.read(state)
         norms = site.known() if site.fuses else ()
         if norms:
-            own, own_after = site.gather(state, *norms)
-            for a, b in zip((*own, *tree_leaves(own_after)), (*inputs, *tree_leaves(after)), strict=True):
+            own, own_after = site.mix_inputs(state, *norms)
+            for a, b in zip(
+                (*own, *tree_leaves(own_after)), (*inputs, *tree_leaves(after)), strict=True
+            ):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
         taken.append(bool(norms))
-        state = site.write(after, sum(torch.tanh((i + 2) * x.roll(i, -1)) for i, x in enumerate(inputs)))
+        state = site.write(
+            after, sum(torch.tanh((i + 2) * x.roll(i, -1)) for i, x in enumerate(inputs))
+        )
     assert taken[0] or parallel or not sites[0].fuses
 
 
@@ -140,7 +163,16 @@ def test_one_graph(arm, parallel):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 # 8 columns' sums have had a wrong gradient, where autograd made it
 @pytest.mark.parametrize(
-    "arm", ["prenorm", "mudd", "hyper", "attnres(block_size=3)", "mgr", "hyper(streams=6)", "mhc(streams=2)"]
+    "arm",
+    [
+        "prenorm",
+        "mudd",
+        "hyper",
+        "attnres(block_size=3)",
+        "mgr",
+        "hyper(streams=6)",
+        "mhc(streams=2)",
+    ],
 )
 def test_inductor(arm):
     model, ids = gpt(arm, layers=3), tokens()
@@ -161,8 +193,12 @@ def test_blocks_compile_to_few_graphs(arm, parallel):
     state, structures = model.readout.init(model.embed(ids)), set()
     for block in model.blocks:
         wiring = [tuple((n, p.shape) for n, p in block.named_parameters())]
-        wiring += [tuple(v for v in vars(c).values() if isinstance(v, int)) for c in block.connections]
-        structures.add((tuple(leaf is not None and leaf.stride() for leaf in tree_leaves(state)), *wiring))
+        wiring += [
+            tuple(v for v in vars(c).values() if isinstance(v, int)) for c in block.connections
+        ]
+        structures.add(
+            (tuple(leaf is not None and leaf.stride() for leaf in tree_leaves(state)), *wiring)
+        )
         state = block(state)
         block.compile(fullgraph=True, backend=counter)
     model(ids)
@@ -184,7 +220,9 @@ def test_starts_as_prenorm_where_it_says_so(arm, parallel):
     plain = gpt("prenorm", parallel, eps=0.0, shaken=False).double()
     model = gpt(without_eps(arm), parallel, eps=0.0, shaken=False).double()
     body = plain.state_dict().keys() & model.state_dict().keys()
-    assert all(torch.equal(plain.state_dict()[k], model.state_dict()[k]) for k in body), "one body for every arm"
+    assert all(torch.equal(plain.state_dict()[k], model.state_dict()[k]) for k in body), (
+        "one body for every arm"
+    )
     error = (model(tokens()) - plain(tokens())).abs().max()
     if crosslayer.make(arm).method.starts_as_prenorm:
         assert error < 1e-12
@@ -232,7 +270,9 @@ def test_forward_stores_nothing(arm, parallel):
     model(tokens())
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys()
-        assert all(vars(module)[k] is before[name][k] for k in vars(module)), f"{name} changed in forward"
+        assert all(vars(module)[k] is before[name][k] for k in vars(module)), (
+            f"{name} changed in forward"
+        )
 
 
 @both
@@ -245,16 +285,24 @@ def test_parameters_keep_the_house_rules(arm, parallel):
         for site in crosslayer.plan(4, parallel):
             assert all(p.is_meta for p in make(site, 6, norm).parameters())
     sites = [make(site, 6, norm) for site in crosslayer.plan(4, parallel)]
-    assert torch.equal(state, torch.get_rng_state()), "building a connection must not move the global random state"
+    assert torch.equal(state, torch.get_rng_state()), (
+        "building a connection must not move the global random state"
+    )
     names = {n for site in sites for n, _ in site.named_parameters(recurse=False)}
-    assert make.method.decayed & names or not make.method.decayed or "dynamic=False" in arm
+    assert (
+        make.method.weight_decay_params & names
+        or not make.method.weight_decay_params
+        or "dynamic=False" in arm
+    )
     for site in sites:
         own = dict(site.named_parameters(recurse=False))
         assert all(p.dim() >= 1 and p.dtype == torch.float32 for p in own.values())
         fresh = {n: p.detach().clone() for n, p in own.items()}
         shake(site)
         site.reset_parameters()
-        assert equal(fresh, {n: p.detach() for n, p in own.items()}), "reset_parameters gives the initial values back"
+        assert equal(fresh, {n: p.detach() for n, p in own.items()}), (
+            "reset_parameters gives the initial values back"
+        )
 
 
 @both
@@ -279,7 +327,10 @@ def test_bf16_error_is_at_most_twice_the_float32_internal_reference(arm, paralle
     """The reference reads every bf16 state in float32 throughout and rounds what it gives out, nothing in between."""
     dim = 48
     make = crosslayer.make(arm)
-    exact = [shake(make(site, dim, lambda port: torch.nn.Identity()).double()) for site in crosslayer.plan(4, parallel)]
+    exact = [
+        shake(make(site, dim, lambda port: torch.nn.Identity()).double())
+        for site in crosslayer.plan(4, parallel)
+    ]
     sites = [copy.deepcopy(site).float() for site in exact]
     x = torch.randn(4, 32, dim).bfloat16()
 
@@ -287,7 +338,9 @@ def test_bf16_error_is_at_most_twice_the_float32_internal_reference(arm, paralle
         state = sites[0].init(x)
         for k, site in enumerate(sites[:-1]):
             inputs, state = in_float32(site.read, state)
-            state = site.write(state, sum(torch.tanh((i + k + 1) * x.roll(i, -1)) for i, x in enumerate(inputs)))
+            state = site.write(
+                state, sum(torch.tanh((i + k + 1) * x.roll(i, -1)) for i, x in enumerate(inputs))
+            )
         return in_float32(sites[-1].readout, state)
 
     truth = run(exact, x.double())
@@ -325,6 +378,8 @@ def test_a_new_file_is_a_new_method(tmp_path, monkeypatch):
     (tmp_path / "ninth.py").write_text(
         "from crosslayer.connections.prenorm import PreNorm\nclass Ninth(PreNorm):\n    pass\n"
     )
-    monkeypatch.setattr(crosslayer.connections, "__path__", [*crosslayer.connections.__path__, str(tmp_path)])
+    monkeypatch.setattr(
+        crosslayer.connections, "__path__", [*crosslayer.connections.__path__, str(tmp_path)]
+    )
     assert "ninth" in crosslayer.available()
     assert torch.equal(gpt("ninth")(tokens()), gpt("prenorm")(tokens()))

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from crosslayer.ops import attend, attend_ahead, attend_merge, mix, sinkhorn
-from crosslayer.ops.products import dots, gram, mixtures, project_once, spread
+from crosslayer.ops import attend_ahead, attend_merge, depth_attention, depth_mix, sinkhorn
+from crosslayer.ops.products import (
+    mix_streams,
+    project_back,
+    project_manual_grad,
+    row_dots,
+    stream_gram,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -15,9 +21,9 @@ def test_two_phases_are_one(dtype, complete):
     out, lse = attend_ahead(X[:-1], Q)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for s in range(4):
-        torch.testing.assert_close(out[s], attend(X[:-1], Q[s]), rtol=0, atol=tolerance)
+        torch.testing.assert_close(out[s], depth_attention(X[:-1], Q[s]), rtol=0, atol=tolerance)
         merged = attend_merge(out[s], lse[s], X[-1], Q[s])
-        torch.testing.assert_close(merged, attend(X, Q[s]), rtol=0, atol=tolerance)
+        torch.testing.assert_close(merged, depth_attention(X, Q[s]), rtol=0, atol=tolerance)
 
 
 def test_two_phases_have_one_gradient():
@@ -25,7 +31,7 @@ def test_two_phases_have_one_gradient():
     q = torch.randn(7, dtype=torch.float64, requires_grad=True)
     out, lse = attend_ahead(X[:-1], q[None])
     two = torch.autograd.grad(attend_merge(out[0], lse[0], X[-1], q).square().sum(), (*X, q))
-    one = torch.autograd.grad(attend(X, q).square().sum(), (*X, q))
+    one = torch.autograd.grad(depth_attention(X, q).square().sum(), (*X, q))
     for a, b in zip(two, one, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -39,7 +45,7 @@ def test_sinkhorn_ends_with_columns_and_differentiates_every_round():
 
 def test_mix_counts_its_weights():
     with pytest.raises(ValueError, match="2 sources but weights for 3"):
-        mix((torch.ones(1, 1, 2),) * 2, torch.ones(1, 3))
+        depth_mix((torch.ones(1, 1, 2),) * 2, torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("few", [2, 4, 5, 17])
@@ -49,8 +55,15 @@ def test_products_are_the_same_as_sums(few):
     W, g = torch.randn(7, few), torch.randn(2, 3, few)
 
     def products(H, Y, w, W, g):
-        both = dots(Y, H), dots(H, H)
-        return project_once(H, W), spread(g, W), mixtures(H, w), mixtures(H, w[0, 0]), gram(H, H), *both
+        both = row_dots(Y, H), row_dots(H, H)
+        return (
+            project_manual_grad(H, W),
+            project_back(g, W),
+            mix_streams(H, w),
+            mix_streams(H, w[0, 0]),
+            stream_gram(H, H),
+            *both,
+        )
 
     given = [t.double() for t in (H, Y, w, W, g)]
     compiled = torch.compile(products, backend="eager", fullgraph=True)(*given)

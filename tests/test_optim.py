@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from bodies import llama, vit
-from tiny import ARMS, connections, gpt, shake
 
 import crosslayer
-from crosslayer.optim import hold
+from crosslayer.optim import zero_connection_updates
+from tests.hf.backbones import llama, vit
+from tests.support.tiny import ARMS, connections, gpt, shake
 
 every = pytest.mark.parametrize("arm", ARMS)
 
@@ -28,7 +28,9 @@ def test_connections_are_treated_as_they_say(arm):
         for name, p in connection.named_parameters(recurse=False):
             if not p.requires_grad:
                 continue
-            assert group[id(p)]["weight_decay"] == (0.1 if name in connection.decayed else 0)
+            assert group[id(p)]["weight_decay"] == (
+                0.1 if name in connection.weight_decay_params else 0
+            )
             assert group[id(p)]["lr"] == 1e-3 * connection.lr_factors.get(name, 1)
             assert group[id(p)]["muon"] is False
         for p in connection.norms.parameters():
@@ -37,7 +39,9 @@ def test_connections_are_treated_as_they_say(arm):
 
 def test_muon_gets_the_layers_matrices_alone():
     model = crosslayer.connect(llama(), "mudd")
-    muon = {id(p) for g in crosslayer.param_groups(model, 1e-3, 0.1) if g["muon"] for p in g["params"]}
+    muon = {
+        id(p) for g in crosslayer.param_groups(model, 1e-3, 0.1) if g["muon"] for p in g["params"]
+    }
     names = {n for n, p in model.named_parameters() if id(p) in muon}
     assert all(n.endswith("_proj.weight") for n in names) and len(names) == 3 * 7
 
@@ -46,13 +50,18 @@ def test_muon_of_a_body_as_wide_as_its_vocabulary():
     """A matrix with as many outputs as there are tokens is a head only where it is one."""
     plain, wide = (crosslayer.connect(llama(vocab_size=v), "mudd") for v in (97, 32))
     assert wide.config.hidden_size == wide.config.vocab_size == 32
-    counts = [sum(len(g["params"]) for g in crosslayer.param_groups(m, 1e-3, 0.1) if g["muon"]) for m in (plain, wide)]
+    counts = [
+        sum(len(g["params"]) for g in crosslayer.param_groups(m, 1e-3, 0.1) if g["muon"])
+        for m in (plain, wide)
+    ]
     assert counts[0] == counts[1] == 3 * 7
 
 
 def test_muon_leaves_the_head_of_a_classifier_alone():
     model = crosslayer.connect(vit(), "mudd")
-    muon = {id(p) for g in crosslayer.param_groups(model, 1e-3, 0.1) if g["muon"] for p in g["params"]}
+    muon = {
+        id(p) for g in crosslayer.param_groups(model, 1e-3, 0.1) if g["muon"] for p in g["params"]
+    }
     names = [n for n, p in model.named_parameters() if id(p) in muon]
     assert names and not any("classifier" in n for n in names)
 
@@ -65,7 +74,7 @@ def test_tied_and_frozen():
 
 
 def test_an_optimizer_takes_them():
-    model = gpt("gains")
+    model = gpt("skip_gain")
     optimizer = torch.optim.AdamW(crosslayer.param_groups(model, 1e-2, 0.1))
     before = model.blocks[0].connections[0].gain.item()
     model(torch.randint(31, (2, 7))).square().mean().backward()
@@ -92,7 +101,7 @@ def test_held():
         before = alpha.detach().clone(), head.detach().clone()
         model(torch.randint(31, (2, 7))).square().mean().backward()
         if step < 3:
-            hold(optimizer)
+            zero_connection_updates(optimizer)
             assert not alpha.grad.any() and head.grad.any()
         optimizer.step()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-import readme
 import torch
-from bodies import build
+
+from tests.hf.backbones import build
+from tools import readme
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf8"), re.DOTALL)
@@ -28,6 +29,6 @@ def test_blocks_run(block, tmp_path, monkeypatch):
 
 
 def test_the_example_trains():
-    import gpt
+    from examples import gpt
 
     assert gpt.main("mudd(dilation=2)", steps=10) < 4.5

@@ -3,21 +3,27 @@
 import copy
 import functools
 
-import bodies
-import gpt as example
 import pytest
 import torch
-from tiny import ARMS, equal, gpt, loss_and_gradients, shake, tokens
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
-from crosslayer.costs import activation_bytes, connections
-from crosslayer.recompute import Traced, doubling, recalled, retrace
+from crosslayer.connection import find_connections
+from crosslayer.cost.estimate import activation_bytes
+from crosslayer.recompute import (
+    TracedState,
+    checkpoint_layers_log2,
+    enable_recompute,
+    recompute_inputs,
+)
 from crosslayer.train.parallel import checkpoint_layers
+from examples import gpt as example
+from tests.hf import backbones
+from tests.support.tiny import ARMS, equal, gpt, loss_and_gradients, shake, tokens
 
 LAYERS = 6  # states kept before layers 0, 3 and 5
-STREAMS = [arm for arm in ARMS if not crosslayer.make(arm).method.renorms]
+STREAMS = [arm for arm in ARMS if not crosslayer.make(arm).method.norms_its_stream]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +33,7 @@ def recalling(monkeypatch):
     def forward(self, state):
         for connection, sublayer in zip(self.connections, self.sublayers, strict=True):
             inputs, state = connection.read(state)
-            with recalled(inputs, state):
+            with recompute_inputs(inputs, state):
                 y = sublayer(*inputs)
             state = connection.write(state, y)
         return state
@@ -39,7 +45,7 @@ def pair(arm: str, how: str = "streams", parallel: bool = False):
     """A model, and its copy whose states are had back."""
     plain = gpt(arm, parallel, layers=LAYERS)
     again = copy.deepcopy(plain)
-    retrace(connections(again), how)
+    enable_recompute(find_connections(again), how)
     return plain, again
 
 
@@ -50,7 +56,9 @@ def same(plain, again, run=loss_and_gradients) -> bool:
 
 def apart(expected, found) -> float:
     """The largest error of a gradient, relative to its largest element."""
-    return max(((found[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items() if g.any())
+    return max(
+        ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items() if g.any()
+    )
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
@@ -58,7 +66,11 @@ def apart(expected, found) -> float:
 def test_not_a_bit_changes(arm, parallel):
     plain, again = pair(arm, parallel=parallel)
     assert same(plain, again)
-    assert not any(isinstance(value, torch.Tensor | Traced) for c in connections(again) for value in vars(c).values())
+    assert not any(
+        isinstance(value, torch.Tensor | TracedState)
+        for c in find_connections(again)
+        for value in vars(c).values()
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox-parallel", "mixtral"])
@@ -70,11 +82,13 @@ def test_in_a_host(family, arm):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids).logits.float().logsumexp(-1).square().mean()
         loss.backward()
-        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return loss.detach(), {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
 
-    plain = shake(crosslayer.connect(bodies.build(family), arm))
+    plain = shake(crosslayer.connect(backbones.build(family), arm))
     again = copy.deepcopy(plain)
-    retrace(connections(again))
+    enable_recompute(find_connections(again))
     assert same(plain, again, run)
 
 
@@ -106,7 +120,11 @@ def interrupted(model, ids):
 
 
 def half_frozen(model, ids):
-    for p in [*model.embed.parameters(), *model.position.parameters(), *model.blocks[:3].parameters()]:
+    for p in [
+        *model.embed.parameters(),
+        *model.position.parameters(),
+        *model.blocks[:3].parameters(),
+    ]:
         p.requires_grad_(False)
     return loss_and_gradients(model, ids)
 
@@ -129,7 +147,7 @@ def deep(model, ids):
     model.zero_grad()
     seen = []
     handle = model.blocks[2].register_forward_hook(
-        lambda _, args, state: seen.append(model.blocks[3].connections[0].hidden(state))
+        lambda _, args, state: seen.append(model.blocks[3].connections[0].hidden_state(state))
     )
     logits = model(ids)
     handle.remove()
@@ -144,16 +162,20 @@ def cut(model, ids):
     state = model.readout.init(model.embed(ids) + model.position.weight[: ids.shape[1]])
     for block in model.blocks:
         state = block(state)
-        state = state.state if isinstance(state, Traced) else state
+        state = state.state if isinstance(state, TracedState) else state
     loss = model.head(model.readout.readout(state)).logsumexp(-1).square().mean()
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    "run", [twice, entwined, interrupted, half_frozen, offloaded, checkpointed, deep, cut], ids=lambda f: f.__name__
+    "run",
+    [twice, entwined, interrupted, half_frozen, offloaded, checkpointed, deep, cut],
+    ids=lambda f: f.__name__,
 )
-@pytest.mark.parametrize(("arm", "how"), [("hyper", "streams"), ("mudd", "streams"), ("mgr", "inversion")])
+@pytest.mark.parametrize(
+    ("arm", "how"), [("hyper", "streams"), ("mudd", "streams"), ("mgr", "inversion")]
+)
 def test_whatever_is_done_with_the_graph(arm, how, run):
     if (how, run) == ("inversion", cut):
         pytest.skip("a stage that is not the last has no state to go back from")
@@ -168,7 +190,9 @@ def test_nothing_is_traced_without_gradients(arm, how):
     plain, again = pair(arm, how)
     with torch.no_grad():
         assert torch.equal(plain(tokens()), again(tokens()))
-        assert not isinstance(again.blocks[0](again.readout.init(again.embed(tokens()))), Traced)
+        assert not isinstance(
+            again.blocks[0](again.readout.init(again.embed(tokens()))), TracedState
+        )
 
 
 def test_a_backward_pass_without_a_way_back_is_an_error():
@@ -188,8 +212,10 @@ def test_inversion_falls_back_where_it_is_ill_conditioned():
     S, y = tuple(torch.randn(2, 5, 8) for _ in range(4)), torch.randn(2, 5, 8)
     beta = torch.full((2, 5, 4), 0.1)
     beta[1, 2, 3] = 1.0
-    state = type(connection.begin(y))(S, y, beta)
-    back = connection.invert(connection.gather(state)[1], y, connection.spare(state))
+    state = type(connection.initial_state(y))(S, y, beta)
+    back = connection.invert(
+        connection.mix_inputs(state)[1], y, connection.inversion_context(state)
+    )
     assert torch.equal(back.S[3][1, 2], S[3][1, 2])
     torch.testing.assert_close(back.S, S, rtol=1e-6, atol=1e-6)
 
@@ -197,10 +223,16 @@ def test_inversion_falls_back_where_it_is_ill_conditioned():
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm.startswith("mgr")])
 def test_inversion_is_as_good_as_rounding(arm):
     plain, again = pair(arm, "inversion")
-    (loss, expected), (its, found) = loss_and_gradients(plain, tokens()), loss_and_gradients(again, tokens())
+    (loss, expected), (its, found) = (
+        loss_and_gradients(plain, tokens()),
+        loss_and_gradients(again, tokens()),
+    )
     assert torch.equal(loss, its) and apart(expected, found) < 2e-5
     plain, again = plain.double(), again.double()
-    assert apart(loss_and_gradients(plain, tokens())[1], loss_and_gradients(again, tokens())[1]) < 1e-13
+    assert (
+        apart(loss_and_gradients(plain, tokens())[1], loss_and_gradients(again, tokens())[1])
+        < 1e-13
+    )
 
 
 class Overwriting(torch.nn.Module):
@@ -219,44 +251,61 @@ def test_an_input_that_is_written_into_is_kept():
     for block in plain.blocks:
         block.sublayers[1] = Overwriting()
     again = copy.deepcopy(plain)
-    retrace(connections(again))
+    enable_recompute(find_connections(again))
     assert same(plain, again)
 
 
 @pytest.mark.parametrize(
     ("arm", "how", "line"),
     [
-        ("hyper", "inversion", "hyper has no inversion, as its writes cannot be undone; recompute streams, reads or"),
-        ("postnorm", "streams", "postnorm's stream goes through the layers' norms, which are not moved on; recompute"),
+        (
+            "hyper",
+            "inversion",
+            "hyper has no inversion, as its writes cannot be undone; recompute streams, reads or",
+        ),
+        (
+            "postnorm",
+            "streams",
+            "postnorm's stream goes through the layers' norms, which are not moved on; recompute",
+        ),
         ("hyper", "stream", "how must be one of streams, inversion, got 'stream'"),
     ],
 )
 def test_one_line(arm, how, line):
     with pytest.raises(ValueError, match=line):
-        retrace(connections(gpt(arm)), how)
+        enable_recompute(find_connections(gpt(arm)), how)
 
 
 def test_layers_that_are_checkpointed():
-    model = crosslayer.connect(bodies.build("llama"), "hyper").train()
-    retrace(connections(model))
+    model = crosslayer.connect(backbones.build("llama"), "hyper").train()
+    enable_recompute(find_connections(model))
     checkpoint_layers(model)
-    with pytest.raises(ValueError, match="recomputed whole, checkpointed, cannot have their states had back too"):
-        model(bodies.ids())
+    with pytest.raises(
+        ValueError, match="recomputed whole, checkpointed, cannot have their states had back too"
+    ):
+        model(backbones.ids())
 
 
 def test_inversion_wants_float32_streams():
     model = gpt("mgr").bfloat16()
-    retrace(connections(model), "inversion")
-    with pytest.raises(ValueError, match=r"inversion needs the streams in float32; say mgr\(stream_dtype='float32'\)"):
+    enable_recompute(find_connections(model), "inversion")
+    with pytest.raises(
+        ValueError,
+        match=r"inversion needs the streams in float32; say mgr\(stream_dtype='float32'\)",
+    ):
         model(tokens())
     model = gpt("mgr(stream_dtype='float32')").bfloat16()
-    retrace(connections(model), "inversion")
+    enable_recompute(find_connections(model), "inversion")
     loss_and_gradients(model, tokens())
 
 
 def test_states_are_kept_at_distances_that_double():
-    assert doubling(24) == {0, 9, 17, 21, 23}
-    assert doubling(6) == {0, 3, 5} and doubling(2) == {0, 1} and doubling(1) == {0}
+    assert checkpoint_layers_log2(24) == {0, 9, 17, 21, 23}
+    assert (
+        checkpoint_layers_log2(6) == {0, 3, 5}
+        and checkpoint_layers_log2(2) == {0, 1}
+        and checkpoint_layers_log2(1) == {0}
+    )
 
 
 def test_what_is_kept_is_what_hooks_see():

@@ -64,21 +64,26 @@ def table() -> str:
     tests = collected()
     lines = ["| connection | " + " | ".join(CLAIMS) + " |", "| --- |" + " --- |" * len(CLAIMS)]
     for name in crosslayer.available():
-        lines.append(f"| `{name}` | " + " | ".join(proof(name, s, tests) for s in CLAIMS.values()) + " |")
+        lines.append(
+            f"| `{name}` | " + " | ".join(proof(name, s, tests) for s in CLAIMS.values()) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def matrix() -> str:
     """How many arms each test tries on each family."""
-    from bodies import FAMILIES
+    from tests.hf.backbones import FAMILIES
 
     lines = ["| family | " + " | ".join(DONE) + " |", "| --- |" + " ---: |" * len(DONE)]
     for family in FAMILIES:
         case = re.compile(rf"(?<![a-z0-9_]){family}(?![a-z0-9_])")
         counts = [
-            sum(f"::{name}[" in test and bool(case.search(test)) for test in collected()) for name in DONE.values()
+            sum(f"::{name}[" in test and bool(case.search(test)) for test in collected())
+            for name in DONE.values()
         ]
-        lines.append(f"| {family} | " + " | ".join(str(count) if count else "–" for count in counts) + " |")
+        lines.append(
+            f"| {family} | " + " | ".join(str(count) if count else "–" for count in counts) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 

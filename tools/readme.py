@@ -10,16 +10,16 @@ import json
 import re
 from pathlib import Path
 
-import proofs
 import torch
 
 import crosslayer
-from crosslayer.compare import Comparison
-from crosslayer.costs import parameters
-from crosslayer.registry import options
-from crosslayer.report import curves, markdown, picture, tradeoff
-from crosslayer.train.recipe import Arm, Recipe, load
-from crosslayer.train.tasks import LANGUAGE, task
+from crosslayer.cost.estimate import count_parameters
+from crosslayer.spec import default_options
+from crosslayer.train.compare import Comparison
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.report import curves, markdown, picture, tradeoff
+from crosslayer.train.task import LANGUAGE, find_task
+from tools import proofs
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "connections.md"
@@ -46,7 +46,7 @@ def connections() -> str:
         assert paper and paper[2], (
             f"{name}: its docstring needs a line 'Paper: Title (Authors, year), arXiv 0000.00000'"
         )
-        arguments = ", ".join(f"{k}={v!r}" for k, v in options(method).items())
+        arguments = ", ".join(f"{k}={v!r}" for k, v in default_options(method).items())
         source = f"[{paper[1]}](https://arxiv.org/abs/{paper[2]})"
         start = "yes" if method.starts_as_prenorm else "no"
         lines.append(f"| `{name}({arguments})` | {what} | {source} | {start} |")
@@ -61,21 +61,29 @@ def measured() -> Comparison:
 
 
 def recipes() -> str:
-    lines = ["| recipe | paper | arms | body, M parameters | steps | trained on |", "| --- " * 3 + "| ---: " * 3 + "|"]
+    lines = [
+        "| recipe | paper | arms | body, M parameters | steps | trained on |",
+        "| --- " * 3 + "| ---: " * 3 + "|",
+    ]
     for file in sorted((ROOT / "recipes").glob("*.yaml")):
-        recipe = load(file)
+        recipe = load_recipe(file)
         paper = re.match(r"# Paper: (.+?), arXiv ([\d.]+), (.+)", file.read_text("utf8"))
-        assert paper, f"{file.name}: its first line must be 'Paper: Name (Authors, year), arXiv 0000.00000, Table 0'"
+        assert paper, (
+            f"{file.name}: its first line must be 'Paper: Name (Authors, year), arXiv 0000.00000, Table 0'"
+        )
         arms = [recipe.settings(arm) for arm in recipe.arms]
-        language = task(arms[0].model) is LANGUAGE
-        seen = [s.optimization.steps * s.data.batch * (s.data.context if language else 1) / 1e9 for s in arms]
+        language = find_task(arms[0].model) is LANGUAGE
+        seen = [
+            s.optimization.steps * s.data.batch * (s.data.context if language else 1) / 1e9
+            for s in arms
+        ]
         with torch.device("meta"):
-            bodies = [task(s.model).bare(s, s.model.vocab or 256) for s in arms]
+            bodies = [find_task(s.model).bare(s, s.model.vocab or 256) for s in arms]
         cells = (
             f"[{file.stem}](../recipes/{file.name})",
             f"[{paper[1]}](https://arxiv.org/abs/{paper[2]}), {paper[3]}",
             str(len(arms)),
-            span([parameters(body)[0] / 1e6 for body in bodies], ",.1f"),
+            span([count_parameters(body)[0] / 1e6 for body in bodies], ",.1f"),
             span([s.optimization.steps for s in arms], ",d"),
             f"{span(seen, '.3g')} B {'tokens' if language else 'images'}",
         )

@@ -1,11 +1,12 @@
-"""What connects the layers of a Transformer, as one library. See `crosslayer.connection` first."""
+"""crosslayer: residual connections for Transformers behind one interface. Read `crosslayer.connection` first."""
 
 from typing import TYPE_CHECKING, Any
 
-from . import autoload
 from .connection import Connection, Site, plan
+from .ops.dispatch import use_kernels
 from .optim import param_groups
-from .registry import available, make
+from .spec import ConnectionSpec, available, make
+from .stack import Stack
 
 if TYPE_CHECKING:
     from .hf import connect, disconnect, from_pretrained
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Connection",
+    "ConnectionSpec",
     "Site",
+    "Stack",
     "__version__",
     "available",
     "connect",
@@ -22,13 +25,14 @@ __all__ = [
     "make",
     "param_groups",
     "plan",
+    "use_kernels",
 ]
 
-autoload.watch()
+use_kernels(None)
 
 
 def __getattr__(name: str) -> Any:
-    # importing crosslayer imports torch alone; transformers waits until it is asked for
+    # `import crosslayer` imports torch alone. transformers is imported when one of these is first used.
     if name in {"connect", "disconnect", "from_pretrained"}:
         from . import hf
 

@@ -1,10 +1,10 @@
-"""A Transformer is a row of sites along depth; at each, a connection decides what is read and where output goes.
+"""The interface: a Transformer as sites along depth, and a connection at each of them.
 
     y_0 ──► site 0 ──► attention ──► site 1 ──► mlp ──► … ──► site `depth`: the readout
              read                     write(y_1), read                write(y_S), read
 
-Depth is the only axis a connection knows: every token is alone, so a connection is causal by construction and needs no
-cache when decoding. A whole model, in anyone's code:
+A connection decides what a sub-layer reads and where its output goes. It processes every token alone, so it is causal
+by construction and needs no cache when decoding. A whole model:
 
     state = sites[0].init(embed(tokens))
     for connection, sublayer in zip(sites, sublayers):
@@ -16,225 +16,243 @@ Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .ops import Following, runs
-from .roles import kind
-
-State = Any  # a NamedTuple of tensors (the first of them never None), tuples and None; opaque but to its method
-Choice = TypeVar("Choice")
-Norm = Callable[[str], nn.Module]  # port -> the norm of what that port reads
-# norms that kernels can take along: what they name their eps, and whether they subtract the mean
-KNOWN: dict[type, tuple[str, bool]] = {nn.RMSNorm: ("eps", False), nn.LayerNorm: ("eps", True)}
-HALF = (torch.bfloat16, torch.float16)
+# A state is a NamedTuple of tensors, tuples and None. Its first field is a tensor. Only its own method looks inside.
+State = Any
+StateT = TypeVar("StateT")
+NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Site(NamedTuple):
-    """A place along depth where a sub-layer runs; the last one is the readout."""
+@dataclass(frozen=True)
+class Site:
+    """A place along depth where a sub-layer runs. The last site is the readout."""
 
-    index: int  # type: ignore[assignment]  # 0 .. depth
+    index: int  # 0 .. depth
     layer: int  # the Transformer layer it belongs to; the number of layers at the readout
     ports: tuple[str, ...]  # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",)
-    opens: bool  # first site of its layer
-    closes: bool  # last site of its layer
-    depth: int  # index of the readout, which is the number of sub-layers
+    opens_layer: bool  # the first site of its layer
+    closes_layer: bool  # the last site of its layer
+    depth: int  # the index of the readout, which is the number of sub-layers
 
 
 def plan(layers: int, parallel: bool = False) -> list[Site]:
-    """The sites of a model with `layers` layers of attention and MLP, one after the other or in parallel."""
+    """The sites of a model with `layers` layers of attention and MLP, in sequence or in parallel.
+
+    Args:
+        layers: the number of layers.
+        parallel: attention and MLP of a layer read the same state and write their sum (GPT-J, Pythia).
+
+    Returns:
+        One site a sub-layer, and the readout.
+    """
     if layers < 1:
         raise ValueError(f"plan: layers must be at least 1, got {layers}")
-    sublayers = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
-    depth = layers * len(sublayers)
-    sites = [
-        Site(layer * len(sublayers) + i, layer, ports, i == 0, i == len(sublayers) - 1, depth)
-        for layer in range(layers)
-        for i, ports in enumerate(sublayers)
-    ]
+    ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
+    depth = layers * len(ports_of_layer)
+    sites = []
+    for layer in range(layers):
+        for i, ports in enumerate(ports_of_layer):
+            is_first = i == 0
+            is_last = i == len(ports_of_layer) - 1
+            sites.append(Site(len(sites), layer, ports, is_first, is_last, depth))
     return [*sites, Site(depth, layers, ("out",), True, True, depth)]
 
 
-class Connection(nn.Module):
-    """What every method is: four verbs on an immutable state.
+class Connection(nn.Module, Generic[StateT]):
+    """The interface of every method: four verbs on an immutable state.
 
-    `init(x) -> state`, `read(state) -> inputs, state`, `write(state, y) -> state`, `readout(state) -> hidden`.
+    `init(x) -> state`, `read(state) -> (inputs, state)`, `write(state, y) -> state`, `readout(state) -> hidden`.
 
-    A write is lazy: it records y, and the next site's read applies it. A method therefore says two things: how its
-    state begins (`begin`) and how the next inputs come out of it (`gather`). Nothing is ever stored on the module in
-    forward, so a state survives checkpointing, re-entry, `deepcopy` and a pipeline cut. A parameter never travels in
-    the state (a clone may): FSDP frees it as soon as its block is done.
+    Writes are lazy: `write` records y, and the `read` of the next site applies it. A method implements two functions:
+    `initial_state`, and `mix_inputs`, which applies the pending write and mixes the next inputs. `forward` stores
+    nothing on the module, so a state survives checkpointing, `deepcopy` and a pipeline cut. A state contains no
+    parameter (a clone may travel), because FSDP frees a parameter as soon as its block has run.
+
+    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32, or float64 in a float64 model.
 
     Args:
         site: where this connection sits.
         dim: D, the width of the stream.
-        norm: makes, or finds in the host model, the norm of a port.
-        ports: the tensors the sub-layer is given, `site.ports` unless the method feeds q, k and v apart.
-
-    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32, or float64 in a float64 model.
+        norm: returns the norm of a port: a new module, or a reference to one of a host model.
+        ports: names of the sub-layer's inputs; `site.ports` unless the method feeds q, k and v separately.
     """
 
-    starts_as_prenorm: ClassVar[bool] = True  # at initialisation it computes what PreNorm does, up to the norms' eps
-    scales: ClassVar[bool] = False  # ... for norms undo a factor on what sub-layers read at the start
-    renorms: ClassVar[bool] = False  # the norms before sub-layers norm its streams: nothing without them
-    variants: ClassVar[tuple[str, ...]] = ()  # arms beside the default that the suite of laws must cover
-    decayed: ClassVar[frozenset[str]] = frozenset()  # own parameters that take weight decay; the others take none
-    lr_factors: ClassVar[dict[str, float]] = {}  # own parameters whose learning rate is a multiple of the model's
-    weighs: ClassVar[tuple[str, ...]] = ()  # fields of its state that weigh the pending write
-    fuses: bool = False  # its `gather` takes the norms of its ports along
-    stream_dtype: torch.dtype | None = None  # of the streams; the embedding's where None. Every arm has it as an option
+    name: ClassVar[str] = ""  # the name that `make` knows: the name of the file in connections/
+    starts_as_prenorm: ClassVar[bool] = (
+        True  # equivalent to pre-norm at initialisation, up to the eps of the norms
+    )
+    # ... and bitwise equal to it: the first input and every write are exactly those of pre-norm
+    bitwise_prenorm: ClassVar[bool] = False
+    # equal to pre-norm up to a scale of the sub-layer's input, which the sub-layer's norm removes
+    prenorm_up_to_scale: ClassVar[bool] = False
+    norms_its_stream: ClassVar[bool] = (
+        False  # applies the sub-layers' norms to its streams; needs those norms
+    )
+    test_variants: ClassVar[
+        tuple[str, ...]
+    ] = ()  # specs besides the default one that the suite of laws covers
+    weight_decay_params: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # own parameters that take weight decay
+    lr_factors: ClassVar[
+        dict[str, float]
+    ] = {}  # own parameters whose learning rate is a multiple of the model's
+    gate_fields: ClassVar[tuple[str, ...]] = ()  # fields of the state that weight the pending write
+    # dtype of the streams; that of the embedding where None. Every spec accepts it as an option
+    stream_dtype: torch.dtype | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012  # as the spec that built it has them
 
-    def __init__(self, site: Site, dim: int, norm: Norm, ports: tuple[str, ...] | None = None):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        package, _, module = cls.__module__.rpartition(".")
+        if package == "crosslayer.connections":
+            cls.name = module
+
+    def __init__(
+        self, site: Site, dim: int, norm: NormFactory, ports: tuple[str, ...] | None = None
+    ):
         super().__init__()
-        self.site, self.dim, self.ports = site, dim, ports or site.ports
-        # forward branches on booleans alone: an integer that differs between layers would be a graph per layer
-        self.opens, self.last = site.opens, site.index == site.depth
+        self.site = site
+        self.dim = dim
+        self.ports = ports or site.ports
+        # forward branches on booleans alone: an integer that differs between layers would compile one graph per layer.
+        self.opens_layer = site.opens_layer
+        self.is_readout = site.index == site.depth
         self.norms = nn.ModuleList(norm(port) for port in self.ports)
 
     def reset_parameters(self) -> None:
-        """Put the connection's own parameters (not its norms) at the method's initial values."""
+        """Set the connection's own parameters, but not its norms, to the method's initial values."""
 
-    def init(self, x: Tensor) -> State:
-        """The state of an empty model. x: the embedding y_0, [B T D]."""
-        return self.begin(self.streamed(x))
+    def init(self, x: Tensor) -> StateT:
+        """The state before the first sub-layer. x: the embedding y_0, [B T D]."""
+        return self.initial_state(self.to_stream_dtype(x))
 
-    def begin(self, x: Tensor) -> State:
-        """The state before the first sub-layer, given the embedding in the streams' dtype."""
+    def initial_state(self, x: Tensor) -> StateT:
+        """The state before the first sub-layer, given the embedding [B T D] in the dtype of the streams."""
         raise NotImplementedError
 
-    def gather(self, state: State) -> tuple[tuple[Tensor, ...], State]:
-        """Absorb the pending write and mix: what the ports read before their norms, one for all or one each.
+    def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
+        """Apply the pending write and mix.
 
-        Where the method `fuses` it is also given the ports' norms, as `*norms`, and what the ports read is normed then.
+        Returns:
+            The inputs before their norms, one [B T D] for all ports or one a port, and the state to write to.
         """
         raise NotImplementedError
 
-    def read(self, state: State) -> tuple[tuple[Tensor, ...], State]:
-        """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure: recomputing it is safe."""
-        with as_written(state):
-            if norms := self.following(state):
-                return self.gather(state, *norms)
-            xs, state = self.gather(state)
-            return self.feed(*xs), state
+    def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
+        """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure, so it may be recomputed."""
+        with autocast_disabled(state):
+            inputs, state = self.mix_inputs(state)
+            return self.apply_port_norms(*inputs), state
 
-    def following(self, state: State) -> tuple[Following, ...]:
-        """The norms of the ports that kernels take along; none where they run as modules."""
-        return self.known() if self.fuses and runs(tree_leaves(state)[0]) else ()
-
-    def known(self) -> tuple[Following, ...]:
-        """The norms of the ports as ops take them, or none: all or no port's.
-
-        None where two ports read one tensor, which a parallel block norms twice.
-        """
-        alone = len(self.ports) == 1 or len(self.ports) > len(self.site.ports)
-        norms = [following(norm) for norm in self.norms] if alone and self.stream_dtype is None else []
-        return tuple(norm for norm in norms if norm) if all(norms) else ()
-
-    def forward(self, state: State) -> tuple[tuple[Tensor, ...], State]:
-        """`read`, as a module is called: for those who hook modules, to offload or shard parameters say."""
+    def forward(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
+        """Alias of `read`, so that module hooks (FSDP, offloading) fire."""
         return self.read(state)
 
-    def hidden(self, state: State) -> Tensor:
-        """What the sub-layer's first port reads before its norm, [B T D]: the model's hidden state at this depth."""
-        with as_written(state):
-            return self.gather(state)[0][0]
+    def hidden_state(self, state: StateT) -> Tensor:
+        """The input of the sub-layer's first port before its norm, [B T D]: the hidden state at this depth."""
+        with autocast_disabled(state):
+            return self.mix_inputs(state)[0][0]
 
-    def write(self, state: State, y: Tensor) -> State:
-        """Record y, the sub-layer's output [B T D]; the next read applies it."""
-        return state._replace(y=self.streamed(y))
+    def write(self, state: StateT, y: Tensor) -> StateT:
+        """Record the sub-layer's output y [B T D]. The next `read` applies it."""
+        return state._replace(y=self.to_stream_dtype(y))  # type: ignore[attr-defined]
 
-    def readout(self, state: State) -> Tensor:
-        """The hidden state [B T D] that the head reads, after the final norm."""
-        return self(state)[0][0]
+    def readout(self, state: StateT) -> Tensor:
+        """The hidden state [B T D] after the final norm, for the head."""
+        inputs, _ = self(state)
+        return inputs[0]
 
-    def traffic(self) -> float:
-        """What this site's read, with the write it absorbs, must move in a forward pass at the least.
+    def memory_traffic(self) -> float:
+        """The least that this site's `read` moves in a forward pass, the pending write included.
 
-        In elements of D a token. Here that of a single stream: it and y are read, it and the normed inputs written.
+        In elements of D a token. The default is that of a single stream: the stream and y are read, the stream and the
+        normed inputs are written.
         """
-        if not self.site.index:  # the embedding is in memory, and there is no y
+        if self.site.index == 0:  # The embedding is in memory already, and no write is pending.
             return 1 + len(self.site.ports)
-        return (2 if self.last else 3) + len(self.site.ports)
+        return (2 if self.is_readout else 3) + len(self.site.ports)
 
-    def feed(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Norm what the sub-layer reads: a tensor a port, or one tensor for all."""
-        xs = xs if len(xs) > 1 else xs * len(self.norms)
-        if self.stream_dtype is not None:  # the sub-layers go on in their own
-            xs = tuple(x.to(dtype_of(norm, x.dtype)) for norm, x in zip(self.norms, xs, strict=True))
-        # a norm kept wider than its body does not widen what the sub-layer reads
-        return tuple(norm(x).to(x.dtype) for norm, x in zip(self.norms, xs, strict=True))
+    def apply_port_norms(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Apply each port's norm to its input, or to the one input that all ports share."""
+        if len(inputs) == 1:
+            inputs = inputs * len(self.norms)
+        normed = []
+        for norm, x in zip(self.norms, inputs, strict=True):
+            if self.stream_dtype is not None:  # The sub-layers run in their own dtype.
+                x = x.to(norm_dtype(norm, x.dtype))
+            # A norm kept in a wider dtype than its model does not widen the sub-layer's input.
+            normed.append(norm(x).to(x.dtype))
+        return tuple(normed)
 
-    def streamed(self, x: Tensor) -> Tensor:
+    def to_stream_dtype(self, x: Tensor) -> Tensor:
         return x if self.stream_dtype is None else x.to(self.stream_dtype)
 
+    def extra_repr(self) -> str:
+        listed = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        parts = [f"{self.name}({listed})" if listed else self.name]
+        parts.append(
+            "readout" if self.is_readout else f"site {self.site.index} of {self.site.depth}"
+        )
+        parts += [f"{name} {list(p.shape)}" for name, p in self.named_parameters(recurse=False)]
+        return ", ".join(parts)
+
     def __getattr__(self, name: str) -> Any:
-        # where others have cast the connection's own parameters (FSDP's mixed precision, a loader), they are used wide
+        # Others may have cast the connection's own parameters (FSDP's mixed precision, a loader): use them in float32.
         value = super().__getattr__(name)
-        return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
+        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+            return value.float()
+        return value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.bfloat16()` casts the norms, which are the host's; the connection's own parameters stay float32
-        def wide(t: Tensor) -> Tensor:
+        # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay float32.
+        def apply_in_float32(t: Tensor) -> Tensor:
             new = fn(t)
-            return t.to(new.device, torch.float32) if new.dtype in HALF else new
+            return t.to(new.device, torch.float32) if new.dtype in HALF_DTYPES else new
 
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        return super()._apply(wide, recurse=False)
+        return super()._apply(apply_in_float32, recurse=False)
 
 
-def following(norm: Any) -> Following | None:
-    """What a kernel needs of a norm; None where it is of another kind, hooked, or its weight no plain tensor."""
-    host = norm.lent() if hasattr(norm, "lent") else norm
-    name, centred = KNOWN.get(kind(host), ("", False))
-    eps, weight = getattr(host, name, None), getattr(host, "weight", None)
-    if eps is None or type(weight) is not nn.Parameter or hooked(norm) or hooked(host):
-        return None
-    return Following(weight, getattr(host, "bias", None), eps, centred)
+def find_connections(model: nn.Module) -> list["Connection[Any]"]:
+    """The connections of a model, in the order of depth."""
+    found = [module for module in model.modules() if isinstance(module, Connection)]
+    return sorted(found, key=lambda connection: connection.site.index)
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether a call of it does more than its forward, or another one."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in module.__dict__
-
-
-def as_written(state: State) -> torch.autocast:
-    """Without autocast, which would run the coefficients' matmuls in half precision."""
+def autocast_disabled(state: State) -> torch.autocast:
+    """A context without autocast, which would compute coefficients in half precision."""
     device = tree_leaves(state)[0].device.type
-    return torch.autocast("cpu" if device == "meta" else device, enabled=False)  # meta has none to switch off
+    return torch.autocast(
+        "cpu" if device == "meta" else device, enabled=False
+    )  # meta has no autocast
 
 
-def dtype_of(norm: nn.Module, default: torch.dtype) -> torch.dtype:
-    """The dtype of a norm's weight, whether its own or a host's it refers to."""
-    return getattr(norm, "dtype", None) or next((p.dtype for p in norm.parameters()), default)
+def norm_dtype(norm: nn.Module, default: torch.dtype) -> torch.dtype:
+    """The dtype of a norm's weight, be it the norm's own or that of a host's norm it refers to."""
+    own_dtype = getattr(norm, "dtype", None)
+    if own_dtype is not None:
+        return own_dtype
+    return next((p.dtype for p in norm.parameters()), default)
 
 
-def weight(*shape: int) -> nn.Parameter:
-    """An uninitialised connection parameter: float32 whatever torch's default dtype is."""
+def float32_parameter(*shape: int) -> nn.Parameter:
+    """An uninitialised connection parameter, float32 whatever torch's default dtype is."""
     return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
 
 
-def normal_(parameter: Tensor, std: float, site: Site) -> None:
-    """Fill with N(0, std²), seeded by torch's seed and the site, leaving the global random state as it was."""
-    if not parameter.is_meta:
-        generator = torch.Generator(parameter.device).manual_seed(torch.initial_seed() + site.index)
-        nn.init.normal_(parameter, std=std, generator=generator)
-
-
-def positive(**options: int) -> None:
-    """Raise a ValueError for an option that is not a whole number of at least 1."""
-    for name, value in options.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-def choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
-    """What the option's word stands for; a ValueError lists the words where it is none of them."""
-    if given not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {given!r}")
-    return choices[given]
+def init_normal_(parameter: Tensor, std: float, site: Site) -> None:
+    """Fill with N(0, std²), seeded by torch's seed and the site, without changing the global random state."""
+    if parameter.is_meta:
+        return
+    generator = torch.Generator(parameter.device).manual_seed(torch.initial_seed() + site.index)
+    nn.init.normal_(parameter, std=std, generator=generator)

@@ -1,24 +1,25 @@
-"""Files that are there whole or not at all, whenever a process or its machine dies."""
+"""Atomic writes: after a crash a file is either complete or as it was before."""
 
 import os
 from pathlib import Path
 
 
-def write(path: Path, content: str) -> None:
-    """Write a text file aside, then in place of what was there."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(content, "utf8")
-    settle(aside, path)
+def write_text_atomic(path: Path, content: str) -> None:
+    """Write `content` to a temporary file beside `path`, then rename it to `path`."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(content, "utf8")
+    atomic_replace(temporary, path)
 
 
-def settle(aside: Path, path: Path) -> None:
-    """Give a file or a folder its name once its content is safe; then make the name safe too."""
-    synchronise(aside)
-    os.replace(aside, path)
-    synchronise(path.parent)
+def atomic_replace(temporary: Path, path: Path) -> None:
+    """Rename a file or a folder to `path` once its content is on disk."""
+    fsync_path(temporary)
+    os.replace(temporary, path)
+    fsync_path(path.parent)
 
 
-def synchronise(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

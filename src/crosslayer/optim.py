@@ -22,8 +22,13 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
         weight_decay: of what takes it.
     """
     groups: dict[tuple[str, float, float, bool], list[nn.Parameter]] = {}
-    own = {id(p) for m in model.modules() if isinstance(m, Connection) for p in m.parameters(recurse=False)}
-    maps = {id(p) for p in matrices(model)}
+    own = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, Connection)
+        for p in m.parameters(recurse=False)
+    }
+    maps = {id(p) for p in layer_matrices(model)}
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
@@ -31,7 +36,10 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
                 continue
             seen.add(id(p))
             if id(p) in own and isinstance(module, Connection):
-                decays, factor = name in module.decayed, module.lr_factors.get(name, 1.0)
+                decays, factor = (
+                    name in module.weight_decay_params,
+                    module.lr_factors.get(name, 1.0),
+                )
                 kind, muon = "connection " + ("dynamic" if decays else "static"), False
             else:
                 decays, factor, muon = p.dim() >= 2, 1.0, id(p) in maps
@@ -43,14 +51,14 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
     ]
 
 
-def matrices(model: nn.Module) -> list[Tensor]:
+def layer_matrices(model: nn.Module) -> list[Tensor]:
     """The 2-d weights in a model's lists of layers, but for embeddings there (DiT's blocks have one of the classes)."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     inside = [m for layers in lists for m in layers.modules() if not isinstance(m, nn.Embedding)]
     return [p for m in inside for p in m.parameters(recurse=False) if p.dim() == 2]
 
 
-def hold(optimizer: torch.optim.Optimizer) -> None:
+def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
     """Keep connections as they are in this step, to start them later than the model (DenseFormer, Table 5).
 
     For an optimizer made of `param_groups`; call it between the backward pass and clipping. Gradient and rate are zero,

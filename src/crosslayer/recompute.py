@@ -34,32 +34,35 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .connection import Connection, State, as_written, choice
-from .roles import become
+from .class_swap import swap_class
+from .connection import Connection, State, autocast_disabled
+from .validation import check_choice
 
 
-class Traced(NamedTuple):
-    """A state on its way, and how the sites behind it have theirs back."""
+class TracedState(NamedTuple):
+    """A state on its way, and how the sites previous it have theirs back."""
 
     state: State
-    behind: "Read | None" = None  # the site it comes from
+    previous: "_RecomputedRead | None" = None  # the site it comes from
     y: Tensor | None = None  # written since
 
 
-class Kept:
+class _SavedTree:
     """A tree of tensors, kept as autograd keeps its own."""
 
     def __init__(self, tree: Any):
         leaves, self.spec = tree_flatten(tree)
         with torch.enable_grad():
             key = torch.empty(0, requires_grad=True)
-            self.node: Any = Keep.apply(key, *(x if x is None else x.detach() for x in leaves)).grad_fn
+            self.node: Any = _SaveTensors.apply(
+                key, *(x if x is None else x.detach() for x in leaves)
+            ).grad_fn
 
     def tree(self) -> Any:
         return tree_unflatten(list(self.node.saved_tensors), self.spec)
 
 
-class Keep(torch.autograd.Function):
+class _SaveTensors(torch.autograd.Function):
     """A node of no graph, for what it saves."""
 
     @staticmethod
@@ -68,20 +71,24 @@ class Keep(torch.autograd.Function):
         return key.clone()
 
 
-class Read:
+class _RecomputedRead:
     """One read of one site, to be made once more. How its state is had back, its kind knows."""
 
-    def __init__(self, connection: Connection, read: Callable[[State], Any], whole: bool, traced: Traced):
+    def __init__(
+        self, connection: Connection, read: Callable[[State], Any], whole: bool, traced: TracedState
+    ):
         self.connection, self.read = connection, read
-        self.behind = traced.behind
-        self.whole = whole or self.behind is None
+        self.previous = traced.previous
+        self.whole = whole or self.previous is None
         self.needs = tree_map(lambda x: x is not None and x.requires_grad, traced.state)
-        self.kept = Kept(traced.state if self.whole else self.rest(traced))
+        self.kept = _SavedTree(traced.state if self.whole else self.tensors_to_keep(traced))
         self.packed = 0  # tensors that the read would have kept ...
-        self.saved: dict[int, Tensor] = {}  # ... and those of them that the backward has still to take
+        self.saved: dict[
+            int, Tensor
+        ] = {}  # ... and those of them that the backward has still to take
         self.inputs: tuple[Tensor, ...] = ()  # of the sub-layer, while its backward runs
 
-    def rest(self, traced: Traced) -> Any:
+    def tensors_to_keep(self, traced: TracedState) -> Any:
         """What is kept of a state that is not kept whole."""
         raise NotImplementedError
 
@@ -95,7 +102,7 @@ class Read:
     def unpack(self, index: int) -> Tensor:
         if index not in self.saved:
             self.again()
-        self.inputs = ()  # the sub-layer is behind us
+        self.inputs = ()  # the sub-layer is previous us
         return self.saved.pop(index)
 
     def input(self, port: int) -> Tensor:
@@ -106,16 +113,21 @@ class Read:
     def again(self) -> None:
         found: list[Tensor] = []
         state = self.state()
-        state = tree_map(lambda x, needs: x if x is None else x.detach().requires_grad_(needs), state, self.needs)
-        unshard(self.connection)  # and so it stays, as its own backward is next
-        with torch.enable_grad(), saved_tensors_hooks(lambda x: found.append(x.detach()), lambda x: x):
+        state = tree_map(
+            lambda x, needs: x if x is None else x.detach().requires_grad_(needs), state, self.needs
+        )
+        _unshard(self.connection)  # and so it stays, as its own backward is next
+        with (
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda x: found.append(x.detach()), lambda x: x),
+        ):
             inputs, _ = self.read(state)
         assert len(found) == self.packed, "a read must be pure"
         self.saved, self.inputs = dict(enumerate(found)), tuple(x.detach() for x in inputs)
 
 
-class Onward(Read):
-    """Its state is that of the nearest site behind it that keeps one, moved on; y is kept.
+class _ReplayFromCheckpoint(_RecomputedRead):
+    """Its state is that of the nearest site previous it that keeps one, moved on; y is kept.
 
     The sites between have theirs then too, and give them up one by one, last to first.
     """
@@ -125,24 +137,24 @@ class Onward(Read):
     def __init__(self, *read: Any):
         super().__init__(*read)
         if self.whole:
-            self.behind = None  # nobody goes further back, so that what is there may be freed
+            self.previous = None  # nobody goes further back, so that what is there may be freed
 
-    def rest(self, traced: Traced) -> Any:
+    def tensors_to_keep(self, traced: TracedState) -> Any:
         return traced.y
 
     def state(self) -> State:
-        path: list[Onward] = [self]
+        path: list[_ReplayFromCheckpoint] = [self]
         while not path[-1].whole and path[-1].held is None:
-            path.append(path[-1].behind)  # type: ignore[arg-type]
+            path.append(path[-1].previous)  # type: ignore[arg-type]
         start = path.pop()
         state = start.kept.tree() if start.whole else start.held
         for read in reversed(path):
-            state = read.held = moved(read.behind.connection, state, read.kept.tree())  # type: ignore[union-attr]
+            state = read.held = _advance_state(read.previous.connection, state, read.kept.tree())  # type: ignore[union-attr]
         self.held = None
         return state
 
 
-class Inverted(Read):
+class _InvertFromNext(_RecomputedRead):
     """Its state is that of the next site with the write undone; y and what the method spares are kept.
 
     The next site hands its own down when it has it back, and the last one keeps it whole.
@@ -152,12 +164,12 @@ class Inverted(Read):
 
     def __init__(self, *read: Any):
         super().__init__(*read)
-        self.ahead: Callable[[], Inverted | None] = lambda: None
-        if isinstance(self.behind, Inverted):
-            self.behind.ahead = weakref.ref(self)
+        self.ahead: Callable[[], _InvertFromNext | None] = lambda: None
+        if isinstance(self.previous, _InvertFromNext):
+            self.previous.ahead = weakref.ref(self)
 
-    def rest(self, traced: Traced) -> Any:
-        return traced.y, self.connection.spare(traced.state)
+    def tensors_to_keep(self, traced: TracedState) -> Any:
+        return traced.y, self.connection.inversion_context(traced.state)
 
     def state(self) -> State:
         if self.whole:
@@ -167,40 +179,46 @@ class Inverted(Read):
             if after is None and (ahead := self.ahead()) is not None:
                 after, self.after = ahead.state(), None
             if after is None:
-                raise RuntimeError("inversion goes from the readout back: no backward pass may begin before it")
+                raise RuntimeError(
+                    "inversion goes from the readout back: no backward pass may begin before it"
+                )
             y, spared = self.kept.tree()
-            state = self.connection.invert(after, None if y is None else self.connection.streamed(y), spared)
-        if isinstance(self.behind, Inverted):
-            self.behind.after = state
+            state = self.connection.invert(
+                after, None if y is None else self.connection.to_stream_dtype(y), spared
+            )
+        if isinstance(self.previous, _InvertFromNext):
+            self.previous.after = state
         return state
 
 
-class Retraced:
+class RecomputedConnection:
     """A connection whose reads are made once more in the backward pass."""
 
-    kind: type[Read]
+    kind: type[_RecomputedRead]
     whole: bool  # its state is kept
 
     def read(self, state: State) -> Any:
-        if not isinstance(state, Traced):  # the first, or one that came over a pipeline cut
+        if not isinstance(state, TracedState):  # the first, or one that came over a pipeline cut
             if not torch.is_grad_enabled():
                 return super().read(state)  # type: ignore[misc]
-            state = Traced(state)
+            state = TracedState(state)
         read = self.kind(self, super().read, self.whole, state)  # type: ignore[arg-type, misc]
         with saved_tensors_hooks(read.pack, read.unpack):
             inputs, after = super().read(state.state)  # type: ignore[misc]
-        return inputs, Traced(after, read)
+        return inputs, TracedState(after, read)
 
     def write(self, state: State, y: Tensor) -> State:
-        if not isinstance(state, Traced):
+        if not isinstance(state, TracedState):
             return super().write(state, y)  # type: ignore[misc]
-        return Traced(super().write(state.state, y), state.behind, y.detach())  # type: ignore[misc]
+        return TracedState(super().write(state.state, y), state.previous, y.detach())  # type: ignore[misc]
 
-    def hidden(self, state: State) -> Tensor:
-        return super().hidden(state.state if isinstance(state, Traced) else state)  # type: ignore[misc]
+    def hidden_state(self, state: State) -> Tensor:
+        return super().hidden_state(state.state if isinstance(state, TracedState) else state)  # type: ignore[misc]
 
 
-def retrace(sites: Sequence[Connection], how: str = "streams", kept: Collection[int] | None = None) -> None:
+def enable_recompute(
+    sites: Sequence[Connection], how: str = "streams", kept: Collection[int] | None = None
+) -> None:
     """From now on the reads of a model's sites are made once more in its backward pass, and their states had back.
 
     Args:
@@ -211,22 +229,36 @@ def retrace(sites: Sequence[Connection], how: str = "streams", kept: Collection[
     Raises:
         ValueError: the method has no such way back.
     """
-    kind, name = choice("how", how, KINDS), type(sites[0]).__module__.rpartition(".")[2]
-    if kind is Inverted and not hasattr(sites[0], "invert"):
-        raise ValueError(f"{name} has no inversion, as its writes cannot be undone; recompute streams, reads or layers")
-    if kind is Onward and sites[0].renorms:
-        raise ValueError(f"{name}'s stream goes through the layers' norms, which are not moved on; recompute layers")
-    kept = doubling(sites[-1].site.layer) if kept is None else kept
+    kind, name = (
+        check_choice("how", how, RECOMPUTE_MODES),
+        type(sites[0]).__module__.rpartition(".")[2],
+    )
+    if kind is _InvertFromNext and not hasattr(sites[0], "invert"):
+        raise ValueError(
+            f"{name} has no inversion, as its writes cannot be undone; recompute streams, reads or layers"
+        )
+    if kind is _ReplayFromCheckpoint and sites[0].norms_its_stream:
+        raise ValueError(
+            f"{name}'s stream goes through the layers' norms, which are not moved on; recompute layers"
+        )
+    kept = checkpoint_layers_log2(sites[-1].site.layer) if kept is None else kept
     for connection in sites:
-        whole = connection.last if kind is Inverted else connection.site.opens and connection.site.layer in kept
-        become(connection, Retraced)
+        whole = (
+            connection.is_readout
+            if kind is _InvertFromNext
+            else connection.site.opens_layer and connection.site.layer in kept
+        )
+        swap_class(connection, RecomputedConnection)
         vars(connection).update(kind=kind, whole=whole)
 
 
-KINDS: dict[str, type[Read]] = {"streams": Onward, "inversion": Inverted}
+RECOMPUTE_MODES: dict[str, type[_RecomputedRead]] = {
+    "streams": _ReplayFromCheckpoint,
+    "inversion": _InvertFromNext,
+}
 
 
-def doubling(layers: int) -> set[int]:
+def checkpoint_layers_log2(layers: int) -> set[int]:
     """The layers before which a state is kept: 1, 2, 4, … layers apart, from the last to the first.
 
     Of S sites, a state of n·D a token kept every s of them, and s states held while such a segment has its backward
@@ -238,12 +270,16 @@ def doubling(layers: int) -> set[int]:
     return {max(layers - (2**i - 1), 0) for i in range(1, layers.bit_length() + 1)}
 
 
-def recalled(inputs: tuple[Tensor, ...], state: State) -> AbstractContextManager[Any]:
+def recompute_inputs(inputs: tuple[Tensor, ...], state: State) -> AbstractContextManager[Any]:
     """Around a sub-layer: its inputs, wherever it would keep them whole, are had back from the read that made them."""
-    return recalling(inputs, state.behind) if isinstance(state, Traced) and state.behind else nullcontext()
+    return (
+        _recompute_inputs(inputs, state.previous)
+        if isinstance(state, TracedState) and state.previous
+        else nullcontext()
+    )
 
 
-class Port(NamedTuple):
+class _SavedPort(NamedTuple):
     """A saved tensor that is an input of the sub-layer."""
 
     number: int
@@ -251,42 +287,51 @@ class Port(NamedTuple):
 
 
 @contextmanager
-def recalling(inputs: tuple[Tensor, ...], read: Read) -> Iterator[None]:
+def _recompute_inputs(inputs: tuple[Tensor, ...], read: _RecomputedRead) -> Iterator[None]:
     # of hooks on saved tensors the innermost alone are called: what is no input goes to those around
-    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(False) or (Tensor.detach, lambda x: x)
-    ports = {key(x): i for i, x in enumerate(inputs) if x.is_contiguous()}
+    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(False) or (
+        Tensor.detach,
+        lambda x: x,
+    )
+    ports = {_storage_key(x): i for i, x in enumerate(inputs) if x.is_contiguous()}
 
     def pack(x: Tensor) -> Any:
-        port = ports.get(key(x)) if x.is_contiguous() else None
-        return keep(x) if port is None else Port(port, x.shape)
+        port = ports.get(_storage_key(x)) if x.is_contiguous() else None
+        return keep(x) if port is None else _SavedPort(port, x.shape)
 
     def unpack(packed: Any) -> Tensor:
-        return read.input(packed.number).view(packed.shape) if isinstance(packed, Port) else give(packed)
+        return (
+            read.input(packed.number).view(packed.shape)
+            if isinstance(packed, _SavedPort)
+            else give(packed)
+        )
 
     with saved_tensors_hooks(pack, unpack):
         yield
 
 
-def key(x: Tensor) -> tuple[Any, ...]:
+def _storage_key(x: Tensor) -> tuple[Any, ...]:
     """What a tensor shares with its views of another shape, until it is written into."""
     # the storage itself, as meta tensors have no address
     return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x._version
 
 
-def moved(connection: Connection, state: State, y: Tensor) -> State:
+def _advance_state(connection: Connection, state: State, y: Tensor) -> State:
     """The state that the next site reads."""
-    sharded = unshard(connection)
-    with torch.no_grad(), as_written(state):
-        state = connection.write(connection.gather(state)[1], y)
+    sharded = _unshard(connection)
+    with torch.no_grad(), autocast_disabled(state):
+        state = connection.write(connection.mix_inputs(state)[1], y)
     for module in sharded:
         module.reshard()
     return state
 
 
-def unshard(connection: Connection) -> list[Any]:
+def _unshard(connection: Connection) -> list[Any]:
     """What of it FSDP2 had sharded, which is there as a whole now."""
     sharded: list[Any] = [
-        m for m in connection.modules() if any(hasattr(p, "to_local") for p in m._parameters.values())
+        m
+        for m in connection.modules()
+        if any(hasattr(p, "to_local") for p in m._parameters.values())
     ]
     for module in sharded:
         if not hasattr(module, "unshard"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import crosslayer
 from crosslayer import Site
 from crosslayer.connections.denseformer import History
-from crosslayer.ops import attend, gate, scores
+from crosslayer.ops import depth_attention, depth_scores, gate_streams
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -53,11 +53,16 @@ def mhc_names(site: Site) -> dict[str, str]:
 def mhc_lite_names(site: Site) -> dict[str, str]:
     plain = ("static_alpha", "static_beta", "dynamic_alpha_fn", "dynamic_beta_fn")
     scales = ("pre_branch_scale", "residual_scale", "h_post_scale")
-    return {**{name: f"hc{site.index}.{name}" for name in (*plain, *scales)}, "gamma": f"hc{site.index}.norm.gamma"}
+    return {
+        **{name: f"hc{site.index}.{name}" for name in (*plain, *scales)},
+        "gamma": f"hc{site.index}.norm.gamma",
+    }
 
 
 NAMES |= {
-    "frac": lambda site: {name: f"fc{site.index}.{name}" for name in ("static_alpha", "static_beta")},
+    "frac": lambda site: {
+        name: f"fc{site.index}.{name}" for name in ("static_alpha", "static_beta")
+    },
     "mhc": mhc_names,
     "mhc_lite": mhc_lite_names,
 }
@@ -78,14 +83,24 @@ CASES = {
 def test_a_row_of_linear_sublayers(case):
     arm, file = CASES[case], load_file(GOLDEN / f"{case}.safetensors")
     depth = json.loads((GOLDEN / f"{case}.json").read_text())["config"]["sub_layers"]
-    sites = built(arm, [Site(k, k, ("mlp",), True, True, depth) for k in range(depth + 1)], file["input/x"].shape[-1])
-    golden = {k.removeprefix("param/"): v.double().requires_grad_() for k, v in file.items() if k.startswith("param/")}
+    sites = built(
+        arm,
+        [Site(k, k, ("mlp",), True, True, depth) for k in range(depth + 1)],
+        file["input/x"].shape[-1],
+    )
+    golden = {
+        k.removeprefix("param/"): v.double().requires_grad_()
+        for k, v in file.items()
+        if k.startswith("param/")
+    }
     used = set()
     for site in sites:
         for ours, theirs in NAMES[crosslayer.make(arm).name](site.site).items():
             if getattr(site, ours, None) is not None:
                 used.add(theirs)
-                getattr(site, ours).data.copy_(golden[theirs].detach().reshape(getattr(site, ours).shape))
+                getattr(site, ours).data.copy_(
+                    golden[theirs].detach().reshape(getattr(site, ours).shape)
+                )
     first = 1 if "layer1.weight" in golden and "layer0.weight" not in golden else 0
 
     x = file["input/x"].double().requires_grad_()
@@ -95,7 +110,12 @@ def test_a_row_of_linear_sublayers(case):
         y = F.linear(h, golden[f"layer{k + first}.weight"], golden[f"layer{k + first}.bias"])
         state = site.write(state, y)
         step = f"f64/intermediate/sublayer{k + first}"
-        for name, ours in {"branch_input": h, "input_h": h, "branch_output": y, "output_y": y}.items():
+        for name, ours in {
+            "branch_input": h,
+            "input_h": h,
+            "branch_output": y,
+            "output_y": y,
+        }.items():
             if f"{step}.{name}" in file:
                 close(ours, file[f"{step}.{name}"])
     (out,), state = sites[-1].read(state)
@@ -117,7 +137,9 @@ def test_a_row_of_linear_sublayers(case):
             if getattr(site, ours, None) is not None:
                 close(getattr(site, ours).grad, file[f"f64/grad/param/{theirs}"])
     unused = {name for name in golden if not name.startswith("layer")} - used
-    assert all(file[f"f64/grad/param/{name}"].abs().max() == 0 for name in unused), f"not loaded: {unused}"
+    assert all(file[f"f64/grad/param/{name}"].abs().max() == 0 for name in unused), (
+        f"not loaded: {unused}"
+    )
 
 
 @pytest.mark.parametrize("gating", ["competitive", "independent"])
@@ -126,17 +148,21 @@ def test_mgr_op(gating):
 
     file = load_file(GOLDEN / f"mgr_op_{gating}_n4.safetensors")
     leaf = {
-        k: file[k].double().requires_grad_() for k in file if k.startswith(("param/", "input/")) and "loss" not in k
+        k: file[k].double().requires_grad_()
+        for k in file
+        if k.startswith(("param/", "input/")) and "loss" not in k
     }
     S, y = leaf["input/streams"].unbind(-2), leaf["input/layer_output"]
     scale = y.shape[-1] ** -0.5
-    beta = GATES[gating].beta(scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
+    beta = GATES[gating].beta(depth_scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
     close(beta, file["f64/intermediate/beta"])
-    S = gate(S, y, beta)
-    out = attend(S, leaf["param/w2"] * scale)
+    S = gate_streams(S, y, beta)
+    out = depth_attention(S, leaf["param/w2"] * scale)
     close(out, file["f64/output/out"])
     close(torch.stack(S, -2), file["f64/output/new_streams"])
-    loss = (out * file["input/loss_weight"]).sum() + (torch.stack(S, -2) * file["input/loss_weight_streams"]).sum()
+    loss = (out * file["input/loss_weight"]).sum() + (
+        torch.stack(S, -2) * file["input/loss_weight_streams"]
+    ).sum()
     close(loss, file["f64/loss"])
     loss.backward()
     for name, p in leaf.items():
@@ -144,12 +170,19 @@ def test_mgr_op(gating):
 
 
 def test_mgr_biases_follow_equation_14():
-    table = json.loads((GOLDEN / "mgr_competitive_n4_10sublayers.json").read_text())["eq14_bias_init_table"]
+    table = json.loads((GOLDEN / "mgr_competitive_n4_10sublayers.json").read_text())[
+        "eq14_bias_init_table"
+    ]
     for row, expected in table.items():
         gated, n = (int(part.split("=")[1]) for part in row.split(","))
         site = Site(n, n, ("mlp",), True, True, gated + n - 1)
-        for gating, bias in (("competitive", "b_init_eq14"), ("independent", "independent_bias_with_n_eq_1")):
-            b = crosslayer.make(f"mgr(streams={n}, gate={gating!r})")(site, 4, lambda port: nn.Identity()).b
+        for gating, bias in (
+            ("competitive", "b_init_eq14"),
+            ("independent", "independent_bias_with_n_eq_1"),
+        ):
+            b = crosslayer.make(f"mgr(streams={n}, gate={gating!r})")(
+                site, 4, lambda port: nn.Identity()
+            ).b
             assert b[0].item() == pytest.approx(expected[bias], rel=1e-6)
 
 
@@ -159,7 +192,10 @@ def test_mgr_biases_follow_equation_14():
         ("denseformer_dwa_k1_p1_12blocks", "denseformer"),
         ("denseformer_dwa_k4_p5_12blocks", "denseformer(dilation=4, period=5)"),
         ("denseformer_dwa_k1_p1_12blocks", "mudd(ways='qkvr', dynamic=False)"),
-        ("denseformer_dwa_k4_p5_12blocks", "mudd(ways='qkvr', dynamic=False, dilation=4, period=5)"),
+        (
+            "denseformer_dwa_k4_p5_12blocks",
+            "mudd(ways='qkvr', dynamic=False, dilation=4, period=5)",
+        ),
     ],
 )
 def test_denseformer(case, arm):
@@ -180,7 +216,9 @@ def test_denseformer(case, arm):
         (h, _), state = site.read(state)
         close(h, file[f"Y.{i}"])
         # these blocks have no residual of their own, ours add one
-        X = torch.tanh(F.linear(h, blocks[f"param.block.{i}.weight"], blocks[f"param.block.{i}.bias"]))
+        X = torch.tanh(
+            F.linear(h, blocks[f"param.block.{i}.weight"], blocks[f"param.block.{i}.bias"])
+        )
         state = site.write(state, X - h)
     out = sites[-1].readout(state)
     close(out, file["output"])
@@ -198,7 +236,10 @@ def test_denseformer(case, arm):
     ("arm", "case"),
     [
         ("mudd", "muddformer_llama_L4_D64_noqknorm_noround_noexpand"),
-        ("mudd(round64=True, expand_last=True)", "muddformer_llama_L4_D64_qknorm_round64_expandlast"),
+        (
+            "mudd(round64=True, expand_last=True)",
+            "muddformer_llama_L4_D64_qknorm_round64_expandlast",
+        ),
     ],
 )
 def test_mudd_streams(arm, case):
@@ -228,7 +269,9 @@ def test_mudd_streams(arm, case):
 
 def test_prenorm_streams():
     """The golden Transformer++: the residual stream from its recorded attention outputs and block outputs."""
-    file = load_file(GOLDEN / "transformerpp_baseline_dense_false_L4_D64.forward_float64_exactrope.safetensors")
+    file = load_file(
+        GOLDEN / "transformerpp_baseline_dense_false_L4_D64.forward_float64_exactrope.safetensors"
+    )
     sites = built("prenorm", crosslayer.plan(4), 64)
     state = sites[0].init(file["X.0"])
     for l in range(4):

@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tiny import shake
 from torch import Tensor, nn
 
 import crosslayer
+from tests.support.tiny import shake
 
 few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
@@ -56,15 +56,23 @@ class Network:
         def norm(port: str) -> nn.Module:
             return nn.RMSNorm(case.dim, eps=1e-6) if case.normed else nn.Identity()
 
-        self.sites = [make(site, case.dim, norm).double() for site in crosslayer.plan(case.layers, case.parallel)]
+        self.sites = [
+            make(site, case.dim, norm).double()
+            for site in crosslayer.plan(case.layers, case.parallel)
+        ]
         for k, site in enumerate(self.sites if shaken else ()):
             shake(site, 0.1 + 0.05 * k)  # no two sites alike
             for name in ("base", "static_alpha"):
                 if case.seed % 2 and getattr(site, name, None) is not None:
-                    nn.init.normal_(getattr(site, name))  # far from R = I, where its orientation hardly shows
+                    nn.init.normal_(
+                        getattr(site, name)
+                    )  # far from R = I, where its orientation hardly shows
         self.depth = len(self.sites) - 1
         self.matrices = [
-            {port: torch.randn(case.dim, case.dim, dtype=torch.float64) for port in ("attn", "mlp", *"qkv")}
+            {
+                port: torch.randn(case.dim, case.dim, dtype=torch.float64)
+                for port in ("attn", "mlp", *"qkv")
+            }
             for _ in range(self.depth)
         ]
 
@@ -98,14 +106,24 @@ def agree(net: Network, loop: Callable[[Tensor], Tensor]) -> None:
     """Both compute the same, and so do their backwards."""
     case = net.case
     x = torch.randn(case.batch, case.tokens, case.dim, dtype=torch.float64, requires_grad=True)
-    weights = {f"site {k} {n}": p for k, s in enumerate(net.sites) for n, p in s.named_parameters() if p.requires_grad}
+    weights = {
+        f"site {k} {n}": p
+        for k, s in enumerate(net.sites)
+        for n, p in s.named_parameters()
+        if p.requires_grad
+    }
     ours, theirs = net.run(x), loop(x)
     cotangent = torch.randn_like(ours)
     leaves = (x, *weights.values())
-    gradients = (torch.autograd.grad(out, leaves, cotangent, materialize_grads=True) for out in (ours, theirs))
+    gradients = (
+        torch.autograd.grad(out, leaves, cotangent, materialize_grads=True)
+        for out in (ours, theirs)
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
     for name, a, b in zip(("input", *weights), *gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, msg=lambda m, name=name: f"gradient of {name}: {m}")
+        torch.testing.assert_close(
+            a, b, rtol=1e-9, atol=1e-10, msg=lambda m, name=name: f"gradient of {name}: {m}"
+        )
 
 
 def check(arm: str, loop: Loop, case: Case) -> None:
@@ -147,7 +165,7 @@ def postnorm(net: Network, x: Tensor) -> Tensor:
     return x
 
 
-def residual_dual(net: Network, x: Tensor) -> Tensor:
+def resi_dual(net: Network, x: Tensor) -> Tensor:
     dual = x
     x, *inputs = (norm(x) for norm in net.sites[0].norms)
     for k in range(net.depth):
@@ -160,7 +178,7 @@ def residual_dual(net: Network, x: Tensor) -> Tensor:
     raise AssertionError
 
 
-def gains(net: Network, x: Tensor) -> Tensor:
+def skip_gain(net: Network, x: Tensor) -> Tensor:
     for k in range(net.depth):
         x = net.sites[k].gain * x + net.F(k, x)
     return net.final(x)
@@ -173,7 +191,9 @@ def highway(net: Network, x: Tensor) -> Tensor:
     return net.final(x)
 
 
-@pytest.mark.parametrize("arm", ["prenorm", "postnorm", "residual_dual", "gains", "highway", "highway(bias=-0.5)"])
+@pytest.mark.parametrize(
+    "arm", ["prenorm", "postnorm", "resi_dual", "skip_gain", "highway", "highway(bias=-0.5)"]
+)
 @few
 @given(case=cases)
 def test_one_stream(arm, case):
@@ -244,7 +264,9 @@ def denseformer(k: int = 1, p: int | str = 1, last: int | None = None) -> Loop:
 @example(case=Case(layers=5), dilation=1, period="last")
 @example(case=Case(layers=5, parallel=True), dilation=2, period=3)
 def test_denseformer(case, dilation, period):
-    check(f"denseformer(dilation={dilation}, period={period!r})", denseformer(dilation, period), case)
+    check(
+        f"denseformer(dilation={dilation}, period={period!r})", denseformer(dilation, period), case
+    )
 
 
 @few
@@ -292,7 +314,9 @@ def mudd(options: Ways) -> Loop:
             P = [rms(x) * net.sites[0].pre]
         for l in range(1, L + 1):
             site = (l - 1) * per
-            attention = [S[c] for c in "qkv"] if len(net.sites[site].norms) > per_ports(net) else [S["q"]]
+            attention = (
+                [S[c] for c in "qkv"] if len(net.sites[site].norms) > per_ports(net) else [S["q"]]
+            )
             if len(attention) == 1:
                 assert S["q"] is S["k"] is S["v"], "one norm of the attention's input, so one input"
             if net.case.parallel:
@@ -310,7 +334,9 @@ def per_ports(net: Network) -> int:
     return 2 if net.case.parallel else 1
 
 
-def aggregated(site: crosslayer.Connection, options: Ways, X: list[Tensor], P: list[Tensor], L: int) -> dict:
+def aggregated(
+    site: crosslayer.Connection, options: Ways, X: list[Tensor], P: list[Tensor], L: int
+) -> dict:
     """Depth aggregation after block l: what each way reads of X_0 .. X_l. P: PrePostDANorm's sources, added to here."""
     l = len(X) - 1
     groups = [group for group in options.ways.split() if l < L or "r" in group]
@@ -368,7 +394,13 @@ def test_mudd_dilation_and_period(case, ways, dilation, period, expand_last):
 
 
 @few
-@given(case=cases, ways=st.sampled_from(WAYS), window=st.integers(1, 5), normed=st.booleans(), round64=st.booleans())
+@given(
+    case=cases,
+    ways=st.sampled_from(WAYS),
+    window=st.integers(1, 5),
+    normed=st.booleans(),
+    round64=st.booleans(),
+)
 @example(case=Case(layers=5), ways="q k v r", window=2, normed=True, round64=False)
 def test_mudd_window(case, ways, window, normed, round64):
     options = Ways(ways, window=window, normed=normed, round64=round64)
@@ -378,18 +410,25 @@ def test_mudd_window(case, ways, window, normed, round64):
 def test_the_hidden_width_of_mudd():
     """K = C(l+1); the released checkpoints take four times that at the end and then round up, 64 to 128."""
     plain = [
-        site.W1.shape[1] for site in Network("mudd", Case(layers=5)).sites if getattr(site, "W1", None) is not None
+        site.W1.shape[1]
+        for site in Network("mudd", Case(layers=5)).sites
+        if getattr(site, "W1", None) is not None
     ]
     assert plain == [8, 12, 16, 20, 6]
     wide = Network("mudd(expand_last=True, round64=True)", Case(layers=15, dim=3)).sites
-    assert [site.W1.shape[1] for site in wide if site.W1 is not None] == [64] * 14 + [128]  # 4 · 16 = 64
+    assert [site.W1.shape[1] for site in wide if site.W1 is not None] == [64] * 14 + [
+        128
+    ]  # 4 · 16 = 64
 
 
 @few
 @given(case=cases, dilation=st.integers(1, 4), period=st.integers(1, 4))
 def test_static_one_way_mudd_is_denseformer(case, dilation, period):
     options = Ways("qkvr", dynamic=False, dilation=dilation, period=period)
-    ours, dense = Network(options.arm, case), Network(f"denseformer(dilation={dilation}, period={period})", case)
+    ours, dense = (
+        Network(options.arm, case),
+        Network(f"denseformer(dilation={dilation}, period={period})", case),
+    )
     for a, b in zip(ours.sites, dense.sites, strict=True):
         assert (a.a is None) == (b.alpha is None)
         if a.a is not None:
@@ -414,7 +453,9 @@ def attnres(block_size: int) -> Loop:
 
         def read(k: int) -> Tensor:
             blocks = [sum(Y[i : i + block_size]) for i in range(0, len(Y), block_size)]
-            return attended([x, *blocks], net.sites[k].query, net.sites[k].key_norm, 1.0) if k else x
+            return (
+                attended([x, *blocks], net.sites[k].query, net.sites[k].key_norm, 1.0) if k else x
+            )
 
         for k in range(net.depth):
             Y.append(net.F(k, read(k)))
@@ -449,7 +490,10 @@ def mgr(n: int, gate: str) -> Loop:
                 q = [dot(rms(s), site.w1) * scale for s in S]
                 if gate == "competitive":
                     _, *beta = softmax(
-                        [score + b for score, b in zip([torch.zeros_like(q[0]), *q], site.b, strict=True)]
+                        [
+                            score + b
+                            for score, b in zip([torch.zeros_like(q[0]), *q], site.b, strict=True)
+                        ]
                     )
                 else:
                     beta = [sigmoid(score + b) for score, b in zip(q, site.b, strict=True)]
@@ -472,7 +516,9 @@ def exceeds(L: int, n: int) -> float:
     eq14=st.sampled_from(["text", "literal"]),
 )
 @example(case=Case(layers=1), n=4, gate="competitive", eq14="text")  # two sub-layers, four streams
-@example(case=Case(layers=2), n=5, gate="independent", eq14="text")  # four sub-layers: all appended, none gated
+@example(
+    case=Case(layers=2), n=5, gate="independent", eq14="text"
+)  # four sub-layers: all appended, none gated
 @example(case=Case(layers=4), n=4, gate="competitive", eq14="text")
 @example(case=Case(layers=4), n=1, gate="independent", eq14="literal")
 def test_mgr(case, n, gate, eq14):
@@ -481,8 +527,13 @@ def test_mgr(case, n, gate, eq14):
     check(f"mgr(streams={n}, gate={gate!r}, eq14={eq14!r})", mgr(n, gate), case)
 
 
-TABLE = json.loads((Path(__file__).parent.parent / "golden/mgr_competitive_n4_10sublayers.json").read_text())
-STARTS = {tuple(int(p.split("=")[1]) for p in row.split(",")): v for row, v in TABLE["eq14_bias_init_table"].items()}
+TABLE = json.loads(
+    (Path(__file__).parent.parent / "golden/mgr_competitive_n4_10sublayers.json").read_text()
+)
+STARTS = {
+    tuple(int(p.split("=")[1]) for p in row.split(",")): v
+    for row, v in TABLE["eq14_bias_init_table"].items()
+}
 
 
 @pytest.mark.parametrize(
@@ -498,12 +549,20 @@ STARTS = {tuple(int(p.split("=")[1]) for p in row.split(",")): v for row, v in T
 def test_how_far_mgr_moves_at_first(options, key, L, n):
     """β at the start, whatever the streams are: σ(−3)·√(21/L) exactly when the gates compete."""
     site = crosslayer.Site(n - 1, n - 1, ("mlp",), True, True, L + n - 1)
-    connection = crosslayer.make(f"mgr(streams={n}, {options})")(site, 5, lambda port: nn.Identity()).double()
+    connection = crosslayer.make(f"mgr(streams={n}, {options})")(
+        site, 5, lambda port: nn.Identity()
+    ).double()
     torch.manual_seed(3)
     S = tuple(torch.randn(2, 3, 5, dtype=torch.float64) for _ in range(n))
-    _, state = connection.read(type(connection.begin(S[0]))(S[:-1], S[-1]) if n > 1 else connection.begin(S[0]))
+    _, state = connection.read(
+        type(connection.initial_state(S[0]))(S[:-1], S[-1])
+        if n > 1
+        else connection.initial_state(S[0])
+    )
     # the biases are kept in float32
-    torch.testing.assert_close(state.beta, torch.full_like(state.beta, STARTS[L, n][key]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        state.beta, torch.full_like(state.beta, STARTS[L, n][key]), rtol=1e-6, atol=0
+    )
     if key == "competitive_beta_at_init":
         exact = math.sqrt(21 / L) / (1 + math.exp(3))
         assert STARTS[L, n][key] == pytest.approx(exact, rel=1e-12)
@@ -517,7 +576,9 @@ def test_equation_14_has_a_domain(layers, n, inside):
         with pytest.raises(ValueError, match=rf"Eq. 14 .* {n} streams and {L} gated"):
             Network(f"mgr(streams={n}{options})", Case(layers=layers))
         Network(f"mgr(streams={inside}{options})", Case(layers=layers))
-    Network(f"mgr(streams={n}, gate='independent')", Case(layers=layers))  # the text's formula has n = 1
+    Network(
+        f"mgr(streams={n}, gate='independent')", Case(layers=layers)
+    )  # the text's formula has n = 1
 
 
 # ---- hyper-connections
@@ -541,7 +602,10 @@ def wiring(site: crosslayer.Connection, H: list[Tensor], dynamic: bool, tanh: bo
                 "unweighted": layernorm,
             }[stats](h)
             bound = torch.tanh if tanh else lambda z: z
-            row = [a + site.dynamic_alpha_scale * bound(dot(N, site.dynamic_alpha_fn[:, c])) for c, a in enumerate(row)]
+            row = [
+                a + site.dynamic_alpha_scale * bound(dot(N, site.dynamic_alpha_fn[:, c]))
+                for c, a in enumerate(row)
+            ]
             b = b + site.dynamic_beta_scale * bound(dot(N, site.dynamic_beta_fn))
         alpha.append(row)
         beta.append(b)
@@ -567,7 +631,11 @@ STATS = st.sampled_from(["layernorm", "rmsnorm", "unweighted"])
 
 @few
 @given(
-    case=cases, n=st.sampled_from([4, 3, 2, 5, 1]), how=DYNAMIC, stats=STATS, beta=st.sampled_from([1.0, 0.5, 2**0.5])
+    case=cases,
+    n=st.sampled_from([4, 3, 2, 5, 1]),
+    how=DYNAMIC,
+    stats=STATS,
+    beta=st.sampled_from([1.0, 0.5, 2**0.5]),
 )
 @example(case=Case(), n=4, how=(True, True), stats="layernorm", beta=1.0)
 @example(case=Case(), n=4, how=(True, True), stats="rmsnorm", beta=1.0)
@@ -589,7 +657,9 @@ def test_frozen_hyper(frozen, case, n):
     parts = {"B": "_beta", "WC": "_alpha"}
     for site in Network(arm, case).sites[:-1]:
         for name, p in site.named_parameters(recurse=False):
-            assert p.requires_grad == (not any(parts[f] in name for f in frozen.split()) and len(frozen) < 4)
+            assert p.requires_grad == (
+                not any(parts[f] in name for f in frozen.split()) and len(frozen) < 4
+            )
 
 
 def sequential(n: int) -> list:
@@ -601,7 +671,10 @@ def in_parallel(n: int) -> list:
     """Eq. 54 and 55, in turn: every n sub-layers side by side. Slot i of Eq. 55 counts from 0, as Eq. 19 has it."""
     first = [[0, *[int(c == 0) for c in range(n)]], *([1] * (n + 1) for _ in range(n))]
     others = [
-        [[0, *[int(c == i) for c in range(n)]], *([int(s == i), *[int(s == c) for c in range(n)]] for s in range(n))]
+        [
+            [0, *[int(c == i) for c in range(n)]],
+            *([int(s == i), *[int(s == c) for c in range(n)]] for s in range(n)),
+        ]
         for i in range(1, n)
     ]
     return [first, *others]
@@ -674,7 +747,11 @@ def frac(m: int, dynamic: bool, tanh: bool) -> Loop:
 @example(case=Case(), m=2, width=3, how=(True, True))
 @example(case=Case(), m=4, width=2, how=(False, True))
 def test_frac(case, m, width, how):
-    check(f"frac(fractions={m}, dynamic={how[0]}, tanh={how[1]})", frac(m, *how), case._replace(dim=m * width))
+    check(
+        f"frac(fractions={m}, dynamic={how[0]}, tanh={how[1]})",
+        frac(m, *how),
+        case._replace(dim=m * width),
+    )
 
 
 def test_frac_starts_with_every_fraction_on_its_own():
@@ -724,13 +801,17 @@ def mhc(o: Manifold) -> Loop:
         v = torch.cat(H, -1)
         norm = 1 / ((v * v).mean(-1, keepdim=True) + o.norm_eps).sqrt()
         part = [i for i, size in enumerate((n, n, n * n)) for _ in range(size)]
-        return [dot(v, row) * norm * site.scale[part[i]] + site.base[i] for i, row in enumerate(site.fn)]
+        return [
+            dot(v, row) * norm * site.scale[part[i]] + site.base[i] for i, row in enumerate(site.fn)
+        ]
 
     def residual(z: list[Tensor]) -> list[list[Tensor]]:
         """R[src][dst]."""
         if o.residual == "identity":
             return [[float(s == d) for d in range(n)] for s in range(n)]
-        laid = {"src dst": lambda s, d: z[s * n + d], "dst src": lambda s, d: z[d * n + s]}[o.orientation]
+        laid = {"src dst": lambda s, d: z[s * n + d], "dst src": lambda s, d: z[d * n + s]}[
+            o.orientation
+        ]
         if o.order == "src last":
             return doubly([[laid(s, d) for d in range(n)] for s in range(n)], o.iterations, o.eps)
         M = doubly([[laid(s, d) for s in range(n)] for d in range(n)], o.iterations, o.eps)
@@ -777,7 +858,9 @@ manifolds = st.builds(
 @few
 @given(case=cases, options=manifolds)
 @example(case=Case(layers=2, seed=1), options=Manifold())
-@example(case=Case(layers=2, seed=1), options=Manifold(orientation="dst src", iterations=2, eps=1e-3))
+@example(
+    case=Case(layers=2, seed=1), options=Manifold(orientation="dst src", iterations=2, eps=1e-3)
+)
 @example(case=Case(layers=2, seed=1), options=Manifold(order="dst last", iterations=2, eps=1e-3))
 @example(case=Case(layers=3, seed=1), options=Manifold(residual="identity", readout="mean"))
 @example(case=Case(layers=3, seed=1), options=Manifold(iterations=1, readout="sum"))
@@ -804,10 +887,16 @@ def mhc_lite(n: int) -> Loop:
             z = [dot(v, column) for column in site.dynamic_alpha_fn.T]
             pre = [sigmoid(site.pre_branch_scale * z[s] + site.static_alpha[s]) for s in range(n)]
             share = softmax(
-                [site.residual_scale * z[n + r] + site.static_alpha[n + r] for r in range(len(orders))],
+                [
+                    site.residual_scale * z[n + r] + site.static_alpha[n + r]
+                    for r in range(len(orders))
+                ],
             )
             post = [
-                2 * sigmoid(site.h_post_scale * dot(v, site.dynamic_beta_fn[:, s]) + site.static_beta[s])
+                2
+                * sigmoid(
+                    site.h_post_scale * dot(v, site.dynamic_beta_fn[:, s]) + site.static_beta[s]
+                )
                 for s in range(n)
             ]
             y = net.F(k, sum(p * h for p, h in zip(pre, H, strict=True)))
@@ -835,19 +924,29 @@ def starts_on_its_own_stream(arm: str) -> None:
     """Sub-layer k, counted from 0, reads stream k mod n at the start: the listing's layer_id, and nothing random."""
     for k, site in enumerate(Network(arm, Case(layers=5), shaken=False).sites[:-1]):
         if arm.startswith("hyper"):
-            assert site.static_alpha[:, 0].tolist() == [float(s == k % site.n) for s in range(site.n)]
+            assert site.static_alpha[:, 0].tolist() == [
+                float(s == k % site.n) for s in range(site.n)
+            ]
             assert torch.equal(site.static_alpha[:, 1:], torch.eye(site.n).double())
         else:
-            pre = (site.base if arm.startswith("mhc(") or arm == "mhc" else site.static_alpha)[: site.n]
+            pre = (site.base if arm.startswith("mhc(") or arm == "mhc" else site.static_alpha)[
+                : site.n
+            ]
             assert pre.tolist() == [1.0 if s == k % site.n else -1.0 for s in range(site.n)]
         if arm.startswith("mhc_lite"):
-            assert site.static_alpha[site.n :].tolist() == [0.0] + [-8.0] * (math.factorial(site.n) - 1)
+            assert site.static_alpha[site.n :].tolist() == [0.0] + [-8.0] * (
+                math.factorial(site.n) - 1
+            )
         elif arm.startswith("mhc"):
-            assert torch.equal(site.base[2 * site.n :].view(site.n, -1), 8 * torch.eye(site.n).double() - 8)
+            assert torch.equal(
+                site.base[2 * site.n :].view(site.n, -1), 8 * torch.eye(site.n).double() - 8
+            )
             assert site.scale.tolist() == pytest.approx([0.01] * 3)
 
 
-@pytest.mark.parametrize("arm", ["hyper", "hyper(streams=3)", "mhc", "mhc(streams=3)", "mhc_lite(streams=3)"])
+@pytest.mark.parametrize(
+    "arm", ["hyper", "hyper(streams=3)", "mhc", "mhc(streams=3)", "mhc_lite(streams=3)"]
+)
 def test_each_sublayer_starts_on_its_own_stream(arm):
     starts_on_its_own_stream(arm)
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import shake
 from torch import Tensor, nn
 
 import crosslayer
 from crosslayer.connections.attnres import Values
 from crosslayer.connections.mhc import Manifold
-from crosslayer.ops import probe, scores
+from crosslayer.ops import depth_scores, write_norm_project
+from tests.support.tiny import shake
 
 B, T, D, LAYERS = 2, 3, 10, 3
 
@@ -28,12 +28,19 @@ def in_float64(monkeypatch):
 
 def shipped(model: str) -> types.ModuleType:
     return pytest.importorskip(
-        f"transformers.models.{model}.modeling_{model}", reason=f"this version of transformers has no {model}"
+        f"transformers.models.{model}.modeling_{model}",
+        reason=f"this version of transformers has no {model}",
     )
 
 
 def config(n: int = 4, **own: object) -> types.SimpleNamespace:
-    shared = {"hc_mult": n, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6, "hidden_size": D}
+    shared = {
+        "hc_mult": n,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "rms_norm_eps": 1e-6,
+        "hidden_size": D,
+    }
     return types.SimpleNamespace(**(shared | own))
 
 
@@ -43,7 +50,9 @@ def chain(arm: str) -> list[crosslayer.Connection]:
     for k, site in enumerate(sites):
         shake(site, 0.3 + 0.05 * k)
         if getattr(site, "base", None) is not None:
-            nn.init.normal_(site.base)  # R starts all but the identity, where its orientation would not show
+            nn.init.normal_(
+                site.base
+            )  # R starts all but the identity, where its orientation would not show
     return sites
 
 
@@ -83,7 +92,11 @@ def run(sites: list[crosslayer.Connection], x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoder(
-    layer_class: type, hc_class: Callable, sites: list[crosslayer.Connection], l: int, attention: Callable
+    layer_class: type,
+    hc_class: Callable,
+    sites: list[crosslayer.Connection],
+    l: int,
+    attention: Callable,
 ) -> nn.Module:
     """A decoder layer of theirs, without its attention and MLP: the streams through layer l."""
     return hollow(
@@ -92,15 +105,22 @@ def decoder(
         ffn_hc=mixers(hc_class, sites[2 * l + 1]),
         input_layernorm=nn.Identity(),
         post_attention_layernorm=nn.Identity(),
-        self_attn=lambda x=None, hidden_states=None, **_: attention(sublayer(2 * l, hidden_states if x is None else x)),
+        self_attn=lambda x=None, hidden_states=None, **_: attention(
+            sublayer(2 * l, hidden_states if x is None else x)
+        ),
         mlp=lambda x, **_: sublayer(2 * l + 1, x),
         block_type="linear_attention",
     )
 
 
-def compare_chain(sites: list[crosslayer.Connection], decoders: list, head: Callable[[Tensor], Tensor]) -> None:
+def compare_chain(
+    sites: list[crosslayer.Connection], decoders: list, head: Callable[[Tensor], Tensor]
+) -> None:
     """Streams, readout, and the gradients of the input and of every mixer."""
-    ours, theirs = (torch.randn(B, T, D, generator=torch.Generator().manual_seed(4)).requires_grad_() for _ in range(2))
+    ours, theirs = (
+        torch.randn(B, T, D, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        for _ in range(2)
+    )
     out, streams = run(sites, ours)
     H = theirs[:, :, None].expand(B, T, sites[0].n, D).contiguous()
     for layer in decoders:
@@ -137,22 +157,35 @@ def test_mhc_coefficients(model, n):
     close(h, collapsed)
     close(state.post, post)
     close(state.H, torch.einsum("btij,btid->btjd", comb, H))
-    _, _, logits = site.coefficients(probe(H, None, None, site.fn.mT, site.norm_eps)[1][..., 0, :])
+    _, _, logits = site.coefficients(
+        write_norm_project(H, None, None, site.fn.mT, site.norm_eps)[1][..., 0, :]
+    )
     close(site.mixture(logits), comb)
     if n == 2:
         return  # every doubly stochastic matrix of two streams is symmetric
     transposed = chain(f"mhc(streams={n}, orientation='dst src')")[1]
-    assert (transposed.mixture(logits) - comb).abs().max() > 1e-2, "the orientation must show in these numbers"
+    assert (transposed.mixture(logits) - comb).abs().max() > 1e-2, (
+        "the orientation must show in these numbers"
+    )
 
 
 def test_mhc_of_deepseek_v4():
     """Two decoder layers' wiring and the learnt head."""
     theirs, sites = shipped("deepseek_v4"), chain("mhc")
     head = given(
-        theirs.DeepseekV4HyperHead(config()), hc_fn=sites[-1].fn, hc_base=sites[-1].base, hc_scale=sites[-1].scale
+        theirs.DeepseekV4HyperHead(config()),
+        hc_fn=sites[-1].fn,
+        hc_base=sites[-1].base,
+        hc_scale=sites[-1].scale,
     )
     layers = [
-        decoder(theirs.DeepseekV4DecoderLayer, theirs.DeepseekV4HyperConnection, sites, l, lambda y: (y, None))
+        decoder(
+            theirs.DeepseekV4DecoderLayer,
+            theirs.DeepseekV4HyperConnection,
+            sites,
+            l,
+            lambda y: (y, None),
+        )
         for l in range(LAYERS)
     ]
     compare_chain(sites, layers, head)
@@ -164,7 +197,13 @@ def test_mhc_of_glm_5():
     """As DeepSeek-V4's, but that the streams' mean is read out."""
     theirs, sites = shipped("glm5_next"), chain("mhc(readout='mean')")
     layers = [
-        decoder(theirs.Glm5NextTextDecoderLayer, theirs.Glm5NextTextHyperConnection, sites, l, lambda y: y)
+        decoder(
+            theirs.Glm5NextTextDecoderLayer,
+            theirs.Glm5NextTextHyperConnection,
+            sites,
+            l,
+            lambda y: y,
+        )
         for l in range(LAYERS)
     ]
     compare_chain(sites, layers, theirs.Glm5NextTextHyperHead())
@@ -173,7 +212,10 @@ def test_mhc_of_glm_5():
 @pytest.mark.parametrize("model", ["glm5_next", "hy_v4"])
 def test_released_models_have_two_eps(model):
     """Their configurations' defaults: 1e-5 for the norm, 1e-6 for the gates. It shows where the streams are small."""
-    hc = getattr(shipped(model), {"glm5_next": "Glm5NextTextHyperConnection", "hy_v4": "HYV4HyperConnection"}[model])
+    hc = getattr(
+        shipped(model),
+        {"glm5_next": "Glm5NextTextHyperConnection", "hy_v4": "HYV4HyperConnection"}[model],
+    )
     residual = "sinkhorn" if model == "glm5_next" else "identity"
     H = torch.randn(B, T, 4, D) * 3e-3
     for norm_eps in (1e-6, 1e-5):
@@ -187,7 +229,10 @@ def test_released_models_have_two_eps(model):
 @pytest.mark.parametrize("magnitude", [2.0, 1.5])
 def test_identity_mhc_of_hy_v4(magnitude):
     """R = I. Their post has a magnitude, 2 in the released configuration, and eps is added to it."""
-    theirs, sites = shipped("hy_v4"), chain(f"mhc(residual='identity', magnitude={magnitude}, post_eps=1e-6)")
+    theirs, sites = (
+        shipped("hy_v4"),
+        chain(f"mhc(residual='identity', magnitude={magnitude}, post_eps=1e-6)"),
+    )
     site, H, y = sites[1], torch.randn(B, T, 4, D), torch.randn(B, T, D)
     hc = mixers(theirs.HYV4HyperConnection, site, hc_magnitude=magnitude)
     post, collapsed = hc(H)
@@ -223,7 +268,12 @@ def test_identity_mhc_of_hy_v4_over_depth():
     out, streams = run(sites, x)
     close(streams, H)
     end = sites[-1]
-    close(out, given(theirs.HYV4HyperHead(config()), hc_fn=end.fn, hc_base=end.base, hc_scale=end.scale)(H))
+    close(
+        out,
+        given(theirs.HYV4HyperHead(config()), hc_fn=end.fn, hc_base=end.base, hc_scale=end.scale)(
+            H
+        ),
+    )
 
 
 def test_attention_residual_of_inkling_2():
@@ -231,10 +281,12 @@ def test_attention_residual_of_inkling_2():
     theirs = shipped("inkling2")
     site = chain("attnres")[4]
     sources = tuple(torch.randn(B, T, D) * (1 + i) for i in range(4))
-    pool = given(theirs.Inkling2BlockAttentionResidual(config()), query=site.query * D**0.5 * site.key_norm)
+    pool = given(
+        theirs.Inkling2BlockAttentionResidual(config()), query=site.query * D**0.5 * site.key_norm
+    )
     (out,) = pool(torch.stack(sources[:-1], -2), sources[-1])
     unit = [x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in sources]
-    p = scores(sources, site.query * site.key_norm).softmax(-1)
+    p = depth_scores(sources, site.query * site.key_norm).softmax(-1)
     close(sum(p[..., i, None] * x for i, x in enumerate(unit)), out)
 
     # of sources that their norm leaves as they are, all of it is the same

@@ -19,7 +19,11 @@ def checkpoint(tmp_path):
         folder.mkdir()
         shutil.copyfile(GOLDEN / f"{case}.params.safetensors", folder / "model.safetensors")
         # the golden runs generate without an end of text
-        whole = json.loads((GOLDEN / f"{case}.json").read_text())["config"] | {"eos_token_id": None} | config
+        whole = (
+            json.loads((GOLDEN / f"{case}.json").read_text())["config"]
+            | {"eos_token_id": None}
+            | config
+        )
         (folder / "config.json").write_text(json.dumps(whole))
         return folder
 

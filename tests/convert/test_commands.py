@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from bodies import llama
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import crosslayer
+from tests.hf.backbones import llama
 
 pytest.importorskip("jsonargparse")
-from crosslayer.cli import main
-from crosslayer.convert import load
+from crosslayer.cli.main import main
+from crosslayer.convert import load_published
 
 CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + '. ' }}{% endfor %}"
@@ -58,50 +58,92 @@ def ran(capsys, *arguments: object) -> tuple[int, str, str]:
 
 def greedy(model, tokenizer, prompt: str, length: int) -> str:
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False
+    )
     return tokenizer.decode(out[0, ids.shape[1] :]) + "\n"
 
 
 def test_convert_and_generate(folder, tmp_path, capsys):
     code, out, err = ran(capsys, "convert", folder, tmp_path / "converted", "--rope", "bfloat16")
     assert (code, err) == (0, "") and re.fullmatch(
-        r"\S+converted: Qwen3ForCausalLM with mudd\(round64=True, expand_last=True\), [\d,]+ parameters\n", out
+        r"\S+converted: Qwen3ForCausalLM with mudd\(round64=True, expand_last=True\), [\d,]+ parameters\n",
+        out,
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
     ids = torch.arange(9)[None]
-    assert torch.equal(model(ids).logits, load(folder, rope="bfloat16")(ids).logits)
+    assert torch.equal(model(ids).logits, load_published(folder, rope="bfloat16")(ids).logits)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     expected = greedy(model, tokenizer, "hello", 12)
-    assert ran(capsys, "generate", tmp_path / "converted", "hello", "--max-new-tokens", 12) == (0, expected, "")
-    on_the_fly = ran(capsys, "generate", folder, "hello", "--max-new-tokens", 12, "--rope", "bfloat16")
+    assert ran(capsys, "generate", tmp_path / "converted", "hello", "--max-new-tokens", 12) == (
+        0,
+        expected,
+        "",
+    )
+    on_the_fly = ran(
+        capsys, "generate", folder, "hello", "--max-new-tokens", 12, "--rope", "bfloat16"
+    )
     assert on_the_fly == (0, expected, "")
 
 
 def test_in_a_process_of_its_own(folder):
     """Nothing but the text is printed."""
-    command = [sys.executable, "-W", "error", "-m", "crosslayer.cli", "generate", str(folder), "hi", "--seed", "3"]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "crosslayer.cli",
+        "generate",
+        str(folder),
+        "hi",
+        "--seed",
+        "3",
+    ]
     done = subprocess.run([*command, "--max-new-tokens", "3"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and done.stdout.count("\n") == 1
 
 
 def test_dtype(folder, tmp_path, capsys):
     assert ran(capsys, "convert", folder, tmp_path / "out", "--dtype", "bfloat16")[0] == 0
-    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
-    assert ran(capsys, "generate", tmp_path / "out", "hello", "--dtype", "float32", "--max-new-tokens", 2)[0] == 0
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    )
+    assert (
+        ran(
+            capsys,
+            "generate",
+            tmp_path / "out",
+            "hello",
+            "--dtype",
+            "float32",
+            "--max-new-tokens",
+            2,
+        )[0]
+        == 0
+    )
 
 
 def test_sampling_follows_the_seed(folder, capsys):
     def sampled(*more):
-        return ran(capsys, "generate", folder, "hello", "--temperature", 1.5, "--max-new-tokens", 20, *more)[1]
+        return ran(
+            capsys, "generate", folder, "hello", "--temperature", 1.5, "--max-new-tokens", 20, *more
+        )[1]
 
     assert sampled() == sampled() != sampled("--seed", 1)
-    assert sampled("--top-p", 1e-6) == ran(capsys, "generate", folder, "hello", "--max-new-tokens", 20)[1]
+    assert (
+        sampled("--top-p", 1e-6)
+        == ran(capsys, "generate", folder, "hello", "--max-new-tokens", 20)[1]
+    )
 
 
 def test_lines_from_stdin(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nworld\n"))
     code, out, _ = ran(capsys, "generate", folder, "--max-new-tokens", 6)
-    alone = [ran(capsys, "generate", folder, word, "--max-new-tokens", 6)[1] for word in ("hello", "world")]
+    alone = [
+        ran(capsys, "generate", folder, word, "--max-new-tokens", 6)[1]
+        for word in ("hello", "world")
+    ]
     assert (code, out) == (0, "".join(alone))
 
 
@@ -123,7 +165,9 @@ def connected(tmp_path):
     torch.manual_seed(1)
     model = crosslayer.connect(llama(), "mudd")
     model.save_pretrained(tmp_path / "model")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters(), eos_token="z", chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=letters(), eos_token="z", chat_template=TEMPLATE
+    )
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -145,16 +189,23 @@ def test_another_tokenizer(connected, folder, capsys):
     (connected / "tokenizer_config.json").unlink()
     (connected / "chat_template.jinja").unlink(missing_ok=True)
     lacking = ran(capsys, "generate", connected, "hello")
-    assert lacking[0] == 1 and "has no tokenizer; name a tokenizer.json with --tokenizer" in lacking[2]
+    assert (
+        lacking[0] == 1 and "has no tokenizer; name a tokenizer.json with --tokenizer" in lacking[2]
+    )
     for given in (folder, folder / "tokenizer.json"):
-        assert ran(capsys, "generate", connected, "hello", "--tokenizer", given, "--max-new-tokens", 3)[0] == 0
+        assert (
+            ran(
+                capsys, "generate", connected, "hello", "--tokenizer", given, "--max-new-tokens", 3
+            )[0]
+            == 0
+        )
 
 
 def test_the_end_of_a_text(folder):
     """The tokenizer's; a published config's default is a token like any other to it."""
     from types import SimpleNamespace as Some
 
-    from crosslayer.commands.generate import ends
+    from crosslayer.cli.generate import ends
 
     def of(models, tokenizers, chat=None):
         model = Some(generation_config=Some(eos_token_id=models))
@@ -196,7 +247,10 @@ def test_a_pickle_is_not_loaded(folder, connected, capsys):
         (path / "model.safetensors").unlink()
         torch.save(tensors, path / "pytorch_model.bin")
         code, _, err = ran(capsys, "generate", path, "x")
-        assert code == 1 and "pytorch_model.bin is a pickle, which can run code and is never loaded" in err
+        assert (
+            code == 1
+            and "pytorch_model.bin is a pickle, which can run code and is never loaded" in err
+        )
 
 
 def test_a_tokenizer_of_another_model(folder, capsys):
@@ -207,7 +261,10 @@ def test_a_tokenizer_of_another_model(folder, capsys):
     vocab["h"], vocab[last] = vocab[last], vocab["h"]
     (folder / "tokenizer.json").write_text(json.dumps(bigger))
     code, _, err = ran(capsys, "generate", folder, "hello")
-    assert code == 1 and "the tokenizer gives the token 299, but the model has 97: it is another's" in err
+    assert (
+        code == 1
+        and "the tokenizer gives the token 299, but the model has 97: it is another's" in err
+    )
 
 
 @pytest.mark.skipif("CROSSLAYER_DATA" not in os.environ, reason="CROSSLAYER_DATA is not set")
@@ -219,6 +276,10 @@ def test_the_tokenizer_of_the_published_models(checkpoint, capsys):
         tensors[name] = torch.randn(50432, 64)
     save_file(tensors, path / "model.safetensors")
     file = Path(os.environ["CROSSLAYER_DATA"]) / "tokenizers" / "gpt_neox_20b_tokenizer.json"
-    code, out, err = ran(capsys, "generate", path, "The sky is", "--tokenizer", file, "--max-new-tokens", 7)
-    expected = greedy(load(path), PreTrainedTokenizerFast(tokenizer_file=str(file)), "The sky is", 7)
+    code, out, err = ran(
+        capsys, "generate", path, "The sky is", "--tokenizer", file, "--max-new-tokens", 7
+    )
+    expected = greedy(
+        load_published(path), PreTrainedTokenizerFast(tokenizer_file=str(file)), "The sky is", 7
+    )
     assert (code, out, err) == (0, expected, "")

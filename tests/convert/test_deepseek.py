@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from chain import LAYERS, D, randn, row, run, same, sublayer
 from torch import nn
 
 from crosslayer.convert import deepseek, fill, own_states
+from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
 
 
-def hc(names: str = "released", prefix: str = "", head: bool = True, n: int = 4) -> dict[str, torch.Tensor]:
+def hc(
+    names: str = "released", prefix: str = "", head: bool = True, n: int = 4
+) -> dict[str, torch.Tensor]:
     """The tensors of `LAYERS` layers as they are published, and others beside them."""
     site = {"released": "layers.{l}.hc_{s}_", "transformers": "layers.{l}.{s}_hc."}[names]
     end = {"released": "hc_head_", "transformers": "hc_head.hc_"}[names]
@@ -19,7 +21,9 @@ def hc(names: str = "released", prefix: str = "", head: bool = True, n: int = 4)
             at, m = prefix + site.format(l=l, s=s), n * n + 2 * n
             found |= {f"{at}fn": randn(m, n * D), f"{at}base": randn(m), f"{at}scale": randn(3)}
     at = prefix + end
-    return found | ({f"{at}fn": randn(n, n * D), f"{at}base": randn(n), f"{at}scale": randn(1)} if head else {})
+    return found | (
+        {f"{at}fn": randn(n, n * D), f"{at}base": randn(n), f"{at}scale": randn(1)} if head else {}
+    )
 
 
 def only_hc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -29,7 +33,12 @@ def only_hc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("names", ["released", "transformers"])
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize(
-    ("arm", "head"), [("mhc", True), ("mhc(single_pass=True)", False), ("mhc(readout='mean', norm_eps=1e-5)", False)]
+    ("arm", "head"),
+    [
+        ("mhc", True),
+        ("mhc(single_pass=True)", False),
+        ("mhc(readout='mean', norm_eps=1e-5)", False),
+    ],
 )
 def test_deepseek(names, prefix, arm, head):
     theirs = hc(names, prefix, head)
@@ -37,7 +46,9 @@ def test_deepseek(names, prefix, arm, head):
     sites = row(arm)
     fill(sites, ours)
     assert same(deepseek.save(ours, names, prefix), only_hc(theirs))
-    assert same(deepseek.save(ours._replace(states=own_states(sites)), names, prefix), only_hc(theirs))
+    assert same(
+        deepseek.save(ours._replace(states=own_states(sites)), names, prefix), only_hc(theirs)
+    )
 
 
 def test_deepseek_v4_of_transformers():
@@ -45,7 +56,9 @@ def test_deepseek_v4_of_transformers():
     module = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     from types import SimpleNamespace
 
-    config = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, hidden_size=D)
+    config = SimpleNamespace(
+        hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, hidden_size=D
+    )
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Module() for _ in range(LAYERS))
     for layer in model.layers:
@@ -84,20 +97,29 @@ def test_deepseek_v41_from_its_description():
             R = R / (R.sum(-1, keepdim=True) + 1e-6)
             R = R / (R.sum(-2, keepdim=True) + 1e-6)
         y = sublayer(k, torch.einsum("bts,btsd->btd", pre, H))
-        H = (2 * z[..., 4:8].sigmoid())[..., None] * y[:, :, None] + torch.einsum("btsu,btsd->btud", R, H)
+        H = (2 * z[..., 4:8].sigmoid())[..., None] * y[:, :, None] + torch.einsum(
+            "btsu,btsd->btud", R, H
+        )
         pre = z[..., :4].sigmoid() + 1e-6
-    torch.testing.assert_close(run(sites, x), torch.einsum("bts,btsd->btd", pre, H), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        run(sites, x), torch.einsum("bts,btsd->btd", pre, H), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_what_of_deepseek_does_not_fit():
-    with pytest.raises(ValueError, match=r"have no head, which 'mhc' needs; DeepSeek-V4.1's arm is 'mhc\(single_pass"):
+    with pytest.raises(
+        ValueError,
+        match=r"have no head, which 'mhc' needs; DeepSeek-V4.1's arm is 'mhc\(single_pass",
+    ):
         deepseek.load(hc(head=False))
     with pytest.raises(
-        ValueError, match="have a head and 'mhc\\(single_pass=True\\)' has none; DeepSeek-V4's is 'mhc'"
+        ValueError,
+        match="have a head and 'mhc\\(single_pass=True\\)' has none; DeepSeek-V4's is 'mhc'",
     ):
         deepseek.load(hc(), "mhc(single_pass=True)")
     with pytest.raises(
-        ValueError, match=r"'layers.0.hc_attn_fn' has the shape \(8, 24\), expected \(24, 4·D\) for 'mhc'"
+        ValueError,
+        match=r"'layers.0.hc_attn_fn' has the shape \(8, 24\), expected \(24, 4·D\) for 'mhc'",
     ):
         deepseek.load(hc(n=2))
     theirs = hc()
@@ -113,7 +135,16 @@ def test_what_of_deepseek_does_not_fit():
 
 
 def test_an_arm_from_a_config():
-    config = {"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6, "hidden_size": 7}
+    config = {
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 7,
+    }
     assert deepseek.arm_of(config) == "mhc"
     assert deepseek.arm_of(config, single_pass=True) == "mhc(single_pass=True)"
-    assert deepseek.arm_of(config | {"hc_mult": 2, "rms_norm_eps": 1e-5}) == "mhc(streams=2, norm_eps=1e-05)"
+    assert (
+        deepseek.arm_of(config | {"hc_mult": 2, "rms_norm_eps": 1e-5})
+        == "mhc(streams=2, norm_eps=1e-05)"
+    )

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from chain import D, randn, row, run, same, sublayer
 
 from crosslayer.convert import denseformer, fill, own_states
+from tests.support.chain import D, randn, row, run, same, sublayer
 
 DWA = [(1, 1), (4, 5), (2, 3), (1, 7), (3, 1)]
 
 
 def alphas(blocks: int, dilation: int, period: int) -> dict[str, torch.Tensor]:
-    return {f"alphas.{i - 1}.weight": randn(1, i // dilation + 1) for i in range(period, blocks + 1, period)}
+    return {
+        f"alphas.{i - 1}.weight": randn(1, i // dilation + 1)
+        for i in range(period, blocks + 1, period)
+    }
 
 
 @pytest.mark.parametrize("sublayers", [1, 2])
@@ -33,14 +36,19 @@ def test_denseformer(dilation, period, sublayers):
         X.append(h)
         if i % period == 0:
             (weights,) = theirs[f"alphas.{i - 1}.weight"]
-            h = sum(w * X[j] for w, j in zip(weights, range(i % dilation, i + 1, dilation), strict=True))
+            h = sum(
+                w * X[j] for w, j in zip(weights, range(i % dilation, i + 1, dilation), strict=True)
+            )
         Y = h
     torch.testing.assert_close(run(sites, x), Y, rtol=1e-4, atol=1e-4)
 
 
 def test_what_denseformer_has_not():
     theirs = alphas(6, 2, 3)
-    with pytest.raises(ValueError, match=r"'alphas.2.weight' has the shape \(1, 2\), expected \(1, 4\) for dilation=1"):
+    with pytest.raises(
+        ValueError,
+        match=r"'alphas.2.weight' has the shape \(1, 2\), expected \(1, 4\) for dilation=1",
+    ):
         denseformer.load(theirs, 6, 1, 3)
     with pytest.raises(ValueError, match=r"4 tensors are missing, the first: 'alphas\.0\.weight'"):
         denseformer.load(theirs, 6, 2)

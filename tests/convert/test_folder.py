@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from bodies import llama
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import crosslayer
-from crosslayer.convert import load, save
+from crosslayer.convert import load_published, save_published
 from crosslayer.convert.published import published
+from tests.hf.backbones import llama
 
 CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
 
@@ -42,14 +42,16 @@ def shards(folder, drop=None):
         index |= dict.fromkeys(part, file)
         if i != drop:
             save_file({name: tensors[name] for name in part}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def test_sharded(checkpoint, built):
     folder, ids = checkpoint(CASE), torch.arange(9)[None]
-    single = load(folder)(ids).logits
+    single = load_published(folder)(ids).logits
     shards(folder)
-    assert torch.equal(load(folder)(ids).logits, single)
+    assert torch.equal(load_published(folder)(ids).logits, single)
     assert len(built) == 2
 
 
@@ -57,7 +59,9 @@ def edited(**changes):
     """The same weights with some replaced, or left out where None."""
 
     def edit(folder):
-        tensors = load_file(folder / "model.safetensors") | {n.replace("__", "."): t for n, t in changes.items()}
+        tensors = load_file(folder / "model.safetensors") | {
+            n.replace("__", "."): t for n, t in changes.items()
+        }
         save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
 
     return edit
@@ -66,7 +70,9 @@ def edited(**changes):
 def configured(**changes):
     def edit(folder):
         config = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps({n: v for n, v in config.items() if v is not ...}))
+        (folder / "config.json").write_text(
+            json.dumps({n: v for n, v in config.items() if v is not ...})
+        )
 
     return edit
 
@@ -96,44 +102,80 @@ def overlapping(folder):
 
 BROKEN = {
     "truncated": (truncated, "model.safetensors is truncated or not safetensors"),
-    "empty-file": (lambda f: (f / "model.safetensors").write_bytes(b""), "is truncated or not safetensors"),
+    "empty-file": (
+        lambda f: (f / "model.safetensors").write_bytes(b""),
+        "is truncated or not safetensors",
+    ),
     "pickle": (
         pickled,
         "pytorch_model.bin is a pickle, which can run code and is never loaded; convert it .*save_file",
     ),
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
-    "two-files": (lambda f: save_file({}, f / "other.safetensors"), "has 2 safetensors files but no index of them"),
+    "two-files": (
+        lambda f: save_file({}, f / "other.safetensors"),
+        "has 2 safetensors files but no index of them",
+    ),
     "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "bad-config": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-    "odd-config": (lambda f: (f / "config.json").write_text("[]"), "config.json must hold an object, got a list"),
-    "a-shard-lost": (lambda f: shards(f, drop=1), "lacks the shard model-00002-of-00003.safetensors, of 3 in"),
+    "odd-config": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "config.json must hold an object, got a list",
+    ),
+    "a-shard-lost": (
+        lambda f: shards(f, drop=1),
+        "lacks the shard model-00002-of-00003.safetensors, of 3 in",
+    ),
     "a-shard-other": (overlapping, "'norm.weight' is in both"),
-    "missing": (edited(layers__2__ffn_norm__weight=None), "a tensor is missing: 'layers.2.ffn_norm.weight'"),
+    "missing": (
+        edited(layers__2__ffn_norm__weight=None),
+        "a tensor is missing: 'layers.2.ffn_norm.weight'",
+    ),
     "several-missing": (
         edited(dense_bs__0=None, dense_bs__1=None),
         "2 tensors are missing, the first: 'dense_bs.0'",
     ),
-    "foreign": (edited(layers__4__ffn_norm__weight=torch.ones(64)), "a tensor is of no known part: 'layers.4.ffn_norm"),
-    "renamed": (renamed, r"'layers.2.attention.wq.weight' \(did you mean 'layers.2.attention.query.weight'\?\)"),
+    "foreign": (
+        edited(layers__4__ffn_norm__weight=torch.ones(64)),
+        "a tensor is of no known part: 'layers.4.ffn_norm",
+    ),
+    "renamed": (
+        renamed,
+        r"'layers.2.attention.wq.weight' \(did you mean 'layers.2.attention.query.weight'\?\)",
+    ),
     "wrong-shape": (
         edited(layers__1__feed_forward__w1__weight=torch.ones(192, 64)),
         r"'layers.1.feed_forward.w1.weight' has the shape \(192, 64\), expected \(128, 64\)",
     ),
     "another-size": (configured(dim=128), r"has the shape .*, expected"),
-    "another-option": (configured(expand_last=False, round64=False), r"'dynamic_dense.0.w1.weight' has the shape"),
+    "another-option": (
+        configured(expand_last=False, round64=False),
+        r"'dynamic_dense.0.w1.weight' has the shape",
+    ),
     "unknown-layout": (
         configured(model_type="mudformer"),
         r"of no known layout \(model_type 'mudformer' \(did you mean 'muddformer'\?\)\); known: muddformer, muddpythia",
     ),
     "no-layout": (configured(dim=...), "neither a model_type nor gpt-fast's names"),
-    "half-a-config": (configured(model_type="muddformer", dim="64"), "dim must be a whole number of at least 1"),
+    "half-a-config": (
+        configured(model_type="muddformer", dim="64"),
+        "dim must be a whole number of at least 1",
+    ),
     "one-layer": (configured(n_layer=1), "n_layer must be at least 2"),
     "odd-heads": (configured(n_head=5), "n_head must divide dim=64, got 5"),
     "key-heads": (configured(n_local_heads=3), "n_local_heads must divide n_head=4, got 3"),
-    "quantised": (edited(norm__weight=torch.ones(64).to(torch.int8)), "'norm.weight' is I8, expected one of F64, F32"),
+    "quantised": (
+        edited(norm__weight=torch.ones(64).to(torch.int8)),
+        "'norm.weight' is I8, expected one of F64, F32",
+    ),
     "rope-base": (configured(rope_base="1e4"), "rope_base must be a positive number, got '1e4'"),
-    "shared-norms": (configured(sepln=False), "config.json: sepln must be True in this layout, got False"),
-    "static": (configured(dynamic_dense=False), "config.json: dynamic_dense must be True in this layout"),
+    "shared-norms": (
+        configured(sepln=False),
+        "config.json: sepln must be True in this layout, got False",
+    ),
+    "static": (
+        configured(dynamic_dense=False),
+        "config.json: dynamic_dense must be True in this layout",
+    ),
 }
 
 
@@ -142,24 +184,28 @@ def test_one_line_and_no_model(breaks, message, checkpoint, built):
     folder = checkpoint(CASE)
     breaks(folder)
     with pytest.raises(ValueError, match=message) as error:
-        load(folder)
+        load_published(folder)
     assert "\n" not in str(error.value) and not built
 
 
 def test_arguments(checkpoint, built, tmp_path):
-    with pytest.raises(ValueError, match="rope must be one of exact, bfloat16, float16, got 'half'"):
-        load(checkpoint(CASE), rope="half")
-    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got 'half'"):
-        load(tmp_path / "published", dtype="half")
+    with pytest.raises(
+        ValueError, match="rope must be one of exact, bfloat16, float16, got 'half'"
+    ):
+        load_published(checkpoint(CASE), rope="half")
+    with pytest.raises(
+        ValueError, match="dtype must be one of float32, bfloat16, float16, got 'half'"
+    ):
+        load_published(tmp_path / "published", dtype="half")
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        load(tmp_path / "nowhere")
+        load_published(tmp_path / "nowhere")
     assert not built
 
 
 def test_a_transformers_folder_is_told_apart(checkpoint, tmp_path):
-    load(checkpoint(CASE)).save_pretrained(tmp_path / "saved")
+    load_published(checkpoint(CASE)).save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match="is a transformers folder already"):
-        load(tmp_path / "saved")
+        load_published(tmp_path / "saved")
     assert published(tmp_path / "published") and not published(tmp_path / "saved")
 
 
@@ -174,15 +220,15 @@ def test_a_transformers_folder_is_told_apart(checkpoint, tmp_path):
 )  # fmt: skip
 def test_nothing_is_written_of_another_model(model, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        save(model(), tmp_path / "out")
+        save_published(model(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_written_of_another_rope(checkpoint, tmp_path):
-    model = load(checkpoint(CASE))
+    model = load_published(checkpoint(CASE))
     model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}
     with pytest.raises(ValueError, match="the layout of MUDDFormer cannot say rope_parameters="):
-        save(model, tmp_path / "out")
+        save_published(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -198,7 +244,12 @@ def test_a_body_that_cannot_have_it():
     }
     with pytest.raises(ValueError, match="crosslayer_qk_norm is for gpt_neox, got 'llama'"):
         LlamaForCausalLM(LlamaConfig(**small, crosslayer="prenorm", crosslayer_qk_norm=True))
-    with pytest.raises(ValueError, match=re.escape("crosslayer_rope must be one of exact, bfloat16, float16, got 'x'")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("crosslayer_rope must be one of exact, bfloat16, float16, got 'x'"),
+    ):
         LlamaForCausalLM(LlamaConfig(**small, crosslayer="prenorm", crosslayer_rope="x"))
-    with pytest.raises(ValueError, match="crosslayer_widths must be one width a layer, 1 in all, got 2"):
+    with pytest.raises(
+        ValueError, match="crosslayer_widths must be one width a layer, 1 in all, got 2"
+    ):
         LlamaForCausalLM(LlamaConfig(**small, crosslayer="prenorm", crosslayer_widths=[8, 8]))

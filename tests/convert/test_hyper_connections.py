@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from chain import D, flat, randn, run, same, sublayer
-from tiny import shake
 from torch import nn
 
 import crosslayer
 from crosslayer.convert import fill, hyper_connections, own_states
+from tests.support.chain import D, flat, randn, run, same, sublayer
+from tests.support.tiny import shake
 
 
 def package() -> type[nn.Module]:
@@ -17,7 +17,9 @@ def package() -> type[nn.Module]:
 @pytest.mark.parametrize("tanh", [True, False], ids=["tanh", "linear"])
 @pytest.mark.parametrize("n", [1, 4])
 def test_hyper_connections(n, tanh):
-    modules = nn.ModuleDict({f"hc{k}": package()(n, dim=D, layer_index=k, tanh=tanh) for k in range(3)})
+    modules = nn.ModuleDict(
+        {f"hc{k}": package()(n, dim=D, layer_index=k, tanh=tanh) for k in range(3)}
+    )
     shake(modules, 0.3)
     prefixes, theirs = [f"hc{k}." for k in range(3)], modules.state_dict()
     ours = hyper_connections.load(theirs, prefixes, tanh)
@@ -27,7 +29,9 @@ def test_hyper_connections(n, tanh):
     fill(sites, ours)
     back = hyper_connections.save(ours._replace(states=own_states(sites)), prefixes)
     for name, t in theirs.items():
-        torch.testing.assert_close(back[name], t, rtol=0, atol=1.2e-7 if name.endswith("gamma") else 0)
+        torch.testing.assert_close(
+            back[name], t, rtol=0, atol=1.2e-7 if name.endswith("gamma") else 0
+        )
 
     x = torch.randn(2, 3, D)
     residuals = x.repeat_interleave(n, 0)  # theirs keep the streams within the batch
@@ -56,23 +60,42 @@ def test_the_way_back_of_gamma():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"static_alpha": (4, 6)}, r"'hc\.static_alpha' has the shape \(4, 6\), expected \(4, 5\): fractions, several"),
-        ({"dynamic_beta_fn": (D, 2)}, r"'hc\.dynamic_beta_fn' has the shape \(12, 2\), expected \(12,\): fractions"),
-        ({"norm.gamma": (D, 1, 1)}, r"'hc\.norm\.gamma' has the shape \(12, 1, 1\), expected \(12,\): fractions"),
-        ({"static_beta": None}, "'hc.' has no static_beta: add_branch_out_to_residual=False has no counterpart"),
+        (
+            {"static_alpha": (4, 6)},
+            r"'hc\.static_alpha' has the shape \(4, 6\), expected \(4, 5\): fractions, several",
+        ),
+        (
+            {"dynamic_beta_fn": (D, 2)},
+            r"'hc\.dynamic_beta_fn' has the shape \(12, 2\), expected \(12,\): fractions",
+        ),
+        (
+            {"norm.gamma": (D, 1, 1)},
+            r"'hc\.norm\.gamma' has the shape \(12, 1, 1\), expected \(12,\): fractions",
+        ),
+        (
+            {"static_beta": None},
+            "'hc.' has no static_beta: add_branch_out_to_residual=False has no counterpart",
+        ),
         ({"norm.gamma": None}, "a tensor is missing: 'hc.norm.gamma'"),
-        ({"pre_branch_scale": (1,)}, "'hc.pre_branch_scale' is of ManifoldConstrainedHyperConnections, which has no"),
+        (
+            {"pre_branch_scale": (1,)},
+            "'hc.pre_branch_scale' is of ManifoldConstrainedHyperConnections, which has no",
+        ),
         ({"extra": (1,)}, "a tensor is of no known part: 'hc.extra'"),
     ],
 )
 def test_what_of_hyper_connections_is_not_ours(changes, message):
-    changed = {f"hc.{name}": None if shape is None else randn(*shape) for name, shape in changes.items()}
+    changed = {
+        f"hc.{name}": None if shape is None else randn(*shape) for name, shape in changes.items()
+    }
     theirs = {n: t for n, t in (tensors_of_hyper_connections() | changed).items() if t is not None}
     with pytest.raises(ValueError, match=message):
         hyper_connections.load(theirs, ["hc."])
 
 
-@pytest.mark.parametrize("variant", [{"num_fracs": 2}, {"num_input_views": 2}, {"add_branch_out_to_residual": False}])
+@pytest.mark.parametrize(
+    "variant", [{"num_fracs": 2}, {"num_input_views": 2}, {"add_branch_out_to_residual": False}]
+)
 def test_variants_of_the_package_that_are_not_ours(variant):
     with pytest.raises(ValueError, match="no counterpart here"):
         hyper_connections.load(package()(2, dim=D, **variant).state_dict(prefix="hc."), ["hc."])
@@ -80,7 +103,9 @@ def test_variants_of_the_package_that_are_not_ours(variant):
 
 def test_the_mhc_of_the_package_is_not_ours():
     mhc = pytest.importorskip("hyper_connections").mHC(2, dim=D)
-    with pytest.raises(ValueError, match="is of ManifoldConstrainedHyperConnections, which has no counterpart"):
+    with pytest.raises(
+        ValueError, match="is of ManifoldConstrainedHyperConnections, which has no counterpart"
+    ):
         hyper_connections.load(mhc.state_dict(prefix="hc."), ["hc."])
 
 

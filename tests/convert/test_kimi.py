@@ -2,16 +2,19 @@
 
 import pytest
 import torch
-from chain import LAYERS, D, randn, row, run, same, sublayer
 
 from crosslayer.convert import fill, kimi, own_states
+from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
 
 
 def res(prefix: str = "") -> dict[str, torch.Tensor]:
     pools = [f"layers.{l}.{s}_res" for l in range(LAYERS) for s in ("self_attention", "mlp")]
     found = {"lm_head.weight": randn(3, D), f"{prefix}layers.0.input_layernorm.weight": randn(D)}
     for pool in (*pools, "output_attn_res"):
-        found |= {f"{prefix}{pool}_proj.weight": randn(1, D), f"{prefix}{pool}_norm.weight": 1 + randn(D)}
+        found |= {
+            f"{prefix}{pool}_proj.weight": randn(1, D),
+            f"{prefix}{pool}_norm.weight": 1 + randn(D),
+        }
     return found
 
 
@@ -31,7 +34,9 @@ def test_kimi(prefix, block, dtype):
 
     # a decoder as it is served: snapshots of the running sum where a block begins
     def pool(name, values):
-        w, g = (theirs[f"{prefix}{name}_{part}.weight"].float().view(-1) for part in ("proj", "norm"))
+        w, g = (
+            theirs[f"{prefix}{name}_{part}.weight"].float().view(-1) for part in ("proj", "norm")
+        )
         keys = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6) * g for v in values]
         p = torch.stack([key @ w for key in keys], -1).softmax(-1)
         return sum(p[..., i, None] * v for i, v in enumerate(values))
@@ -52,12 +57,21 @@ def test_kimi(prefix, block, dtype):
 def test_what_of_kimi_does_not_fit():
     theirs = res()
     del theirs["layers.2.self_attention_res_norm.weight"]
-    with pytest.raises(ValueError, match=r"a tensor is missing: 'layers\.2\.self_attention_res_norm\.weight'"):
+    with pytest.raises(
+        ValueError, match=r"a tensor is missing: 'layers\.2\.self_attention_res_norm\.weight'"
+    ):
         kimi.load(theirs, 1)
-    with pytest.raises(ValueError, match=r"no attention-residual tensors; expected 'layers\.0\.mlp_res_proj\.weight'"):
+    with pytest.raises(
+        ValueError,
+        match=r"no attention-residual tensors; expected 'layers\.0\.mlp_res_proj\.weight'",
+    ):
         kimi.load({"norm.weight": randn(D)}, 1)
-    with pytest.raises(ValueError, match="attn_res_block_size must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match="attn_res_block_size must be a whole number of at least 1, got 0"
+    ):
         kimi.load(res(), 0)
     for arm in ("attnres", "attnres(block_size=3)", "mhc"):
-        with pytest.raises(ValueError, match="expected an attnres whose block_size is a number of layers, two each"):
+        with pytest.raises(
+            ValueError, match="expected an attnres whose block_size is a number of layers, two each"
+        ):
             kimi.save(kimi.load(res(), 1)._replace(arm=arm))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from crosslayer.convert import load, save
+from crosslayer.convert import load_published, save_published
 
 CONFIG = {
     "model_type": "muddpythia", "dim": 64, "n_layer": 3, "n_head": 4, "n_local_heads": 4, "head_dim": 16,
@@ -71,7 +71,9 @@ def weights(config: dict) -> dict[str, torch.Tensor]:
     return w
 
 
-def loop(w: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, table: torch.dtype) -> torch.Tensor:
+def loop(
+    w: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, table: torch.dtype
+) -> torch.Tensor:
     """The logits, in float64 but for RoPE's table."""
     w = {name: t.double() for name, t in w.items()}
     H, hd, T = config["n_head"], config["dim"] // config["n_head"], ids.shape[1]
@@ -113,7 +115,9 @@ def loop(w: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, table: tor
         r = streams[-1]
         h = r + attention(l, [norm(name, s) for name, s in zip(names, streams, strict=False)])
         inner = norm(f"layers.{l}.ffn_norm", r if config["use_parallel_residual"] else h)
-        x = h + linear(f"layers.{l}.feed_forward.w2", F.gelu(linear(f"layers.{l}.feed_forward.w1", inner)))
+        x = h + linear(
+            f"layers.{l}.feed_forward.w2", F.gelu(linear(f"layers.{l}.feed_forward.w1", inner))
+        )
         X.append(x)
         streams = [x] * 4
         if config["dense"]:
@@ -128,40 +132,48 @@ def loop(w: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, table: tor
 def test_logits(given, rope, written):
     config = CONFIG | given
     folder, ids = written(weights(config), config), torch.arange(40).view(2, 20) * 2
-    logits = load(folder, rope)(ids).logits.double()
-    right, wrong = (torch.float32, torch.float16) if rope == "exact" else (torch.float16, torch.float32)
+    logits = load_published(folder, rope)(ids).logits.double()
+    right, wrong = (
+        (torch.float32, torch.float16) if rope == "exact" else (torch.float16, torch.float32)
+    )
     expected, other = (loop(weights(config), config, ids, table) for table in (right, wrong))
     torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5)
-    assert (logits - expected).abs().max() < 0.2 * (logits - other).abs().max(), "the rounding must show"
+    assert (logits - expected).abs().max() < 0.2 * (logits - other).abs().max(), (
+        "the rounding must show"
+    )
 
 
 @variants
 def test_round_trips(given, written, tmp_path):
     config = CONFIG | given
     tensors, ids = weights(config), torch.arange(11)[None]
-    model = load(written(tensors, config), "float16")
-    save(model, tmp_path / "back")
+    model = load_published(written(tensors, config), "float16")
+    save_published(model, tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == tensors.keys() and all(torch.equal(back[name], t) for name, t in tensors.items())
+    assert back.keys() == tensors.keys() and all(
+        torch.equal(back[name], t) for name, t in tensors.items()
+    )
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert torch.equal(load(tmp_path / "back", "float16")(ids).logits, model(ids).logits)
+    assert torch.equal(load_published(tmp_path / "back", "float16")(ids).logits, model(ids).logits)
 
 
 def test_gradients_and_decoding(written):
     """Every parameter learns, and the cache agrees with the whole sequence at once."""
-    model = load(written(weights(CONFIG), CONFIG))
+    model = load_published(written(weights(CONFIG), CONFIG))
     ids = torch.arange(1, 9)[None]
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
     again = [model(out[:, :k]).logits[0, -1].argmax().item() for k in range(8, 14)]
     assert out[0, 8:].tolist() == again
 
 
 def test_copies_pickles_and_checkpointing(written):
-    model, ids = load(written(weights(CONFIG), CONFIG), "float16"), torch.arange(9)[None]
+    model, ids = load_published(written(weights(CONFIG), CONFIG), "float16"), torch.arange(9)[None]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(ids).logits, model(ids).logits)
     model(ids, labels=ids).loss.backward()
@@ -175,11 +187,13 @@ def test_copies_pickles_and_checkpointing(written):
 
 def test_half_precision(written, tmp_path):
     folder, ids = written(weights(CONFIG), CONFIG), torch.arange(9)[None]
-    model = load(folder, "float16", "bfloat16")
+    model = load_published(folder, "float16", "bfloat16")
     own = ("a", "W1", "W2")
     for name, p in model.named_parameters():
-        assert p.dtype == (torch.float32 if name.rsplit(".", 1)[-1] in own else torch.bfloat16), name
-    assert (model(ids).logits - load(folder, "float16")(ids).logits).abs().max() < 0.1
+        assert p.dtype == (torch.float32 if name.rsplit(".", 1)[-1] in own else torch.bfloat16), (
+            name
+        )
+    assert (model(ids).logits - load_published(folder, "float16")(ids).logits).abs().max() < 0.1
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded(ids).logits, model(ids).logits)
@@ -187,7 +201,7 @@ def test_half_precision(written, tmp_path):
 
 def test_found_by_its_weights_alone(written):
     config = {name: value for name, value in CONFIG.items() if name != "model_type"}
-    assert load(written(weights(CONFIG), config)).config.model_type == "gpt_neox"
+    assert load_published(written(weights(CONFIG), config)).config.model_type == "gpt_neox"
 
 
 @pytest.mark.parametrize(
@@ -204,4 +218,4 @@ def test_found_by_its_weights_alone(written):
 def test_what_is_not_ours(given, message, written):
     config = {name: value for name, value in (CONFIG | given).items() if value is not ...}
     with pytest.raises(ValueError, match=message):
-        load(written(weights(CONFIG), config))
+        load_published(written(weights(CONFIG), config))

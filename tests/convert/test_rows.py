@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from chain import LAYERS, D, randn, row, same
 
 from crosslayer.convert import fill, kimi, own_states
 from crosslayer.convert.rows import Change, Row, check_names, convert, expand, placed, turned
+from tests.support.chain import LAYERS, D, randn, row, same
 
 
 def res() -> dict[str, torch.Tensor]:
@@ -20,10 +20,14 @@ def res() -> dict[str, torch.Tensor]:
 def test_both_ways_of_a_row():
     """Fused where ours is apart: one row, and the way back is the row turned round."""
     parts = Change(lambda whole: tuple(whole.chunk(2)), lambda *halves: (torch.cat(halves),))
-    rows = placed(expand([Row("w.{l}", "a.{l} b.{l}", parts), Row("n", "n")], l=3), "theirs.", "ours.")
+    rows = placed(
+        expand([Row("w.{l}", "a.{l} b.{l}", parts), Row("n", "n")], l=3), "theirs.", "ours."
+    )
     theirs = {"theirs.w.3": randn(4, 2), "theirs.n": randn(2)}
     ours = convert(rows, theirs)
-    assert ours.keys() == {"ours.a.3", "ours.b.3", "ours.n"} and ours["ours.b.3"].equal(theirs["theirs.w.3"][2:])
+    assert ours.keys() == {"ours.a.3", "ours.b.3", "ours.n"} and ours["ours.b.3"].equal(
+        theirs["theirs.w.3"][2:]
+    )
     assert same(convert(turned(rows), ours), theirs) and turned(turned(rows)) == rows
 
 
@@ -33,7 +37,10 @@ def test_both_ways_of_a_row():
         ({"x": 1, "z": 1}, r"^a tensor is missing: 'y'$"),
         ({}, r"^2 tensors are missing, the first: 'x'$"),
         ({"x": 1, "y": 1, "y2": 1}, r"^a tensor is of no known part: 'y2' \(did you mean 'y'\?\)$"),
-        ({"norm_weigth": 1, "x": 1, "y": 1, "norm": 1}, r"^2 tensors are of no known part, the first: 'norm'$"),
+        (
+            {"norm_weigth": 1, "x": 1, "y": 1, "norm": 1},
+            r"^2 tensors are of no known part, the first: 'norm'$",
+        ),
     ],
 )
 def test_names(given, message):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bodies import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.evaluate import TASKS
+from tests.hf.backbones import llama
 
 DATA = os.environ.get("CROSSLAYER_DATA")
 needs_data = pytest.mark.skipif(not DATA, reason="CROSSLAYER_DATA names no folder")
@@ -48,7 +48,9 @@ def shake(model) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".connection" in name:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+                parameter.add_(
+                    0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+                )
 
 
 def log_probabilities(model, tokens: list[int]) -> torch.Tensor:

@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from lms import byte_tokenizer, small_folder, tiny, write_lines
 
 import crosslayer
-from crosslayer.cli import main
+from crosslayer.cli.main import main
 from crosslayer.evaluate import harness
+from tests.evaluate.lms import byte_tokenizer, small_folder, tiny, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,9 @@ def saved(tmp_path_factory):
     byte_tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
     small_folder(folder / "eval")
     (folder / "text.txt").write_text("A short text about a dog and a fox.\n")
-    write_lines(folder / "spans.jsonl", [{"input": "Question: is it? Answer:", "target": " yes"}] * 3)
+    write_lines(
+        folder / "spans.jsonl", [{"input": "Question: is it? Answer:", "target": " yes"}] * 3
+    )
     return folder
 
 
@@ -35,15 +37,37 @@ def command(saved, *more: str) -> list[str]:
 
 def test_the_whole_command(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CROSSLAYER_DATA", str(saved))
-    more = ["--tasks", "lambada", "piqa", "--fewshot", "0", "5", "--limit", "4", "--batch", "3", "--out"]
+    more = [
+        "--tasks",
+        "lambada",
+        "piqa",
+        "--fewshot",
+        "0",
+        "5",
+        "--limit",
+        "4",
+        "--batch",
+        "3",
+        "--out",
+    ]
     measured = ["--text", str(saved / "text.txt"), "--spans", str(saved / "spans.jsonl")]
     full = command(saved, *more, str(tmp_path / "out"), *measured, "--dtype", "bfloat16")
     assert main(full) == 0
     printed = capsys.readouterr().out
-    for said in ("[1/6] lambada, 0-shot", "[4/6] piqa, 5-shot", "[5/6] text text.txt", "perplexity", "acc_norm", "–"):
+    for said in (
+        "[1/6] lambada, 0-shot",
+        "[4/6] piqa, 5-shot",
+        "[5/6] text text.txt",
+        "perplexity",
+        "acc_norm",
+        "–",
+    ):
         assert said in printed
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["settings"]["arm"] == "mudd(dilation=2)" and results["settings"]["dtype"] == "bfloat16"
+    assert (
+        results["settings"]["arm"] == "mudd(dilation=2)"
+        and results["settings"]["dtype"] == "bfloat16"
+    )
     assert [row["n"] for row in results["results"]] == [4, 4, 4, 4, 36, 3]
     assert main(full) == 0
     assert "[1/6]" not in capsys.readouterr().out, "nothing is done twice"
@@ -53,7 +77,18 @@ def test_the_whole_command(saved, tmp_path, capsys, monkeypatch):
 
 
 def test_requests_that_were_cut_are_said(saved, capsys):
-    more = ["--tasks", "copa", "--fewshot", "5", "--limit", "2", "--context", "64", "--data", str(saved / "eval")]
+    more = [
+        "--tasks",
+        "copa",
+        "--fewshot",
+        "5",
+        "--limit",
+        "2",
+        "--context",
+        "64",
+        "--data",
+        str(saved / "eval"),
+    ]
     assert main(command(saved, *more)) == 0
     assert "cut from the left to the model's window: copa 4." in capsys.readouterr().out
 
@@ -64,7 +99,9 @@ def test_without_a_folder_it_makes_one_and_goes_on(saved, here, capsys):
     (folder,) = here.iterdir()
     assert f"Results: {folder.name}/results.json" in capsys.readouterr().out
     assert len(json.loads((folder / "results.json").read_text())["results"]) == 2
-    assert main([*text, "--context", "16"]) == 0 and len(list(here.iterdir())) == 2, "another setting, another folder"
+    assert main([*text, "--context", "16"]) == 0 and len(list(here.iterdir())) == 2, (
+        "another setting, another folder"
+    )
 
 
 def test_stopped(saved, capsys, monkeypatch, tmp_path):
@@ -74,13 +111,18 @@ def test_stopped(saved, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "run", stop)
     more = ["--tasks", "copa", "--data", str(saved / "eval"), "--out", str(tmp_path / "out")]
     assert main(command(saved, *more)) == 130
-    assert "Stopped. What had finished is kept: the same command goes on." in capsys.readouterr().out
+    assert (
+        "Stopped. What had finished is kept: the same command goes on." in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tasks", "lambda"], "unknown task 'lambda' (did you mean 'lambada'?); known: lambada, hellaswag"),
+        (
+            ["--tasks", "lambda"],
+            "unknown task 'lambda' (did you mean 'lambada'?); known: lambada, hellaswag",
+        ),
         (["--tasks", "piqa", "--data", "/nowhere/at/all"], "/nowhere/at/all: no such folder"),
         (["--tasks", "piqa"], "name their folder with --data, or set CROSSLAYER_DATA"),
         (["--text", "/nowhere/at/all"], "/nowhere/at/all: no such file or folder"),
@@ -88,11 +130,23 @@ def test_stopped(saved, capsys, monkeypatch, tmp_path):
         (["--limit", "0", "--text", "TEXT"], "limit must be at least 1, got 0"),
         (["--fewshot", "-1", "--text", "TEXT"], "fewshot must be at least 0, got -1"),
         (["--batch", "0", "--text", "TEXT"], "batch_size must be at least 1, got 0"),
-        (["--context", "1000", "--text", "TEXT"], "context must be from 2 to the model's 256, got 1000"),
-        (["--stride", "300", "--text", "TEXT"], "stride must be from 1 to the context of 256, got 300"),
-        (["--tokenizer", "/nowhere/at/all", "--text", "TEXT"], "/nowhere/at/all: no tokenizer there"),
+        (
+            ["--context", "1000", "--text", "TEXT"],
+            "context must be from 2 to the model's 256, got 1000",
+        ),
+        (
+            ["--stride", "300", "--text", "TEXT"],
+            "stride must be from 1 to the context of 256, got 300",
+        ),
+        (
+            ["--tokenizer", "/nowhere/at/all", "--text", "TEXT"],
+            "/nowhere/at/all: no tokenizer there",
+        ),
         (["--tokenizer", "TEXT", "--text", "TEXT"], "text.txt: not a tokenizer.json"),
-        (["--dtype", "float31", "--text", "TEXT"], "dtype must be one of auto, float32, bfloat16, float16"),
+        (
+            ["--dtype", "float31", "--text", "TEXT"],
+            "dtype must be one of auto, float32, bfloat16, float16",
+        ),
         (["--device", "nothing", "--text", "TEXT"], "cannot use the device 'nothing'"),
         (["--task", "piqa"], "unknown option --task (did you mean '--tasks'?)"),
     ],
@@ -115,8 +169,14 @@ def test_bad_input_is_one_line(saved, tmp_path, more, message, capsys, monkeypat
         ("", "empty"),
         ('{"context": "a", "choices": ["b"], "label": 0}\n{"context":\n', "line 2 is not JSON"),
         ('{"context": "a", "choices": ["b"], "label": 1}\n', "line 1 has label 1 and 1 answers"),
-        ('{"context": "a", "choices": ["b", 3], "label": 1}\n', "has choices ['b', 3], expected a list of texts"),
-        ('{"context": "a", "choices": ["b"], "label": "0"}\n', "line 1 has label '0', expected a number"),
+        (
+            '{"context": "a", "choices": ["b", 3], "label": 1}\n',
+            "has choices ['b', 3], expected a list of texts",
+        ),
+        (
+            '{"context": "a", "choices": ["b"], "label": "0"}\n',
+            "line 1 has label '0', expected a number",
+        ),
     ],
 )
 def test_a_bad_file_is_one_line(saved, tmp_path, content, message, capsys):
@@ -147,7 +207,9 @@ def test_a_tokenizer_of_another_model(saved, tmp_path, capsys):
     crosslayer.connect(tiny(64, 100), "prenorm").save_pretrained(tmp_path / "model")
     more = ["--tokenizer", str(saved / "tokenizer.json"), "--text", str(saved / "text.txt")]
     assert main(["eval", str(tmp_path / "model"), *more]) == 1
-    assert "has 257 tokens and the model's embedding 100 rows: not a pair" in capsys.readouterr().err
+    assert (
+        "has 257 tokens and the model's embedding 100 rows: not a pair" in capsys.readouterr().err
+    )
     assert main(["eval", str(tmp_path / "model"), *more[2:]]) == 1
     assert "no tokenizer there; name its folder or file with --tokenizer" in capsys.readouterr().err
 
@@ -171,4 +233,7 @@ def test_without_the_harness(saved, capsys, monkeypatch):
 def test_import_is_light():
     heavy = ("transformers", "lm_eval", "datasets", "lightning")
     code = f"import sys, crosslayer.evaluate, crosslayer.commands.eval; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
+    )

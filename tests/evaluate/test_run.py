@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 from lm_eval.api.model import LM
-from lms import (
+
+import crosslayer
+from crosslayer.evaluate import TASKS, evaluate
+from crosslayer.evaluate.harness import run
+from tests.evaluate.lms import (
     DATA,
     byte_tokenizer,
     log_probabilities,
@@ -19,10 +23,6 @@ from lms import (
     tiny,
     write_lines,
 )
-
-import crosslayer
-from crosslayer.evaluate import TASKS, evaluate
-from crosslayer.evaluate.harness import run
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,20 @@ def by_hand(model, encode, pairs):
         seen, whole = encode(context), encode(context + continuation)
         with torch.no_grad():
             greedy = model(torch.tensor([whole])).logits[0, len(seen) - 1 : -1].argmax(-1).tolist()
-        found.append((log_probabilities(model, whole)[len(seen) - 1 :].sum().item(), greedy == whole[len(seen) :]))
+        found.append(
+            (
+                log_probabilities(model, whole)[len(seen) - 1 :].sum().item(),
+                greedy == whole[len(seen) :],
+            )
+        )
     return found
 
 
 def test_every_task_runs(data):
     results = evaluate(tiny(512), list(TASKS), [0, 5], data=data, tokenizer=byte_tokenizer())
-    assert [(row["task"], row["shots"]) for row in results["results"]] == [(t, n) for t in TASKS for n in (0, 5)]
+    assert [(row["task"], row["shots"]) for row in results["results"]] == [
+        (t, n) for t in TASKS for n in (0, 5)
+    ]
     for row in results["results"]:
         assert row["n"] == 9 and tuple(row["metrics"]) == TASKS[row["task"]].metrics
         for name, metric in row["metrics"].items():
@@ -65,7 +72,9 @@ def test_every_task_runs(data):
 @needs_data
 def test_every_task_runs_on_the_real_files():
     model = crosslayer.connect(tiny(128, 50304), "mudd")
-    results = evaluate(model, list(TASKS), [0, 5], limit=8, batch_size=4, tokenizer=neox_tokenizer())
+    results = evaluate(
+        model, list(TASKS), [0, 5], limit=8, batch_size=4, tokenizer=neox_tokenizer()
+    )
     assert len(results["results"]) == 24 and all(row["n"] == 8 for row in results["results"])
     cut = {(row["task"], row["shots"]): row["truncated"] for row in results["results"]}
     assert cut["boolq", 5] == 8 and cut["copa", 5] == 0, "what did not fit is said"
@@ -89,7 +98,12 @@ def test_numbers_by_hand(data):
     right = normed = 0
     for row in small_rows(TASKS["piqa"].fields):
         question = f"Question: {row['context']}\nAnswer:"
-        scores = [s for s, _ in by_hand(model, encode, [(question, " " + choice) for choice in row["choices"]])]
+        scores = [
+            s
+            for s, _ in by_hand(
+                model, encode, [(question, " " + choice) for choice in row["choices"]]
+            )
+        ]
         lengths = [len(choice) for choice in row["choices"]]
         right += scores.index(max(scores)) == row["label"]
         normed += max(range(len(scores)), key=lambda i: scores[i] / lengths[i]) == row["label"]
@@ -97,7 +111,12 @@ def test_numbers_by_hand(data):
 
     right = 0
     for row in small_rows(TASKS["winogrande"].fields):
-        scores = [s for s, _ in by_hand(model, encode, [(c, " " + row["continuation"]) for c in row["contexts"]])]
+        scores = [
+            s
+            for s, _ in by_hand(
+                model, encode, [(c, " " + row["continuation"]) for c in row["contexts"]]
+            )
+        ]
         right += scores.index(max(scores)) == row["label"]
     assert found["winogrande", 0, "acc"] == right / 9
 
@@ -108,8 +127,12 @@ def test_lambada_by_hand_with_a_real_tokenizer():
     results = evaluate(model, ["lambada"], limit=8, batch_size=3, tokenizer=neox_tokenizer())
     with gzip.open(f"{DATA}/eval/lambada_openai_test.jsonl.gz", "rt") as lines:
         rows = [json.loads(next(lines)) for _ in range(8)]
-    total = sum(s for s, _ in by_hand(model, encode, [(r["context"], " " + r["target"]) for r in rows]))
-    assert metrics(results)["lambada", 0, "perplexity"] == pytest.approx(math.exp(-total / 8), rel=1e-5)
+    total = sum(
+        s for s, _ in by_hand(model, encode, [(r["context"], " " + r["target"]) for r in rows])
+    )
+    assert metrics(results)["lambada", 0, "perplexity"] == pytest.approx(
+        math.exp(-total / 8), rel=1e-5
+    )
 
 
 def test_batches_do_not_change_the_numbers(data):
@@ -139,16 +162,25 @@ def test_bfloat16(data, tmp_path):
     model = crosslayer.connect(tiny(), "mudd")
     model.save_pretrained(tmp_path / "model")
     full, half = (
-        evaluate(tmp_path / "model", ["lambada"], data=data, dtype=dtype, tokenizer=byte_tokenizer())
+        evaluate(
+            tmp_path / "model", ["lambada"], data=data, dtype=dtype, tokenizer=byte_tokenizer()
+        )
         for dtype in ("float32", "bfloat16")
     )
-    assert half["settings"]["dtype"] == "bfloat16" and half["settings"]["weights"] != full["settings"]["weights"]
+    assert (
+        half["settings"]["dtype"] == "bfloat16"
+        and half["settings"]["weights"] != full["settings"]["weights"]
+    )
     values = [metrics(results)["lambada", 0, "perplexity"] for results in (full, half)]
-    assert values[0] != values[1] and math.log(values[1]) == pytest.approx(math.log(values[0]), rel=0.02)
+    assert values[0] != values[1] and math.log(values[1]) == pytest.approx(
+        math.log(values[0]), rel=0.02
+    )
     # the log-probabilities are of the model's bf16 logits, but taken in float32
     loaded = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
     rows = small_rows(TASKS["lambada"].fields)
-    scores = by_hand(loaded, byte_tokenizer().encode, [(r["context"], " " + r["target"]) for r in rows])
+    scores = by_hand(
+        loaded, byte_tokenizer().encode, [(r["context"], " " + r["target"]) for r in rows]
+    )
     one = evaluate(loaded, ["lambada"], data=data, tokenizer=byte_tokenizer(), batch_size=1)
     expected = math.exp(-sum(s for s, _ in scores) / len(rows))
     assert metrics(one)["lambada", 0, "perplexity"] == pytest.approx(expected, rel=1e-5)
@@ -197,7 +229,10 @@ def test_a_tokenizer_is_left_as_it_was(data):
 
 
 def test_stopped_and_started_again(data, tmp_path):
-    tasks, options = ["copa", "piqa", "boolq"], {"data": data, "tokenizer": byte_tokenizer(), "out": tmp_path / "out"}
+    tasks, options = (
+        ["copa", "piqa", "boolq"],
+        {"data": data, "tokenizer": byte_tokenizer(), "out": tmp_path / "out"},
+    )
     seen = []
 
     def stop(job, index, count):
@@ -222,7 +257,9 @@ def test_stopped_and_started_again(data, tmp_path):
         changed.lm_head.weight.add_(0.01)
     with pytest.raises(ValueError, match="belongs to another evaluation, with weights"):
         evaluate(changed, tasks, **options)
-    with pytest.raises(ValueError, match="belongs to another evaluation, with limit None where this one has 3"):
+    with pytest.raises(
+        ValueError, match="belongs to another evaluation, with limit None where this one has 3"
+    ):
         evaluate(tiny(), tasks, limit=3, **options)
     (tmp_path / "out" / "results.json").write_text("{")
     with pytest.raises(ValueError, match="not an evaluation's results"):

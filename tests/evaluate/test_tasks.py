@@ -9,10 +9,10 @@ import pytest
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from lms import DATA, needs_data
 
 from crosslayer.evaluate.records import find, records
 from crosslayer.evaluate.tasks import NINE, TASKS
+from tests.evaluate.lms import DATA, needs_data
 
 LETTERS = "ABCDE"
 
@@ -29,7 +29,13 @@ def hellaswag(row):
         head, _, word = head.rpartition(" ")
         tail = f"{word} {tail}"
     a, b = (head, tail) if head and rest[-1] not in ".?!" else (rest, "")
-    return {"activity_label": label, "ctx_a": a, "ctx_b": b, "endings": row["choices"], "label": str(row["label"])}
+    return {
+        "activity_label": label,
+        "ctx_a": a,
+        "ctx_b": b,
+        "endings": row["choices"],
+        "label": str(row["label"]),
+    }
 
 
 def cut(row):
@@ -139,7 +145,9 @@ def harness_tasks():
         "commonsense_qa",
         "wsc273",
     ]
-    return TaskManager(include_defaults=False, include_path=[root / folder for folder in folders]).task_index
+    return TaskManager(
+        include_defaults=False, include_path=[root / folder for folder in folders]
+    ).task_index
 
 
 def harness_config(name: str) -> dict:
@@ -148,9 +156,18 @@ def harness_config(name: str) -> dict:
 
 def requests(config: dict, rows, shots: int):
     """What is scored, in order. The examples are of one split, so that the harness's sampler draws the same."""
-    config = {k: v for k, v in config.items() if k not in ("tag", "group", "dataset_path", "dataset_name")}
-    config |= {"training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": "test"}
-    task = ConfigurableTask(config=config | {"custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)}})
+    config = {
+        k: v for k, v in config.items() if k not in ("tag", "group", "dataset_path", "dataset_name")
+    }
+    config |= {
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+        "fewshot_split": "test",
+    }
+    task = ConfigurableTask(
+        config=config | {"custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)}}
+    )
     task.set_config("num_fewshot", shots)
     task.set_fewshot_seed(1234)
     task.build_all_requests()
@@ -165,13 +182,18 @@ def assert_alike(name: str, original, ours, shots: int):
     assert {k: v.__name__ for k, v in own.aggregation().items()} == {
         k: v.__name__ for k, v in theirs.aggregation().items()
     }
-    lengths = [len(choices) for choices in (own.doc_to_choice(doc) for doc in ours)] if TASKS[name].choices else [1]
+    lengths = (
+        [len(choices) for choices in (own.doc_to_choice(doc) for doc in ours)]
+        if TASKS[name].choices
+        else [1]
+    )
     answers = [(-float(3 * i % 4), False) for i in range(max(lengths))]
     for mine, other in zip(own.eval_docs, theirs.eval_docs, strict=True):
         n = len(own.doc_to_choice(mine)) if TASKS[name].choices else 1
         assert own.process_results(mine, answers[:n]) == theirs.process_results(other, answers[:n])
         assert (
-            [len(c) for c in own.doc_to_choice(mine)] == [len(c) for c in theirs.doc_to_choice(other)]
+            [len(c) for c in own.doc_to_choice(mine)]
+            == [len(c) for c in theirs.doc_to_choice(other)]
             if n > 1
             else True
         )
@@ -181,7 +203,9 @@ def assert_alike(name: str, original, ours, shots: int):
 @pytest.mark.parametrize("shots", [0, 5])
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_requests_are_the_harness_own(name, shots):
-    rows = [row for _, row in records(find(Path(DATA) / "eval", TASKS[name].file, TASKS[name].fields))]
+    rows = [
+        row for _, row in records(find(Path(DATA) / "eval", TASKS[name].file, TASKS[name].fields))
+    ]
     rows = rows[:60] + rows[-60:]
     assert_alike(name, [ORIGINAL[name](row) for row in rows], rows, shots)
 
@@ -198,7 +222,10 @@ def test_documents_as_the_original_files_spell_them(name):
 
 def test_every_task_of_the_harness_is_compared():
     assert {name for name, task in TASKS.items() if task.harness} == set(ORIGINAL)
-    assert " ".join(NINE) == "lambada hellaswag piqa winogrande arc_easy arc_challenge boolq openbookqa copa"
+    assert (
+        " ".join(NINE)
+        == "lambada hellaswag piqa winogrande arc_easy arc_challenge boolq openbookqa copa"
+    )
 
 
 @needs_data

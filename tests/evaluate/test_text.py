@@ -7,14 +7,16 @@ import statistics
 
 import pytest
 from lm_eval.api.instance import Instance
-from lms import byte_tokenizer, log_probabilities, shake, tiny, write_lines
 
 import crosslayer
 from crosslayer.evaluate import evaluate
 from crosslayer.evaluate.harness import open_model
 from crosslayer.evaluate.text import examples, parts, perplexity, rolling, spans
+from tests.evaluate.lms import byte_tokenizer, log_probabilities, shake, tiny, write_lines
 
-TEXT = "".join(f"{i}: the quick brown fox, “naïve”, jumps over {i * i} lazy dogs.\n" for i in range(9))
+TEXT = "".join(
+    f"{i}: the quick brown fox, “naïve”, jumps over {i * i} lazy dogs.\n" for i in range(9)
+)
 SHORT = "A second text.\n"
 END = 256
 
@@ -119,32 +121,49 @@ def spans_by_hand(host, pairs, context=32):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("fields", [("context", "target"), ("input", "target"), ("inputs", "targets")])
+@pytest.mark.parametrize(
+    "fields", [("context", "target"), ("input", "target"), ("inputs", "targets")]
+)
 def test_spans_by_hand(tmp_path, batch_size, fields):
-    file = write_lines(tmp_path / "flan.jsonl", [dict(zip(fields, pair, strict=True)) for pair in SPANS])
+    file = write_lines(
+        tmp_path / "flan.jsonl", [dict(zip(fields, pair, strict=True)) for pair in SPANS]
+    )
     host = model()
-    (row,) = evaluate(host, spans=[file], tokenizer=byte_tokenizer(), batch_size=batch_size)["results"]
+    (row,) = evaluate(host, spans=[file], tokenizer=byte_tokenizer(), batch_size=batch_size)[
+        "results"
+    ]
     nats, counts = spans_by_hand(host, SPANS)
     each = [total / count for total, count in zip(nats, counts, strict=True)]
     assert row["task"] == "spans flan.jsonl" and row["n"] == 6 and row["tokens"] == sum(counts)
     assert row["truncated"] == 3
     found = row["metrics"]
     assert found["loss"]["value"] == pytest.approx(sum(nats) / sum(counts), rel=1e-5)
-    assert found["perplexity"]["value"] == pytest.approx(math.exp(sum(nats) / sum(counts)), rel=1e-5)
+    assert found["perplexity"]["value"] == pytest.approx(
+        math.exp(sum(nats) / sum(counts)), rel=1e-5
+    )
     assert found["loss_by_example"]["value"] == pytest.approx(statistics.mean(each), rel=1e-5)
-    assert found["loss_by_example"]["stderr"] == pytest.approx(statistics.stdev(each) / math.sqrt(6), rel=1e-4)
+    assert found["loss_by_example"]["stderr"] == pytest.approx(
+        statistics.stdev(each) / math.sqrt(6), rel=1e-4
+    )
 
 
 def test_spans_that_part_one_text_at_different_places():
     """The harness takes these for one request; each is a span of its own."""
-    pairs = [("One text", " parted"), ("One", " text parted"), ("One text p", "arted"), ("One text", " parted")]
+    pairs = [
+        ("One text", " parted"),
+        ("One", " text parted"),
+        ("One text p", "arted"),
+        ("One text", " parted"),
+    ]
     host = model()
     found = spans(open_model(host, byte_tokenizer()), pairs)
     nats, counts = spans_by_hand(host, pairs)
     assert found["metrics"]["loss"]["value"] == pytest.approx(sum(nats) / sum(counts), rel=1e-5)
 
 
-@pytest.mark.parametrize(("seen", "scored"), [(3, 5), (40, 5), (3, 32), (3, 33), (40, 100), (1, 70)])
+@pytest.mark.parametrize(
+    ("seen", "scored"), [(3, 5), (40, 5), (3, 32), (3, 33), (40, 100), (1, 70)]
+)
 def test_parts_score_every_target_token_once(seen, scored):
     tokens = list(range(seen + scored))
     found = list(parts((tokens[:seen], tokens[seen:]), 32))
@@ -156,8 +175,13 @@ def test_parts_score_every_target_token_once(seen, scored):
 
 
 def test_spans_limit_and_bad_lines(tmp_path):
-    file = write_lines(tmp_path / "spans.jsonl", [{"context": "a", "target": "b"}, {"context": "a"}])
-    with pytest.raises(ValueError, match=r'line 2 needs a "context" \(or "input"\) and a "target" .* it has context'):
+    file = write_lines(
+        tmp_path / "spans.jsonl", [{"context": "a", "target": "b"}, {"context": "a"}]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r'line 2 needs a "context" \(or "input"\) and a "target" .* it has context',
+    ):
         examples(file)
     file = write_lines(tmp_path / "spans.jsonl", [{"context": "a", "target": "b"}] * 5)
     (row,) = evaluate(model(), spans=[file], limit=3, tokenizer=byte_tokenizer())["results"]

@@ -6,22 +6,27 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from bodies import build, ids
-from tiny import shake
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import crosslayer
+from tests.hf.backbones import build, ids
+from tests.support.tiny import shake
 
 
 def train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
     mesh, tokens, errors = init_device_mesh("cpu", (2,)), ids(4), {}
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for arm in crosslayer.available():
-        for apart in (False, True):  # the connections sharded with their layers, in bf16, or apart, in float32
+        for apart in (
+            False,
+            True,
+        ):  # the connections sharded with their layers, in bf16, or apart, in float32
             model = shake(crosslayer.connect(build("llama"), arm), 0.05)
             expected = gradients(model, tokens)
             for layer in model.model.layers:
@@ -33,7 +38,9 @@ def train(rank: int, folder: str) -> None:
             found = gradients(model, tokens[2 * rank : 2 * rank + 2])
             errors[f"{arm}-{apart}"] = float("inf")
             if found.keys() == expected.keys():
-                apart_by = [(found[n].full_tensor() - g).square().sum() for n, g in expected.items()]
+                apart_by = [
+                    (found[n].full_tensor() - g).square().sum() for n, g in expected.items()
+                ]
                 whole = [g.square().sum() for g in expected.values()]
                 errors[f"{arm}-{apart}"] = (sum(apart_by) / sum(whole)).sqrt().item()
     if rank == 0:

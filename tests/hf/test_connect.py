@@ -5,15 +5,21 @@ import warnings
 
 import pytest
 import torch
-from bodies import FAMILIES, LANGUAGE, build, ids, llama, output, without_eps
-from tiny import ARMS, shake
 
 import crosslayer
 from crosslayer import Connection
+from tests.hf.backbones import FAMILIES, LANGUAGE, build, ids, llama, output, without_eps
+from tests.support.tiny import ARMS, shake
 
 families = pytest.mark.parametrize("family", FAMILIES)
 methods = pytest.mark.parametrize("arm", crosslayer.available())
-EXACT = {"prenorm", "gains", "denseformer", "frac", "mudd"}  # from the first bit; the others up to the eps of a norm
+EXACT = {
+    "prenorm",
+    "skip_gain",
+    "denseformer",
+    "frac",
+    "mudd",
+}  # from the first bit; the others up to the eps of a norm
 # every option of every method on a sequential and on a parallel body, every method on the others
 STARTS = [
     (family, arm)
@@ -23,7 +29,7 @@ STARTS = [
 
 
 def connected(family: str, arm: str, shaken: bool = True, **options) -> torch.nn.Module:
-    if family == "olmo2" and crosslayer.make(arm).method.renorms:
+    if family == "olmo2" and crosslayer.make(arm).method.norms_its_stream:
         pytest.skip("refused, as the family has no norm before its sub-layers")
     model = crosslayer.connect(build(family, **options), arm)
     return shake(model, 0.05) if shaken else model
@@ -39,14 +45,18 @@ def test_starts_where_the_host_is(family, arm):
     normed = family != "olmo2"  # which norms what its sub-layers put out, not what they read
     if factory.name in EXACT:
         plain = trained(family)
-        assert torch.equal(output(crosslayer.connect(copy.deepcopy(plain), arm), family), output(plain, family))
-    elif factory.method.starts_as_prenorm and (normed or not factory.method.scales):
+        assert torch.equal(
+            output(crosslayer.connect(copy.deepcopy(plain), arm), family), output(plain, family)
+        )
+    elif factory.method.starts_as_prenorm and (normed or not factory.method.prenorm_up_to_scale):
         # a mean over sources and a sum over streams are scaled copies of the residual stream: equal as eps → 0
         plain = without_eps(trained(family))
         found = output(crosslayer.connect(copy.deepcopy(plain), arm), family)
         torch.testing.assert_close(found, output(plain, family), rtol=0, atol=1e-4)
-    elif not normed and factory.method.renorms:
-        with pytest.raises(ValueError, match="by the norms before sub-layers, which this family does not have"):
+    elif not normed and factory.method.norms_its_stream:
+        with pytest.raises(
+            ValueError, match="by the norms before sub-layers, which this family does not have"
+        ):
             crosslayer.connect(build(family), arm)
     else:
         # deep enough for mgr to gate: with fewer sub-layers than streams it is their mean, as attnres is
@@ -55,10 +65,14 @@ def test_starts_where_the_host_is(family, arm):
             plain.register_to_config(_name_or_path="a checkpoint")
         if family == "olmo":
             plain.config._name_or_path = "a checkpoint"
-        with pytest.warns(UserWarning, match="what this model has learnt is changed until it is trained on"):
+        with pytest.warns(
+            UserWarning, match="what this model has learnt is changed until it is trained on"
+        ):
             model = crosslayer.connect(copy.deepcopy(plain), arm)
         found = output(model, family)
-        assert not torch.allclose(found, output(plain, family), atol=1e-2), "starts as PreNorm but does not say so"
+        assert not torch.allclose(found, output(plain, family), atol=1e-2), (
+            "starts as PreNorm but does not say so"
+        )
 
 
 def test_models_that_shared_a_config_do_not_afterwards(tmp_path):
@@ -70,7 +84,9 @@ def test_models_that_shared_a_config_do_not_afterwards(tmp_path):
     assert second.config.crosslayer == "hyper" and not hasattr(first.config, "crosslayer")
     assert not hasattr(third.config, "crosslayer") and third.config is config
     second.save_pretrained(tmp_path)
-    assert torch.equal(crosslayer.from_pretrained(tmp_path)(ids()).logits, second.eval()(ids()).logits)
+    assert torch.equal(
+        crosslayer.from_pretrained(tmp_path)(ids()).logits, second.eval()(ids()).logits
+    )
     crosslayer.connect(type(llama())(config), "mudd")
 
 
@@ -79,9 +95,16 @@ def test_the_language_model_of_another(tmp_path):
 
     text = build("gemma3").config.to_dict()
     vision = SiglipVisionConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
     ).to_dict()
-    whole = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)).eval()
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision)
+    ).eval()
     expected = whole(ids()).logits
     crosslayer.connect(whole.model.language_model, "mudd")
     assert torch.equal(whole(ids()).logits, expected)
@@ -93,13 +116,18 @@ def test_the_language_model_of_another(tmp_path):
 def test_only_a_trained_model_is_worth_a_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        crosslayer.connect(build("llama", num_hidden_layers=6), "mgr").save_pretrained(tmp_path / "mgr")
+        crosslayer.connect(build("llama", num_hidden_layers=6), "mgr").save_pretrained(
+            tmp_path / "mgr"
+        )
         crosslayer.from_pretrained(tmp_path / "mgr")
         crosslayer.connect(trained("llama"), "hyper")
         llama().save_pretrained(tmp_path / "plain")
     trained("llama").save_pretrained(tmp_path / "plain")
     loaded = type(llama()).from_pretrained(tmp_path / "plain")
-    with pytest.warns(UserWarning, match="postnorm cannot start as the plain residual that the model was trained with"):
+    with pytest.warns(
+        UserWarning,
+        match="postnorm cannot start as the plain residual that the model was trained with",
+    ):
         crosslayer.connect(loaded, "postnorm")
 
 
@@ -113,8 +141,16 @@ def test_keys_classes_and_paths_stay(family, arm):
     for name, module in plain.named_modules():
         now = model.get_submodule(name)
         assert isinstance(now, type(module)), name
-        assert type(module).__qualname__ == type(now).__qualname__ and str(type(module)) == str(type(now))
-    for name in ("_no_split_modules", "_tp_plan", "_pp_plan", "_skip_keys_device_placement", "base_model_prefix"):
+        assert type(module).__qualname__ == type(now).__qualname__ and str(type(module)) == str(
+            type(now)
+        )
+    for name in (
+        "_no_split_modules",
+        "_tp_plan",
+        "_pp_plan",
+        "_skip_keys_device_placement",
+        "base_model_prefix",
+    ):
         assert getattr(model, name, None) == getattr(plain, name, None), name
 
 
@@ -167,16 +203,18 @@ def test_q_k_and_v_are_fed_apart(family):
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2", "neox-parallel"])
 def test_a_fused_projection_gives_each_port_its_rows(family):
-    from crosslayer.hf.ports import FusedProjection, Ports
+    from crosslayer.hf.qkv import FusedProjection, QKVInputs
 
     model = connected(family, "mudd")
     projection = next(m for m in model.modules() if isinstance(m, FusedProjection))
     xs = [torch.randn(2, 5, 32) for _ in range(3)]
     wholes = [projection(x).unflatten(-1, (projection.fused.groups, -1)) for x in xs]
-    found = projection(Ports(xs)).unflatten(-1, (projection.fused.groups, -1))
+    found = projection(QKVInputs(xs)).unflatten(-1, (projection.fused.groups, -1))
     at = 0
     for whole, size in zip(wholes, projection.fused.sizes, strict=True):
-        torch.testing.assert_close(found[..., at : at + size], whole[..., at : at + size], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found[..., at : at + size], whole[..., at : at + size], rtol=1e-5, atol=1e-5
+        )
         at += size
     assert at == found.shape[-1]
 
@@ -186,7 +224,11 @@ def compiled_cells(families) -> list:
     kinds = ("gemma2", "gpt2", "mixtral", "neox-parallel", "phi3", "dit")
     return [
         pytest.param(
-            family, arm, marks=() if family == "llama" or (arm == "mudd" and family in kinds) else pytest.mark.slow
+            family,
+            arm,
+            marks=()
+            if family == "llama" or (arm == "mudd" and family in kinds)
+            else pytest.mark.slow,
         )
         for family in families
         for arm in crosslayer.available()
@@ -197,7 +239,9 @@ def compiled_cells(families) -> list:
 def test_one_graph(family, arm):
     model = connected(family, arm)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(output(compiled, family), output(model, family), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        output(compiled, family), output(model, family), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -239,21 +283,30 @@ def test_a_bad_arm_leaves_the_model_alone(arm, message):
 def test_an_unknown_family_is_shown_its_row():
     from transformers import BertConfig, BertModel
 
-    with pytest.raises(ValueError, match="does not know the family 'bert'; it knows llama, mistral") as error:
-        crosslayer.connect(BertModel(BertConfig(num_hidden_layers=1, vocab_size=9, intermediate_size=9)), "mudd")
+    with pytest.raises(
+        ValueError, match="does not know the family 'bert'; it knows llama, mistral"
+    ) as error:
+        crosslayer.connect(
+            BertModel(BertConfig(num_hidden_layers=1, vocab_size=9, intermediate_size=9)), "mudd"
+        )
     assert 'FAMILIES["bert"] = Family(' in str(error.value)
 
 
 def test_a_row_adds_a_family():
     """The lines that the error shows, on a model of nobody's library."""
-    from crosslayer.hf.attach import ROW
+    from crosslayer.hf.connect import FAMILY_TEMPLATE
     from crosslayer.hf.families import FAMILIES as rows
 
     class Mine(torch.nn.Module):
         def __init__(self):
             super().__init__()
             host = llama().model
-            self.config, self.embed, self.layers, self.norm = host.config, host.embed_tokens, host.layers, host.norm
+            self.config, self.embed, self.layers, self.norm = (
+                host.config,
+                host.embed_tokens,
+                host.layers,
+                host.norm,
+            )
             self.config.model_type = "Mine"
             self.rotary = host.rotary_emb
 
@@ -269,7 +322,7 @@ def test_a_row_adds_a_family():
     with pytest.raises(ValueError, match="does not know the family 'Mine'"):
         crosslayer.connect(mine, "mudd")
     try:
-        exec(ROW.format(name="Mine").replace("\n    ", "\n"))
+        exec(FAMILY_TEMPLATE.format(name="Mine").replace("\n    ", "\n"))
         assert torch.equal(crosslayer.connect(mine, "mudd")(ids()), expected)
         assert torch.equal(crosslayer.disconnect(mine)(ids()), expected)
     finally:
@@ -282,12 +335,16 @@ def test_bad_models():
             crosslayer.connect(llama(), nothing)
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with pytest.raises(ValueError, match=r"does not know the family 'Linear'; .* call the four verbs"):
+    with pytest.raises(
+        ValueError, match=r"does not know the family 'Linear'; .* call the four verbs"
+    ):
         crosslayer.connect(torch.nn.Linear(2, 2), "mudd")
     model = crosslayer.connect(llama(), "mudd(dilation=2)")
     with pytest.raises(ValueError, match=r"connected already, with 'mudd\(dilation=2\)'"):
         crosslayer.connect(model, "hyper")
-    cross = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True))
+    cross = GPT2LMHeadModel(
+        GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True)
+    )
     with pytest.raises(ValueError, match="this model's have cross-attention too"):
         crosslayer.connect(cross, "mudd")
     with pytest.raises(ValueError, match="does not know how to widen this family's MLP"):
@@ -318,10 +375,13 @@ class TestDisconnect:
 
     def test_what_has_learnt_is_refused(self):
         for arm in crosslayer.available():
-            if arm not in ("prenorm", "postnorm", "residual_dual"):
+            if arm not in ("prenorm", "postnorm", "resi_dual"):
                 model = connected("llama", arm, num_hidden_layers=6)
                 expected = output(model, "llama")
-                with pytest.raises(ValueError, match="another function than the plain residual: a sub-layer's input"):
+                with pytest.raises(
+                    ValueError,
+                    match="another function than the plain residual: a sub-layer's input",
+                ):
                     crosslayer.disconnect(model)
                 assert torch.equal(output(model, "llama"), expected)
 
@@ -343,7 +403,9 @@ class TestDisconnect:
         expected = output(model, "llama")
         with pytest.raises(ValueError, match=r"differs by up to .*, and the tolerance is 0"):
             crosslayer.disconnect(model)
-        torch.testing.assert_close(output(crosslayer.disconnect(model, 1e-4), "llama"), expected, rtol=0, atol=1e-3)
+        torch.testing.assert_close(
+            output(crosslayer.disconnect(model, 1e-4), "llama"), expected, rtol=0, atol=1e-3
+        )
 
     def test_what_cannot_be_undone(self):
         with pytest.raises(ValueError, match="is not connected"):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from bodies import LANGUAGE, ids
 from test_connect import compiled_cells, connected
-from tiny import shake
 from transformers import StaticCache
 
 import crosslayer
+from tests.hf.backbones import LANGUAGE, ids
+from tests.support.tiny import shake
 
 families = pytest.mark.parametrize("family", LANGUAGE)
 methods = pytest.mark.parametrize("arm", crosslayer.available())
@@ -24,7 +24,12 @@ def test_with_every_cache(family, arm):
     model = talker(family, arm)
     outs = {
         cache: model.generate(
-            ids(), do_sample=False, return_dict_in_generate=True, output_logits=True, **NEW, **options
+            ids(),
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **NEW,
+            **options,
         )
         for cache, options in {
             "none": {"use_cache": False},
@@ -35,7 +40,9 @@ def test_with_every_cache(family, arm):
     plain = outs["none"]
     for out in outs.values():
         assert torch.equal(out.sequences, plain.sequences)
-        torch.testing.assert_close(torch.stack(out.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.stack(out.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4
+        )
 
 
 @families

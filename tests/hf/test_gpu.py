@@ -7,22 +7,31 @@ import copy
 
 import pytest
 import torch
-from bodies import LANGUAGE, build, ids
 from test_connect import EXACT
-from tiny import shake
 
 import crosslayer
+from tests.hf.backbones import LANGUAGE, build, ids
+from tests.support.tiny import shake
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
 methods = pytest.mark.parametrize("arm", crosslayer.available())
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def model(family: str, arm: str, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
-    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads" or k in LANGUAGE[family].options}
+    sizes = {
+        k: v
+        for k, v in SIZES.items()
+        if k != "num_key_value_heads" or k in LANGUAGE[family].options
+    }
     if "head_dim" in LANGUAGE[family].options:
         sizes["head_dim"] = 16
     host = build(family, **sizes, **options)
@@ -66,7 +75,9 @@ def test_flex_attention_has_gradients(family, arm):
         trained.set_attn_implementation(kernel)
         trained.zero_grad()
         trained(ids(2, 16).cuda()).logits.square().mean().backward()
-        grads[kernel] = {n: p.grad.clone() for n, p in trained.named_parameters() if p.grad is not None}
+        grads[kernel] = {
+            n: p.grad.clone() for n, p in trained.named_parameters() if p.grad is not None
+        }
     torch.testing.assert_close(grads["flex_attention"], grads["eager"], rtol=2e-2, atol=1e-4)
 
 

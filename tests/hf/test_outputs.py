@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from bodies import LANGUAGE, checkpoint, ids, inputs, output
 from test_connect import connected, trained
 
 import crosslayer
+from tests.hf.backbones import LANGUAGE, checkpoint, ids, inputs, output
 
 recording = pytest.mark.parametrize("family", [*LANGUAGE, "vit"])
 methods = pytest.mark.parametrize("arm", crosslayer.available())
@@ -31,7 +31,11 @@ def test_hidden_states_are_what_the_attentions_read(family, arm):
     model = connected(family, arm)
     out = model(**inputs(family), output_hidden_states=True)
     assert torch.equal(out.logits, output(model, family))
-    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and hasattr(m[0], "connections"))
+    layers = next(
+        m
+        for m in model.modules()
+        if isinstance(m, torch.nn.ModuleList) and hasattr(m[0], "connections")
+    )
     for layer, state in zip(layers[1:], out.hidden_states[1:], strict=False):
         assert state.shape == out.hidden_states[0].shape
         read = []

@@ -8,14 +8,19 @@ import sys
 
 import pytest
 import torch
-from bodies import FAMILIES, LANGUAGE, build, ids, inputs, llama, output
 from safetensors.torch import load_file, save_file
 from test_connect import EXACT, connected, trained
-from tiny import shake
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, LlamaModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    LlamaModel,
+)
 
 import crosslayer
 from crosslayer import Connection
+from tests.hf.backbones import FAMILIES, LANGUAGE, build, ids, inputs, llama, output
+from tests.support.tiny import shake
 
 families = pytest.mark.parametrize("family", FAMILIES)
 methods = pytest.mark.parametrize("arm", crosslayer.available())
@@ -42,7 +47,10 @@ def test_save_and_load(family, arm, tmp_path):
     model = connected(family, arm)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["crosslayer"] == arm
-    for loaded in (crosslayer.from_pretrained(tmp_path), auto(family).from_pretrained(str(tmp_path))):
+    for loaded in (
+        crosslayer.from_pretrained(tmp_path),
+        auto(family).from_pretrained(str(tmp_path)),
+    ):
         assert isinstance(loaded, type(build(family)))
         assert loaded.state_dict().keys() == model.state_dict().keys()
         assert torch.equal(output(loaded.eval(), family), output(model, family))
@@ -106,7 +114,12 @@ def test_a_dit_in_bf16_keeps_its_connections_in_float32(tmp_path):
         assert loaded.proj_out_1.weight.dtype == torch.bfloat16
         assert loaded(**half).sample.dtype == torch.bfloat16
     # diffusers' own casts the connections too; they are used wide
-    assert type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)(**half).sample.isfinite().all()
+    assert (
+        type(model)
+        .from_pretrained(tmp_path, torch_dtype=torch.bfloat16)(**half)
+        .sample.isfinite()
+        .all()
+    )
 
 
 @methods
@@ -180,7 +193,9 @@ print(model(ids).logits.double().sum().item())"""
         assert run.returncode and "trust_remote_code=True" in run.stderr
 
     def test_where_it_is_not_installed_the_error_says_so(self, saved):
-        run = python(self.LOAD.format(path=str(saved[0]), trust=True, before=self.ABSENT), check=False)
+        run = python(
+            self.LOAD.format(path=str(saved[0]), trust=True, before=self.ABSENT), check=False
+        )
         assert run.returncode and "crosslayer" in run.stderr.splitlines()[-1]
 
 
@@ -269,5 +284,7 @@ def test_the_saved_type_is_the_hosts_again(tmp_path):
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_keys_of_a_plain_model_are_written_as_ever(family, tmp_path):
     build(family).save_pretrained(tmp_path)
-    assert not json.loads((tmp_path / "config.json").read_text())["model_type"].startswith("crosslayer")
+    assert not json.loads((tmp_path / "config.json").read_text())["model_type"].startswith(
+        "crosslayer"
+    )
     assert not (tmp_path / "crosslayer_model.py").exists()

@@ -5,14 +5,14 @@ import json
 
 import pytest
 import torch
-from bodies import FAMILIES, build, checkpoint, ids, inputs, loss, output
 from test_connect import connected, trained
-from tiny import shake
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import crosslayer
 from crosslayer import Connection
+from tests.hf.backbones import FAMILIES, build, checkpoint, ids, inputs, loss, output
+from tests.support.tiny import shake
 
 families = pytest.mark.parametrize("family", FAMILIES)
 methods = pytest.mark.parametrize("arm", crosslayer.available())
@@ -31,7 +31,9 @@ def gradients(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 def test_gradient_checkpointing(family, arm, reentrant):
     if family == "dit" and reentrant:
-        pytest.skip("diffusers passes the layers' own tuples, which reentrant checkpointing does not look into")
+        pytest.skip(
+            "diffusers passes the layers' own tuples, which reentrant checkpointing does not look into"
+        )
     model = connected(family, arm)
     model.train()
     if family != "dit":
@@ -75,7 +77,9 @@ def test_trainer_resumes_to_the_last_bit(arm, tmp_path):
     stopped.train()
     resumed = trainer(connected("llama", arm), tmp_path / "resumed", 20)
     resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-10"))
-    for (name, a), (_, b) in zip(through.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        through.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
     saved = crosslayer.from_pretrained(tmp_path / "through" / "checkpoint-20")
     assert torch.equal(saved(ids()).logits, through.model.eval()(ids()).logits)
@@ -118,7 +122,12 @@ TARGETS = {
     "dit": ["to_q", "to_v"],
 }
 # every connection on one body of each way to project q, k and v, and one connection on the others
-ADAPTED = [(f, a) for f in ("llama", "vit", *TARGETS) for a in crosslayer.available() if f != "neox-sequential"]
+ADAPTED = [
+    (f, a)
+    for f in ("llama", "vit", *TARGETS)
+    for a in crosslayer.available()
+    if f != "neox-sequential"
+]
 ADAPTED += [(family, "mudd") for family in FAMILIES if (family, "mudd") not in ADAPTED]
 
 
@@ -166,7 +175,9 @@ def test_peft_before_connect_is_the_same():
     import peft
 
     for family in ("llama", "gpt2", "phi3"):
-        config = peft.LoraConfig(r=2, target_modules=targets(family), fan_in_fan_out=family == "gpt2")
+        config = peft.LoraConfig(
+            r=2, target_modules=targets(family), fan_in_fan_out=family == "gpt2"
+        )
         first = peft.get_peft_model(connected(family, "mudd"), config)
         second = peft.get_peft_model(build(family), config)
         crosslayer.connect(second.base_model.model, "mudd")
@@ -204,13 +215,17 @@ def test_a_connected_model_trains():
             optimizer.zero_grad()
         torch.manual_seed(0)
         assert loss(model, family) < first
-        moved = [m for m in model.modules() if isinstance(m, Connection) and getattr(m, "W2", None) is not None]
+        moved = [
+            m
+            for m in model.modules()
+            if isinstance(m, Connection) and getattr(m, "W2", None) is not None
+        ]
         assert all(m.W2.any() for m in moved)
 
 
 def test_fsdp2_with_mixed_precision(tmp_path):
     """Parameters cast to bf16 with their layers, the connections' too, or those sharded apart and left wide."""
-    import sharded
+    from tests.hf import sharded
 
     torch.multiprocessing.spawn(sharded.train, (str(tmp_path),), nprocs=2)
     errors = json.loads((tmp_path / "errors.json").read_text())
@@ -233,7 +248,10 @@ def test_a_norm_that_is_replaced_is_used():
         peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], task_type="CAUSAL_LM"),
     )
     found = gradients(adapted, "llama")
-    assert all(g.any() for g in found.values()) and sum(n.endswith("default.weight") for n in found) == 4
+    assert (
+        all(g.any() for g in found.values())
+        and sum(n.endswith("default.weight") for n in found) == 4
+    )
     saved = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"])
     found = gradients(peft.get_peft_model(connected("llama", "mudd"), saved), "llama")
     assert sum("layernorm" in n and bool(g.any()) for n, g in found.items()) == 3

@@ -1,16 +1,6 @@
 """The sizes each kernel is tried on."""
 
-from crosslayer.bench.cases import (
-    Case,
-    attends,
-    carries,
-    gates,
-    merges,
-    mixes,
-    norms,
-    probes,
-    sinkhorns,
-)
+from benchmarks.cases import Case, attends, carries, gates, merges, mixes, norms, probes, sinkhorns
 
 __all__ = ["CASES", "SLOW", "Case"]
 

@@ -45,7 +45,9 @@ def counted() -> Iterator[SimpleNamespace]:
         note(ptrs, mask)
         return load(self, ptrs, mask, *rest, **named)
 
-    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    def create_masked_store(
+        self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any
+    ) -> Any:
         note(ptrs, mask)
         return store(self, ptrs, value, mask, *rest, **named)
 

@@ -10,24 +10,34 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import CASES, SLOW
+
+from tests.kernels.cases import CASES, SLOW
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-GROUPS = ("mix norm", "gate sinkhorn", "attend merge streams", "probe")  # of modules, about as long each
+GROUPS = (
+    "mix norm",
+    "gate sinkhorn",
+    "attend merge streams",
+    "probe",
+)  # of modules, about as long each
 
 
 def python(*args: str, **environment: str) -> str:
     paths = os.pathsep.join([str(HERE), *(path for path in sys.path if path)])
     env = {**os.environ, "PYTHONPATH": paths, **environment}
     env.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=HERE.parent.parent, env=env)
+    ran = subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, cwd=HERE.parent.parent, env=env
+    )
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
     return ran.stdout
 
 
 # the first in a plain run, the others take longer
-@pytest.mark.parametrize("modules", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])])
+@pytest.mark.parametrize(
+    "modules", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])]
+)
 def test_interpreted(modules):
     interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()])
 
@@ -48,21 +58,40 @@ def test_interpreted_slowly(name):
 
 
 def interpret(marks, names):
-    suite = ("-m", "pytest", "-q", "-n", "0", str(HERE / "suite.py"), "-m", marks, "-k", " or ".join(names))
+    suite = (
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        str(HERE / "suite.py"),
+        "-m",
+        marks,
+        "-k",
+        " or ".join(names),
+    )
     assert "passed" in python(*suite, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+    "capability",
+    [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
 )
 def test_compiles(capability, tmp_path):
     # in a plain run, kernels with fewer sources
     cases = [name for name in CASES if capability != 90 or name not in SLOW]
-    out = python(str(HERE / "ptx.py"), str(capability), *cases, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    out = python(
+        str(HERE / "ptx.py"),
+        str(capability),
+        *cases,
+        TRITON_INTERPRET="0",
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
     assert out
 
 
 def test_import_is_free_of_triton():
     python(
-        "-c", "import sys, crosslayer, crosslayer.ops; assert not {'triton', 'crosslayer.kernels'} & set(sys.modules)"
+        "-c",
+        "import sys, crosslayer, crosslayer.ops; assert not {'triton', 'crosslayer.kernels'} & set(sys.modules)",
     )

@@ -11,13 +11,22 @@ from pathlib import Path
 
 import torch
 
-from crosslayer.train import tasks
+from crosslayer.train import task
+from crosslayer.train.export import save_model
 from crosslayer.train.recipe import Arm
-from crosslayer.train.run import train
-from crosslayer.train.saving import save_model
 from crosslayer.train.settings import Settings
+from crosslayer.train.trainer import train
 
-SMALL = {"steps": 12, "batch": 4, "context": 32, "layers": 2, "dim": 32, "heads": 2, "evals": 2, "held_out": 2}
+SMALL = {
+    "steps": 12,
+    "batch": 4,
+    "context": 32,
+    "layers": 2,
+    "dim": 32,
+    "heads": 2,
+    "evals": 2,
+    "held_out": 2,
+}
 
 
 class Left(Exception):
@@ -34,7 +43,7 @@ def run(settings, arm, folder=None, stop=None, seed=0):
             raise Left
 
     path = Path(folder) if folder else None
-    examples = tasks.task(options.model).examples(options)
+    examples = task.find_task(options.model).examples(options)
     try:
         row, model, fabric = train(options, Arm.of(arm), seed, examples, watch, path)
     except Left:

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import run
+
+from tests.train.runs import run
 
 HERE = Path(__file__).parent
-ARMS = ("prenorm", "mudd", "hyper", "mhc", "mgr", "attnres", "residual_dual")
+ARMS = ("prenorm", "mudd", "hyper", "mhc", "mgr", "attnres", "resi_dual")
 # a sum over ranks is in another order than over a batch: float32's rounding, grown over 12 steps; bf16 rounds a weight
 # in FSDP's gather where autocast rounds it at its use, and a norm's too; and Muon iterates in bf16
 TOLERANCE = {"32-true": 2e-5, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
@@ -20,7 +21,14 @@ MUON = 1e-3
 def two_ranks(jobs, folder):
     spec, out = folder / "spec.json", folder / "out.json"
     spec.write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
         [*command, str(HERE / "runs.py"), str(spec), str(out)],
         capture_output=True,
@@ -38,7 +46,9 @@ def apart(found, expected):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(400)))
+    path.write_text(
+        "".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(400))
+    )
     return str(path)
 
 
@@ -76,7 +86,12 @@ def test_from_two_ranks_to_one_and_back(text, tmp_path):
     shared = {"data": text, "save_every": 4}
     whole = run(shared, "hyper")
     jobs = [
-        {"settings": {**shared, "strategy": strategy}, "arm": "hyper", "folder": str(tmp_path / strategy), "stop": 9}
+        {
+            "settings": {**shared, "strategy": strategy},
+            "arm": "hyper",
+            "folder": str(tmp_path / strategy),
+            "stop": 9,
+        }
         for strategy in ("ddp", "fsdp")
     ]
     two_ranks(jobs, tmp_path)
@@ -89,7 +104,15 @@ def test_from_two_ranks_to_one_and_back(text, tmp_path):
         folder = tmp_path / f"{strategy}-one"
         run(shared, "hyper", str(folder), stop=9)
         (rest,) = two_ranks(
-            [{**jobs[0], "settings": {**shared, "strategy": strategy}, "folder": str(folder), "stop": None}], tmp_path
+            [
+                {
+                    **jobs[0],
+                    "settings": {**shared, "strategy": strategy},
+                    "folder": str(folder),
+                    "stop": None,
+                }
+            ],
+            tmp_path,
         )
         assert len(rest["losses"]) == 4 and apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
         assert (folder / "model" / "model.safetensors").exists()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosslayer.train.recipe import Arm, Recipe, load
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import FREE, OPTIONS, Settings
 
 
@@ -33,9 +33,18 @@ def written(tmp_path, content):
         ("arms: []", "arms must be a list of at least one"),
         ("arms: [1]", "an arm is a connection or a mapping, got 1"),
         ("arms: [{name: no, connection: mudd}]", "name of an arm must be text, got False"),
-        ("arms: [{connection: mudd, parameters: many}]", "parameters of an arm must be a number, got 'many'"),
-        ("arms: [{connection: mudd, paper: [2.5]}]", "paper of an arm must be a mapping, got [2.5]"),
-        ("arms: [{connection: mudd, paper: {loss: low}}]", "paper's loss of an arm must be a number, got 'low'"),
+        (
+            "arms: [{connection: mudd, parameters: many}]",
+            "parameters of an arm must be a number, got 'many'",
+        ),
+        (
+            "arms: [{connection: mudd, paper: [2.5]}]",
+            "paper of an arm must be a mapping, got [2.5]",
+        ),
+        (
+            "arms: [{connection: mudd, paper: {loss: low}}]",
+            "paper's loss of an arm must be a number, got 'low'",
+        ),
         ("arms: [{connection: mudd, 3: 4}]", "unknown key 3 of an arm"),
         ("yes: 3", "unknown option True"),
         ("clip: -1", "clip must be at least 0, got -1.0"),
@@ -46,20 +55,22 @@ def written(tmp_path, content):
 )
 def test_a_wrong_recipe_is_one_clear_line(tmp_path, content, message):
     with pytest.raises(ValueError) as error:
-        load(written(tmp_path, content)).settings()
+        load_recipe(written(tmp_path, content)).settings()
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.yaml: cannot be read as a recipe"):
-        load(tmp_path / "nowhere.yaml")
+        load_recipe(tmp_path / "nowhere.yaml")
     with pytest.raises(ValueError, match=r"unknown scale 'tinny' \(did you mean 'tiny'\?\)"):
-        load(written(tmp_path, "layers: 2"), "tinny")
+        load_recipe(written(tmp_path, "layers: 2"), "tinny")
 
 
 def test_what_comes_first(tmp_path):
-    path = written(tmp_path, "lr: 1e-3\nsteps: 50\narms: [mudd, {connection: hyper, lr: 5e-4, steps: 60}]")
-    recipe = load(path, steps=3)
+    path = written(
+        tmp_path, "lr: 1e-3\nsteps: 50\narms: [mudd, {connection: hyper, lr: 5e-4, steps: 60}]"
+    )
+    recipe = load_recipe(path, steps=3)
     mudd, hyper = (recipe.settings(arm).optimization for arm in recipe.arms)
     assert (mudd.lr, mudd.steps) == (1e-3, 3) and (hyper.lr, hyper.steps) == (5e-4, 3)
     assert recipe.settings().optimization.weight_decay == 0.1
@@ -76,6 +87,10 @@ def test_every_option_belongs_to_one_part_and_changes_the_identity_or_not():
 
 def test_arms_are_themselves():
     arm = Arm.of({"connection": "mudd( dilation = 2 )", "parameters": "405e6", "lr": 1e-3})
-    assert (arm.name, arm.connection, arm.parameters) == ("mudd(dilation=2)", "mudd(dilation=2)", 405e6)
+    assert (arm.name, arm.connection, arm.parameters) == (
+        "mudd(dilation=2)",
+        "mudd(dilation=2)",
+        405e6,
+    )
     assert arm.options == {"lr": 1e-3}
     assert Recipe([Arm.of("prenorm")]).settings().model.layers == 6

@@ -18,8 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import add, deposit, mixtures, repeat, wide
+from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..norms import add_write, upcast
+from ..ops import depth_connection, expand_to_streams, mix_streams
+from ..validation import check_positive
 
 
 class Alternating(NamedTuple):
@@ -30,17 +32,20 @@ class Alternating(NamedTuple):
     active: Tensor | None = None  # X̂_j, against which the layer's output is measured
 
 
-class AltUp(Connection):
-    weighs = ("g",)
-    variants = ("altup(streams=3)",)
+class AltUp(Connection[Alternating]):
+    gate_fields = ("g",)
+    test_variants = ("altup(streams=3)",)
 
-    def __init__(self, site: Site, dim: int, norm: Norm, streams: int = 2):
+    def __init__(self, site: Site, dim: int, norm: NormFactory, streams: int = 2):
         super().__init__(site, dim, norm)
-        positive(streams=streams)
-        self.K, self.j = streams, site.layer % streams  # j makes K graphs of per-block compile, one a turn
-        begins = site.opens and not self.last
-        self.P = weight(streams, streams) if begins else None
-        self.g = weight(streams) if begins else None
+        check_positive(streams=streams)
+        self.K, self.j = (
+            streams,
+            site.layer % streams,
+        )  # j makes K graphs of per-block compile, one a turn
+        begins = site.opens_layer and not self.is_readout
+        self.P = float32_parameter(streams, streams) if begins else None
+        self.g = float32_parameter(streams) if begins else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -49,22 +54,22 @@ class AltUp(Connection):
             nn.init.eye_(self.P)
             nn.init.ones_(self.g)
 
-    def begin(self, x: Tensor) -> Alternating:
-        return Alternating(repeat(x, self.K), x)
+    def initial_state(self, x: Tensor) -> Alternating:
+        return Alternating(expand_to_streams(x, self.K), x)
 
-    def traffic(self) -> float:
-        if not self.opens:
-            return super().traffic()
+    def memory_traffic(self) -> float:
+        if not self.opens_layer:
+            return super().memory_traffic()
         read = self.K + 2 if self.site.index else 1  # the prediction, h and y
-        return read + len(self.ports) + (0 if self.last else self.K + 1)
+        return read + len(self.ports) + (0 if self.is_readout else self.K + 1)
 
-    def gather(self, state: Alternating) -> tuple[tuple[Tensor, ...], Alternating]:
-        h, X = add(state.h, state.y), state.X
-        if not self.opens:
+    def mix_inputs(self, state: Alternating) -> tuple[tuple[Tensor, ...], Alternating]:
+        h, X = add_write(state.h, state.y), state.X
+        if not self.opens_layer:
             return (h,), state._replace(h=h, y=None)
         if state.g is not None and state.active is not None:
-            X = deposit(X, wide(h - state.active)[..., None, :], state.g)
+            X = depth_connection(X, upcast(h - state.active)[..., None, :], state.g)
         if self.P is None or self.g is None:
             return (X.sum(-2),), Alternating(X, h)
-        h, predicted = X[..., self.j, :], mixtures(X, self.P.mT)
+        h, predicted = X[..., self.j, :], mix_streams(X, self.P.mT)
         return (h,), Alternating(predicted, h, g=self.g.clone(), active=predicted[..., self.j, :])

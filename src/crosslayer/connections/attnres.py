@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import Following, add, attend, follow
+from ..connection import NormFactory, Site, float32_parameter
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec, add_write, apply_norm
+from ..ops import depth_attention
+from ..validation import check_positive
 
 
 class Values(NamedTuple):
@@ -27,18 +30,19 @@ class Values(NamedTuple):
     y: Tensor | None = None  # pending write
 
 
-class AttnRes(Connection):
-    scales = True
-    fuses = True
-    variants = ("attnres(block_size=3)", "attnres(block_size=4)")
+class AttnRes(FusedNormConnection[Values]):
+    prenorm_up_to_scale = True
+    test_variants = ("attnres(block_size=3)", "attnres(block_size=4)")
 
-    def __init__(self, site: Site, dim: int, norm: Norm, block_size: int = 1):
+    def __init__(self, site: Site, dim: int, norm: NormFactory, block_size: int = 1):
         super().__init__(site, dim, norm)
-        positive(block_size=block_size)
+        check_positive(block_size=block_size)
         self.completes = site.index % block_size == 0  # the pending write was the last of its block
-        self.sources = (site.index - 1) // block_size + 2  # y_0, the completed blocks and the current one's sum
-        self.query = weight(dim) if site.index else None
-        self.key_norm = weight(dim) if site.index else None
+        self.sources = (
+            site.index - 1
+        ) // block_size + 2  # y_0, the completed blocks and the current one's sum
+        self.query = float32_parameter(dim) if site.index else None
+        self.key_norm = float32_parameter(dim) if site.index else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -46,17 +50,19 @@ class AttnRes(Connection):
             nn.init.zeros_(self.query)
             nn.init.ones_(self.key_norm)
 
-    def begin(self, x: Tensor) -> Values:
+    def initial_state(self, x: Tensor) -> Values:
         return Values((x,))
 
-    def traffic(self) -> float:
+    def memory_traffic(self) -> float:
         return self.sources + len(self.ports)
 
-    def gather(self, state: Values, *norms: Following) -> tuple[tuple[Tensor, ...], Values]:
+    def fused_read(
+        self, state: Values, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Values]:
         norm = norms[0] if norms else None
         if self.query is None or self.key_norm is None or state.y is None:
-            return (follow(state.done[0], norm),), state
-        partial = add(state.y, state.partial)
+            return (apply_norm(state.done[0], norm),), state
+        partial = add_write(state.y, state.partial)
         sources = (*state.done, partial)
-        h = attend(sources, self.query * self.key_norm, norm=norm)
+        h = depth_attention(sources, self.query * self.key_norm, norm=norm)
         return (h,), Values(sources) if self.completes else Values(state.done, partial)

@@ -20,8 +20,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import Following, add_norm, mix
+from ..connection import NormFactory, Site, float32_parameter
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec
+from ..ops import add_norm, depth_mix
+from ..validation import check_positive
 
 
 class History(NamedTuple):
@@ -30,9 +33,9 @@ class History(NamedTuple):
     y: Tensor | None = None  # pending write
 
 
-class DenseFormer(Connection):
-    fuses = True
-    variants = (
+class DenseFormer(FusedNormConnection[History]):
+    bitwise_prenorm = True
+    test_variants = (
         "denseformer(dilation=2, period=3)",
         "denseformer(dilation=4, period=2)",
         "denseformer(last_k=2)",
@@ -43,16 +46,16 @@ class DenseFormer(Connection):
         self,
         site: Site,
         dim: int,
-        norm: Norm,
+        norm: NormFactory,
         dilation: int = 1,
         period: int | Literal["last"] = 1,
         last_k: int | None = None,
     ):
         super().__init__(site, dim, norm)
         if last_k is not None:
-            positive(last_k=last_k)
-        self.sources = sources(site, dilation, period, last_k)
-        self.alpha = weight(len(self.sources)) if self.sources else None
+            check_positive(last_k=last_k)
+        self.sources = mixed_sources(site, dilation, period, last_k)
+        self.alpha = float32_parameter(len(self.sources)) if self.sources else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -60,19 +63,23 @@ class DenseFormer(Connection):
         if self.alpha is not None:
             self.alpha.zero_()[-1] = 1
 
-    def begin(self, x: Tensor) -> History:
+    def initial_state(self, x: Tensor) -> History:
         return History((), x)
 
-    def traffic(self) -> float:
-        return super().traffic() if self.alpha is None else len(self.alpha) + len(self.ports)
+    def memory_traffic(self) -> float:
+        return super().memory_traffic() if self.alpha is None else len(self.alpha) + len(self.ports)
 
-    def gather(self, state: History, *norms: Following) -> tuple[tuple[Tensor, ...], History]:
+    def fused_read(
+        self, state: History, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], History]:
         X, alpha = state.X, self.alpha
         h, x = add_norm(state.h, state.y, *(norms if alpha is None else ()))
-        if self.opens:
+        if self.opens_layer:
             X = (*X, h)
         if alpha is not None:
-            S = mix(tuple(X[j] for j in self.sources), alpha[None], tuple((0, norm) for norm in norms))
+            S = depth_mix(
+                tuple(X[j] for j in self.sources), alpha[None], tuple((0, norm) for norm in norms)
+            )
             h, x = S[0], S[-1]
         return (x,), History(X, h)
 
@@ -86,18 +93,26 @@ class DenseFormer(Connection):
         return int(small.sum())
 
 
-def sources(site: Site, dilation: int, period: int | Literal["last"], window: int | None) -> tuple[int, ...]:
+def mixed_sources(
+    site: Site, dilation: int, period: int | Literal["last"], window: int | None
+) -> tuple[int, ...]:
     """Which blocks' outputs are averaged where a layer opens; none at a site without an average.
 
     Those at a distance that the dilation divides; with a window, of those only the nearest, and the embedding.
     """
-    positive(dilation=dilation)
+    check_positive(dilation=dilation)
     if period != "last":
-        positive(period=period)
+        check_positive(period=period)
     if window is not None:
-        positive(window=window)
+        check_positive(window=window)
     i = site.layer
-    if not site.opens or i == 0 or (site.index < site.depth if period == "last" else i % period):
+    if (
+        not site.opens_layer
+        or i == 0
+        or (site.index < site.depth if period == "last" else i % period)
+    ):
         return ()
-    near = [j for j in range(i + 1) if (i - j) % dilation == 0 and (window is None or i - j < window)]
+    near = [
+        j for j in range(i + 1) if (i - j) % dilation == 0 and (window is None or i - j < window)
+    ]
     return tuple(near if window is None or near[0] == 0 else [0, *near])

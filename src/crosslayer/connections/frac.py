@@ -7,43 +7,79 @@ Paper: Frac-Connections (Zhu et al., 2025), arXiv 2503.14125, Algorithms 2 and 3
     beta  = tanh(LayerNorm(H) w_b) s_b + static_beta      [B T m]        static_beta = 1
     mixed = alphaᵀ H;   input = concat(mixed_{1..m});   H ← beta · reshape(F(Norm(input))) + mixed_{m+1..2m}
 
-The stream is as wide as a plain residual's. W_a = w_b = 0 at the start, which is exactly the plain residual.
+The stream is as wide as that of a plain residual. W_a = w_b = 0 at initialisation: exactly the plain residual.
 State: one stream in m fractions, and beta of the pending write. Parameters a sub-layer: 2m² + m, and when dynamic
-(D/m)(2m + 3) + 2. Traffic: 4D a token and boundary.
+(D/m)(2m + 3) + 2 more. Traffic: 4D a token and site.
 """
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, positive
-from ..ops import Following, follow, mixtures
-from .hyper import Hyper, Streams
+from ..connection import Connection, NormFactory, Site
+from ..ops import depth_connection, mix_streams
+from ..validation import check_positive
+from .hyper import STATISTICS, Streams, add_wiring_parameters, reset_wiring_parameters, wire_streams
 
 
-class Frac(Hyper):
-    fuses = False  # no kernel makes its input
-    variants = ("frac(dynamic=False)",)
+class Frac(Connection[Streams]):
+    """Frac-connections: hyper-connections over fractions of the width.
 
-    def __init__(self, site: Site, dim: int, norm: Norm, fractions: int = 2, dynamic: bool = True, tanh: bool = True):
-        positive(fractions=fractions)
+    Paper: Frac-Connections (Zhu et al., 2025), arXiv 2503.14125, Algorithms 2 and 3.
+
+    Args:
+        fractions: m, the number of fractions; it divides the width.
+        dynamic: the wiring depends on the input; False for the static part alone.
+        tanh: bounds the dynamic part by tanh.
+    """
+
+    bitwise_prenorm = True
+    gate_fields = ("beta",)
+    test_variants = ("frac(dynamic=False)",)
+    weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
+
+    def __init__(
+        self,
+        site: Site,
+        dim: int,
+        norm: NormFactory,
+        fractions: int = 2,
+        dynamic: bool = True,
+        tanh: bool = True,
+    ):
+        super().__init__(site, dim, norm)
+        check_positive(fractions=fractions)
         if dim % fractions:
             raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
-        super().__init__(site, dim, norm, fractions, dynamic, tanh)
+        if not (dynamic or tanh):
+            raise ValueError(
+                "tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone"
+            )
+        self.m = fractions
+        self.dynamic = dynamic
+        self.bound = torch.tanh if tanh else nn.Identity()
+        self.statistics = STATISTICS["layernorm"]
+        if not self.is_readout:
+            add_wiring_parameters(
+                self, width=dim // fractions, streams=fractions, columns=2 * fractions
+            )
+        self.reset_parameters()
 
-    def identity(self) -> list[list[float]]:
-        return [[float(s == t % self.n) for t in range(2 * self.n)] for s in range(self.n)]
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.is_readout:
+            return
+        static_alpha = [[float(s == t % self.m) for t in range(2 * self.m)] for s in range(self.m)]
+        reset_wiring_parameters(self, static_alpha, static_beta=[1.0] * self.m)
 
-    def begin(self, x: Tensor) -> Streams:
-        return Streams(self.spread(x))
+    def initial_state(self, x: Tensor) -> Streams:
+        return Streams(x.unflatten(-1, (self.m, -1)))
 
-    def spread(self, y: Tensor) -> Tensor:
-        return y.unflatten(-1, (self.n, -1))
-
-    def traffic(self) -> float:
-        return Connection.traffic(self)
-
-    def mixtures(self, H: Tensor, alpha: Tensor, *norms: Following) -> tuple[Tensor, Tensor]:
-        x, H = mixtures(H, alpha).tensor_split(2, -2)
-        return follow(self.collapse(x), *norms), H
-
-    def collapse(self, H: Tensor) -> Tensor:
-        return H.flatten(-2)
+    def mix_inputs(self, state: Streams) -> tuple[tuple[Tensor, ...], Streams]:
+        H, y, beta = state
+        Y = None if y is None else y.unflatten(-1, (self.m, -1))
+        if self.is_readout:
+            H = depth_connection(H, Y, beta)
+            return (H.flatten(-2),), Streams(H)
+        H, alpha, beta = wire_streams(self, H, Y, beta)
+        mixed, H = mix_streams(H, alpha).tensor_split(2, -2)
+        return (mixed.flatten(-2),), Streams(H, beta=beta)

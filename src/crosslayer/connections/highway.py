@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, weight
-from ..ops import wide
+from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..norms import upcast
 
 
 class Carried(NamedTuple):
@@ -24,16 +24,16 @@ class Carried(NamedTuple):
     g: Tensor | None = None  # ... and how far the stream goes to it, [B T D]
 
 
-class Highway(Connection):
-    weighs = ("g",)
+class Highway(Connection[Carried]):
+    gate_fields = ("g",)
     starts_as_prenorm = False
-    decayed = frozenset({"W"})
+    weight_decay_params = frozenset({"W"})
 
-    def __init__(self, site: Site, dim: int, norm: Norm, bias: float = -2.0):
+    def __init__(self, site: Site, dim: int, norm: NormFactory, bias: float = -2.0):
         super().__init__(site, dim, norm)
         self.bias = bias
-        self.W = None if self.last else weight(dim, dim)
-        self.b = None if self.last else weight(dim)
+        self.W = None if self.is_readout else float32_parameter(dim, dim)
+        self.b = None if self.is_readout else float32_parameter(dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -41,17 +41,17 @@ class Highway(Connection):
             nn.init.zeros_(self.W)
             nn.init.constant_(self.b, self.bias)
 
-    def begin(self, x: Tensor) -> Carried:
+    def initial_state(self, x: Tensor) -> Carried:
         return Carried(x)
 
-    def traffic(self) -> float:
+    def memory_traffic(self) -> float:
         # beside a single stream's, the gate of the pending write is read and the next one written
-        return super().traffic() + bool(self.site.index) + (not self.last)
+        return super().memory_traffic() + bool(self.site.index) + (not self.is_readout)
 
-    def gather(self, state: Carried) -> tuple[tuple[Tensor, ...], Carried]:
+    def mix_inputs(self, state: Carried) -> tuple[tuple[Tensor, ...], Carried]:
         h, y, g = state
         if y is not None and g is not None:
-            h = torch.lerp(wide(h), wide(y), wide(g)).to(h.dtype)
+            h = torch.lerp(upcast(h), upcast(y), upcast(g)).to(h.dtype)
         if self.W is None or self.b is None:
             return (h,), Carried(h)
-        return (h,), Carried(h, g=(wide(h) @ self.W + self.b).sigmoid())
+        return (h,), Carried(h, g=(upcast(h) @ self.W + self.b).sigmoid())

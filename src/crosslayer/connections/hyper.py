@@ -1,4 +1,4 @@
-"""Hyper-connections: n streams with learnt, input-dependent wiring.
+"""Hyper-connections: n streams with learned, input-dependent wiring.
 
 Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 and Algorithm 2.
 
@@ -27,32 +27,49 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import Following, carry, deposit, follow, probe, repeat
+from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec, apply_norm
+from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
+from ..validation import check_choice, check_positive
 
 
 class Streams(NamedTuple):
     H: Tensor  # [B T n D]
     y: Tensor | None = None  # pending write ...
-    beta: Tensor | None = None  # ... and how much of it each stream takes, [B T n] or [n]
+    beta: Tensor | None = None  # ... and its weight in each stream, [B T n] or [n]
 
 
-class Hyper(Connection):
-    weighs = ("beta",)
-    fuses = True
-    variants: ClassVar[tuple[str, ...]] = (
+class Hyper(FusedNormConnection[Streams]):
+    """Hyper-connections: n streams with learned, input-dependent wiring.
+
+    Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 and Algorithm 2.
+
+    Args:
+        streams: n, the number of streams (the paper's expansion rate).
+        dynamic: the wiring depends on the input (DHC); False for the static part alone (SHC).
+        tanh: bounds the dynamic part by tanh.
+        stats: the norm of the streams: "layernorm" as in the paper's listing, "rmsnorm", or "unweighted" LayerNorm.
+        beta: initial value of static_beta.
+        matrix: initial values of the static part as the paper writes it, [[0, B], [A_m, A_r]] (Eq. 17-19, 54): one
+            for every sub-layer, or a list of them taken in turn.
+        frozen: "B", "WC" or "B WC": these connections keep their initial values (Table 4).
+    """
+
+    gate_fields = ("beta",)
+    test_variants: ClassVar[tuple[str, ...]] = (
         "hyper(streams=2, dynamic=False)",
         "hyper(streams=3, tanh=False, stats='rmsnorm')",
         "hyper(stats='unweighted', frozen='B')",
         "hyper(dynamic=False, matrix=[[0, 1, 1], [1, 1, 0], [0, 0, 1]], streams=2)",
     )
-    decayed = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
+    weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
 
     def __init__(
         self,
         site: Site,
         dim: int,
-        norm: Norm,
+        norm: NormFactory,
         streams: int = 4,
         dynamic: bool = True,
         tanh: bool = True,
@@ -62,128 +79,161 @@ class Hyper(Connection):
         frozen: str = "",
     ):
         super().__init__(site, dim, norm)
-        positive(streams=streams)
+        check_positive(streams=streams)
         if not (dynamic or tanh):
-            raise ValueError("tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone")
+            raise ValueError(
+                "tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone"
+            )
         if matrix is not None and beta != 1.0:
-            raise ValueError("matrix and beta exclude each other: the matrix has beta in its first row")
-        self.n, self.dynamic, self.bound = streams, dynamic, torch.tanh if tanh else nn.Identity()
-        self.stats = choice("stats", stats, STATS)
-        self.start = (self.identity(), [float(beta)] * streams) if matrix is None else self.given(matrix)
-        if not self.last:
-            self.add_parameters(columns=len(self.start[0][0]))
-            self.freeze(frozen)
+            raise ValueError(
+                "matrix and beta exclude each other: the first row of the matrix is beta"
+            )
+        self.n = streams
+        self.dynamic = dynamic
+        self.bound = torch.tanh if tanh else nn.Identity()
+        self.statistics = check_choice("stats", stats, STATISTICS)
+        if matrix is None:
+            read_stream = (
+                site.index % streams
+            )  # at initialisation each sub-layer reads one stream, by turns
+            self.initial_alpha = [
+                [float(s == read_stream), *(float(s == t) for t in range(streams))]
+                for s in range(streams)
+            ]
+            self.initial_beta = [float(beta)] * streams
+        else:
+            self.initial_alpha, self.initial_beta = _split_matrix(matrix, site, streams)
+        if not self.is_readout:
+            add_wiring_parameters(self, width=dim, streams=streams, columns=streams + 1)
+            self._freeze(frozen)
         self.reset_parameters()
 
-    def identity(self) -> list[list[float]]:
-        """static_alpha [n n+1] that reads one stream and passes every one on."""
-        read = self.site.index % self.n
-        return [[float(s == read), *(float(s == t) for t in range(self.n))] for s in range(self.n)]
-
-    def given(self, matrix: Sequence[Any]) -> tuple[list[list[float]], list[float]]:
-        """static_alpha and static_beta of the paper's matrix at this site."""
-        turns = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
-        HC = turns[self.site.index % len(turns)]
-        (_, *beta), *alpha = HC
-        if [len(row) for row in HC] != [self.n + 1] * (self.n + 1):
-            raise ValueError(f"matrix must be {self.n + 1} by {self.n + 1} for {self.n} streams, got {matrix!r}")
-        return alpha, beta
-
-    def add_parameters(self, columns: int) -> None:
-        width = self.dim if columns == self.n + 1 else self.dim // self.n
-        self.static_alpha, self.static_beta = weight(self.n, columns), weight(self.n)
-        if self.dynamic:
-            self.dynamic_alpha_fn, self.dynamic_beta_fn = weight(width, columns), weight(width)
-            self.dynamic_alpha_scale, self.dynamic_beta_scale = weight(1), weight(1)
-            self.norm_weight = weight(width) if self.stats.weighted else None
-            self.norm_bias = weight(width) if self.stats.biased else None
-
-    def freeze(self, frozen: str) -> None:
-        if not set(frozen.split()) <= {"B", "WC"}:
+    def _freeze(self, frozen: str) -> None:
+        words = frozen.split()
+        if not set(words) <= {"B", "WC"}:
             raise ValueError(f"frozen must be 'B', 'WC' or 'B WC', got {frozen!r}")
-        parts = {"B": "beta", "WC": "alpha"}
-        for name, p in self.named_parameters(recurse=False):
-            if any(parts[word] in name for word in frozen.split()) or (len(frozen.split()) == 2 and "norm" in name):
-                p.requires_grad_(False)
+        for name, parameter in self.named_parameters(recurse=False):
+            is_frozen = ("beta" in name and "B" in words) or ("alpha" in name and "WC" in words)
+            if is_frozen or ("norm" in name and len(words) == 2):
+                parameter.requires_grad_(False)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.last:
-            return
-        for p, values in zip((self.static_alpha, self.static_beta), self.start, strict=True):
-            p.copy_(torch.tensor(values, device=p.device))
-        if self.dynamic:
-            nn.init.zeros_(self.dynamic_alpha_fn)
-            nn.init.zeros_(self.dynamic_beta_fn)
-            nn.init.constant_(self.dynamic_alpha_scale, 0.01)
-            nn.init.constant_(self.dynamic_beta_scale, 0.01)
-            if self.norm_weight is not None:
-                nn.init.ones_(self.norm_weight)
-            if self.norm_bias is not None:
-                nn.init.zeros_(self.norm_bias)
+        if not self.is_readout:
+            reset_wiring_parameters(self, self.initial_alpha, self.initial_beta)
 
-    def begin(self, x: Tensor) -> Streams:
-        return Streams(repeat(x, self.n))
+    def initial_state(self, x: Tensor) -> Streams:
+        return Streams(expand_to_streams(x, self.n))
 
-    def spread(self, y: Tensor) -> Tensor:
-        """The sub-layer's output as the streams take it: [B T D] -> [B T 1 D]."""
-        return y[..., None, :]
-
-    def collapse(self, H: Tensor) -> Tensor:
-        """What the head reads: [B T n D] -> [B T D]."""
-        return H.sum(-2)
-
-    def traffic(self) -> float:
-        return streams_traffic(self, self.n)
-
-    def gather(self, state: Streams, *norms: Following) -> tuple[tuple[Tensor, ...], Streams]:
+    def fused_read(
+        self, state: Streams, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
-        Y = None if y is None else self.spread(y)
-        if self.dynamic and not self.last:
-            W, b = self.projection()
-            H, z = probe(H, Y, beta, W, self.stats.eps, self.stats.centred)
-            alpha, beta = self.coefficients(z + b)
-        else:
-            H = deposit(H, Y, beta)
-            if self.last:
-                return (follow(self.collapse(H), *norms),), Streams(H)
-            alpha, beta = self.static_alpha, self.static_beta.clone()
-        x, H = self.mixtures(H, alpha, *norms)
+        Y = None if y is None else y[..., None, :]
+        if self.is_readout:
+            H = depth_connection(H, Y, beta)
+            return (apply_norm(H.sum(-2), *norms),), Streams(H)
+        H, alpha, beta = wire_streams(self, H, Y, beta)
+        x, H = width_connection(H, alpha[..., 0], alpha[..., 1:], *norms)
         return (x,), Streams(H, beta=beta)
 
-    def projection(self) -> tuple[Tensor, Tensor]:
-        """N(H)'s weights [D n+2], the norm's own multiplied in, and what its bias adds; laid out by output."""
-        W = torch.cat([self.dynamic_alpha_fn.mT, self.dynamic_beta_fn[None]])
-        b = W.new_zeros(len(W)) if self.norm_bias is None else (W * self.norm_bias).sum(-1)
-        return (W if self.norm_weight is None else W * self.norm_weight).mT, b
-
-    def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha [B T n n+1] and beta [B T n]."""
-        z_alpha, z_beta = self.bound(z).tensor_split([-1], -1)
-        alpha = self.dynamic_alpha_scale * z_alpha + self.static_alpha
-        beta = self.dynamic_beta_scale * z_beta[..., 0] + self.static_beta
-        return alpha, beta
-
-    def mixtures(self, H: Tensor, alpha: Tensor, *norms: Following) -> tuple[Tensor, Tensor]:
-        """The layer's input [B T D] and the streams carried."""
-        return carry(H, alpha[..., 0], alpha[..., 1:], *norms)
+    def memory_traffic(self) -> float:
+        return streams_memory_traffic(self, self.n)
 
 
-def streams_traffic(connection: Connection, n: int) -> float:
-    """What n streams move at a site: they and y are read, they and the inputs written."""
-    read = n + 1 if connection.site.index else 1  # they start as copies of one
-    return read + (0 if connection.last else n) + len(connection.ports)
+def _split_matrix(
+    matrix: Sequence[Any], site: Site, n: int
+) -> tuple[list[list[float]], list[float]]:
+    """static_alpha and static_beta of the paper's matrix [[0, B], [A_m, A_r]] at this site."""
+    matrices = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
+    rows = matrices[site.index % len(matrices)]
+    if [len(row) for row in rows] != [n + 1] * (n + 1):
+        raise ValueError(f"matrix must be {n + 1} by {n + 1} for {n} streams, got {matrix!r}")
+    (_, *beta), *alpha = rows
+    return alpha, beta
 
 
-class Stats(NamedTuple):
+# What hyper-connections and frac-connections share: parameters of the same names, and how coefficients follow from
+# them. `connection` is one of the two, with the attributes `dynamic`, `bound` and `statistics`.
+
+
+def add_wiring_parameters(connection: Any, width: int, streams: int, columns: int) -> None:
+    """Register static_alpha [streams columns], static_beta [streams], and the dynamic part's for rows of `width`."""
+    connection.static_alpha = float32_parameter(streams, columns)
+    connection.static_beta = float32_parameter(streams)
+    if not connection.dynamic:
+        return
+    connection.dynamic_alpha_fn = float32_parameter(width, columns)
+    connection.dynamic_beta_fn = float32_parameter(width)
+    connection.dynamic_alpha_scale = float32_parameter(1)
+    connection.dynamic_beta_scale = float32_parameter(1)
+    connection.norm_weight = float32_parameter(width) if connection.statistics.weighted else None
+    connection.norm_bias = float32_parameter(width) if connection.statistics.biased else None
+
+
+@torch.no_grad()
+def reset_wiring_parameters(
+    connection: Any, static_alpha: list[list[float]], static_beta: list[float]
+) -> None:
+    """The static part at the given values; the dynamic part at zero."""
+    connection.static_alpha.copy_(torch.tensor(static_alpha, device=connection.static_alpha.device))
+    connection.static_beta.copy_(torch.tensor(static_beta, device=connection.static_beta.device))
+    if not connection.dynamic:
+        return
+    nn.init.zeros_(connection.dynamic_alpha_fn)
+    nn.init.zeros_(connection.dynamic_beta_fn)
+    nn.init.constant_(connection.dynamic_alpha_scale, 0.01)
+    nn.init.constant_(connection.dynamic_beta_scale, 0.01)
+    if connection.norm_weight is not None:
+        nn.init.ones_(connection.norm_weight)
+    if connection.norm_bias is not None:
+        nn.init.zeros_(connection.norm_bias)
+
+
+def wire_streams(
+    connection: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply the pending write; then alpha and beta of the next.
+
+    H: [B T n D].  Y: [B T n D] or [B T 1 D].  beta: [n] or [B T n].
+    ->  H, alpha [B T n columns], beta [B T n]; without leading axes where they are static.
+    """
+    if not connection.dynamic:
+        return depth_connection(H, Y, beta), connection.static_alpha, connection.static_beta.clone()
+    # N(H) W, with the norm's weight multiplied into W and its bias added after; laid out by output for BLAS.
+    W = torch.cat([connection.dynamic_alpha_fn.mT, connection.dynamic_beta_fn[None]])
+    bias = W.new_zeros(len(W))
+    if connection.norm_bias is not None:
+        bias = (W * connection.norm_bias).sum(-1)
+    if connection.norm_weight is not None:
+        W = W * connection.norm_weight
+    H, z = write_norm_project(
+        H, Y, beta, W.mT, connection.statistics.eps, connection.statistics.centred
+    )
+    z_alpha, z_beta = connection.bound(z + bias).tensor_split([-1], -1)
+    alpha = connection.dynamic_alpha_scale * z_alpha + connection.static_alpha
+    beta = connection.dynamic_beta_scale * z_beta[..., 0] + connection.static_beta
+    return H, alpha, beta
+
+
+def streams_memory_traffic(connection: Connection[Any], n: int) -> float:
+    """The traffic of n streams at a site: the streams and y are read, the streams and the inputs are written."""
+    read = n + 1 if connection.site.index else 1  # n equal copies of the embedding are read once
+    written = 0 if connection.is_readout else n
+    return read + written + len(connection.ports)
+
+
+class Statistics(NamedTuple):
+    """The norm of the streams that coefficients are computed from."""
+
     eps: float
     centred: bool
     weighted: bool
     biased: bool
 
 
-STATS = {
-    "layernorm": Stats(1e-5, True, True, True),
-    "rmsnorm": Stats(1e-6, False, True, False),
-    "unweighted": Stats(1e-5, True, False, False),
+STATISTICS = {
+    "layernorm": Statistics(1e-5, True, True, True),
+    "rmsnorm": Statistics(1e-6, False, True, False),
+    "unweighted": Statistics(1e-5, True, False, False),
 }

@@ -26,14 +26,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import Following, attend, follow, gate_pool, scores
+from ..connection import NormFactory, Site, float32_parameter
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec, apply_norm
+from ..ops import depth_attention, depth_scores, gate_pool
+from ..validation import check_choice, check_positive
 
 
 class Gated(NamedTuple):
     S: tuple[Tensor, ...]  # up to n streams, [B T D] each
     y: Tensor | None = None  # pending write ...
-    beta: Tensor | None = None  # ... and how far each stream moves towards it, [B T n]; None appends it as a stream
+    beta: Tensor | None = (
+        None  # ... and how far each stream moves towards it, [B T n]; None appends it as a stream
+    )
 
 
 class Spared(NamedTuple):
@@ -44,26 +49,31 @@ class Spared(NamedTuple):
     s: Tensor | None = None  # the streams there, [p·n·B·T D]
 
 
-class MGR(Connection):
-    weighs = ("beta",)
-    fuses = True
+class MGR(FusedNormConnection[Gated]):
+    gate_fields = ("beta",)
     starts_as_prenorm = False
-    variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
+    test_variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
 
     def __init__(
-        self, site: Site, dim: int, norm: Norm, streams: int = 4, gate: str = "competitive", eq14: str = "text"
+        self,
+        site: Site,
+        dim: int,
+        norm: NormFactory,
+        streams: int = 4,
+        gate: str = "competitive",
+        eq14: str = "text",
     ):
         super().__init__(site, dim, norm)
-        positive(streams=streams)
-        self.gate = choice("gate", gate, GATES)
+        check_positive(streams=streams)
+        self.gate = check_choice("gate", gate, GATES)
         gated = streams - 1 <= site.index < site.depth
         self.streams = min(site.index + 1, streams)  # once the pending write is absorbed
         self.gates = site.index >= streams  # the pending write, rather than append it
-        alone = choice("eq14", eq14, {"text": 1, "literal": streams})
+        alone = check_choice("eq14", eq14, {"text": 1, "literal": streams})
         self.bias = self.gate.bias(site.depth - (streams - 1), streams, alone) if gated else []
-        self.w2 = weight(dim) if site.index else None
-        self.w1 = weight(dim) if gated else None
-        self.b = weight(len(self.bias)) if gated else None
+        self.w2 = float32_parameter(dim) if site.index else None
+        self.w1 = float32_parameter(dim) if gated else None
+        self.b = float32_parameter(len(self.bias)) if gated else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -74,31 +84,37 @@ class MGR(Connection):
             nn.init.zeros_(self.w1)
             self.b.copy_(torch.tensor(self.bias, device=self.b.device))
 
-    def begin(self, x: Tensor) -> Gated:
+    def initial_state(self, x: Tensor) -> Gated:
         return Gated((x,))
 
-    def traffic(self) -> float:
+    def memory_traffic(self) -> float:
         # the paper's own fused kernel (section 4.4) is at 4n: it reads the streams three times, and writes them
         read = self.streams + self.gates
-        return read + (self.streams if self.gates and not self.last else 0) + len(self.ports)
+        return read + (self.streams if self.gates and not self.is_readout else 0) + len(self.ports)
 
-    def gather(self, state: Gated, *norms: Following) -> tuple[tuple[Tensor, ...], Gated]:
+    def fused_read(
+        self, state: Gated, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Gated]:
         (S, y, beta), norm = state, norms[0] if norms else None
         pool, score = (None if w is None else w / math.sqrt(self.dim) for w in (self.w2, self.w1))
         if y is None or beta is None or pool is None:
             S = S if y is None else (*S, y)
-            h = follow(S[0], norm) if pool is None else attend(S, pool, norm=norm)
-            q = None if score is None else scores(S, score)
+            h = apply_norm(S[0], norm) if pool is None else depth_attention(S, pool, norm=norm)
+            q = None if score is None else depth_scores(S, score)
         else:
             S, h, q = gate_pool(S, y, beta, pool, score, norm=norm)
-        return (h,), Gated(S, beta=None if q is None or self.b is None else self.gate.beta(q, self.b))
+        return (h,), Gated(
+            S, beta=None if q is None or self.b is None else self.gate.beta(q, self.b)
+        )
 
     @torch.no_grad()
-    def spare(self, state: Gated, p: float = 0.01) -> Spared:
+    def inversion_context(self, state: Gated, p: float = 0.01) -> Spared:
         """What inversion needs beside y (section 4.4.2): β, and of the streams the share p where β is largest."""
         S, _, beta = state
         if not all(s.dtype in (torch.float32, torch.float64) for s in S):
-            raise ValueError("inversion needs the streams in float32; say mgr(stream_dtype='float32')")
+            raise ValueError(
+                "inversion needs the streams in float32; say mgr(stream_dtype='float32')"
+            )
         if beta is None:
             return Spared()
         place = beta.movedim(-1, 0).flatten().topk(math.ceil(p * beta.numel())).indices
@@ -133,7 +149,9 @@ def margin(L: int, n: int) -> float:
 
 class Gate(NamedTuple):
     beta: Callable[[Tensor, Tensor], Tensor]  # scores q [B T n] and biases b -> β [B T n]
-    bias: Callable[[int, int, int], list[float]]  # b at the start, given L, n, and n as a stream alone counts it
+    bias: Callable[
+        [int, int, int], list[float]
+    ]  # b at the start, given L, n, and n as a stream alone counts it
 
 
 def competitive(q: Tensor, b: Tensor) -> Tensor:

@@ -28,9 +28,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, choice, positive, weight
-from ..ops import Following, carry, deposit, follow, mixtures, probe, repeat, sinkhorn, wide
-from .hyper import streams_traffic
+from ..connection import NormFactory, Site, float32_parameter
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec, apply_norm, upcast
+from ..ops import (
+    depth_connection,
+    expand_to_streams,
+    mix_streams,
+    sinkhorn,
+    width_connection,
+    write_norm_project,
+)
+from ..validation import check_choice, check_positive
+from .hyper import streams_memory_traffic
 
 
 class Manifold(NamedTuple):
@@ -40,22 +50,21 @@ class Manifold(NamedTuple):
     pre: Tensor | None = None  # single pass: what collapses the streams next, [B T n]
 
 
-class MHC(Connection):
-    weighs = ("post",)
-    fuses = True
-    scales = True
-    variants = (
+class MHC(FusedNormConnection[Manifold]):
+    gate_fields = ("post",)
+    prenorm_up_to_scale = True
+    test_variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",
         "mhc(residual='identity', readout='mean', streams=2, norm_eps=1e-5)",
         "mhc(single_pass=True)",
     )
-    decayed = frozenset({"fn"})
+    weight_decay_params = frozenset({"fn"})
 
     def __init__(
         self,
         site: Site,
         dim: int,
-        norm: Norm,
+        norm: NormFactory,
         streams: int = 4,
         iterations: int = 20,
         orientation: str = "src dst",
@@ -69,24 +78,30 @@ class MHC(Connection):
         post_eps: float = 0.0,
     ):
         super().__init__(site, dim, norm)
-        positive(streams=streams, iterations=iterations)
+        check_positive(streams=streams, iterations=iterations)
         self.n, self.iterations, self.single_pass = streams, iterations, single_pass
         self.eps, self.norm_eps, self.magnitude, self.post_eps = eps, norm_eps, magnitude, post_eps
-        self.transposed = choice("orientation", orientation, {"src dst": False, "dst src": True})
-        self.dst_last = choice("order", order, {"src last": False, "dst last": True})
-        self.mixes = choice("residual", residual, {"sinkhorn": True, "identity": False})
-        self.collapse = choice("readout", readout, READOUTS)
+        self.transposed = check_choice(
+            "orientation", orientation, {"src dst": False, "dst src": True}
+        )
+        self.dst_last = check_choice("order", order, {"src last": False, "dst last": True})
+        self.mixes = check_choice("residual", residual, {"sinkhorn": True, "identity": False})
+        self.collapse = check_choice("readout", readout, READOUTS)
         if magnitude + post_eps <= 1 or post_eps >= 1:
-            raise ValueError(f"post must reach 1 at the start, got magnitude={magnitude!r} and post_eps={post_eps!r}")
+            raise ValueError(
+                f"post must reach 1 at the start, got magnitude={magnitude!r} and post_eps={post_eps!r}"
+            )
         if single_pass and readout != "head":
-            raise ValueError(f"single_pass and readout={readout!r} exclude each other: its readout is the last pre")
+            raise ValueError(
+                f"single_pass and readout={readout!r} exclude each other: its readout is the last pre"
+            )
         n = streams
-        sizes = [n] if self.last else [n, n] + [n * n] * self.mixes
-        mixers = not self.last or (readout == "head" and not single_pass)
+        sizes = [n] if self.is_readout else [n, n] + [n * n] * self.mixes
+        mixers = not self.is_readout or (readout == "head" and not single_pass)
         self.sizes = sizes
-        self.fn = weight(sum(sizes), n * dim) if mixers else None
-        self.base = weight(sum(sizes)) if mixers else None
-        self.scale = weight(len(sizes)) if mixers else None
+        self.fn = float32_parameter(sum(sizes), n * dim) if mixers else None
+        self.base = float32_parameter(sum(sizes)) if mixers else None
+        self.scale = float32_parameter(len(sizes)) if mixers else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -96,38 +111,46 @@ class MHC(Connection):
         nn.init.zeros_(self.fn)
         nn.init.constant_(self.scale, 0.01)
         nn.init.zeros_(self.base)
-        if not self.last:
+        if not self.is_readout:
             share = (1 - self.post_eps) / self.magnitude  # post is 1 at the start
             self.base[self.n : 2 * self.n] = math.log(share / (1 - share))
             self.base[: self.n] = -1
             self.base[self.site.index % self.n] = 1
-        if not self.last and self.mixes:
-            self.base[2 * self.n :] = -8 * (1 - torch.eye(self.n, device=self.base.device).flatten())
+        if not self.is_readout and self.mixes:
+            self.base[2 * self.n :] = -8 * (
+                1 - torch.eye(self.n, device=self.base.device).flatten()
+            )
 
-    def begin(self, x: Tensor) -> Manifold:
-        first = torch.eye(self.n, device=x.device).to(wide(x).dtype)[0].expand(*x.shape[:-1], self.n)
-        return Manifold(repeat(x, self.n), pre=first if self.single_pass else None)
+    def initial_state(self, x: Tensor) -> Manifold:
+        first = (
+            torch.eye(self.n, device=x.device).to(upcast(x).dtype)[0].expand(*x.shape[:-1], self.n)
+        )
+        return Manifold(expand_to_streams(x, self.n), pre=first if self.single_pass else None)
 
-    def gather(self, state: Manifold, *norms: Following) -> tuple[tuple[Tensor, ...], Manifold]:
+    def fused_read(
+        self, state: Manifold, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Manifold]:
         H, y, post, pre = state
         Y = None if y is None else y[..., None, :]
         if self.fn is None:  # a readout without a head
-            H = deposit(H, Y, post)
-            return (follow(self.collapse(H) if pre is None else collapsed(H, pre), *norms),), Manifold(H)
-        H, z = probe(H, Y, post, self.fn.mT, self.norm_eps)
+            H = depth_connection(H, Y, post)
+            return (
+                apply_norm(self.collapse(H) if pre is None else collapsed(H, pre), *norms),
+            ), Manifold(H)
+        H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
         now, *rest = self.coefficients(z[..., 0, :])
-        if self.last:
-            return (follow(collapsed(H, now), *norms),), Manifold(H)
+        if self.is_readout:
+            return (apply_norm(collapsed(H, now), *norms),), Manifold(H)
         post = self.magnitude * rest[0].sigmoid() + self.post_eps
         reads = now if pre is None else pre
         if self.mixes:
-            x, H = carry(H, reads, self.mixture(rest[1]), *norms)
+            x, H = width_connection(H, reads, self.mixture(rest[1]), *norms)
         else:
-            x = follow(collapsed(H, reads), *norms)
+            x = apply_norm(collapsed(H, reads), *norms)
         return (x,), Manifold(H, post=post, pre=now if self.single_pass else None)
 
-    def traffic(self) -> float:
-        return streams_traffic(self, self.n)
+    def memory_traffic(self) -> float:
+        return streams_memory_traffic(self, self.n)
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, ...]:
         """pre [B T n], and the logits of post [B T n] and of R [B T n·n] as far as the site has them."""
@@ -147,7 +170,7 @@ class MHC(Connection):
 
 def collapsed(H: Tensor, pre: Tensor) -> Tensor:
     """Σ_s pre_s H_s: [B T n D] -> [B T D]."""
-    return mixtures(H, pre[..., None]).squeeze(-2)
+    return mix_streams(H, pre[..., None]).squeeze(-2)
 
 
 def total(H: Tensor) -> Tensor:

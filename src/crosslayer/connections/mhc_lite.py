@@ -20,36 +20,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, positive, weight
-from ..ops import Following, carry, deposit, follow, probe, repeat
-from .hyper import Streams, streams_traffic
+from ..connection import NormFactory, Site, float32_parameter
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec, apply_norm
+from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
+from ..validation import check_positive
+from .hyper import Streams, streams_memory_traffic
 
 
-class MHCLite(Connection):
-    weighs = ("beta",)
-    fuses = True
-    scales = True
-    variants = ("mhc_lite(streams=3)",)
-    decayed = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
+class MHCLite(FusedNormConnection[Streams]):
+    gate_fields = ("beta",)
+    prenorm_up_to_scale = True
+    test_variants = ("mhc_lite(streams=3)",)
+    weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
 
-    def __init__(self, site: Site, dim: int, norm: Norm, streams: int = 4):
+    def __init__(self, site: Site, dim: int, norm: NormFactory, streams: int = 4):
         super().__init__(site, dim, norm)
-        positive(streams=streams)
+        check_positive(streams=streams)
         if streams > 5:
-            raise ValueError(f"streams must be at most 5, as n! permutations are mixed, got {streams}")
+            raise ValueError(
+                f"streams must be at most 5, as n! permutations are mixed, got {streams}"
+            )
         self.n = streams
-        if not self.last:
+        if not self.is_readout:
             count = math.factorial(streams)
-            self.static_alpha, self.static_beta = weight(streams + count), weight(streams)
-            self.dynamic_alpha_fn = weight(streams * dim, streams + count)
-            self.dynamic_beta_fn = weight(streams * dim, streams)
-            self.pre_branch_scale, self.residual_scale, self.h_post_scale = weight(1), weight(1), weight(1)
-            self.gamma = weight(streams * dim)
+            self.static_alpha, self.static_beta = (
+                float32_parameter(streams + count),
+                float32_parameter(streams),
+            )
+            self.dynamic_alpha_fn = float32_parameter(streams * dim, streams + count)
+            self.dynamic_beta_fn = float32_parameter(streams * dim, streams)
+            self.pre_branch_scale, self.residual_scale, self.h_post_scale = (
+                float32_parameter(1),
+                float32_parameter(1),
+                float32_parameter(1),
+            )
+            self.gamma = float32_parameter(streams * dim)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.last:
+        if self.is_readout:
             return
         for p in (self.dynamic_alpha_fn, self.dynamic_beta_fn, self.static_beta, self.gamma):
             nn.init.zeros_(p)
@@ -60,23 +71,25 @@ class MHCLite(Connection):
         self.static_alpha[self.site.index % self.n] = 1
         self.static_alpha[self.n] = 0
 
-    def begin(self, x: Tensor) -> Streams:
-        return Streams(repeat(x, self.n))
+    def initial_state(self, x: Tensor) -> Streams:
+        return Streams(expand_to_streams(x, self.n))
 
-    def gather(self, state: Streams, *norms: Following) -> tuple[tuple[Tensor, ...], Streams]:
+    def fused_read(
+        self, state: Streams, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
         Y = None if y is None else y[..., None, :]
-        if self.last:
-            H = deposit(H, Y, beta)
-            return (follow(H.sum(-2), *norms),), Streams(H)
+        if self.is_readout:
+            H = depth_connection(H, Y, beta)
+            return (apply_norm(H.sum(-2), *norms),), Streams(H)
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])
-        H, z = probe(H, Y, beta, W, eps=1e-24 / len(W))  # as F.normalize's
+        H, z = write_norm_project(H, Y, beta, W, eps=1e-24 / len(W))  # as F.normalize's
         pre, post, R = self.coefficients(z[..., 0, :])
-        x, H = carry(H, pre, R, *norms)
+        x, H = width_connection(H, pre, R, *norms)
         return (x,), Streams(H, beta=post)
 
-    def traffic(self) -> float:
-        return streams_traffic(self, self.n)
+    def memory_traffic(self) -> float:
+        return streams_memory_traffic(self, self.n)
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre and post [B T n], R [B T src dst]."""

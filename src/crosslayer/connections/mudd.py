@@ -31,13 +31,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import Connection, Norm, Site, normal_, weight
-from ..ops import Following, add_norm, mix, project, rms
-from .denseformer import History, sources
+from ..connection import NormFactory, Site, float32_parameter, init_normal_
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec, rms
+from ..ops import add_norm, depth_mix, project_tall
+from .denseformer import History, mixed_sources
 
 
-class Mudd(Connection):
-    variants = (
+class Mudd(FusedNormConnection[History]):
+    bitwise_prenorm = True
+    test_variants = (
         "mudd(ways='qkvr')",
         "mudd(ways='qkvr', dynamic=False)",
         "mudd(dynamic=False)",
@@ -47,13 +50,13 @@ class Mudd(Connection):
         "mudd(normed=True)",
         "mudd(normed=True, ways='q kvr', dynamic=False)",
     )
-    decayed = frozenset({"W1", "W2"})
+    weight_decay_params = frozenset({"W1", "W2"})
 
     def __init__(
         self,
         site: Site,
         dim: int,
-        norm: Norm,
+        norm: NormFactory,
         ways: str = "q k v r",
         dynamic: bool = True,
         dilation: int = 1,
@@ -64,32 +67,41 @@ class Mudd(Connection):
         expand_last: bool = False,
     ):
         if normed and (dilation, period) != (1, 1):
-            raise ValueError("normed=True excludes dilation and period: a source left out would have an idle norm")
+            raise ValueError(
+                "normed=True excludes dilation and period: a source left out would have an idle norm"
+            )
         last = site.index == site.depth
         groups = [group for group in streams_of(ways) if not last or "r" in group]
-        depths = sources(site, dilation, period, window) if groups else ()
+        depths = mixed_sources(site, dilation, period, window) if groups else ()
         # which mixture each stream is: an index, or None for X_l itself
-        way = {stream: next((c for c, group in enumerate(groups) if stream in group), None) for stream in "qkvr"}
+        way = {
+            stream: next((c for c, group in enumerate(groups) if stream in group), None)
+            for stream in "qkvr"
+        }
         apart = bool(depths) and not last and not way["q"] == way["k"] == way["v"]
-        ports = tuple(p for port in site.ports for p in (("q", "k", "v") if apart and port == "attn" else (port,)))
+        ports = tuple(
+            p
+            for port in site.ports
+            for p in (("q", "k", "v") if apart and port == "attn" else (port,))
+        )
         super().__init__(site, dim, norm, ports)
         # the streams of the ports and, last, the block's residual: (mixture, whether it is the residual stream r)
         read = [{"attn": "q", "mlp": "r", "out": "r"}.get(port, port) for port in ports]
         self.ways = [(way[stream], stream == "r") for stream in (*read, "r")]
         self.sources = depths
         # norms are taken along where every port reads a mixture as it is, or all of them X_l
-        self.fuses = not depths or not (normed or None in [c for c, _ in self.ways[:-1]])
+        self.can_fuse_norms = not depths or not (normed or None in [c for c, _ in self.ways[:-1]])
 
         C, L = len(groups), len(depths)
         K = C * L * (4 if expand_last and last else 1)
         K = (K // 64 + 1) * 64 if round64 else K
-        self.a = weight(C, L) if depths else None
-        self.W1 = weight(dim, K) if depths and dynamic else None
-        self.W2 = weight(K, C * L) if depths and dynamic else None
+        self.a = float32_parameter(C, L) if depths else None
+        self.W1 = float32_parameter(dim, K) if depths and dynamic else None
+        self.W2 = float32_parameter(K, C * L) if depths and dynamic else None
         # of PrePostDANorm: of the source this block adds, of the generator's input, and after the mixture for r
-        self.pre = weight(dim) if normed and (depths or site.index == 0) else None
-        self.weigh = weight(dim) if normed and depths and dynamic else None
-        self.post = weight(dim) if normed and depths and way["r"] is not None else None
+        self.pre = float32_parameter(dim) if normed and (depths or site.index == 0) else None
+        self.weigh = float32_parameter(dim) if normed and depths and dynamic else None
+        self.post = float32_parameter(dim) if normed and depths and way["r"] is not None else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -99,28 +111,34 @@ class Mudd(Connection):
             if self.pre is None:
                 self.a[:, -1] = 1
         if self.W1 is not None and self.W2 is not None:
-            normal_(self.W1, self.dim**-0.5, self.site)
+            init_normal_(self.W1, self.dim**-0.5, self.site)
             nn.init.zeros_(self.W2)
         for p, value in ((self.pre, 1.0), (self.weigh, 1.0), (self.post, 1e-3)):
             if p is not None:
                 nn.init.constant_(p, value)
 
-    def begin(self, x: Tensor) -> History:
+    def initial_state(self, x: Tensor) -> History:
         return History((), x)
 
-    def traffic(self) -> float:
-        return super().traffic() if self.a is None else sum(self.a.shape)
+    def memory_traffic(self) -> float:
+        return super().memory_traffic() if self.a is None else sum(self.a.shape)
 
-    def gather(self, state: History, *norms: Following) -> tuple[tuple[Tensor, ...], History]:
+    def fused_read(
+        self, state: History, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], History]:
         X, a = state.X, self.a
         h, x = add_norm(state.h, state.y, *(norms if a is None else ()))
-        if self.opens:
+        if self.opens_layer:
             X = (*X, h if self.pre is None else (rms(h) * self.pre).to(h.dtype))
         if a is None:
             return (x,), History(X, h)
-        taken = tuple((way, norm) for (way, _), norm in zip(self.ways, norms, strict=False) if way is not None)
-        S = mix(tuple(X[j] for j in self.sources), self.weights(h, a), taken)
-        *xs, r = (h if way is None else self.around(h, S[way], residual) for way, residual in self.ways)
+        taken = tuple(
+            (way, norm) for (way, _), norm in zip(self.ways, norms, strict=False) if way is not None
+        )
+        S = depth_mix(tuple(X[j] for j in self.sources), self.weights(h, a), taken)
+        *xs, r = (
+            h if way is None else self.around(h, S[way], residual) for way, residual in self.ways
+        )
         return S[len(a) :] or tuple(xs), History(X, r)
 
     def weights(self, x: Tensor, a: Tensor) -> Tensor:
@@ -128,7 +146,7 @@ class Mudd(Connection):
         if self.W1 is None or self.W2 is None:
             return a
         N = rms(x) if self.weigh is None else rms(x) * self.weigh
-        return (project(F.gelu(project(N, self.W1)), self.W2)).unflatten(-1, a.shape) + a
+        return (project_tall(F.gelu(project_tall(N, self.W1)), self.W2)).unflatten(-1, a.shape) + a
 
     def around(self, h: Tensor, m: Tensor, residual: bool) -> Tensor:
         """What a stream makes of its mixture: PrePostDANorm adds it to X_l, and norms it first for r alone."""
@@ -139,7 +157,11 @@ class Mudd(Connection):
 
 def streams_of(ways: str) -> list[str]:
     groups = ways.split() if isinstance(ways, str) else []
-    if not groups or not set("".join(groups)) <= set("qkvr") or len(set("".join(groups))) < len("".join(groups)):
+    if (
+        not groups
+        or not set("".join(groups)) <= set("qkvr")
+        or len(set("".join(groups))) < len("".join(groups))
+    ):
         raise ValueError(
             f"mudd: ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', got {ways!r}"
         )

@@ -1,30 +1,44 @@
 """Post-norm residual: the stream is normed after every write.
 
-Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762.
+Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762, section 3.1.
 
     x ← Norm(x + y)        for every write y, the embedding's y_0 included, as in BERT
 
-The norm that a pre-norm host keeps before sub-layer k is the norm after write k − 1, and the final norm is the one
-after the last, so each of the host's norms has its place and none is applied twice. In a parallel block the stream is
-what the attention reads, and the MLP reads the same sum through its own norm.
-Computes another function than PreNorm from the start: not for a model that was trained with one.
-State: one stream. Parameters: none. Traffic: 3D a token and boundary.
+The norm that a pre-norm host has before sub-layer k is used after write k − 1, and its final norm after the last write.
+Each norm of the host is therefore applied exactly once. In a parallel block the stream is the input of the attention,
+and the MLP applies its own norm to the same sum.
+Not equivalent to pre-norm at initialisation: do not connect a pretrained pre-norm model without training it.
+State: one stream. Parameters: none. Traffic: 3D a token and site.
 """
 
 from torch import Tensor
 
-from .prenorm import PreNorm, Stream
+from ..connection import Connection
+from ..norms import add_write
+from .prenorm import Stream
 
 
-class PostNorm(PreNorm):
-    fuses = False  # its norms are in the stream
+class PostNorm(Connection[Stream]):
+    """Post-norm residual: the stream is normed after every write.
+
+    Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762, section 3.1.
+    """
+
     starts_as_prenorm = False
-    renorms = True
+    norms_its_stream = True
 
-    def traffic(self) -> float:
-        # what the layers read is the stream itself
-        return super().traffic() - (0 < self.site.index < self.site.depth)
+    def initial_state(self, x: Tensor) -> Stream:
+        return Stream(x)
+
+    def mix_inputs(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
+        h = add_write(*state)
+        return (h,), Stream(h)
 
     def read(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
-        xs, _ = super().read(state)
-        return xs, Stream(xs[0])
+        inputs, _ = super().read(state)
+        return inputs, Stream(inputs[0])
+
+    def memory_traffic(self) -> float:
+        # The layers' input is the stream itself, which is written once.
+        is_inner = 0 < self.site.index < self.site.depth
+        return super().memory_traffic() - is_inner

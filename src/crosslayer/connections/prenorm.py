@@ -5,15 +5,16 @@ Paper: On Layer Normalization in the Transformer Architecture (Xiong et al., 202
     x ← x + F(Norm(x))
 
 A parallel block (GPT-J, Pythia) reads the same x twice: x ← x + attn(n1(x)) + mlp(n2(x)).
-State: one stream. Parameters: none. Traffic: 4D a token and boundary.
+State: one stream. Parameters: none. Traffic: 4D a token and site.
 """
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ..connection import Connection
-from ..ops import Following, add_norm
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec
+from ..ops import add_norm
 
 
 class Stream(NamedTuple):
@@ -21,12 +22,19 @@ class Stream(NamedTuple):
     y: Tensor | None = None  # pending write
 
 
-class PreNorm(Connection):
-    fuses = True
+class PreNorm(FusedNormConnection[Stream]):
+    """Pre-norm residual: every sub-layer adds its output to one stream. The baseline of every comparison.
 
-    def begin(self, x: Tensor) -> Stream:
+    Paper: On Layer Normalization in the Transformer Architecture (Xiong et al., 2020), arXiv 2002.04745.
+    """
+
+    bitwise_prenorm = True
+
+    def initial_state(self, x: Tensor) -> Stream:
         return Stream(x)
 
-    def gather(self, state: Stream, *norms: Following) -> tuple[tuple[Tensor, ...], Stream]:
+    def fused_read(
+        self, state: Stream, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Stream]:
         h, x = add_norm(*state, *norms)
         return (x,), Stream(h)

@@ -5,7 +5,7 @@
 (K3's attention residuals), each with a `load` that gives `Connections` and a `save` that takes them.
 """
 
-from .published import load, open_model, save
+from .published import load_published, open_model, save_published
 from .rows import Connections, fill, own_states
 
-__all__ = ["Connections", "fill", "load", "open_model", "own_states", "save"]
+__all__ = ["Connections", "fill", "load_published", "open_model", "own_states", "save_published"]

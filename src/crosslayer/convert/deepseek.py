@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..connection import choice
-from ..registry import make, options
+from ..spec import default_options, make
+from ..validation import check_choice
 from .rows import Connections, Row, check_names, convert, expand, joined, placed, split, turned
 
 
@@ -29,15 +29,22 @@ NAMES = {
     "released": Names("layers.{l}.hc_attn_{p}", "layers.{l}.hc_ffn_{p}", "hc_head_{p}"),
     "transformers": Names("layers.{l}.attn_hc.{p}", "layers.{l}.ffn_hc.{p}", "hc_head.hc_{p}"),
 }
-CONFIG = {"hc_mult": "streams", "hc_sinkhorn_iters": "iterations", "hc_eps": "eps", "rms_norm_eps": "norm_eps"}
+CONFIG = {
+    "hc_mult": "streams",
+    "hc_sinkhorn_iters": "iterations",
+    "hc_eps": "eps",
+    "rms_norm_eps": "norm_eps",
+}
 
 
 def arm_of(config: Mapping[str, Any], **given: Any) -> str:
     """The arm that a config.json's `hc_*` and `rms_norm_eps` stand for, like `arm_of(config, single_pass=True)`."""
     found = {ours: config[theirs] for theirs, ours in CONFIG.items() if theirs in config} | given
     factory = make(f"mhc({', '.join(f'{name}={value!r}' for name, value in found.items())})")
-    default = options(factory.method)
-    return str(factory.__class__("mhc", {n: v for n, v in factory.options.items() if v != default[n]}))
+    default = default_options(factory.method)
+    return str(
+        factory.__class__("mhc", {n: v for n, v in factory.options.items() if v != default[n]})
+    )
 
 
 def load(tensors: Mapping[str, Tensor], arm: str = "mhc") -> Connections:
@@ -53,7 +60,11 @@ def load(tensors: Mapping[str, Tensor], arm: str = "mhc") -> Connections:
     """
     head, n, sizes = shape_of(arm)
     names, prefix = found_names(tensors)
-    layers = 1 + max(int(m[1]) for name in tensors if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\..*hc", name)))
+    layers = 1 + max(
+        int(m[1])
+        for name in tensors
+        if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\..*hc", name))
+    )
     if not head and any(name.startswith(prefix + names.head.format(p="")) for name in tensors):
         raise ValueError(f"these tensors have a head and {arm!r} has none; DeepSeek-V4's is 'mhc'")
     expected = rows(names, layers, head, prefix)
@@ -67,7 +78,9 @@ def load(tensors: Mapping[str, Tensor], arm: str = "mhc") -> Connections:
     for row in expected[: 6 * layers : 3]:
         fn = given[row.theirs]
         if fn.ndim != 2 or len(fn) != sizes or fn.shape[1] % n:
-            raise ValueError(f"{row.theirs!r} has the shape {tuple(fn.shape)}, expected ({sizes}, {n}·D) for {arm!r}")
+            raise ValueError(
+                f"{row.theirs!r} has the shape {tuple(fn.shape)}, expected ({sizes}, {n}·D) for {arm!r}"
+            )
     return Connections(arm, split(convert(expected, given), 2 * layers + 1), {})
 
 
@@ -79,12 +92,16 @@ def save(connections: Connections, names: str = "released", prefix: str = "") ->
     """
     head, *_ = shape_of(connections.arm)
     layers = (len(connections.states) - 1) // 2
-    table = rows(choice("names", names, NAMES), layers, head, prefix)
+    table = rows(check_choice("names", names, NAMES), layers, head, prefix)
     return convert(turned(table), joined(connections.states))
 
 
 def rows(names: Names, layers: int, head: bool, prefix: str) -> list[Row]:
-    sites = [(name, l, 2 * l + i) for l in range(layers) for i, name in enumerate((names.attn, names.ffn))]
+    sites = [
+        (name, l, 2 * l + i)
+        for l in range(layers)
+        for i, name in enumerate((names.attn, names.ffn))
+    ]
     sites += [(names.head, layers, 2 * layers)] if head else []
     return [
         row
@@ -99,7 +116,7 @@ def shape_of(arm: str) -> tuple[bool, int, int]:
     factory = make(arm)
     if factory.name != "mhc":
         raise ValueError(f"these tensors are an mhc's, got the arm {arm!r}")
-    given = options(factory.method) | factory.options
+    given = default_options(factory.method) | factory.options
     n = given["streams"]
     head = given["readout"] == "head" and not given["single_pass"]
     return head, n, 2 * n + (n * n if given["residual"] == "sinkhorn" else 0)

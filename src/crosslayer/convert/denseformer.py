@@ -8,15 +8,23 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..connection import positive
-from ..registry import make
+from ..spec import make
+from ..validation import check_positive
 from .rows import Change, Connections, Row, convert, expand, joined, split, turned
 
-ROW = Row("alphas.{i}.weight", "{site}.alpha", Change(lambda w: (w.squeeze(0),), lambda a: (a.unsqueeze(0),)))
+ROW = Row(
+    "alphas.{i}.weight",
+    "{site}.alpha",
+    Change(lambda w: (w.squeeze(0),), lambda a: (a.unsqueeze(0),)),
+)
 
 
 def load(
-    tensors: Mapping[str, Tensor], blocks: int, dilation: int = 1, period: int = 1, sublayers: int = 2
+    tensors: Mapping[str, Tensor],
+    blocks: int,
+    dilation: int = 1,
+    period: int = 1,
+    sublayers: int = 2,
 ) -> Connections:
     """`DWAModules(blocks, dilation, period).state_dict()` as the parameters of ours.
 
@@ -26,7 +34,7 @@ def load(
     Raises:
         ValueError: an alpha is missing, one is of no block, or its shape is another than the dilation says.
     """
-    positive(blocks=blocks, dilation=dilation, period=period, sublayers=sublayers)
+    check_positive(blocks=blocks, dilation=dilation, period=period, sublayers=sublayers)
     for i in range(period, blocks + 1, period):
         given = tensors.get(f"alphas.{i - 1}.weight")
         if given is not None and given.shape != (1, i // dilation + 1):
@@ -37,7 +45,9 @@ def load(
     states = split(convert(rows(blocks, period, sublayers), tensors), blocks * sublayers + 1)
     options = {"dilation": dilation, "period": period}
     given_options = ", ".join(f"{name}={value}" for name, value in options.items() if value != 1)
-    return Connections(f"denseformer({given_options})" if given_options else "denseformer", states, {})
+    return Connections(
+        f"denseformer({given_options})" if given_options else "denseformer", states, {}
+    )
 
 
 def save(connections: Connections) -> dict[str, Tensor]:
@@ -48,7 +58,11 @@ def save(connections: Connections) -> dict[str, Tensor]:
     """
     factory = make(connections.arm)
     period = factory.options.get("period", 1)
-    if factory.name != "denseformer" or factory.options.get("last_k") is not None or not isinstance(period, int):
+    if (
+        factory.name != "denseformer"
+        or factory.options.get("last_k") is not None
+        or not isinstance(period, int)
+    ):
         raise ValueError(f"the package has dilation and period alone, got {connections.arm!r}")
     sites = len(connections.states) - 1
     # every block opens with one site, and the first average stands where block `period` has ended

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..registry import make, options
+from ..spec import default_options, make
 from .rows import Change, Connections, Row, convert, expand, joined, split, turned
 
 NARROWED = Change(lambda s: (s.reshape(1),), lambda s: (s.reshape(()),))
@@ -25,7 +25,10 @@ GAMMA = Change(lambda g: (g.double() + 1,), lambda w: ((w.double() - 1).float(),
 ROWS = (
     *(Row(f"{{prefix}}{n}", f"{{site}}.{n}") for n in ("static_alpha", "static_beta")),
     *(Row(f"{{prefix}}{n}", f"{{site}}.{n}") for n in ("dynamic_alpha_fn", "dynamic_beta_fn")),
-    *(Row(f"{{prefix}}{n}", f"{{site}}.{n}", NARROWED) for n in ("dynamic_alpha_scale", "dynamic_beta_scale")),
+    *(
+        Row(f"{{prefix}}{n}", f"{{site}}.{n}", NARROWED)
+        for n in ("dynamic_alpha_scale", "dynamic_beta_scale")
+    ),
     Row("{prefix}norm.gamma", "{site}.norm_weight", GAMMA),
 )
 # a tensor that only a variant has which is not ours
@@ -50,20 +53,26 @@ def load(tensors: Mapping[str, Tensor], prefixes: Sequence[str], tanh: bool = Tr
             raise ValueError(f"{name!r} is of {variant}, which has no counterpart here")
     for prefix in prefixes:
         if prefix + "static_alpha" in found and prefix + "static_beta" not in found:
-            raise ValueError(f"{prefix!r} has no static_beta: add_branch_out_to_residual=False has no counterpart here")
+            raise ValueError(
+                f"{prefix!r} has no static_beta: add_branch_out_to_residual=False has no counterpart here"
+            )
     states = split(convert(rows(prefixes), found), len(prefixes) + 1)
     n, dim = len(states[0]["static_alpha"]), len(states[0]["dynamic_alpha_fn"])
     shapes = {
         "static_alpha": (n, n + 1), "dynamic_alpha_fn": (dim, n + 1), "static_beta": (n,), "dynamic_beta_fn": (dim,),
         "norm.gamma": (dim,),
     }  # fmt: skip
-    for name, shape in ((prefix + name, shape) for prefix in prefixes for name, shape in shapes.items()):
+    for name, shape in (
+        (prefix + name, shape) for prefix in prefixes for name, shape in shapes.items()
+    ):
         if found[name].shape != shape:
             raise ValueError(
                 f"{name!r} has the shape {tuple(found[name].shape)}, expected {shape}: fractions, several input views "
                 "and channels first have no counterpart here"
             )
-    return Connections(f"hyper(streams={n}, stats='rmsnorm'{'' if tanh else ', tanh=False'})", states, {})
+    return Connections(
+        f"hyper(streams={n}, stats='rmsnorm'{'' if tanh else ', tanh=False'})", states, {}
+    )
 
 
 def save(connections: Connections, prefixes: Sequence[str]) -> dict[str, Tensor]:
@@ -73,14 +82,22 @@ def save(connections: Connections, prefixes: Sequence[str]) -> dict[str, Tensor]
         ValueError: the arm is not `hyper(stats='rmsnorm')`, dynamic, or there is not one prefix a sub-layer.
     """
     factory = make(connections.arm)
-    given = options(factory.method) | factory.options
+    given = default_options(factory.method) | factory.options
     if factory.name != "hyper" or given["stats"] != "rmsnorm" or not given["dynamic"]:
-        raise ValueError(f"the package has \"hyper(stats='rmsnorm')\" alone, got {connections.arm!r}")
+        raise ValueError(
+            f"the package has \"hyper(stats='rmsnorm')\" alone, got {connections.arm!r}"
+        )
     if len(prefixes) != len(connections.states) - 1:
-        raise ValueError(f"expected a prefix for each of {len(connections.states) - 1} sub-layers, got {len(prefixes)}")
+        raise ValueError(
+            f"expected a prefix for each of {len(connections.states) - 1} sub-layers, got {len(prefixes)}"
+        )
     with torch.no_grad():
         return convert(turned(rows(prefixes)), joined(connections.states))
 
 
 def rows(prefixes: Sequence[str]) -> list[Row]:
-    return [row for site, prefix in enumerate(prefixes) for row in expand(ROWS, prefix=prefix, site=site)]
+    return [
+        row
+        for site, prefix in enumerate(prefixes)
+        for row in expand(ROWS, prefix=prefix, site=site)
+    ]

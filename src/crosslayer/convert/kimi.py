@@ -13,9 +13,20 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..connection import positive
-from ..registry import make, options
-from .rows import Change, Connections, Row, check_names, convert, expand, joined, placed, split, turned
+from ..spec import default_options, make
+from ..validation import check_positive
+from .rows import (
+    Change,
+    Connections,
+    Row,
+    check_names,
+    convert,
+    expand,
+    joined,
+    placed,
+    split,
+    turned,
+)
 
 FLAT = Change(lambda w: (w.squeeze(0),), lambda w: (w.unsqueeze(0),))
 POOL = (Row("{pool}_proj.weight", "query", FLAT), Row("{pool}_norm.weight", "key_norm"))
@@ -32,8 +43,12 @@ def load(tensors: Mapping[str, Tensor], attn_res_block_size: int) -> Connections
     Raises:
         ValueError: there are none, or one is missing.
     """
-    positive(attn_res_block_size=attn_res_block_size)
-    found = [m for name in tensors if (m := re.fullmatch(r"(.*\.)?layers\.(\d+)\.mlp_res_proj\.weight", name))]
+    check_positive(attn_res_block_size=attn_res_block_size)
+    found = [
+        m
+        for name in tensors
+        if (m := re.fullmatch(r"(.*\.)?layers\.(\d+)\.mlp_res_proj\.weight", name))
+    ]
     if not found:
         raise ValueError("no attention-residual tensors; expected 'layers.0.mlp_res_proj.weight'")
     prefix = found[0][1] or ""
@@ -55,7 +70,7 @@ def save(connections: Connections, prefix: str = "") -> dict[str, Tensor]:
         ValueError: the arm is no attnres, or its blocks end inside a layer.
     """
     factory = make(connections.arm)
-    size = (options(factory.method) | factory.options).get("block_size", 1)
+    size = (default_options(factory.method) | factory.options).get("block_size", 1)
     if factory.name != "attnres" or size % 2:
         raise ValueError(
             f"expected an attnres whose block_size is a number of layers, two each, got {connections.arm!r}"
@@ -68,4 +83,6 @@ def save(connections: Connections, prefix: str = "") -> dict[str, Tensor]:
 def rows(layers: int, prefix: str) -> list[Row]:
     pools = [pool.format(l=l) for l in range(layers) for pool in (ATTN, MLP)]
     sites = list(enumerate([*pools, OUT]))[1:]
-    return [row for site, pool in sites for row in placed(expand(POOL, pool=pool), prefix, f"{site}.")]
+    return [
+        row for site, pool in sites for row in placed(expand(POOL, pool=pool), prefix, f"{site}.")
+    ]

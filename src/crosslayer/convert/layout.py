@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..registry import Factory, make, nearest, options
+from ..spec import ConnectionSpec, default_options, make
+from ..validation import did_you_mean
 from .rows import TRANSPOSED, Change, Row, Tensors, placed
 
 Config = dict[str, Any]
@@ -25,13 +26,20 @@ class Layout(NamedTuple):
     defaults: Config  # of its config class, as far as that is public
     fixed: Config  # what every checkpoint has, and ours can represent
     said: tuple[str, ...]  # what config.json must say beside `SAID`
-    host: Callable[[Config], tuple[type[PreTrainedModel], Config]]  # transformers' class and its config's settings
+    host: Callable[
+        [Config], tuple[type[PreTrainedModel], Config]
+    ]  # transformers' class and its config's settings
     rows: Callable[[Config], list[Row]]
     theirs: Callable[[PreTrainedConfig], Config]  # the way back of `host`'s settings
 
 
 SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
-SAID = ("dense", "use_qk_norm", "rope_base", *SIZES)  # by config.json, or by a default of the reference's
+SAID = (
+    "dense",
+    "use_qk_norm",
+    "rope_base",
+    *SIZES,
+)  # by config.json, or by a default of the reference's
 IGNORED = "head_dim"  # the reference's config class puts dim / n_head in its place, whatever config.json says
 DENSE = (
     Row("dense_bs.{l}", "a"),
@@ -39,7 +47,10 @@ DENSE = (
     Row("dynamic_dense.{l}.w2.weight", "W2", TRANSPOSED),
 )
 OF_DENSE = ("dense_type", "dynamic_dense", "sepln")  # options that dense=False ignores
-UNUSED = ("dense_bs.", "dynamic_dense.")  # in a checkpoint with dense=False they are there, and nothing reads them
+UNUSED = (
+    "dense_bs.",
+    "dynamic_dense.",
+)  # in a checkpoint with dense=False they are there, and nothing reads them
 
 
 def completed(given: Mapping[str, Any], layout: Layout) -> Config:
@@ -50,26 +61,40 @@ def completed(given: Mapping[str, Any], layout: Layout) -> Config:
     """
     config = layout.defaults | {name: value for name, value in given.items() if name != IGNORED}
     if needed := sorted({*SAID, *layout.fixed, *layout.said} - config.keys()):
-        raise ValueError(f"config.json lacks {needed[0]!r}{nearest(needed[0], given)}")
+        raise ValueError(f"config.json lacks {needed[0]!r}{did_you_mean(needed[0], given)}")
     for name in SIZES:
         if name == "intermediate_size" and config[name] is None and name in layout.defaults:
-            config[name] = -(-int(8 * config["dim"] / 3) // 256) * 256  # the reference's, for a gated MLP
+            config[name] = (
+                -(-int(8 * config["dim"] / 3) // 256) * 256
+            )  # the reference's, for a gated MLP
         if type(config[name]) is not int or config[name] < 1:
-            raise ValueError(f"config.json: {name} must be a whole number of at least 1, got {config[name]!r}")
+            raise ValueError(
+                f"config.json: {name} must be a whole number of at least 1, got {config[name]!r}"
+            )
     if not isinstance(config["rope_base"], int | float) or config["rope_base"] <= 0:
-        raise ValueError(f"config.json: rope_base must be a positive number, got {config['rope_base']!r}")
+        raise ValueError(
+            f"config.json: rope_base must be a positive number, got {config['rope_base']!r}"
+        )
     for name, value in layout.fixed.items():
         if config[name] != value and (config["dense"] or name not in OF_DENSE):
-            raise ValueError(f"config.json: {name} must be {value!r} in this layout, got {config[name]!r}")
+            raise ValueError(
+                f"config.json: {name} must be {value!r} in this layout, got {config[name]!r}"
+            )
     if config["n_layer"] < 2:
-        raise ValueError("config.json: n_layer must be at least 2, as the MLPs' widths grow from first to last")
+        raise ValueError(
+            "config.json: n_layer must be at least 2, as the MLPs' widths grow from first to last"
+        )
     if config["dim"] % config["n_head"]:
-        raise ValueError(f"config.json: n_head must divide dim={config['dim']}, got {config['n_head']}")
+        raise ValueError(
+            f"config.json: n_head must divide dim={config['dim']}, got {config['n_head']}"
+        )
     if config.get("n_local_heads", -1) == -1:
         config["n_local_heads"] = config["n_head"]
     shared = config["n_local_heads"]
     if type(shared) is not int or shared < 1 or config["n_head"] % shared:
-        raise ValueError(f"config.json: n_local_heads must divide n_head={config['n_head']}, got {shared!r}")
+        raise ValueError(
+            f"config.json: n_local_heads must divide n_head={config['n_head']}, got {shared!r}"
+        )
     return config
 
 
@@ -101,7 +126,10 @@ def shared_theirs(config: PreTrainedConfig) -> Config:
         "head_dim": config.hidden_size // config.num_attention_heads,
         "block_size": config.max_position_embeddings,
         "rope_base": config.rope_parameters["rope_theta"],
-        **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{
+            name: getattr(config, name, None)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        },
         "tie_word_embeddings": False,
         "dense": factory.name != "prenorm",
         "dynamic_dense": True,
@@ -110,15 +138,20 @@ def shared_theirs(config: PreTrainedConfig) -> Config:
     }
 
 
-def arm(config: Config) -> Factory:
+def arm(config: Config) -> ConnectionSpec:
     if not config["dense"]:
         return make("prenorm")
-    return Factory("mudd", {name: True for name in ("round64", "expand_last") if config[name]})
+    return ConnectionSpec(
+        "mudd", {name: True for name in ("round64", "expand_last") if config[name]}
+    )
 
 
 def same_arm(first: str, second: str) -> bool:
     a, b = make(first), make(second)
-    return a.name == b.name and options(a.method) | a.options == options(b.method) | b.options
+    return (
+        a.name == b.name
+        and default_options(a.method) | a.options == default_options(b.method) | b.options
+    )
 
 
 def widths(config: Config) -> list[int]:

@@ -46,9 +46,16 @@ def host(config: Config) -> tuple[type[PreTrainedModel], Config]:
 
 
 def rows(config: Config) -> list[Row]:
-    width, heads = config["dim"] // config["n_head"], (config["n_head"], *[config["n_local_heads"]] * 2)
+    width, heads = (
+        config["dim"] // config["n_head"],
+        (config["n_head"], *[config["n_local_heads"]] * 2),
+    )
     fused = FUSED._replace(change=stacked(*(n * width for n in heads)))
-    every = (*LAYER, *(QK_NORM if config["use_qk_norm"] else ()), *(APART if config["dense"] else (fused,)))
+    every = (
+        *LAYER,
+        *(QK_NORM if config["use_qk_norm"] else ()),
+        *(APART if config["dense"] else (fused,)),
+    )
     found = [*MODEL, *dense_rows(config, "model", "model.norm")]
     for l in range(config["n_layer"]):
         norms = THREE_NORMS if config["dense"] and l else ONE_NORM

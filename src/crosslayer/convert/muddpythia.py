@@ -29,7 +29,9 @@ LAYER = (
 )
 APART = Row("attention.wq.{p} attention.wk.{p} attention.wv.{p}", "attention.query_key_value.{p}")
 FUSED = Row("attention.wqkv.{p}", "attention.query_key_value.{p}")
-QK_NORM = tuple(Row(f"attention.{p}_norm.weight", f"attention.query_key_value.{p}_norm.weight") for p in "qk")
+QK_NORM = tuple(
+    Row(f"attention.{p}_norm.weight", f"attention.query_key_value.{p}_norm.weight") for p in "qk"
+)
 ONE_NORM = (Row("attention_norm.{p}", "input_layernorm.{p}"),)
 THREE_NORMS = (
     Row("attention_norms.0.{p}", "input_layernorm.{p}"),
@@ -52,7 +54,9 @@ def by_head(heads: int) -> Change:
 
 def by_head_fused(heads: int) -> Change:
     apart = by_head(heads)
-    return Change(lambda fused: apart.there(*fused.chunk(3)), lambda fused: (torch.cat(apart.back(fused)),))
+    return Change(
+        lambda fused: apart.there(*fused.chunk(3)), lambda fused: (torch.cat(apart.back(fused)),)
+    )
 
 
 def host(config: Config) -> tuple[type[PreTrainedModel], Config]:
@@ -80,7 +84,11 @@ def host(config: Config) -> tuple[type[PreTrainedModel], Config]:
 
 def rows(config: Config) -> list[Row]:
     heads = config["n_head"]
-    qkv = APART._replace(change=by_head(heads)) if config["dense"] else FUSED._replace(change=by_head_fused(heads))
+    qkv = (
+        APART._replace(change=by_head(heads))
+        if config["dense"]
+        else FUSED._replace(change=by_head_fused(heads))
+    )
     found = [*MODEL, *dense_rows(config, "gpt_neox", "gpt_neox.final_layer_norm")]
     for l in range(config["n_layer"]):
         norms = THREE_NORMS if config["dense"] and l else ONE_NORM

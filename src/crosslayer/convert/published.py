@@ -8,12 +8,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..connection import choice
 from ..hf import from_pretrained
-from ..hf.folder import SINGLE, Weights, check, read_json
-from ..registry import DTYPES, nearest
+from ..hf.host_quirks import ROPE_DTYPES
+from ..hf.weights_folder import SINGLE, Weights, check, read_json
+from ..validation import DTYPES, check_choice, did_you_mean
 from . import muddformer, muddpythia
-from .body import ROPE
 from .layout import UNUSED, completed, same_arm
 from .rows import check_names, check_shapes, convert, turned
 
@@ -21,7 +20,9 @@ LAYOUTS = {"muddformer": muddformer.LAYOUT, "muddpythia": muddpythia.LAYOUT}
 HOSTS = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}
 
 
-def load(folder: str | Path, rope: str | None = None, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+def load_published(
+    folder: str | Path, rope: str | None = None, dtype: torch.dtype | str | None = None
+) -> PreTrainedModel:
     """A published checkpoint (MUDDFormer's or MUDDPythia's layout) as a connected transformers model.
 
     Args:
@@ -35,17 +36,19 @@ def load(folder: str | Path, rope: str | None = None, dtype: torch.dtype | str |
             names and shapes are checked before a model is built.
     """
     folder = Path(folder)
-    dtype = choice("dtype", dtype, DTYPES) if isinstance(dtype, str) else dtype
+    dtype = check_choice("dtype", dtype, DTYPES) if isinstance(dtype, str) else dtype
     given = read_json(folder / "config.json")
     weights = Weights(folder)
     layout = LAYOUTS[named(given, weights, folder)]
     config = completed(given, layout)
     cls, settings = layout.host(config)
-    if choice("rope", rope or "exact", ROPE) is not None:
+    if check_choice("rope", rope or "exact", ROPE_DTYPES) is not None:
         settings["crosslayer_rope"] = rope
     host = cls.config_class(**settings)
     rows = layout.rows(config)
-    shapes = {n: s for n, s in weights.shapes.items() if config["dense"] or not n.startswith(UNUSED)}
+    shapes = {
+        n: s for n, s in weights.shapes.items() if config["dense"] or not n.startswith(UNUSED)
+    }
     with torch.device("meta"):
         expected = convert(turned(rows), cls(host).state_dict())
     try:
@@ -58,7 +61,7 @@ def load(folder: str | Path, rope: str | None = None, dtype: torch.dtype | str |
     return cls.from_pretrained(None, config=host, state_dict=convert(rows, tensors), dtype=dtype)
 
 
-def save(model: PreTrainedModel, folder: str | Path) -> None:
+def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     """The way back: config.json and model.safetensors in the published layout, in the body's dtype.
 
     What `load` took comes back to the last bit, but for the idle dense parameters of a checkpoint with dense=False.
@@ -70,43 +73,71 @@ def save(model: PreTrainedModel, folder: str | Path) -> None:
     """
     config: Any = model.config
     if config.model_type not in HOSTS or not hasattr(config, "crosslayer"):
-        connected = f"with {config.crosslayer!r}" if hasattr(config, "crosslayer") else "unconnected"
-        raise ValueError(f"the published layouts are of {', '.join(HOSTS)}, got {config.model_type!r} {connected}")
+        connected = (
+            f"with {config.crosslayer!r}" if hasattr(config, "crosslayer") else "unconnected"
+        )
+        raise ValueError(
+            f"the published layouts are of {', '.join(HOSTS)}, got {config.model_type!r} {connected}"
+        )
     name = HOSTS[config.model_type]
     layout = LAYOUTS[name]
     theirs = layout.theirs(config)
     for key, wanted in layout.host(completed(theirs, layout))[1].items():
         found: Any = getattr(config, key, None)
         if not (same_arm(found, wanted) if key == "crosslayer" else found == wanted):
-            raise ValueError(f"the layout of {layout.architecture} cannot say {key}={found!r}, only {wanted!r}")
+            raise ValueError(
+                f"the layout of {layout.architecture} cannot say {key}={found!r}, only {wanted!r}"
+            )
     tensors = convert(turned(layout.rows(theirs)), model.state_dict())
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.to("cpu", model.dtype).contiguous() for n, t in tensors.items()}, folder / SINGLE, {"format": "pt"})
-    whole = {"architectures": [layout.architecture], "model_type": name, "dtype": str(model.dtype).split(".")[1]}
+    save_file(
+        {n: t.to("cpu", model.dtype).contiguous() for n, t in tensors.items()},
+        folder / SINGLE,
+        {"format": "pt"},
+    )
+    whole = {
+        "architectures": [layout.architecture],
+        "model_type": name,
+        "dtype": str(model.dtype).split(".")[1],
+    }
     (folder / "config.json").write_text(json.dumps(whole | theirs, indent=2) + "\n")
 
 
 def named(config: dict[str, Any], weights: Weights, folder: Path) -> str:
     """The layout's name: what config.json says, or else what the weights look like."""
     if isinstance(config.get("crosslayer"), str):
-        raise ValueError(f"{folder} is a transformers folder already; AutoModelForCausalLM.from_pretrained loads it")
+        raise ValueError(
+            f"{folder} is a transformers folder already; AutoModelForCausalLM.from_pretrained loads it"
+        )
     said = config.get("model_type")
     if said in LAYOUTS:
         return str(said)
-    if said is None and {"dim", "n_layer"} <= config.keys() and "tok_embeddings.weight" in weights.shapes:
+    if (
+        said is None
+        and {"dim", "n_layer"} <= config.keys()
+        and "tok_embeddings.weight" in weights.shapes
+    ):
         return "muddpythia" if "norm.bias" in weights.shapes else "muddformer"
-    what = f"model_type {said!r}{nearest(str(said), LAYOUTS)}" if said else "neither a model_type nor gpt-fast's names"
+    what = (
+        f"model_type {said!r}{did_you_mean(str(said), LAYOUTS)}"
+        if said
+        else "neither a model_type nor gpt-fast's names"
+    )
     raise ValueError(f"{folder} is of no known layout ({what}); known: {', '.join(LAYOUTS)}")
 
 
 def published(folder: Path) -> bool:
     """Whether a folder's config.json is of a published layout rather than transformers' own."""
     config = read_json(folder / "config.json")
-    return config.get("model_type") in LAYOUTS or ("model_type" not in config and "n_layer" in config)
+    return config.get("model_type") in LAYOUTS or (
+        "model_type" not in config and "n_layer" in config
+    )
 
 
-def open_model(folder: str | Path, dtype: torch.dtype | str = "auto", rope: str | None = None) -> PreTrainedModel:
+def open_model(
+    folder: str | Path, dtype: torch.dtype | str = "auto", rope: str | None = None
+) -> PreTrainedModel:
     """Any language model in a folder: a published checkpoint, a connected model, or a plain one of transformers.
 
     Args:
@@ -119,10 +150,14 @@ def open_model(folder: str | Path, dtype: torch.dtype | str = "auto", rope: str 
     """
     folder = Path(folder)
     if published(folder):
-        return load(folder, rope, None if dtype == "auto" else dtype)
+        return load_published(folder, rope, None if dtype == "auto" else dtype)
     if rope is not None:
-        raise ValueError("rope is of a published checkpoint; this folder's config.json says its own")
+        raise ValueError(
+            "rope is of a published checkpoint; this folder's config.json says its own"
+        )
     if "crosslayer" in read_json(folder / "config.json"):
         return from_pretrained(folder, dtype=dtype)
     check(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, local_files_only=True
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection
-from ..registry import nearest
+from ..validation import did_you_mean
 
 Tensors = tuple[Tensor, ...]
 
@@ -46,7 +46,9 @@ class Connections(NamedTuple):
     """The parameters of a row of connections, apart from any model."""
 
     arm: str
-    states: list[dict[str, Tensor]]  # one a site, the readout's last; own parameters alone, no norms
+    states: list[
+        dict[str, Tensor]
+    ]  # one a site, the readout's last; own parameters alone, no norms
     unused: dict[str, Tensor]  # theirs that no site reads; they go back as they came
 
 
@@ -79,17 +81,26 @@ def check_names(expected: Iterable[str], given: Iterable[str]) -> None:
     """Raise a ValueError that names the first tensor missing, or the first one nobody expects."""
     expected, given = set(expected), set(given)
     missing, foreign = sorted(expected - given), sorted(given - expected)
-    for what, names, others in (("missing", missing, foreign), ("of no known part", foreign, expected)):
+    for what, names, others in (
+        ("missing", missing, foreign),
+        ("of no known part", foreign, expected),
+    ):
         if names:
-            many = f"{len(names)} tensors are {what}, the first" if names[1:] else f"a tensor is {what}"
-            raise ValueError(f"{many}: {names[0]!r}{nearest(names[0], others)}")
+            many = (
+                f"{len(names)} tensors are {what}, the first"
+                if names[1:]
+                else f"a tensor is {what}"
+            )
+            raise ValueError(f"{many}: {names[0]!r}{did_you_mean(names[0], others)}")
 
 
 def check_shapes(expected: Mapping[str, Tensor], given: Mapping[str, Iterable[int]]) -> None:
     """Raise a ValueError that names the first tensor whose shape is another than expected."""
     for name, tensor in expected.items():
         if tuple(given[name]) != tuple(tensor.shape):
-            raise ValueError(f"{name!r} has the shape {tuple(given[name])}, expected {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name!r} has the shape {tuple(given[name])}, expected {tuple(tensor.shape)}"
+            )
 
 
 def placed(rows: Iterable[Row], theirs: str, ours: str) -> list[Row]:
@@ -124,7 +135,9 @@ def fill(sites: Iterable[Connection], connections: Connections) -> None:
     sites = list(sites)
     own = [dict(site.named_parameters(recurse=False)) for site in sites]
     if len(own) != len(connections.states):
-        raise ValueError(f"the parameters are of {len(connections.states)} sites, got {len(own)} connections")
+        raise ValueError(
+            f"the parameters are of {len(connections.states)} sites, got {len(own)} connections"
+        )
     wanted, given = joined(own), joined(connections.states)
     check_names(wanted, given)
     check_shapes(wanted, {name: t.shape for name, t in given.items()})
@@ -134,4 +147,6 @@ def fill(sites: Iterable[Connection], connections: Connections) -> None:
 
 def own_states(sites: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
     """What `fill` puts in, taken out again: every site's own parameters, without its norms."""
-    return [{n: p.detach().clone() for n, p in site.named_parameters(recurse=False)} for site in sites]
+    return [
+        {n: p.detach().clone() for n, p in site.named_parameters(recurse=False)} for site in sites
+    ]

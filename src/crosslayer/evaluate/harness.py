@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..connection import choice
-from ..registry import DTYPES
+from ..validation import DTYPES, check_choice
 from .records import digest
 from .tasks import TASKS
 
@@ -37,20 +36,27 @@ def open_model(
     """
     from lm_eval.models.huggingface import HFLM
 
-    saved_as = choice("dtype", dtype, {"auto": "auto", **DTYPES})
+    saved_as = check_choice("dtype", dtype, {"auto": "auto", **DTYPES})
     if isinstance(model, (str, Path)):
         source = str(model)
-        model, device = read_model(source, saved_as), device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model, device = (
+            read_model(source, saved_as),
+            device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        )
     else:
         source = model.name_or_path
     try:
         model = model.to(device) if device else model
     except (RuntimeError, AssertionError) as error:  # torch built without the device asserts
-        raise ValueError(f"cannot use the device {device!r} ({str(error).splitlines()[0]})") from None
+        raise ValueError(
+            f"cannot use the device {device!r} ({str(error).splitlines()[0]})"
+        ) from None
     words = tokenizer if callable(tokenizer) else read_tokenizer(tokenizer or source)
     rows = model.get_input_embeddings().num_embeddings
     if len(words) > rows:
-        raise ValueError(f"the tokenizer has {len(words)} tokens and the model's embedding {rows} rows: not a pair")
+        raise ValueError(
+            f"the tokenizer has {len(words)} tokens and the model's embedding {rows} rows: not a pair"
+        )
     sees = getattr(model.config, "max_position_embeddings", None)
     if context is not None and not 2 <= context <= (sees or context):
         raise ValueError(f"context must be from 2 to the model's {sees}, got {context}")
@@ -75,9 +81,13 @@ def read_model(source: str, dtype: Any) -> Any:
     if Path(source).is_dir():
         return open_model(source, dtype)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True, use_safetensors=True)
+        return AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, local_files_only=True, use_safetensors=True
+        )
     except OSError:
-        raise ValueError(f"{source}: no such folder, and no such model in the Hugging Face cache") from None
+        raise ValueError(
+            f"{source}: no such folder, and no such model in the Hugging Face cache"
+        ) from None
 
 
 def read_tokenizer(source: str | Path) -> Any:
@@ -88,7 +98,9 @@ def read_tokenizer(source: str | Path) -> Any:
             words = PreTrainedTokenizerFast(tokenizer_file=str(source))
         except Exception as error:  # tokenizers raises no narrower one
             raise ValueError(f"{source}: not a tokenizer.json ({error})") from None
-        if END in words.get_vocab():  # a bare tokenizer.json does not say which of its tokens ends a text
+        if (
+            END in words.get_vocab()
+        ):  # a bare tokenizer.json does not say which of its tokens ends a text
             words.eos_token = END
         return words
     try:
@@ -110,7 +122,9 @@ def identity(lm: Any) -> dict[str, Any]:
     parts = []
     for name, tensor in lm.model.state_dict().items():
         flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // 1024)]  # training moves every weight, so some of each will do
+        some = flat[
+            :: max(1, len(flat) // 1024)
+        ]  # training moves every weight, so some of each will do
         parts += [f"{name} {tuple(tensor.shape)}".encode(), some.double().cpu().numpy().tobytes()]
     vocabulary = json.dumps(sorted(lm.tokenizer.get_vocab().items()))
     return {
@@ -128,21 +142,33 @@ def run(lm: Any, name: str, file: Path, shots: int, limit: int | None, seed: int
     from lm_eval.tasks import TaskManager
 
     with tempfile.TemporaryDirectory() as cache, truncations() as cut, quietly():
-        where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": cache}}
-        loaded = TaskManager(include_defaults=False).load([{"task": name, **TASKS[name].config, **where}])
+        where = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": cache},
+        }
+        loaded = TaskManager(include_defaults=False).load(
+            [{"task": name, **TASKS[name].config, **where}]
+        )
         task = loaded["tasks"][name]
         if len(task.eval_docs) <= shots:
-            raise ValueError(f"{file}: {len(task.eval_docs)} documents are too few for {shots} examples and one more")
+            raise ValueError(
+                f"{file}: {len(task.eval_docs)} documents are too few for {shots} examples and one more"
+            )
         task.set_config("num_fewshot", shots)
         task.set_fewshot_seed(seed)
         try:
             found = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
         except AssertionError as error:  # the harness's own check
-            raise ValueError(f"{name}: an answer does not fit the window of {lm.max_length} tokens") from error
+            raise ValueError(
+                f"{name}: an answer does not fit the window of {lm.max_length} tokens"
+            ) from error
     values, metrics = found["results"][name], {}
     for metric in TASKS[name].metrics:
         spread = values[f"{metric}_stderr,none"]
-        metrics[metric] = {"value": values[f"{metric},none"], "stderr": None if spread == "N/A" else spread}
+        metrics[metric] = {
+            "value": values[f"{metric},none"],
+            "stderr": None if spread == "N/A" else spread,
+        }
     return {"n": values["sample_len"], "truncated": len(cut), "metrics": metrics}
 
 

@@ -28,7 +28,9 @@ def folder(given: str | Path | None) -> Path:
 
 def find(data: Path, name: str, fields: str) -> Path:
     """A task's file, every line of which has been checked."""
-    file = next((f for f in (data / f"{name}.jsonl", data / f"{name}.jsonl.gz") if f.is_file()), None)
+    file = next(
+        (f for f in (data / f"{name}.jsonl", data / f"{name}.jsonl.gz") if f.is_file()), None
+    )
     if file is None:
         raise ValueError(f"{data}: has no {name}.jsonl or {name}.jsonl.gz")
     number = 0
@@ -41,10 +43,14 @@ def find(data: Path, name: str, fields: str) -> Path:
             if not isinstance(value, kind) or (
                 isinstance(value, list) and not all(isinstance(v, str) and v for v in value)
             ):
-                raise ValueError(f"{file}: line {number} has {field} {value!r}, expected {expected}")
+                raise ValueError(
+                    f"{file}: line {number} has {field} {value!r}, expected {expected}"
+                )
         answers = len(record.get("contexts") or record.get("choices") or "ny")
         if "label" in fields.split() and not 0 <= record["label"] < answers:
-            raise ValueError(f"{file}: line {number} has label {record['label']} and {answers} answers")
+            raise ValueError(
+                f"{file}: line {number} has label {record['label']} and {answers} answers"
+            )
     if not number:
         raise ValueError(f"{file}: empty")
     return file
@@ -58,12 +64,18 @@ def records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     number = 0
     try:
-        with gzip.open(file, "rt", encoding="utf8") if file.suffix == ".gz" else file.open(encoding="utf8") as lines:
+        with (
+            gzip.open(file, "rt", encoding="utf8")
+            if file.suffix == ".gz"
+            else file.open(encoding="utf8") as lines
+        ):
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     value = json.loads(line)
                     if not isinstance(value, dict):
-                        raise ValueError(f"{file}: line {number} is {type(value).__name__}, expected an object")
+                        raise ValueError(
+                            f"{file}: line {number} is {type(value).__name__}, expected an object"
+                        )
                     yield number, value
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: line {number} is not JSON ({error})") from None

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import __version__
-from ..files import write
-from ..registry import nearest
-from ..train.sources import documents
+from ..data.sources import documents
+from ..files import write_text_atomic
+from ..validation import did_you_mean
 from . import harness, text
 from .records import digest, find, folder
 from .tasks import NINE, TASKS
@@ -83,7 +83,11 @@ def evaluate(
         ValueError: something that was given is not as it should be. Nothing has been measured or written.
     """
     shots = several(fewshot)
-    for name, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), *(("fewshot", n, 0) for n in shots)):
+    for name, value, least in (
+        ("limit", limit, 1),
+        ("batch_size", batch_size, 1),
+        *(("fewshot", n, 0) for n in shots),
+    ):
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     if tasks is None:
@@ -95,7 +99,11 @@ def evaluate(
     settings = {**harness.identity(lm), "limit": limit, "seed": seed, "lm_eval": version("lm_eval")}
     path = Path(out) / RESULTS if out is not None else None
     rows = held(path, settings) if path else []
-    results = {"environment": environment(lm), "model": str(lm.model.name_or_path), "settings": settings}
+    results = {
+        "environment": environment(lm),
+        "model": str(lm.model.name_or_path),
+        "settings": settings,
+    }
     for index, job in enumerate(jobs):
         if not done(job, rows):
             watch(job, index, len(jobs))
@@ -104,7 +112,7 @@ def evaluate(
             rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write(path, json.dumps(results | {"results": rows}, indent=1))
+                write_text_atomic(path, json.dumps(results | {"results": rows}, indent=1))
     return results | {"results": [row for job in jobs for row in done(job, rows)]}
 
 
@@ -129,16 +137,26 @@ def plan(
     """Everything there is to do, its files found and read, so that what is missing is said before a model is loaded."""
     for name in tasks:
         if name not in TASKS:
-            raise ValueError(f"unknown task {name!r}{nearest(name, TASKS)}; known: {', '.join(TASKS)}")
+            raise ValueError(
+                f"unknown task {name!r}{did_you_mean(name, TASKS)}; known: {', '.join(TASKS)}"
+            )
     jobs = []
     for name in dict.fromkeys(tasks):
         file = find(folder(data), TASKS[name].file, TASKS[name].fields)
         for n in dict.fromkeys(shots):
             key = {"task": name, "shots": n, "data": digest(file.read_bytes())}
-            jobs.append(Job(key, partial(harness.run, name=name, file=file, shots=n, limit=limit, seed=seed)))
+            jobs.append(
+                Job(
+                    key, partial(harness.run, name=name, file=file, shots=n, limit=limit, seed=seed)
+                )
+            )
     for source in map(Path, texts):
         contents = [document.text for document in documents(str(source))]
-        key = {"task": f"text {source.name}", "stride": stride, "data": digest(*(t.encode() + b"\0" for t in contents))}
+        key = {
+            "task": f"text {source.name}",
+            "stride": stride,
+            "data": digest(*(t.encode() + b"\0" for t in contents)),
+        }
         jobs.append(Job(key, partial(text.perplexity, texts=contents, stride=stride)))
     for source in map(Path, spans):
         pairs = text.examples(source)[:limit]
@@ -150,7 +168,12 @@ def plan(
 def environment(lm: Any) -> dict[str, str]:
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else str(lm.device)
     libraries = {name: version(name) for name in ("lm_eval", "transformers", "torch")}
-    return {"crosslayer": __version__, **libraries, "python": platform.python_version(), "device": device}
+    return {
+        "crosslayer": __version__,
+        **libraries,
+        "python": platform.python_version(),
+        "device": device,
+    }
 
 
 def held(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -160,7 +183,9 @@ def held(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"{where}: a file is in the way of the output folder")
     if not path.exists():
         if where.exists() and any(where.iterdir()):
-            raise ValueError(f"{where}: not empty and without {RESULTS}, so not an evaluation's; choose another folder")
+            raise ValueError(
+                f"{where}: not empty and without {RESULTS}, so not an evaluation's; choose another folder"
+            )
         return []
     try:
         found = json.loads(path.read_text("utf8"))

@@ -52,7 +52,9 @@ def activity(doc: Doc) -> str:
 
 
 def premise(doc: Doc) -> str:
-    return doc["context"].strip()[:-1] + {"cause": " because", "effect": " therefore"}[doc["relation"]]
+    return (
+        doc["context"].strip()[:-1] + {"cause": " because", "effect": " therefore"}[doc["relation"]]
+    )
 
 
 def small(doc: Doc) -> list[str]:
@@ -65,7 +67,9 @@ def remainder(doc: Doc) -> str:
 
 
 def lettered(doc: Doc) -> str:
-    answers = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCDE", doc["choices"], strict=True))
+    answers = "".join(
+        f"\n{letter}. {choice}" for letter, choice in zip("ABCDE", doc["choices"], strict=True)
+    )
     return f"Question: {doc['context'].strip()}{answers}\nAnswer:"
 
 

@@ -34,7 +34,9 @@ def score(lm: Any, windows: list[Window]) -> list[float]:
     # the harness reuses logits among requests of one context and mistakes those that begin elsewhere in it
     cached, lm.logits_cache = lm.logits_cache, False
     try:
-        return [total for total, _ in lm._loglikelihood_tokens([(None, *window) for window in windows])]
+        return [
+            total for total, _ in lm._loglikelihood_tokens([(None, *window) for window in windows])
+        ]
     finally:
         lm.logits_cache = cached
 
@@ -44,7 +46,10 @@ def rolling(tokens: list[int], before: int | None, context: int, stride: int) ->
 
     if before is None:
         before, *tokens = tokens
-    return [make_disjoint_window(w) for w in get_rolling_token_windows(tokens, before, context, context - stride + 1)]
+    return [
+        make_disjoint_window(w)
+        for w in get_rolling_token_windows(tokens, before, context, context - stride + 1)
+    ]
 
 
 def perplexity(lm: Any, texts: Iterable[str], stride: int | None) -> dict[str, Any]:
@@ -118,7 +123,11 @@ def spans(lm: Any, pairs: list[tuple[str, str]]) -> dict[str, Any]:
         raise ValueError("the spans have no token to score")
     each = [total / count for total, count in zip(nats, counts, strict=True) if count]
     loss, mean = sum(nats) / sum(counts), sum(each) / len(each)
-    spread = math.sqrt(sum((x - mean) ** 2 for x in each) / (len(each) - 1) / len(each)) if len(each) > 1 else None
+    spread = (
+        math.sqrt(sum((x - mean) ** 2 for x in each) / (len(each) - 1) / len(each))
+        if len(each) > 1
+        else None
+    )
     return {
         "n": len(pairs),
         "tokens": sum(counts),
@@ -132,4 +141,6 @@ def spans(lm: Any, pairs: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf  # an untrained model's words can be longer than a float
+    return (
+        math.exp(x) if x < 700 else math.inf
+    )  # an untrained model's words can be longer than a float

@@ -1,8 +1,11 @@
 """Another connection for a model of transformers or diffusers, leaving its classes, module paths and state-dict keys as
 they are."""
 
-from .attach import connect
-from .saving import from_pretrained
-from .undo import disconnect
+from . import autoload
+from .checkpoint import from_pretrained
+from .connect import connect
+from .disconnect import disconnect
 
 __all__ = ["connect", "disconnect", "from_pretrained"]
+
+autoload.watch()

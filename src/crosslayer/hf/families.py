@@ -41,11 +41,16 @@ class Family(NamedTuple):
     layers: str = "layers"  # the body's list of layers ...
     final: str = "norm"  # ... and its final norm
     parallel: str | None = None  # the config's switch for attention and MLP side by side
-    fused: Callable[[Any], Fused] | None = None  # given the config, where one projection is q, k and v
+    fused: Callable[[Any], Fused] | None = (
+        None  # given the config, where one projection is q, k and v
+    )
     width: str = "config.hidden_size"  # of the stream, from the body
     # given the layer, the body's dtype and the layer's arguments: what is left of these for the attention, and the
     # modulation of the attention and of the MLP
-    condition: Callable[[nn.Module, torch.dtype, dict[str, Any]], tuple[dict[str, Any], list[Modulation]]] | None = None
+    condition: (
+        Callable[[nn.Module, torch.dtype, dict[str, Any]], tuple[dict[str, Any], list[Modulation]]]
+        | None
+    ) = None
 
 
 def per_head(config: Any) -> Fused:
@@ -59,11 +64,16 @@ def one_after_another(config: Any) -> Fused:
     return Fused(1, (config.num_attention_heads * size, shared * size, shared * size))
 
 
-def ada_zero(layer: Any, dtype: torch.dtype, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Modulation]]:
+def ada_zero(
+    layer: Any, dtype: torch.dtype, arguments: dict[str, Any]
+) -> tuple[dict[str, Any], list[Modulation]]:
     """adaLN-Zero (DiT, arXiv 2212.09748): six vectors from the timestep and the class, three a sub-layer."""
     emb = layer.norm1.emb(arguments["timestep"], arguments["class_labels"], hidden_dtype=dtype)
     parts = layer.norm1.linear(layer.norm1.silu(emb))[:, None].chunk(6, -1)
-    rest = {"attention_mask": arguments["attention_mask"], **(arguments["cross_attention_kwargs"] or {})}
+    rest = {
+        "attention_mask": arguments["attention_mask"],
+        **(arguments["cross_attention_kwargs"] or {}),
+    }
     return rest, [Modulation(*parts[:3]), Modulation(*parts[3:])]
 
 
@@ -75,7 +85,9 @@ MOE = Family(ATTENTION, Sublayer("mlp", "post_attention_layernorm"), QKV)
 # norms before and after each sub-layer
 SANDWICH = Family(
     Sublayer("self_attn", "input_layernorm", ("post_attention_layernorm",)),
-    Sublayer("mlp", "pre_feedforward_layernorm", ("post_feedforward_layernorm",), GATED, "down_proj"),
+    Sublayer(
+        "mlp", "pre_feedforward_layernorm", ("post_feedforward_layernorm",), GATED, "down_proj"
+    ),
     QKV,
 )
 
@@ -84,7 +96,9 @@ FAMILIES = {
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "qwen3": LLAMA,
-    "arcee": LLAMA._replace(mlp=Sublayer("mlp", "post_attention_layernorm", (), ("up_proj",), "down_proj")),
+    "arcee": LLAMA._replace(
+        mlp=Sublayer("mlp", "post_attention_layernorm", (), ("up_proj",), "down_proj")
+    ),
     "olmo": LLAMA,
     "mixtral": MOE,
     "olmoe": MOE,
@@ -97,7 +111,13 @@ FAMILIES = {
     ),
     "phi3": Family(
         Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
-        Sublayer("mlp", "post_attention_layernorm", ("resid_mlp_dropout",), ("gate_up_proj",), "down_proj"),
+        Sublayer(
+            "mlp",
+            "post_attention_layernorm",
+            ("resid_mlp_dropout",),
+            ("gate_up_proj",),
+            "down_proj",
+        ),
         ("qkv_proj",),
         fused=one_after_another,
     ),
@@ -111,7 +131,13 @@ FAMILIES = {
     ),
     "gpt_neox": Family(
         Sublayer("attention", "input_layernorm", ("post_attention_dropout",)),
-        Sublayer("mlp", "post_attention_layernorm", ("post_mlp_dropout",), ("dense_h_to_4h",), "dense_4h_to_h"),
+        Sublayer(
+            "mlp",
+            "post_attention_layernorm",
+            ("post_mlp_dropout",),
+            ("dense_h_to_4h",),
+            "dense_4h_to_h",
+        ),
         ("query_key_value",),
         final="final_layer_norm",
         parallel="use_parallel_residual",

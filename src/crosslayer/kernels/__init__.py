@@ -8,6 +8,13 @@ is 64-bit, and nothing is atomic: where a gradient is summed over tokens, each p
 the parts in a fixed order. Nothing imports this package, or triton, until a kernel is asked for.
 """
 
+from ..ops.dispatch import register_kernel
 from . import attend, gate, merge, mix, norm, probe, sinkhorn, streams
+
+for kernel in (
+    attend.depth_attention, attend.attend_ahead, gate.gate_pool, merge.attend_merge, mix.depth_mix, norm.add_norm,
+    probe.write_norm_project, sinkhorn.sinkhorn, streams.width_connection,
+):  # fmt: skip
+    register_kernel(kernel.__name__, kernel)
 
 __all__ = ["attend", "gate", "merge", "mix", "norm", "probe", "sinkhorn", "streams"]

@@ -22,22 +22,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Following
+from ..norms import NormSpec
 from . import launch
 from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
 
 GROUP = 4  # queries a program attends with at once
 
 
-def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: Following | None = None) -> Tensor:
+def depth_attention(
+    X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
+) -> Tensor:
     """`ops.attend`. X: L x [B T D].  q: [D].  ->  [B T D]."""
     return torch.ops.crosslayer.attend(X, q.float()[None], eps, *given(norm))[0].squeeze(0)
 
 
 def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """`ops.attend_ahead`. X: L x [B T D].  Q: [S D].  ->  [S B T D], and lse [S B T]."""
-    groups = [torch.ops.crosslayer.attend(X, q, eps, *given(None))[:2] for q in Q.float().split(GROUP)]
-    out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*groups, strict=True))
+    groups = [
+        torch.ops.crosslayer.attend(X, q, eps, *given(None))[:2] for q in Q.float().split(GROUP)
+    ]
+    out, lse = (
+        parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*groups, strict=True)
+    )
     return out, lse
 
 
@@ -70,7 +76,11 @@ def attend_forward(
                 score = r * tl.sum(queries[s] * x, 0)
                 tl.store(z + (t * S + s) * L + l, score)
                 if l == 0:
-                    tops, masses, means = tops + (score,), masses + (tl.full([], 1.0, tl.float32),), means + (x,)
+                    tops, masses, means = (
+                        tops + (score,),
+                        masses + (tl.full([], 1.0, tl.float32),),
+                        means + (x,),
+                    )
                 else:
                     higher = tl.maximum(top[s], score)
                     fade, p = tl.exp(top[s] - higher), tl.exp(score - higher)
@@ -130,7 +140,10 @@ def attend_backward(
                 else:
                     a_sl = tl.sum(douts[s] * x.to(tl.float32), 0)
                     a = a + (a_sl,)
-                    means = means + (mean[s] + tl.exp(tl.load(z + (t * S + s) * L + l) - top[s]) / mass[s] * a_sl,)
+                    means = means + (
+                        mean[s]
+                        + tl.exp(tl.load(z + (t * S + s) * L + l) - top[s]) / mass[s] * a_sl,
+                    )
             mean, out = means, outs
         if weight is not None:
             through_norm = ()
@@ -148,7 +161,10 @@ def attend_backward(
             for s in tl.static_range(S):
                 z_sl = tl.load(z + (t * S + s) * L + l)
                 p = tl.exp(z_sl - top[s]) / mass[s]
-                dz = p * ((a[l * S + s] if weight is None else tl.sum(douts[s] * (x - out[s]), 0)) - mean[s])
+                dz = p * (
+                    (a[l * S + s] if weight is None else tl.sum(douts[s] * (x - out[s]), 0))
+                    - mean[s]
+                )
                 dx += p * douts[s] + (dz * r) * (queries[s] - (z_sl * r / D) * x)
                 more = more + (sums[s] + (dz * r) * x,)
             sums = more
@@ -161,7 +177,12 @@ def attend_backward(
 
 @torch.library.custom_op("crosslayer::attend", mutates_args=())
 def _attend(
-    X: Sequence[Tensor], Q: Tensor, eps: float, affine: Sequence[Tensor], norm_eps: float, centred: bool
+    X: Sequence[Tensor],
+    Q: Tensor,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     X, (Q, *affine) = [x.contiguous() for x in X], (t.contiguous() for t in (Q, *affine))
     out, lse, z, rstd = _room(X, Q)
@@ -175,7 +196,12 @@ def _attend(
 
 @_attend.register_fake
 def _(
-    X: Sequence[Tensor], Q: Tensor, eps: float, affine: Sequence[Tensor], norm_eps: float, centred: bool
+    X: Sequence[Tensor],
+    Q: Tensor,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _room(X, Q)
 
@@ -191,10 +217,17 @@ def _attend_backward(
     dout: Tensor, dlse: Tensor, X: Sequence[Tensor], Q: Tensor, z: Tensor, rstd: Tensor, affine: Sequence[Tensor],
     norm_eps: float, centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # fmt: skip
-    X, (Q, dout, dlse, *affine) = [x.contiguous() for x in X], (t.contiguous() for t in (Q, dout, dlse, *affine))
+    X, (Q, dout, dlse, *affine) = (
+        [x.contiguous() for x in X],
+        (t.contiguous() for t in (Q, dout, dlse, *affine)),
+    )
     N, D, size = launch.tokens(X[0]), X[0].shape[-1], launch.block(X[0].shape[-1])
     count = launch.programs(N, Q)
-    dX, dQ, kept = [torch.empty_like(x) for x in X], launch.part(Q, count, *Q.shape), parts(affine, count)
+    dX, dQ, kept = (
+        [torch.empty_like(x) for x in X],
+        launch.part(Q, count, *Q.shape),
+        parts(affine, count),
+    )
     launch.launch(
         attend_backward, (count,), X, Q, pair(affine)[0], z, rstd, dout, dlse, dX, dQ, *pair(kept), N, D, norm_eps,
         L=len(X), S=len(Q), CENTRED=centred, HOLD=launch.holds(X, size, rows=3 * len(Q) + 3 + 2 * len(affine)),
@@ -208,7 +241,11 @@ def _(
     dout: Tensor, dlse: Tensor, X: Sequence[Tensor], Q: Tensor, z: Tensor, rstd: Tensor, affine: Sequence[Tensor],
     norm_eps: float, centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # fmt: skip
-    return [x.new_empty(x.shape) for x in X], Q.new_empty(Q.shape), [p.new_empty(p.shape) for p in affine]
+    return (
+        [x.new_empty(x.shape) for x in X],
+        Q.new_empty(Q.shape),
+        [p.new_empty(p.shape) for p in affine],
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -222,7 +259,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, ...]:
     Q, z, rstd, *rows = ctx.saved_tensors
     X, affine = rows[: ctx.L], rows[ctx.L :]
-    dX, dQ, daffine = torch.ops.crosslayer.attend_backward(dout, dlse, X, Q, z, rstd, affine, *ctx.rest)
+    dX, dQ, daffine = torch.ops.crosslayer.attend_backward(
+        dout, dlse, X, Q, z, rstd, affine, *ctx.rest
+    )
     return dX, dQ, None, daffine, None, None
 
 

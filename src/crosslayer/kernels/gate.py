@@ -22,27 +22,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Following
+from ..norms import NormSpec
 from . import launch
 from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
 
 
 def gate_pool(
     S: tuple[Tensor, ...], y: Tensor, beta: Tensor, pool: Tensor, score: Tensor | None = None, eps: float = 1e-6,
-    norm: Following | None = None,
+    norm: NormSpec | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:  # fmt: skip
     """`ops.gate_pool`. S: n x [B T D].  beta: [B T n].  pool, score: [D].  ->  n x [B T D], h [B T D], q [B T n]."""
     beta = beta.float().expand(*y.shape[:-1], len(S))
     score = None if score is None else score.float()
-    new, h, q, *_ = torch.ops.crosslayer.gate_pool(S, y, beta, pool.float(), score, eps, *given(norm))
+    new, h, q, *_ = torch.ops.crosslayer.gate_pool(
+        S, y, beta, pool.float(), score, eps, *given(norm)
+    )
     return tuple(new), h, None if score is None else q
 
 
-def moves(N: int, D: int, n: int, size: int, scored: bool = True, parameters: int = 0) -> tuple[int, int]:
+def moves(
+    N: int, D: int, n: int, size: int, scored: bool = True, parameters: int = 0
+) -> tuple[int, int]:
     """Bytes that forward and backward must move for N tokens of `size` bytes an element."""
     tiny, weights = 4 * N * n, 4 * D * (1 + scored)
     forward = N * D * (2 * n + 2) * size + tiny * (1 + scored) + weights + 4 * D * parameters
-    backward = N * D * (3 * n + 3) * size + tiny * (2 + scored) + 2 * weights + parameters_back(D, parameters)
+    backward = (
+        N * D * (3 * n + 3) * size
+        + tiny * (2 + scored)
+        + 2 * weights
+        + parameters_back(D, parameters)
+    )
     return forward, backward
 
 
@@ -165,7 +174,10 @@ def _gate_pool(
     S: Sequence[Tensor], y: Tensor, beta: Tensor, pool: Tensor, score: Tensor | None, eps: float,
     affine: Sequence[Tensor], norm_eps: float, centred: bool,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    S, (y, beta, pool, *affine) = [s.contiguous() for s in S], (t.contiguous() for t in (y, beta, pool, *affine))
+    S, (y, beta, pool, *affine) = (
+        [s.contiguous() for s in S],
+        (t.contiguous() for t in (y, beta, pool, *affine)),
+    )
     n, N, D = len(S), launch.tokens(y), y.shape[-1]
     out, h = [torch.empty_like(s) for s in S], torch.empty_like(S[0])
     z, rstd = torch.empty_like(beta), torch.empty_like(beta)
@@ -231,7 +243,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(y, beta, pool, score, q, z, rstd, *S, *affine)
 
 
-def _differentiate(ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any
+) -> tuple[Any, ...]:
     y, beta, pool, score, q, z, rstd, *rows = ctx.saved_tensors
     S, affine = rows[: ctx.n], rows[ctx.n :]
     *grads, dscore, daffine = torch.ops.crosslayer.gate_pool_backward(

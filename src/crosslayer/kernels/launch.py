@@ -7,7 +7,9 @@ import triton
 from torch import Tensor
 
 ROW = 4096  # the longest piece of a row that a kernel without a sum over D takes at once
-HELD = 160 * 1024  # bytes of rows that one program keeps in registers, seen to compile with hardly a spill
+HELD = (
+    160 * 1024
+)  # bytes of rows that one program keeps in registers, seen to compile with hardly a spill
 
 
 def tokens(x: Tensor) -> int:
@@ -21,7 +23,9 @@ def block(D: int, longest: int = 1 << 30) -> int:
 
 def programs(N: int, like: Tensor) -> int:
     """How many programs share N tokens where each keeps a part of a sum over them: enough to fill the GPU."""
-    count = torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 1
+    count = (
+        torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 1
+    )
     return min(N, 4 * count)
 
 
@@ -46,7 +50,12 @@ def total(parts: Tensor, *axes: int) -> Tensor:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int,
+    num_stages: int = 3,
+    **constants: Any,
 ) -> None:
     """Run a kernel on the device of its tensors; no tokens, no launch."""
     if 0 in grid:
@@ -55,4 +64,6 @@ def launch(
     first = args[0][0] if isinstance(args[0], tuple) else args[0]
     with torch.cuda.device_of(first):
         # fused multiply-adds are wanted; triton 3.9 warns where it is not told
-        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+        kernel[grid](
+            *args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
+        )

@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Following
+from ..norms import NormSpec
 from . import launch
 from .gate import lerp
 from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
 
 
 def attend_merge(
-    out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6, norm: Following | None = None
+    out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
 ) -> Tensor:
     """`ops.attend_merge`. out, x: [B T D].  lse: [B T].  q: [D].  ->  [B T D]."""
     return torch.ops.crosslayer.attend_merge(out, lse.float(), x, q.float(), eps, *given(norm))[0]
@@ -97,7 +97,14 @@ def merge_backward(
 
 @torch.library.custom_op("crosslayer::attend_merge", mutates_args=())
 def _attend_merge(
-    out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float, affine: Sequence[Tensor], norm_eps: float, centred: bool
+    out: Tensor,
+    lse: Tensor,
+    x: Tensor,
+    q: Tensor,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, x, q, *affine = (t.contiguous() for t in (out, lse, x, q, *affine))
     merged, z, rstd = torch.empty_like(x), torch.empty_like(lse), torch.empty_like(lse)
@@ -111,7 +118,14 @@ def _attend_merge(
 
 @_attend_merge.register_fake
 def _(
-    out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float, affine: Sequence[Tensor], norm_eps: float, centred: bool
+    out: Tensor,
+    lse: Tensor,
+    x: Tensor,
+    q: Tensor,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), lse.new_empty(lse.shape), lse.new_empty(lse.shape)
 
@@ -125,7 +139,12 @@ def _attend_merge_backward(
     N, D, size = launch.tokens(x), x.shape[-1], launch.block(x.shape[-1])
     count = launch.programs(N, x)
     kept = parts(affine, count)
-    dout, dlse, dx, dq = torch.empty_like(out), torch.empty_like(lse), torch.empty_like(x), launch.part(q, count, D)
+    dout, dlse, dx, dq = (
+        torch.empty_like(out),
+        torch.empty_like(lse),
+        torch.empty_like(x),
+        launch.part(q, count, D),
+    )
     launch.launch(
         merge_backward, (count,), out, lse, x, q, pair(affine)[0], z, rstd, dmerged, dout, dlse, dx, dq, *pair(kept),
         N, D, norm_eps, CENTRED=centred, BLOCK=size, num_warps=launch.warps(2 * size),

@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Following, follow
+from ..norms import NormSpec, apply_norm
 from . import launch
 from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
 
 
-def mix(X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, Following], ...] = ()) -> tuple[Tensor, ...]:
+def depth_mix(
+    X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, NormSpec], ...] = ()
+) -> tuple[Tensor, ...]:
     """`ops.mix`. X: L x [B T D].  w: [C L], or [B T C L] a token's own.  ->  C mixtures and their norms, [B T D]."""
     if len(X) != w.shape[-1]:
         raise ValueError(f"mix: {len(X)} sources but weights for {w.shape[-1]}")
@@ -31,18 +33,30 @@ def mix(X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, Following], ..
     _, eps, centred = given(taken[0][1] if taken else None)
     affine = [p for _, norm in taken for p in given(norm)[0]]
     out = torch.ops.crosslayer.mix(X, w.float(), affine, [c for c, _ in taken], eps, centred)
-    return (*out, *(follow(out[c], norm) for c, norm in norms[len(taken) :]))
+    return (*out, *(apply_norm(out[c], norm) for c, norm in norms[len(taken) :]))
 
 
-def _takes(D: int, C: int, norms: Sequence[Following]) -> bool:
+def _takes(D: int, C: int, norms: Sequence[NormSpec]) -> bool:
     # norms of one kind, of whole rows, that fit the registers beside the gradients of weights and biases
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in norms}
     parameters = sum(len(given(norm)[0]) for norm in norms)
-    return len(kinds) == 1 and D <= launch.ROW and launch.holds([], launch.block(D), C + len(norms) + parameters)
+    return (
+        len(kinds) == 1
+        and D <= launch.ROW
+        and launch.holds([], launch.block(D), C + len(norms) + parameters)
+    )
 
 
 def moves(
-    N: int, D: int, L: int, C: int, size: int, static: bool = False, normed: int = 0, parameters: int = 0, back: int = 0
+    N: int,
+    D: int,
+    L: int,
+    C: int,
+    size: int,
+    static: bool = False,
+    normed: int = 0,
+    parameters: int = 0,
+    back: int = 0,
 ) -> tuple[int, int]:
     """Bytes that forward and backward must move for N tokens of `size` bytes an element.
 
@@ -148,7 +162,12 @@ def _cut(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], int, dict[s
 
 @torch.library.custom_op("crosslayer::mix", mutates_args=())
 def _mix(
-    X: Sequence[Tensor], w: Tensor, affine: Sequence[Tensor], ways: Sequence[int], eps: float, centred: bool
+    X: Sequence[Tensor],
+    w: Tensor,
+    affine: Sequence[Tensor],
+    ways: Sequence[int],
+    eps: float,
+    centred: bool,
 ) -> list[Tensor]:
     X, w, affine = [x.contiguous() for x in X], w.contiguous(), [p.contiguous() for p in affine]
     N, D, C = launch.tokens(X[0]), X[0].shape[-1], w.shape[-2]
@@ -163,7 +182,12 @@ def _mix(
 
 @_mix.register_fake
 def _(
-    X: Sequence[Tensor], w: Tensor, affine: Sequence[Tensor], ways: Sequence[int], eps: float, centred: bool
+    X: Sequence[Tensor],
+    w: Tensor,
+    affine: Sequence[Tensor],
+    ways: Sequence[int],
+    eps: float,
+    centred: bool,
 ) -> list[Tensor]:
     return [X[0].new_empty(X[0].shape) for _ in range(w.shape[-2] + len(ways))]
 
@@ -174,15 +198,26 @@ def _mix_backward(
     ways: Sequence[int], eps: float, centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # fmt: skip
     X, w, affine = [x.contiguous() for x in X], w.contiguous(), [p.contiguous() for p in affine]
-    dout, mixed = [None if d is None else d.contiguous() for d in dout], [x.contiguous() for x in mixed]
+    dout, mixed = (
+        [None if d is None else d.contiguous() for d in dout],
+        [x.contiguous() for x in mixed],
+    )
     N, D, C = launch.tokens(X[0]), X[0].shape[-1], w.shape[-2]
     grid, step, constants = _cut(X[0], w, len(ways))
-    dX, dw, kept = [torch.empty_like(x) for x in X], launch.part(w, *grid[1:], N, *w.shape[-2:]), parts(affine, grid[0])
+    dX, dw, kept = (
+        [torch.empty_like(x) for x in X],
+        launch.part(w, *grid[1:], N, *w.shape[-2:]),
+        parts(affine, grid[0]),
+    )
     launch.launch(
         mix_backward, grid, X, w, _pairs(affine, len(ways))[0], mixed, dout[:C], dout[C:], dX, dw,
         *_pairs(kept, len(ways)), N, D, step, eps, WAYS=tuple(ways), CENTRED=centred, **constants,
     )  # fmt: skip
-    return dX, launch.total(dw, *((0, 1) if w.dim() == 2 else (0,))).view(w.shape), totals(kept, affine)
+    return (
+        dX,
+        launch.total(dw, *((0, 1) if w.dim() == 2 else (0,))).view(w.shape),
+        totals(kept, affine),
+    )
 
 
 @_mix_backward.register_fake
@@ -190,7 +225,11 @@ def _(
     dout: Sequence[Tensor | None], X: Sequence[Tensor], w: Tensor, mixed: Sequence[Tensor], affine: Sequence[Tensor],
     ways: Sequence[int], eps: float, centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # fmt: skip
-    return [x.new_empty(x.shape) for x in X], w.new_empty(w.shape), [p.new_empty(p.shape) for p in affine]
+    return (
+        [x.new_empty(x.shape) for x in X],
+        w.new_empty(w.shape),
+        [p.new_empty(p.shape) for p in affine],
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

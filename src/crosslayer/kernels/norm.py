@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Following, add, follow
+from ..norms import NormSpec, add_write, apply_norm
 from . import launch
 
 
-def add_norm(h: Tensor, y: Tensor | None, norm: Following | None = None) -> tuple[Tensor, Tensor]:
+def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple[Tensor, Tensor]:
     """`ops.add_norm`. h, y: [B T D].  ->  h' and its norm, [B T D] each."""
     if y is None or norm is None or y.dtype != h.dtype:
-        h = add(h, y)
-        return h, follow(h, norm)
+        h = add_write(h, y)
+        return h, apply_norm(h, norm)
     return torch.ops.crosslayer.add_norm(h, y, *given(norm))
 
 
@@ -66,7 +66,9 @@ def through(g, x, r, d, D, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def norm_forward(h, y, weight, bias, new, out, N, D, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+def norm_forward(
+    h, y, weight, bias, new, out, N, D, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):
     d = tl.arange(0, BLOCK)
     w, b = affine(weight, bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -93,7 +95,9 @@ def norm_backward(
         x, r = normalised(x, d, D, eps, CENTRED)
         dw += dn * x
         db += dn
-        dx = tl.load(dnew + t * D + d, mask=d < D, other=0.0).to(tl.float32) + through(dn * w, x, r, d, D, CENTRED)
+        dx = tl.load(dnew + t * D + d, mask=d < D, other=0.0).to(tl.float32) + through(
+            dn * w, x, r, d, D, CENTRED
+        )
         tl.store(dh + t * D + d, dx.to(dh.dtype.element_ty), mask=d < D)
     keep(dw, db, dweight, dbias, d, D)
 
@@ -107,7 +111,7 @@ def keep(dw, db, dweight, dbias, d, D):
         tl.store(dbias + mine + d, db, mask=d < D)
 
 
-def given(norm: Following | None) -> tuple[list[Tensor], float, bool]:
+def given(norm: NormSpec | None) -> tuple[list[Tensor], float, bool]:
     """As an op takes it: [weight] or [weight, bias], eps and `centred`; [] without a norm."""
     if norm is None:
         return [], 0.0, False
@@ -131,7 +135,9 @@ def totals(kept: Sequence[Tensor], affine: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.library.custom_op("crosslayer::add_norm", mutates_args=())
-def _add_norm(h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+def _add_norm(
+    h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
     h, y, affine = h.contiguous(), y.contiguous(), [p.contiguous() for p in affine]
     N, D, size = launch.tokens(h), h.shape[-1], launch.block(h.shape[-1])
     new, out = torch.empty_like(h), torch.empty_like(h)
@@ -143,7 +149,9 @@ def _add_norm(h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centre
 
 
 @_add_norm.register_fake
-def _(h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+def _(
+    h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
     return h.new_empty(h.shape), h.new_empty(h.shape)
 
 
@@ -151,7 +159,10 @@ def _(h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool)
 def _add_norm_backward(
     dnew: Tensor, dout: Tensor, new: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    dnew, dout, new, affine = (*(t.contiguous() for t in (dnew, dout, new)), [p.contiguous() for p in affine])
+    dnew, dout, new, affine = (
+        *(t.contiguous() for t in (dnew, dout, new)),
+        [p.contiguous() for p in affine],
+    )
     N, D, size = launch.tokens(new), new.shape[-1], launch.block(new.shape[-1])
     count = launch.programs(N, new)
     dh, kept = torch.empty_like(new), parts(affine, count)

@@ -24,19 +24,30 @@ from . import launch
 WIDEST = 64  # columns of W whose piece fits a program: mHC has more from 7 streams on, and its product is then torch's
 
 
-def probe(
-    H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float = 1e-6, centred: bool = False
+def write_norm_project(
+    H: Tensor,
+    Y: Tensor | None,
+    beta: Tensor | None,
+    W: Tensor,
+    eps: float = 1e-6,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`ops.probe`. H: [B T n D].  Y: [B T 1|n D].  beta: [B T n].  W: [D|nD K].  ->  [B T n D], [B T n|1 K]."""
     if W.shape[1] > WIDEST:
-        return ops.probe.reference(H, Y, beta, W, eps, centred)  # type: ignore[attr-defined]
+        return ops.write_norm_project.reference(H, Y, beta, W, eps, centred)  # type: ignore[attr-defined]
     beta = None if beta is None else beta.float().expand(H.shape[:-1])
     return torch.ops.crosslayer.probe(H, Y, beta, W.float(), eps, centred)[:2]
 
 
-def moves(N: int, D: int, n: int, K: int, joint: bool, size: int, pending: int = 1) -> tuple[int, int]:
+def moves(
+    N: int, D: int, n: int, K: int, joint: bool, size: int, pending: int = 1
+) -> tuple[int, int]:
     """Bytes that forward and backward must move for N tokens, each with so many rows of Y, `size` bytes an element."""
-    W, rows, beta = 4 * K * D * (n if joint else 1), N if joint else N * n, 4 * N * n * (pending > 0)
+    W, rows, beta = (
+        4 * K * D * (n if joint else 1),
+        N if joint else N * n,
+        4 * N * n * (pending > 0),
+    )
     forward = N * D * (2 * n + pending) * size + beta + 4 * rows * (K + 1) + W
     return forward, N * D * (3 * n + 2 * pending) * size + 2 * beta + 4 * rows * (K + 1) + 2 * W
 
@@ -70,11 +81,18 @@ def probe_forward(
         tl.store(new + (t * n + s) * D + d, h, mask=on)
         v = tl.reshape(h.to(tl.float32), [R, C])
         at = start + column % BLOCK
-        w = tl.load(W + (column // BLOCK * D + at) * K + k, mask=(column // BLOCK < n) & (at < D) & (k < K), other=0.0)
+        w = tl.load(
+            W + (column // BLOCK * D + at) * K + k,
+            mask=(column // BLOCK < n) & (at < D) & (k < K),
+            other=0.0,
+        )
         dots += tl.dot(v, w, input_precision="tf32x3")
         if CENTRED:
             # this piece's mean and squares about it, joined to those of the pieces before
-            before, count = start * (n if JOINT else 1), tl.minimum(D - start, BLOCK) * (n if JOINT else 1)
+            before, count = (
+                start * (n if JOINT else 1),
+                tl.minimum(D - start, BLOCK) * (n if JOINT else 1),
+            )
             piece = tl.sum(v, 1) / count
             off = tl.where(tl.reshape(on.to(tl.int32), [R, C]) > 0, v - piece[:, None], 0.0)
             step = piece - mean
@@ -87,7 +105,10 @@ def probe_forward(
     if JOINT:
         row, real = first + row, first + row < N
     else:
-        row, real = (first + row // SIDE) * n + row % SIDE, (first + row // SIDE < N) & (row % SIDE < n)
+        row, real = (
+            (first + row // SIDE) * n + row % SIDE,
+            (first + row // SIDE < N) & (row % SIDE < n),
+        )
     if CENTRED:
         tl.store(mu + row, mean, mask=real)
     tl.store(rstd + row, r, mask=real)
@@ -102,7 +123,10 @@ def probe_backward(
 ):  # fmt: skip
     R: tl.constexpr = TILE if JOINT else TILE * SIDE
     C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
-    d, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :], tl.arange(0, SIDE)[None, :, None]
+    d, s = (
+        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :],
+        tl.arange(0, SIDE)[None, :, None],
+    )
     k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
     at = tl.program_id(0) * BLOCK + column % BLOCK
     held = (column // BLOCK < n) & (at < D) & (k < K)
@@ -114,9 +138,14 @@ def probe_backward(
         if JOINT:
             row, real = first + row, first + row < N
         else:
-            row, real = (first + row // SIDE) * n + row % SIDE, (first + row // SIDE < N) & (row % SIDE < n)
+            row, real = (
+                (first + row // SIDE) * n + row % SIDE,
+                (first + row // SIDE < N) & (row % SIDE < n),
+            )
         on = (t < N) & (s < n) & (d < D)
-        v = tl.reshape(tl.load(new + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32), [R, C])
+        v = tl.reshape(
+            tl.load(new + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32), [R, C]
+        )
         g_t = tl.load(g + row[:, None] * K + k, mask=real[:, None] & (k < K), other=0.0)
         dw += tl.dot(tl.trans(v), g_t, input_precision="tf32x3")
         if CENTRED:
@@ -145,7 +174,11 @@ def probe_backward(
 def _cut(H: Tensor, W: Tensor, joint_tokens: int, tokens: int, elements: int) -> dict[str, Any]:
     """How a tile is cut: its tokens, where streams are normed jointly and where not, their lanes, and a piece of D."""
     n, D = H.shape[-2:]
-    joint, side, wide = W.shape[0] > D, triton.next_power_of_2(n), max(16, triton.next_power_of_2(W.shape[1]))
+    joint, side, wide = (
+        W.shape[0] > D,
+        triton.next_power_of_2(n),
+        max(16, triton.next_power_of_2(W.shape[1])),
+    )
     tile = joint_tokens if joint else tokens
     of_W = (side if joint else 1) * wide
     piece = max(16, min(triton.next_power_of_2(D), elements // (tile * side), 8192 // of_W))
@@ -204,7 +237,9 @@ def _probe_backward(
     W = _centre(W) if centred else W
     g, c = dz * rstd[..., None], (dz * z).sum(-1) * rstd * rstd / len(W)
     pieces, tiles = triton.cdiv(D, cut["BLOCK"]), triton.cdiv(N, cut["TILE"])
-    splits = min(tiles, max(1, launch.programs(4 * N, new) // pieces)) if new.is_cuda else min(tiles, 1)
+    splits = (
+        min(tiles, max(1, launch.programs(4 * N, new) // pieces)) if new.is_cuda else min(tiles, 1)
+    )
     dH, (dY, dbeta) = torch.empty_like(new), _pending_gradients(Y, new)
     parts = launch.part(W, pieces, *dbeta.shape), launch.part(W, splits, *W.shape)
     launch.launch(

@@ -51,7 +51,9 @@ def undo(dM, M, s, axis: tl.constexpr, on):
 
 
 @triton.jit
-def sinkhorn_forward(z, out, N, rounds, eps, n: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
+def sinkhorn_forward(
+    z, out, N, rounds, eps, n: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr
+):
     m = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None, None]
     i, j = tl.arange(0, SIDE)[None, :, None], tl.arange(0, SIDE)[None, None, :]
     on = (m < N) & (i < n) & (j < n)
@@ -146,7 +148,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    return torch.ops.crosslayer.sinkhorn_backward(dout, *ctx.saved_tensors, ctx.rounds, ctx.eps), None, None
+    return (
+        torch.ops.crosslayer.sinkhorn_backward(dout, *ctx.saved_tensors, ctx.rounds, ctx.eps),
+        None,
+        None,
+    )
 
 
 _sinkhorn.register_autograd(_differentiate, setup_context=_save)

@@ -17,18 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import Following, follow
+from ..norms import NormSpec, apply_norm
 from . import launch
 from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
 
 
-def carry(H: Tensor, pre: Tensor, res: Tensor, norm: Following | None = None) -> tuple[Tensor, Tensor]:
+def width_connection(
+    H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
+) -> tuple[Tensor, Tensor]:
     """`ops.carry`. H: [B T n D].  pre: [B T n].  res: [B T n n].  ->  [B T D], [B T n D]."""
     *lead, n, D = H.shape
     taken, rest = (norm, None) if _cut(n, D) >= D else (None, norm)
     pre, res = pre.float().expand(*lead, n), res.float().expand(*lead, n, n)
     x, H = torch.ops.crosslayer.carry(H, pre, res, *given(taken))
-    return follow(x, rest), H
+    return apply_norm(x, rest), H
 
 
 def moves(N: int, D: int, n: int, size: int, parameters: int = 0) -> tuple[int, int]:
@@ -136,7 +138,14 @@ def _(
 
 @torch.library.custom_op("crosslayer::carry_backward", mutates_args=())
 def _carry_backward(
-    dx: Tensor, dout: Tensor, H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
+    dx: Tensor,
+    dout: Tensor,
+    H: Tensor,
+    pre: Tensor,
+    res: Tensor,
+    affine: Sequence[Tensor],
+    eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dx, dout, H, pre, res, *affine = (t.contiguous() for t in (dx, dout, H, pre, res, *affine))
     n, D = H.shape[-2:]
@@ -156,7 +165,14 @@ def _carry_backward(
 
 @_carry_backward.register_fake
 def _(
-    dx: Tensor, dout: Tensor, H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
+    dx: Tensor,
+    dout: Tensor,
+    H: Tensor,
+    pre: Tensor,
+    res: Tensor,
+    affine: Sequence[Tensor],
+    eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dH, dpre, dres, *daffine = (t.new_empty(t.shape) for t in (H, pre, res, *affine))
     return dH, dpre, dres, daffine
@@ -169,7 +185,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 def _differentiate(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Any, ...]:
     H, pre, res, *affine = ctx.saved_tensors
-    return *torch.ops.crosslayer.carry_backward(dx, dout, H, pre, res, affine, *ctx.rest), None, None
+    return (
+        *torch.ops.crosslayer.carry_backward(dx, dout, H, pre, res, affine, *ctx.rest),
+        None,
+        None,
+    )
 
 
 _carry.register_autograd(_differentiate, setup_context=_save)

@@ -7,28 +7,30 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .dispatch import kernel
+from ..norms import NormSpec, apply_norm, rstd, upcast
+from .dispatch import kernel_op
 from .mix import weighted_sum
-from .norm import Following, follow, rstd
-from .products import dot, project_once, wide
+from .products import project_manual_grad, row_dot
 
 
-@kernel("attend")
-def attend(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: Following | None = None) -> Tensor:
+@kernel_op
+def depth_attention(
+    X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
+) -> Tensor:
     """Σ_l softmax_l(⟨q, RMS(X_l)⟩) · X_l: keys are normalised, values are not; their mean is, where a norm follows.
 
     X: L x [B T D].  q: [D] float32, with any scale and key-norm weight multiplied in.  ->  [B T D] in X's dtype.
     Moves (L + 1)·D elements a token.
     """
-    return follow(Attend.apply(q[None], eps, *X)[1], norm)
+    return apply_norm(Attend.apply(q[None], eps, *X)[1], norm)
 
 
-def scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
+def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
     """⟨q, RMS(X_l)⟩ of every source: [B T L] float32."""
-    return torch.stack([x @ q * rstd(x, eps) for x in map(wide, X)], -1)
+    return torch.stack([x @ q * rstd(x, eps) for x in map(upcast, X)], -1)
 
 
-@kernel("attend")
+@kernel_op
 def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Phase 1 of block attention: sources that are complete, attended to once for all of a block's queries.
 
@@ -38,16 +40,16 @@ def attend_ahead(X: tuple[Tensor, ...], Q: Tensor, eps: float = 1e-6) -> tuple[T
     return torch.stack(out), lse
 
 
-@kernel("merge")
+@kernel_op
 def attend_merge(
-    out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6, norm: Following | None = None
+    out: Tensor, lse: Tensor, x: Tensor, q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
 ) -> Tensor:
     """Phase 2: one query's output over the complete sources, merged with one more source, the block's sum so far.
 
     out: [B T D].  lse: [B T].  x: [B T D].  q: [D].  ->  what `attend` gives for all of them at once.
     """
-    share = (scores((x,), q, eps)[..., 0] - lse).sigmoid()
-    return follow(torch.lerp(wide(out), wide(x), share[..., None]).to(x.dtype), norm)
+    share = (depth_scores((x,), q, eps)[..., 0] - lse).sigmoid()
+    return apply_norm(torch.lerp(upcast(out), upcast(x), share[..., None]).to(x.dtype), norm)
 
 
 class Attend(Function):
@@ -61,7 +63,9 @@ class Attend(Function):
     def forward(*given: Any) -> tuple[Tensor, ...]:
         ctx, Q, eps, *X = given  # see `Mix`
         r = torch.stack([rstd(x, eps) for x in X])
-        z = torch.stack([project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)], -1)  # [B T S L]
+        z = torch.stack(
+            [project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)], -1
+        )  # [B T S L]
         p = z.softmax(-1)
         ctx.save_for_backward(Q, r, z, p, *X)
         return z.logsumexp(-1).movedim(-1, 0), *(weighted_sum(X, p_s) for p_s in p.unbind(-2))
@@ -70,7 +74,7 @@ class Attend(Function):
     @once_differentiable
     def backward(ctx: Any, dlse: Tensor, *dout: Tensor) -> tuple[Tensor | None, ...]:
         Q, r, z, p, *X = ctx.saved_tensors
-        a = torch.stack([torch.stack([dot(d, x) for x in X], -1) for d in dout], -2)
+        a = torch.stack([torch.stack([row_dot(d, x) for x in X], -1) for d in dout], -2)
         dz = p * (a - (p * a).sum(-1, keepdim=True) + dlse.movedim(0, -1)[..., None])
         dX, dQ = [], torch.zeros_like(Q)
         for l, x in enumerate(X):
@@ -82,7 +86,7 @@ class Attend(Function):
 
 def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
     """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
-    return project_once(wide(x), Q.mT) * r[..., None]
+    return project_manual_grad(upcast(x), Q.mT) * r[..., None]
 
 
 def through_rms(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, into: Tensor) -> Tensor:
@@ -91,7 +95,7 @@ def through_rms(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, into: Te
     x, into: [B T D].  r: [B T].  z, dz: [B T S].  ->  [S D].
     """
     g = dz * r[..., None]
-    into.addcmul_((g * z).sum(-1, keepdim=True) * r[..., None], wide(x), value=-1 / x.shape[-1])
+    into.addcmul_((g * z).sum(-1, keepdim=True) * r[..., None], upcast(x), value=-1 / x.shape[-1])
     for s, q in enumerate(Q):
         into.addcmul_(g[..., s, None], q)
-    return g.flatten(0, -2).mT @ wide(x).flatten(0, -2)
+    return g.flatten(0, -2).mT @ upcast(x).flatten(0, -2)

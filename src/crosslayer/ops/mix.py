@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .dispatch import kernel
-from .norm import Following, follow
-from .products import dot
+from ..norms import NormSpec, apply_norm
+from .dispatch import kernel_op
+from .products import row_dot
 
 
-@kernel("mix")
-def mix(X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, Following], ...] = ()) -> tuple[Tensor, ...]:
+@kernel_op
+def depth_mix(
+    X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, NormSpec], ...] = ()
+) -> tuple[Tensor, ...]:
     """out_c = Σ_l w[…, c, l] · X_l: C mixtures of L sources; and after them, for each (c, N) of `norms`, N(out_c).
 
     X: L x [B T D].  w: [C L] static, or [B T C L] a token's own, float32.  ->  [B T D] each, in X's dtype, summed in
@@ -22,7 +24,7 @@ def mix(X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, Following], ..
     if len(X) != w.shape[-1]:
         raise ValueError(f"mix: {len(X)} sources but weights for {w.shape[-1]}")
     S = Mix.apply(w, *X)
-    return (*S, *(follow(S[c], norm) for c, norm in norms))
+    return (*S, *(apply_norm(S[c], norm) for c, norm in norms))
 
 
 class Mix(Function):
@@ -41,8 +43,12 @@ class Mix(Function):
         wanted, *each = ctx.needs_input_grad
         dw = None
         if wanted:
-            dw = torch.stack([torch.stack([dot(d, x) for x in X], -1) for d in dout], -2).sum_to_size(w.shape)
-        dX = (weighted_sum(dout, w[..., l]).to(x.dtype) if each[l] else None for l, x in enumerate(X))
+            dw = torch.stack(
+                [torch.stack([row_dot(d, x) for x in X], -1) for d in dout], -2
+            ).sum_to_size(w.shape)
+        dX = (
+            weighted_sum(dout, w[..., l]).to(x.dtype) if each[l] else None for l, x in enumerate(X)
+        )
         return dw, *dX
 
 

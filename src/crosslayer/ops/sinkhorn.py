@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .dispatch import kernel
+from .dispatch import kernel_op
 
 
-@kernel("sinkhorn")
+@kernel_op
 def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     """Alternate normalising rows and columns of exp(logits), columns last: every column sums to 1 but for eps.
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .dispatch import kernel
-from .norm import Following, follow, rstd
-from .products import dots, gram, mixtures, project_once, spread, wide
+from ..norms import NormSpec, apply_norm, rstd, upcast
+from .dispatch import kernel_op
+from .products import mix_streams, project_back, project_manual_grad, row_dots, stream_gram
 
 
-def repeat(x: Tensor, n: int) -> Tensor:
+def expand_to_streams(x: Tensor, n: int) -> Tensor:
     """n equal streams, a view: [B T D] -> [B T n D]."""
     return x[..., None, :].expand(*x.shape[:-1], n, x.shape[-1])
 
 
-def deposit(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
+def depth_connection(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
     """H_s + beta_s · Y_s, where a write is pending.
 
     H: [B T n D].  Y: [B T n D], or [B T 1 D] for all streams.  beta: [n] static, or [B T n], float32.
@@ -30,12 +30,17 @@ def deposit(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
     """
     if Y is None or beta is None:
         return H
-    return torch.addcmul(wide(H), wide(beta)[..., None], wide(Y)).to(H.dtype)
+    return torch.addcmul(upcast(H), upcast(beta)[..., None], upcast(Y)).to(H.dtype)
 
 
-@kernel("probe")
-def probe(
-    H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float = 1e-6, centred: bool = False
+@kernel_op
+def write_norm_project(
+    H: Tensor,
+    Y: Tensor | None,
+    beta: Tensor | None,
+    W: Tensor,
+    eps: float = 1e-6,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The pending write, and projections of the normed streams, which coefficients are made of.
 
@@ -49,8 +54,10 @@ def probe(
     return Probe.apply(H, Y, beta, W, eps, centred)
 
 
-@kernel("streams")
-def carry(H: Tensor, pre: Tensor, res: Tensor, norm: Following | None = None) -> tuple[Tensor, Tensor]:
+@kernel_op
+def width_connection(
+    H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
+) -> tuple[Tensor, Tensor]:
     """What is read of n streams, and what goes on.
 
     x = Σ_s pre_s H_s, normed where a norm follows,   H'_c = Σ_s res[s, c] H_s.
@@ -60,7 +67,7 @@ def carry(H: Tensor, pre: Tensor, res: Tensor, norm: Following | None = None) ->
     """
     lead, n = H.shape[:-2], H.shape[-2]
     x, H = Carry.apply(H, pre.expand(*lead, n), res.expand(*lead, n, n))
-    return follow(x, norm), H
+    return apply_norm(x, norm), H
 
 
 class Probe(Function):
@@ -72,14 +79,20 @@ class Probe(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
+        ctx: Any,
+        H: Tensor,
+        Y: Tensor | None,
+        beta: Tensor | None,
+        W: Tensor,
+        eps: float,
+        centred: bool,
     ) -> tuple[Tensor, Tensor]:
-        new = H.clone() if Y is None else deposit(H, Y, beta)
-        rows = wide(new).reshape(-1, len(W))
+        new = H.clone() if Y is None else depth_connection(H, Y, beta)
+        rows = upcast(new).reshape(-1, len(W))
         mean = rows.mean(-1, keepdim=True) if centred else None
         rows = rows if mean is None else rows - mean
         r = rstd(rows, eps)[:, None]
-        z = project_once(rows, W) * r
+        z = project_manual_grad(rows, W) * r
         ctx.save_for_backward(new, Y, beta, W, z, r, mean)
         return new, z.view(*H.shape[:-2], -1, W.shape[-1])
 
@@ -87,19 +100,23 @@ class Probe(Function):
     @once_differentiable
     def backward(ctx: Any, dnew: Tensor, dz: Tensor) -> Any:
         new, Y, beta, W, z, r, mean = ctx.saved_tensors
-        rows, dz = wide(new).reshape(-1, len(W)), dz.reshape(z.shape)
+        rows, dz = upcast(new).reshape(-1, len(W)), dz.reshape(z.shape)
         g, c = dz * r, (dz * z).sum(-1, keepdim=True) * r * r / len(W)
         dW = (g.mT @ rows).mT
         if mean is None:
-            dH = spread(g, W).addcmul_(c, rows, value=-1)
+            dH = project_back(g, W).addcmul_(c, rows, value=-1)
         else:
             dW -= (g.mT @ mean).mT
-            dH = spread(g, W - W.mean(0)).addcmul_(c, rows, value=-1).add_(c * mean)
+            dH = project_back(g, W - W.mean(0)).addcmul_(c, rows, value=-1).add_(c * mean)
         dH = dH.view(new.shape).add_(dnew)
         if Y is None:
             return dH.to(new.dtype), None, None, dW, None, None
-        dbeta = dots(Y, dH).sum_to_size(beta.shape)
-        dY = wide(beta)[..., None] * dH if Y.shape[-2] > 1 else mixtures(dH, wide(beta)[..., None])
+        dbeta = row_dots(Y, dH).sum_to_size(beta.shape)
+        dY = (
+            upcast(beta)[..., None] * dH
+            if Y.shape[-2] > 1
+            else mix_streams(dH, upcast(beta)[..., None])
+        )
         return dH.to(new.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
 
 
@@ -109,12 +126,12 @@ class Carry(Function):
     @staticmethod
     def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(H, pre, res)
-        return mixtures(H, pre[..., None]).squeeze(-2), mixtures(H, res)
+        return mix_streams(H, pre[..., None]).squeeze(-2), mix_streams(H, res)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
-        dout = wide(dout).contiguous()  # that of a sum over streams has no strides
-        dH = mixtures(dout, res.mT).addcmul_(pre[..., None], wide(dx)[..., None, :])
-        return dH.to(H.dtype), dots(dx[..., None, :], H), gram(H, dout)
+        dout = upcast(dout).contiguous()  # that of a sum over streams has no strides
+        dH = mix_streams(dout, res.mT).addcmul_(pre[..., None], upcast(dx)[..., None, :])
+        return dH.to(H.dtype), row_dots(dx[..., None, :], H), stream_gram(H, dout)

@@ -17,7 +17,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ..files import settle, write
+from ..files import atomic_replace, write_text_atomic
 
 INDEX = "checkpoint.json"
 
@@ -37,12 +37,22 @@ class Checkpoints:
 
     def found(self) -> list[Path]:
         """Those that are whole, the oldest first."""
-        return sorted(path.parent for path in self.folder.glob(f"step-*/{INDEX}") if path.parent.suffix != ".part")
+        return sorted(
+            path.parent
+            for path in self.folder.glob(f"step-*/{INDEX}")
+            if path.parent.suffix != ".part"
+        )
 
     def newest(self) -> Path | None:
         return self.found()[-1] if self.found() else None
 
-    def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], facts: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        facts: dict[str, Any],
+    ) -> None:
         """Keep the run as it is after `step` steps.
 
         Raises:
@@ -53,7 +63,11 @@ class Checkpoints:
         self.together(lambda: self.make_way(aside))
         try:
             with quiet():
-                dcp.save(state_of(model, optimizers), checkpoint_id=aside, no_dist=self.fabric.world_size == 1)
+                dcp.save(
+                    state_of(model, optimizers),
+                    checkpoint_id=aside,
+                    no_dist=self.fabric.world_size == 1,
+                )
             error = ""
         except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
             error = reason(failure)
@@ -62,9 +76,9 @@ class Checkpoints:
             if error:
                 raise OSError(error)
             index = {"identity": self.identity, "facts": facts, "files": inventory(aside)}
-            write(aside / INDEX, json.dumps(index, indent=1))
+            write_text_atomic(aside / INDEX, json.dumps(index, indent=1))
             shutil.rmtree(path, ignore_errors=True)
-            settle(aside, path)
+            atomic_replace(aside, path)
             for old in self.found()[: -self.keep]:
                 shutil.rmtree(old)
 
@@ -73,10 +87,16 @@ class Checkpoints:
         except OSError as failure:
             if self.fabric.is_global_zero:
                 shutil.rmtree(aside, ignore_errors=True)
-            last = f"; the last good checkpoint is {self.newest()}" if self.found() else "; there is no other"
+            last = (
+                f"; the last good checkpoint is {self.newest()}"
+                if self.found()
+                else "; there is no other"
+            )
             raise OSError(f"{path} cannot be written ({reason(failure)}){last}") from None
 
-    def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
+    def load(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> dict[str, Any] | None:
         """Go back to the newest; its facts, or None where there is none.
 
         Raises:
@@ -89,13 +109,17 @@ class Checkpoints:
         state = state_of(model, optimizers)
         with quiet():
             dcp.load(state, checkpoint_id=path, no_dist=self.fabric.world_size == 1)
-        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         return index["facts"]
 
     def checked(self, path: Path) -> dict[str, Any]:
         """What a checkpoint says of itself, once it has been seen to be true."""
         others = [str(other) for other in self.found() if other != path]
-        go_back = f"; remove it to go on from {others[-1]}" if others else "; remove it to begin anew"
+        go_back = (
+            f"; remove it to go on from {others[-1]}" if others else "; remove it to begin anew"
+        )
         try:
             index = json.loads((path / INDEX).read_text("utf8"))
             identity, files, _ = index["identity"], index["files"], index["facts"]
@@ -104,7 +128,9 @@ class Checkpoints:
         for key in sorted(self.identity.keys() | identity.keys()):
             mine, its = self.identity.get(key), identity.get(key)
             if mine != its:
-                raise ValueError(f"{path}: of another run, with {key} {its!r} where this one has {mine!r}")
+                raise ValueError(
+                    f"{path}: of another run, with {key} {its!r} where this one has {mine!r}"
+                )
 
         def verify() -> None:
             for name, (size, digest) in files.items():

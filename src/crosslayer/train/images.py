@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..connection import choice
-from ..registry import nearest
-from .order import Order
-from .sources import HELD_OUT, VALID_SHARE, share
+from ..data.sampler import BatchSampler
+from ..data.sources import HELD_OUT, VALID_SHARE, share
+from ..validation import check_choice, did_you_mean
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 VALID = ("val", "valid", "validation")  # what the folder beside train/ may be called
@@ -60,10 +59,14 @@ def inception_crop(image: Any, size: int, draw: random.Random) -> Any:
     return flip(image, size, draw)
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {"none": none, "flip": flip, "inception crop": inception_crop}
+AUGMENTATIONS: dict[str, Augmentation] = {
+    "none": none,
+    "flip": flip,
+    "inception crop": inception_crop,
+}
 
 
-class Draws(Order):
+class Draws(BatchSampler):
     """An order whose epochs draw their augmentations anew: example i of epoch e is e·length + i."""
 
     def example(self, epoch: int, index: int) -> int:
@@ -96,8 +99,13 @@ class Pictures(Dataset[dict[str, Any]]):
         index = item % len(self)
         image = opened(self.images[index], MODES[self.channels])
         image = AUGMENTATIONS[self.augment](image, self.size, random.Random(f"{self.seed} {item}"))
-        pixels = torch.from_numpy(np.array(image, np.float32)).view(self.size, self.size, self.channels)
-        return {"pixel_values": pixels.permute(2, 0, 1).contiguous() / 127.5 - 1, "labels": self.labels[index]}
+        pixels = torch.from_numpy(np.array(image, np.float32)).view(
+            self.size, self.size, self.channels
+        )
+        return {
+            "pixel_values": pixels.permute(2, 0, 1).contiguous() / 127.5 - 1,
+            "labels": self.labels[index],
+        }
 
 
 def opened(source: Path | np.ndarray, mode: str) -> Any:
@@ -142,7 +150,12 @@ class Labelled(NamedTuple):
 
 
 def images(
-    source: str, size: int, channels: int = 3, valid: str | None = None, augment: str = "none", seed: int = 0
+    source: str,
+    size: int,
+    channels: int = 3,
+    valid: str | None = None,
+    augment: str = "none",
+    seed: int = 0,
 ) -> Images:
     """The training and validation images of a source.
 
@@ -162,13 +175,16 @@ def images(
         raise ValueError(f"size must be at least 1, got {size}")
     if channels not in MODES:
         raise ValueError(f"channels must be 1 or 3, got {channels}")
-    choice("augment", augment, AUGMENTATIONS)
+    check_choice("augment", augment, AUGMENTATIONS)
     train, held_out = found(Path(source), whole=valid is not None)
     if valid is not None:
-        held_out = found(Path(valid), whole=False)[1] if valid.endswith(".npz") else files(Path(valid))
+        held_out = (
+            found(Path(valid), whole=False)[1] if valid.endswith(".npz") else files(Path(valid))
+        )
     classes, labels = numbered(valid or source, train, held_out)
     train_set, valid_set = (
-        (part.images, numbers, size, channels) for part, numbers in zip((train, held_out), labels, strict=True)
+        (part.images, numbers, size, channels)
+        for part, numbers in zip((train, held_out), labels, strict=True)
     )
     return Images(
         source, Pictures(*train_set, augment, seed), {HELD_OUT: Pictures(*valid_set)}, classes,
@@ -179,12 +195,13 @@ def images(
 def numbered(source: str, train: Labelled, valid: Labelled) -> tuple[list[str], list[list[int]]]:
     """The classes' names, numbers in their order, and the number of each training and validation image's."""
     classes = sorted(
-        set(train.classes), key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else name)
+        set(train.classes),
+        key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else name),
     )
     for name in valid.classes:
         if name not in classes:
             raise ValueError(
-                f"{source}: validates class {name!r}{nearest(name, classes)}, of which no training image is"
+                f"{source}: validates class {name!r}{did_you_mean(name, classes)}, of which no training image is"
             )
     numbers = {name: i for i, name in enumerate(classes)}
     return classes, [[numbers[name] for name in part.classes] for part in (train, valid)]
@@ -230,13 +247,17 @@ def split(path: Path, whole: Labelled) -> tuple[Labelled, Labelled]:
     parts: tuple[list[tuple[Path, str]], list[tuple[Path, str]]] = ([], [])
     for file, name in pairs:
         parts[held.get(file, 1.0) <= limit].append((file, name))
-    train, valid = (Labelled([file for file, _ in part], [name for _, name in part]) for part in parts)
+    train, valid = (
+        Labelled([file for file, _ in part], [name for _, name in part]) for part in parts
+    )
     return train, valid
 
 
 def arrays(path: Path) -> tuple[Labelled, Labelled]:
     parts = opened_npz(path)
-    train, test = (labelled(path, part, parts[f"x_{part}"], parts[f"y_{part}"]) for part in ("train", "test"))
+    train, test = (
+        labelled(path, part, parts[f"x_{part}"], parts[f"y_{part}"]) for part in ("train", "test")
+    )
     return train, test
 
 
@@ -254,14 +275,18 @@ def opened_npz(path: Path) -> dict[str, np.ndarray]:
 
 def labelled(path: Path, part: str, x: np.ndarray, y: np.ndarray) -> Labelled:
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3, 4)):
-        raise ValueError(f"{path}: x_{part} is {x.dtype} {list(x.shape)}, expected uint8 [N H W] or [N H W C]")
+        raise ValueError(
+            f"{path}: x_{part} is {x.dtype} {list(x.shape)}, expected uint8 [N H W] or [N H W C]"
+        )
     if y.size != len(x) or not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
             f"{path}: y_{part} is {y.dtype} {list(y.shape)}, expected an integer for each of {len(x)} images"
         )
     if not len(x):
         raise ValueError(f"{path}: x_{part} has no images")
-    return Labelled(x[..., 0] if x.shape[3:] == (1,) else x, [str(n) for n in y.reshape(-1).tolist()])
+    return Labelled(
+        x[..., 0] if x.shape[3:] == (1,) else x, [str(n) for n in y.reshape(-1).tolist()]
+    )
 
 
 def fingerprints(*parts: Labelled) -> str:
@@ -273,5 +298,7 @@ def fingerprint(part: Labelled) -> str:
     if isinstance(part.images, np.ndarray):
         digest.update(np.ascontiguousarray(part.images).data)
     else:
-        digest.update(" ".join(f"{file.name} {file.stat().st_size}" for file in part.images).encode())
+        digest.update(
+            " ".join(f"{file.name} {file.stat().st_size}" for file in part.images).encode()
+        )
     return digest.hexdigest()

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..connection import choice
+from ..data.sources import HELD_OUT
+from ..validation import check_choice
 from .images import Images, Labelled, fingerprints, numbered, opened_npz
-from .sources import HELD_OUT
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,10 @@ class Latents(Dataset[dict[str, Any]]):
             raise IndexError(f"latent {item} of {len(self)}")
         x = torch.from_numpy(self.latents[item % len(self)].astype(np.float32))
         mirrored = self.augment == "flip" and random.Random(f"{self.seed} {item}").random() < 0.5
-        return {"pixel_values": x.flip(-1) if mirrored else x, "labels": self.labels[item % len(self)]}
+        return {
+            "pixel_values": x.flip(-1) if mirrored else x,
+            "labels": self.labels[item % len(self)],
+        }
 
 
 def latents(source: str, size: int, channels: int, augment: str = "none", seed: int = 0) -> Images:
@@ -47,10 +50,12 @@ def latents(source: str, size: int, channels: int, augment: str = "none", seed: 
     Raises:
         ValueError: no such file, or not as described.
     """
-    choice("augment", augment, dict.fromkeys(("none", "flip")))
+    check_choice("augment", augment, dict.fromkeys(("none", "flip")))
     path = Path(source)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; latents of {channels} channels are read from an .npz")
+        raise ValueError(
+            f"{path}: no such file; latents of {channels} channels are read from an .npz"
+        )
     parts = opened_npz(path)
     shape = (channels, size, size)
     for name in ("train", "test"):
@@ -60,9 +65,12 @@ def latents(source: str, size: int, channels: int, augment: str = "none", seed: 
                 f"{path}: x_{name} is {x.dtype} {list(x.shape)}, expected a float [N {channels} {size} {size}]"
             )
         if y.size != len(x) or not np.issubdtype(y.dtype, np.integer):
-            raise ValueError(f"{path}: y_{name} is {y.dtype} {list(y.shape)}, expected an integer for each of {len(x)}")
+            raise ValueError(
+                f"{path}: y_{name} is {y.dtype} {list(y.shape)}, expected an integer for each of {len(x)}"
+            )
     train, valid = (
-        Labelled(parts[f"x_{n}"], [str(i) for i in parts[f"y_{n}"].reshape(-1).tolist()]) for n in ("train", "test")
+        Labelled(parts[f"x_{n}"], [str(i) for i in parts[f"y_{n}"].reshape(-1).tolist()])
+        for n in ("train", "test")
     )
     classes, (mine, its) = numbered(source, train, valid)
     return Images(

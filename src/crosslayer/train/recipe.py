@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..registry import make, nearest
+from ..spec import make
+from ..validation import did_you_mean
 from .settings import OPTIONS, PARTS, Settings
-from .tasks import LANGUAGE, task
+from .task import LANGUAGE, find_task
 
 
 @dataclass
@@ -55,14 +56,18 @@ class Arm:
         row = {"connection": row} if isinstance(row, str) else dict(row)
         known = {f.name for f in fields(cls)} - {"options"}
         for key in row.keys() - known - OPTIONS.keys():
-            raise ValueError(f"unknown key {key!r} of an arm{nearest(str(key), [*known, *OPTIONS])}")
+            raise ValueError(
+                f"unknown key {key!r} of an arm{did_you_mean(str(key), [*known, *OPTIONS])}"
+            )
         for key, kind in (
             ("name", str),
             ("reason", str),
             ("paper", dict),
         ):  # YAML takes `no` and 2 for other than words
             if not isinstance(row.get(key, kind()), kind):
-                raise ValueError(f"{key} of an arm must be {'text' if kind is str else 'a mapping'}, got {row[key]!r}")
+                raise ValueError(
+                    f"{key} of an arm must be {'text' if kind is str else 'a mapping'}, got {row[key]!r}"
+                )
         if "connection" not in row:
             raise ValueError(f"an arm needs a connection, got {row}")
         connection = str(make(row.pop("connection")))
@@ -70,7 +75,9 @@ class Arm:
         if "parameters" in mine:
             mine["parameters"] = number("parameters", mine["parameters"])
         if "paper" in mine:
-            mine["paper"] = {name: number(f"paper's {name}", value) for name, value in mine["paper"].items()}
+            mine["paper"] = {
+                name: number(f"paper's {name}", value) for name, value in mine["paper"].items()
+            }
         return cls(**{"name": connection, **mine}, connection=connection, options=row)
 
 
@@ -103,15 +110,19 @@ class Recipe:
         if twice:
             raise ValueError(f"two arms are called {twice!r}; a name tells which result is whose")
         if self.scale not in SCALES:
-            raise ValueError(f"unknown scale {self.scale!r}{nearest(self.scale, SCALES)}; known: {', '.join(SCALES)}")
+            raise ValueError(
+                f"unknown scale {self.scale!r}{did_you_mean(self.scale, SCALES)}; known: {', '.join(SCALES)}"
+            )
 
     def settings(self, arm: Arm | None = None) -> Settings:
         """An arm's settings, or those that all share."""
         options = {**self.options, **(arm.options if arm else {})}
-        return Settings.of(**{**SCALES[self.scale](Settings.of(**options).flat(), options), **self.given})
+        return Settings.of(
+            **{**SCALES[self.scale](Settings.of(**options).flat(), options), **self.given}
+        )
 
 
-def load(path: str | Path, scale: str = "full", **given: Any) -> Recipe:
+def load_recipe(path: str | Path, scale: str = "full", **given: Any) -> Recipe:
     """The recipe of a file.
 
     Args:
@@ -128,7 +139,9 @@ def load(path: str | Path, scale: str = "full", **given: Any) -> Recipe:
     try:
         found = yaml.safe_load(Path(path).read_text("utf8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read as a recipe ({' '.join(str(error).split())})") from None
+        raise ValueError(
+            f"{path}: cannot be read as a recipe ({' '.join(str(error).split())})"
+        ) from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
     arms = found.pop("arms", ["prenorm"])
@@ -140,7 +153,7 @@ def load(path: str | Path, scale: str = "full", **given: Any) -> Recipe:
 
     def typed(options: dict[str, Any]) -> dict[str, Any]:
         for key in options.keys() - OPTIONS.keys():
-            raise ValueError(f"{path}: unknown option {key!r}{nearest(str(key), OPTIONS)}")
+            raise ValueError(f"{path}: unknown option {key!r}{did_you_mean(str(key), OPTIONS)}")
         try:
             return parser.parse_object(options, defaults=False).as_dict()
         except Exception as error:  # argparse's, whose message has several lines
@@ -168,7 +181,7 @@ def tiny(options: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """
     ratio = 64 / options["dim"]
     heads = max(1, min(options["heads"], 4))
-    language = task(Settings.of(**options).model) is LANGUAGE
+    language = find_task(Settings.of(**options).model) is LANGUAGE
     body = {
         key: scaled(key, value, ratio, heads / options["heads"])
         for key, value in options["body"].items()

@@ -4,8 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
-from ..connection import choice, positive
-from ..registry import nearest
+from ..validation import check_choice, check_positive, did_you_mean
 
 
 @dataclass
@@ -31,7 +30,12 @@ class Model:
     reallocate: bool = False
 
     def __post_init__(self) -> None:
-        positive(layers=self.layers, dim=self.dim, heads=self.heads, vocab=1 if self.vocab is None else self.vocab)
+        check_positive(
+            layers=self.layers,
+            dim=self.dim,
+            heads=self.heads,
+            vocab=1 if self.vocab is None else self.vocab,
+        )
 
 
 @dataclass
@@ -60,8 +64,8 @@ class Data:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(context=self.context, batch=self.batch, held_out=self.held_out)
-        choice("augment", self.augment, dict.fromkeys(("none", "flip", "inception crop")))
+        check_positive(context=self.context, batch=self.batch, held_out=self.held_out)
+        check_choice("augment", self.augment, dict.fromkeys(("none", "flip", "inception crop")))
 
 
 # what is left of the learning rate after a share of the steps beyond the warm-up
@@ -106,10 +110,10 @@ class Optimization:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        positive(steps=self.steps)
+        check_positive(steps=self.steps)
         natural(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
-        choice("optimizer", self.optimizer, dict.fromkeys(("adamw", "muon")))
-        choice("decay", self.decay, DECAYS)
+        check_choice("optimizer", self.optimizer, dict.fromkeys(("adamw", "muon")))
+        check_choice("decay", self.decay, DECAYS)
         self.betas = (self.betas[0], self.betas[1])  # JSON and YAML know no tuples
 
 
@@ -150,17 +154,19 @@ class Engine:
     loggers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        positive(accumulate=self.accumulate, evals=self.evals, keep=self.keep, log_every=self.log_every)
+        check_positive(
+            accumulate=self.accumulate, evals=self.evals, keep=self.keep, log_every=self.log_every
+        )
         natural(save_every=self.save_every, spike=self.spike, watch_every=self.watch_every)
         for name, known in CHOICES.items():
-            choice(name, getattr(self, name), dict.fromkeys(known))
+            check_choice(name, getattr(self, name), dict.fromkeys(known))
         if self.recompute in ("streams", "inversion") and self.compile != "none":
             raise ValueError(
                 f"recompute={self.recompute!r} and compile={self.compile!r} exclude each other; "
                 "what is compiled can recompute reads or layers"
             )
         for logger in self.loggers:
-            choice("loggers", logger, dict.fromkeys(LOGGERS))
+            check_choice("loggers", logger, dict.fromkeys(LOGGERS))
 
 
 def natural(**options: float) -> None:
@@ -194,8 +200,10 @@ class Settings(NamedTuple):
     def of(cls, **options: Any) -> Self:
         unknown = [name for name in options if name not in OPTIONS]
         if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r}{nearest(unknown[0], OPTIONS)}")
-        return cls(*(part(**{k: v for k, v in options.items() if OPTIONS[k] is part}) for part in PARTS))
+            raise ValueError(f"unknown option {unknown[0]!r}{did_you_mean(unknown[0], OPTIONS)}")
+        return cls(
+            *(part(**{k: v for k, v in options.items() if OPTIONS[k] is part}) for part in PARTS)
+        )
 
     def flat(self) -> dict[str, Any]:
         """Every option by its name, as `of` takes them."""

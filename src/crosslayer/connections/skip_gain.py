@@ -1,0 +1,44 @@
+"""Skips with gains: a learned scalar on every skip, DenseFormer's baseline.
+
+Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
+
+    x ← g_k · x + F_k(Norm(x)),  g_k = 1 at the start
+
+State: one stream and the gain of the pending write. Parameters: 1 a sub-layer. Traffic: 4D a token and boundary.
+"""
+
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from ..connection import Connection, NormFactory, Site, float32_parameter
+
+
+class Gained(NamedTuple):
+    h: Tensor  # [B T D]
+    y: Tensor | None = None  # pending write ...
+    gain: Tensor | None = None  # ... and what the stream is multiplied by when it is applied, [1]
+
+
+class SkipGain(Connection[Gained]):
+    bitwise_prenorm = True
+    gate_fields = ("gain",)
+    lr_factors: ClassVar[dict[str, float]] = {"gain": 0.01}  # a product over depth is steep
+
+    def __init__(self, site: Site, dim: int, norm: NormFactory):
+        super().__init__(site, dim, norm)
+        self.gain = None if self.is_readout else float32_parameter(1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
+
+    def initial_state(self, x: Tensor) -> Gained:
+        return Gained(x)
+
+    def mix_inputs(self, state: Gained) -> tuple[tuple[Tensor, ...], Gained]:
+        h, y, gain = state
+        if y is not None and gain is not None:
+            h = (gain * h + y).to(h.dtype)
+        return (h,), Gained(h, gain=None if self.gain is None else self.gain.clone())

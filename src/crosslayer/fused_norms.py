@@ -1,0 +1,105 @@
+"""Fusing the norm of a sub-layer's input into the op before it, where kernels run.
+
+Only methods whose last op has a kernel need this file: they are a `FusedNormConnection`. Every other connection is a
+plain `Connection` and never meets it.
+"""
+
+from typing import Any, Generic
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .class_swap import original_class
+from .connection import Connection, StateT, autocast_disabled
+from .norms import NormSpec
+from .ops.dispatch import uses_kernel
+
+# The norm classes that kernels can fuse: the name of their eps, and whether they subtract the mean.
+FUSABLE_NORMS: dict[type, tuple[str, bool]] = {
+    nn.RMSNorm: ("eps", False),
+    nn.LayerNorm: ("eps", True),
+}
+
+
+class FusedNormConnection(Connection[StateT], Generic[StateT]):
+    """A connection whose last op can apply the ports' norms in its kernel.
+
+    A subclass implements `fused_read`. `mix_inputs` follows from it, and `read` chooses between the two.
+    """
+
+    can_fuse_norms: bool = (
+        True  # an instance sets it to False where its last op makes none of the ports' inputs
+    )
+
+    def fused_read(
+        self, state: StateT, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], StateT]:
+        """`mix_inputs`, with `norms` applied to the inputs it returns: one norm a port, or none at all."""
+        raise NotImplementedError
+
+    def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
+        return self.fused_read(state, ())
+
+    def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
+        first = tree_leaves(state)[0]
+        norms = self.fused_norm_specs() if uses_kernel(first) else ()
+        if not norms:
+            return super().read(state)
+        with autocast_disabled(state):
+            return self.fused_read(state, norms)
+
+    def fused_norm_specs(self) -> tuple[NormSpec, ...]:
+        """The norms of all ports; empty where one of them cannot be fused and all have to run as modules."""
+        # In a parallel block, two ports with a norm each read one tensor.
+        ports_share_input = len(self.ports) > 1 and len(self.ports) == len(self.site.ports)
+        if not self.can_fuse_norms or ports_share_input or self.stream_dtype is not None:
+            return ()
+        specs = []
+        for norm in self.norms:
+            spec = norm_spec_of(norm)
+            if spec is None:
+                return ()
+            specs.append(spec)
+        return tuple(specs)
+
+
+def norm_spec_of(norm: Any) -> NormSpec | None:
+    """The norm as kernels take it; None where it has hooks, is of an unknown class, or its weight is no parameter.
+
+    A module that refers to a norm of the host model returns that norm from its method `host_norm_module`.
+    """
+    host = norm.host_norm_module() if hasattr(norm, "host_norm_module") else norm
+    if has_hooks(norm) or has_hooks(host):
+        return None
+    eps_name, centred = FUSABLE_NORMS.get(original_class(host), ("", False))
+    if _is_transformers_rms_norm(host):
+        eps_name = "variance_epsilon"
+    eps = getattr(host, eps_name, None)
+    weight = getattr(host, "weight", None)
+    if eps is None or type(weight) is not nn.Parameter:
+        return None
+    return NormSpec(weight, getattr(host, "bias", None), eps, centred)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's `forward`."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks) or "forward" in module.__dict__
+
+
+def _is_transformers_rms_norm(norm: nn.Module) -> bool:
+    """Whether it is an RMSNorm of transformers that multiplies by its weight.
+
+    Those that multiply by something else, like Gemma's 1 + weight, call their eps otherwise.
+    """
+    cls = original_class(norm)
+    return (
+        cls.__module__.startswith("transformers.models.")
+        and cls.__name__.endswith("RMSNorm")
+        and hasattr(norm, "variance_epsilon")
+    )

@@ -1,0 +1,49 @@
+"""Norms as functions: what ops, kernels and connections share. Imports torch alone."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def upcast(x: Tensor) -> Tensor:
+    """x in the precision that coefficients are computed in: float32, or float64 where x is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def add_write(h: Tensor, y: Tensor | None) -> Tensor:
+    """h + y, or h where no write is pending."""
+    return h if y is None else h + y
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, without a weight. Computed and returned in float32."""
+    return F.rms_norm(upcast(x), x.shape[-1:], eps=eps)
+
+
+def rstd(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """rsqrt(mean(x²) + eps), the factor of RMS(x). [..., D] -> [...]. Reads x once."""
+    return torch.rsqrt(torch.linalg.vector_norm(upcast(x), dim=-1).square() / x.shape[-1] + eps)
+
+
+class NormSpec(NamedTuple):
+    """An RMSNorm, or a LayerNorm where `centred`, as a kernel needs it to fuse the norm into the op before it."""
+
+    weight: Tensor  # [D]
+    bias: Tensor | None  # [D]
+    eps: float
+    centred: bool
+
+
+def apply_norm(x: Tensor, norm: NormSpec | None = None) -> Tensor:
+    """norm(x), or x where `norm` is None. [... D] in x's dtype; computed in float32."""
+    if norm is None:
+        return x
+    input_dtype = x.dtype
+    x = upcast(x)
+    weight = norm.weight.to(x.dtype)
+    bias = None if norm.bias is None else norm.bias.to(x.dtype)
+    if norm.centred:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps).to(input_dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, norm.eps).to(input_dtype)

@@ -1,0 +1,164 @@
+"""Connections by name: "mudd(dilation=2)" on the command line, in config.json, in a table of results, in a test id.
+
+The file name is the registry and the constructor's signature is the configuration: "mudd(dilation=2)" is the class in
+`connections/mudd.py` with its keyword argument `dilation`.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import connections
+from .connection import Connection, NormFactory, Site
+from .validation import did_you_mean, parse_dtype
+
+# Names under which connections were saved before they had their papers' names.
+FORMER_NAMES = {"gains": "skip_gain", "residual_dual": "resi_dual"}
+COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every connection has
+
+
+@dataclass(frozen=True)
+class ConnectionSpec:
+    """A connection's name and options. Calling it builds the connection of one site; `str` gives its string.
+
+    Args:
+        name: one of `available()`.
+        options: keyword arguments that differ from the defaults.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> type[Connection[Any]]:
+        """The class in `connections/`."""
+        module = importlib.import_module(f"{connections.__name__}.{self.name}")
+        for value in vars(module).values():
+            defined_here = isinstance(value, type) and value.__module__ == module.__name__
+            if defined_here and issubclass(value, Connection):
+                return value
+        raise AssertionError(f"{module.__name__} defines no Connection")
+
+    def __call__(self, site: Site, dim: int, norm: NormFactory) -> Connection[Any]:
+        """The connection of one site.
+
+        Args:
+            site: where it sits, from `plan`.
+            dim: D, the width of the stream.
+            norm: port -> the norm of that port's input, for example `lambda port: nn.RMSNorm(dim)`.
+
+        Raises:
+            ValueError: an option has a wrong value.
+        """
+        method_options = {
+            key: value for key, value in self.options.items() if key not in COMMON_OPTIONS
+        }
+        try:
+            connection = self.method(site, dim, norm, **method_options)
+        except (
+            TypeError,
+            IndexError,
+            AttributeError,
+        ) as error:  # a value of the wrong kind, like a word for a number
+            raise ValueError(f"cannot build {self} with these values ({error})") from error
+        connection.options = self.options
+        stream_dtype = self.options.get("stream_dtype")
+        if stream_dtype is not None:
+            connection.stream_dtype = parse_dtype(stream_dtype, "stream_dtype")
+        return connection
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"{self.name}({listed})" if listed else self.name
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+def available() -> tuple[str, ...]:
+    """The names that `make` knows: the files in `crosslayer/connections/`."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(connections.__path__)))
+
+
+def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
+    """A method's own options and their defaults. Every connection has those of `COMMON_OPTIONS` too."""
+    inherited = inspect.signature(Connection).parameters
+    parameters = inspect.signature(method).parameters.items()
+    return {name: parameter.default for name, parameter in parameters if name not in inherited}
+
+
+def make(connection: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
+    """The spec of a connection, which builds it: `make("mudd", dilation=2)(site, dim, norm)`.
+
+    Args:
+        connection: a name, a string with options like "mudd(dilation=2)", or a spec.
+        options: options by keyword, added to those of the string.
+
+    Raises:
+        ValueError: the string is no name with keyword literals, the name or an option is unknown, or an option is
+            given twice.
+    """
+    if isinstance(connection, ConnectionSpec):
+        name, given = connection.name, dict(connection.options)
+    else:
+        name, given = _parse_spec(connection)
+        name = FORMER_NAMES.get(name, name)
+    if name not in available():
+        raise ValueError(
+            f"unknown connection {name!r}{did_you_mean(name, available())}; known: {', '.join(available())}"
+        )
+    for key in options:
+        if key in given:
+            raise ValueError(
+                f"{name}: the option {key!r} is given twice, as {given[key]!r} and {options[key]!r}"
+            )
+    given |= options
+    known = default_options(ConnectionSpec(name).method) | COMMON_OPTIONS
+    for key in given:
+        if key not in known:
+            listed = ", ".join(f"{k}={v!r}" for k, v in known.items())
+            raise ValueError(
+                f"unknown option {key!r} of {name!r}{did_you_mean(key, known)}; its options: {listed}"
+            )
+    return ConnectionSpec(name, given)
+
+
+def split_specs(line: str) -> list[str]:
+    """The specs in a line, separated by spaces or commas outside parentheses and quotes."""
+    specs = [""]
+    depth = 0
+    quote = ""
+    for char in line:
+        if quote:
+            if char == quote:
+                quote = ""
+        elif char in "'\"":
+            quote = char
+        elif char == "(":
+            depth += 1
+        elif char == ")":
+            depth -= 1
+        elif depth == 0 and (char == "," or char.isspace()):
+            specs.append("")
+            continue
+        specs[-1] += char
+    return [spec for spec in specs if spec]
+
+
+def _parse_spec(text: str) -> tuple[str, dict[str, Any]]:
+    try:
+        match ast.parse(text.strip(), mode="eval").body:
+            case ast.Name(id=name):
+                return name, {}
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(
+                k.arg for k in keywords
+            ):
+                return name, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+    except (SyntaxError, ValueError, AttributeError):
+        pass
+    raise ValueError(
+        f"cannot read the connection {text!r}: expected a name, or like \"mudd(dilation=2, ways='qkvr')\""
+    )

@@ -1,0 +1,135 @@
+"""Small host models of every family, as the tests connect them."""
+
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+SHARED = {"num_key_value_heads": 2}
+SLIDING = {**SHARED, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+
+
+class Host(NamedTuple):
+    name: str  # of transformers' classes
+    options: dict[str, Any]
+    head: str = "ForCausalLM"
+    config: str = "Config"
+
+
+LANGUAGE = {
+    "llama": Host("Llama", SHARED),
+    "mistral": Host("Mistral", {**SHARED, "sliding_window": 4}),
+    "qwen2": Host("Qwen2", SHARED),
+    "qwen3": Host("Qwen3", {**SHARED, "head_dim": 16}),
+    "gemma2": Host("Gemma2", SLIDING),
+    "gemma3": Host("Gemma3", SLIDING, config="TextConfig"),
+    "phi3": Host("Phi3", SHARED),
+    "olmo": Host("Olmo", SHARED),
+    "olmo2": Host("Olmo2", SHARED),
+    "gpt2": Host("GPT2", {}, "LMHeadModel"),
+    "neox-parallel": Host("GPTNeoX", {"use_parallel_residual": True}),
+    "neox-sequential": Host("GPTNeoX", {"use_parallel_residual": False}),
+    "arcee": Host("Arcee", SHARED),
+    "mixtral": Host("Mixtral", {**SHARED, "num_local_experts": 3}),
+    "olmoe": Host("Olmoe", {**SHARED, "num_experts": 3, "num_experts_per_tok": 2}),
+}
+VISION = ("vit", "dit")
+FAMILIES = (*LANGUAGE, *VISION)
+
+
+def build(family: str, **options: Any) -> Any:
+    """A small random model of the family."""
+    torch.manual_seed(0)
+    if family == "dit":
+        return dit(**options).eval()
+    if family == "vit":
+        return vit(**options).eval()
+    host = LANGUAGE[family]
+    config, model = (
+        getattr(transformers, host.name + ending) for ending in (host.config, host.head)
+    )
+    return model(config(**{**SIZES, **host.options, **options})).eval()
+
+
+def vit(**options: Any) -> nn.Module:
+    known = {
+        k: SIZES[k]
+        for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    }
+    sizes = {**known, "image_size": 12, "patch_size": 4, "num_labels": 5, **options}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+
+
+def dit(**options: Any) -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    layers = options.pop("num_hidden_layers", 3)
+    return DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=layers, sample_size=8, patch_size=2,
+        num_embeds_ada_norm=10, norm_num_groups=4, **options,
+    )  # fmt: skip
+
+
+class WithoutEps(OlmoLayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, self.normalized_shape, eps=1e-20)
+
+
+def without_eps(model: nn.Module) -> nn.Module:
+    """The model with norms whose eps is as good as zero."""
+    for module in model.modules():
+        for name in ("eps", "variance_epsilon"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 1e-20)
+        if isinstance(module, OlmoLayerNorm):  # whose eps is written into its forward
+            module.__class__ = WithoutEps
+    return model
+
+
+def inputs(family: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    match family:
+        case "vit":
+            return {"pixel_values": torch.randn(2, 3, 12, 12, generator=generator)}
+        case "dit":
+            x = torch.randn(2, 4, 8, 8, generator=generator)
+            return {
+                "hidden_states": x,
+                "timestep": torch.tensor([3, 70]),
+                "class_labels": torch.tensor([1, 4]),
+            }
+    return {"input_ids": ids()}
+
+
+def output(model: nn.Module, family: str, **options: Any) -> torch.Tensor:
+    """What the model says about the family's inputs: logits, or DiT's noise."""
+    out = model(**inputs(family), **options)
+    return out.sample if family == "dit" else out.logits
+
+
+def loss(model: nn.Module, family: str) -> torch.Tensor:
+    return output(model, family).float().square().mean()
+
+
+def checkpoint(model: Any, family: str, reentrant: bool = False) -> None:
+    """Switch gradient checkpointing on."""
+    if family == "dit":
+        return model.enable_gradient_checkpointing()
+    # the name it has in newer versions of transformers, and in older ones
+    return getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+        {"use_reentrant": reentrant}
+    )
+
+
+def llama(**options: Any) -> Any:
+    return build("llama", **options)
+
+
+def ids(batch: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,40 @@
+"""A row of connections outside any model: `D` wide, `LAYERS` layers, sub-layers that no symmetry hides in."""
+
+import torch
+from torch import nn
+
+import crosslayer
+
+D, LAYERS = 12, 3
+
+
+def row(arm: str, parallel: bool = False, layers: int = LAYERS) -> list[crosslayer.Connection]:
+    make = crosslayer.make(arm)
+    return [make(site, D, lambda port: nn.Identity()) for site in crosslayer.plan(layers, parallel)]
+
+
+def flat(sites: int) -> list[crosslayer.Site]:
+    """Sub-layers that belong to no block."""
+    return [crosslayer.Site(k, k, ("mlp",), True, True, sites) for k in range(sites + 1)]
+
+
+def sublayer(k: int, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh((k + 1) * x.roll(1, -1)) - 0.3 * x
+
+
+def run(sites: list[crosslayer.Connection], x: torch.Tensor) -> torch.Tensor:
+    state = sites[0].init(x)
+    for k, site in enumerate(sites[:-1]):
+        (h, *_), state = site.read(state)
+        state = site.write(state, sublayer(k, h))
+    return sites[-1].readout(state)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[n], t) and a[n].dtype == t.dtype for n, t in b.items()
+    )
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape) * 0.3

@@ -1,0 +1,417 @@
+"""The main job, from the command line: runs, stops, goes on, reports, and says what is wrong in one line."""
+
+import gc
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.cli.main import main
+from crosslayer.connection import Connection
+from crosslayer.cost.estimate import activation_bytes
+from crosslayer.train.compare import prepare, result_table, run
+from crosslayer.train.optimizers import build_optimizers, schedule
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.settings import Optimization, Settings
+from crosslayer.train.task import build_model, text
+from crosslayer.train.trainer import train
+
+TINY = {"steps": 6, "batch": 2, "context": 32, "layers": 2, "dim": 16, "heads": 2}
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(
+        "".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(400))
+    )
+    return str(path)
+
+
+@pytest.fixture
+def tiny(text_file):
+    return {"data": text_file, **TINY}
+
+
+def recipe(options, *arms):
+    return Recipe([Arm.of(arm) for arm in arms], options)
+
+
+def trained(options, arm, seed):
+    settings = Settings.of(**options)
+    return train(settings, Arm.of(arm), seed, text(settings), lambda progress: None)[0]
+
+
+def options(text_file) -> list[str]:
+    return ["compare", "--data", text_file, *(f"--{k}={v}" for k, v in TINY.items())]
+
+
+def test_the_whole_command(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arms = ["--arms", "prenorm", "mudd(dilation=2, ways='k v r')", "hyper,attnres"]
+    assert main([*options(text_file), *arms, "--seeds", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "mudd(ways='k v r', dilation=2)" in printed or "mudd(dilation=2, ways='k v r')" in printed
+    )
+    results = json.loads((out / "results.json").read_text())
+    assert len(results["runs"]) == 8 and results["settings"]["steps"] == 6
+    for row in results["runs"]:
+        assert row["curve"][-1] == [6, row["valid_loss"]]
+        assert row["metrics"]["bits/byte"] == pytest.approx(row["valid_loss"] / math.log(2))
+        assert row["tokens_per_second"] > 0 and row["activation_bytes"] > 0
+    markdown, page = (out / "report.md").read_text(), (out / "report.html").read_text()
+    for arm in ("prenorm", "mudd", "hyper", "attnres"):
+        assert arm in printed and arm in markdown and arm in page
+    assert "±" in markdown and page.count("<svg") == 2
+    assert not re.search(r"""(src|href)=["'](?!#)""", page), "the page stands alone"
+    assert "vs prenorm" in printed and "1.00×" in printed
+
+    before = (out / "results.json").read_text()
+    assert main([*options(text_file), *arms, "--seeds", "2", "--out", str(out)]) == 0
+    assert (out / "results.json").read_text() == before, "nothing is run again"
+    assert main([*options(text_file), "--arms", "skip_gain", "--out", str(out)]) == 0
+    assert len(json.loads((out / "results.json").read_text())["runs"]) == 9, "an arm can be added"
+
+
+def test_every_arm_starts_from_one_body():
+    settings = Settings.of(**TINY)
+    plain = build_model(settings, "prenorm", 256, 3).state_dict()
+    for arm in crosslayer.available():
+        state = build_model(settings, arm, 256, 3).state_dict()
+        assert all(torch.equal(state[k], v) for k, v in plain.items())
+    assert not torch.equal(
+        build_model(settings, "prenorm", 256, 4).state_dict()["lm_head.weight"],
+        plain["lm_head.weight"],
+    )
+
+
+def test_a_run_repeats_bitwise(tiny):
+    first, again = (trained(tiny, "mudd", 1)["curve"] for _ in range(2))
+    assert first == again
+
+
+def test_parameters_are_counted_against_the_body(tiny):
+    plain, mudd = (trained(tiny, arm, 0) for arm in ("prenorm", "mudd"))
+    assert (
+        mudd["parameters"] - mudd["extra_parameters"] == plain["parameters"]
+        and plain["extra_parameters"] == 0
+    )
+    assert mudd["extra_parameters"] == sum(
+        p.numel()
+        for m in build_model(Settings.of(**tiny), "mudd", 256, 0).modules()
+        if isinstance(m, Connection)
+        for p in m.parameters()
+    )
+
+
+def test_activation_bytes_are_those_saved_for_backward():
+    lone = torch.nn.Linear(8, 8, bias=False)
+
+    class Body(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lone = lone
+
+        def forward(self, input_ids, use_cache):
+            x = torch.nn.functional.one_hot(input_ids, 8).float()
+            return type("Out", (), {"logits": self.lone(x)})
+
+    # one_hot's float input [2 4 8] for the Linear; log-softmax's output; the targets and a scalar of the loss
+    found = activation_bytes(Body(), torch.randint(8, (2, 5)))
+    assert 2 * 4 * 8 * 4 * 2 <= found <= 2 * 4 * 8 * 4 * 2 + 2 * 5 * 8 + 64
+
+
+def test_nothing_is_left_of_a_run(tiny):
+    def tensors():
+        gc.collect()
+        # by type: lazy objects warn when they are asked for their class
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    trained(tiny, "mudd", 0)
+    before = tensors()
+    trained(tiny, "mudd", 0)
+    assert tensors() <= before
+
+
+def test_weight_decay_is_what_connections_say():
+    settings = Settings.of(**TINY)
+    model = build_model(settings, "hyper", 256, 0)
+    (adamw,) = build_optimizers(model, settings.optimization)
+    decay = {p: g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
+    for module in model.modules():
+        if isinstance(module, Connection):
+            for name, p in module.named_parameters(recurse=False):
+                assert decay[p] == (0.1 if name in ("dynamic_alpha_fn", "dynamic_beta_fn") else 0.0)
+    assert decay[model.lm_head.weight] == 0.1 and decay[model.model.norm.weight] == 0.0
+
+
+def test_schedule():
+    rates = [schedule(step, Optimization(steps=100)) for step in range(100)]
+    assert (
+        rates[0] == pytest.approx(0.1)
+        and max(rates) == rates[9] == 1
+        and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    )
+    linear = Optimization(steps=100, warmup=20, decay="linear")
+    assert [schedule(step, linear) for step in (20, 60)] == pytest.approx([1, 0.55])
+    constant = Optimization(steps=100, warmup=20, floor=1.0)
+    assert [schedule(step, constant) for step in (0, 9, 19, 20, 99)] == pytest.approx(
+        [0.05, 0.5, 1, 1, 1]
+    )
+
+
+def test_muon_takes_the_layers_matrices_alone():
+    settings = Settings.of(**TINY, optimizer="muon", muon_lr=0.5, family="gpt2")
+    model = build_model(settings, "mudd", 256, 0)
+    muon, adamw = build_optimizers(model, settings.optimization)
+    names = {p: name for name, p in model.named_parameters()}
+    taken = {names[p] for group in muon.param_groups for p in group["params"]}
+    assert taken == {n for n in names.values() if "c_" in n and n.endswith("weight")}
+    assert {names[p] for group in adamw.param_groups for p in group["params"]} == set(
+        names.values()
+    ) - taken
+    assert {group["lr"] for group in muon.param_groups} == {0.5}
+
+
+def test_stopped_and_started_again(tiny, tmp_path):
+    comparison = prepare(recipe(tiny, "prenorm", "skip_gain"), 1, tmp_path / "out")
+
+    def stop(arm, seed, progress):
+        if arm.name == "skip_gain" and progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(comparison, stop)
+    assert [row.arm for row in result_table(comparison)] == ["prenorm"]
+    again, seen = prepare(recipe(tiny, "prenorm", "skip_gain"), 1, tmp_path / "out"), set()
+    run(again, lambda arm, seed, progress: seen.add(arm.name))
+    assert seen == {"skip_gain"} and [row.arm for row in result_table(again)] == [
+        "prenorm",
+        "skip_gain",
+    ]
+
+
+def test_control_c(text_file, tmp_path):
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "crosslayer.cli",
+        *options(text_file),
+        "--steps=150",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.Popen(
+        [*command, "--arms", "prenorm", "mudd"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    until = time.time() + 120
+    while not (out / "results.json").exists() and time.time() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, errors = (stream.decode() for stream in process.communicate(timeout=60))
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert (
+        "Stopped: 1 runs had finished" in printed and "prenorm" in (out / "report.md").read_text()
+    )
+    assert "Not finished: mudd" in (out / "report.md").read_text()
+    done = subprocess.run([*command, "--arms", "prenorm", "mudd"], capture_output=True, text=True)
+    assert done.returncode == 0 and "mudd" in (out / "report.md").read_text()
+    assert "Not finished" not in (out / "report.md").read_text()
+
+
+def test_a_diverged_arm_is_a_result(tiny, tmp_path):
+    tiny |= {"lr": 1e30, "steps": 40}
+    comparison = prepare(recipe(tiny, "prenorm"), 1, tmp_path / "out")
+    run(comparison, lambda arm, seed, progress: None)
+    assert comparison.results["diverged"][0]["arm"] == "prenorm" and not comparison.missing
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--arms", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
+        (
+            ["--arms", "mudd(dilatation=2)"],
+            "unknown option 'dilatation' of 'mudd' (did you mean 'dilation'?)",
+        ),
+        (
+            ["--arms", "mgr(streams=9)", "mgr(streams=4, gate='x')"],
+            "gate must be one of competitive, independent",
+        ),
+        (["--arms", "mgr(streams=3)", "mudd("], "cannot read the connection 'mudd('"),
+        (["--step=3"], "unknown option --step (did you mean '--steps'?)"),
+        (["--steps=many"], "Parser key \"steps\": Expected a <class 'int'>. Got value: many"),
+        (["--steps=0"], "steps must be a whole number of at least 1, got 0"),
+        (["--seeds=0"], "seeds must be at least 1, got 0"),
+        (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
+        (["--family=bert"], "unknown family 'bert'"),
+        (["--data=/nowhere/at/all"], "/nowhere/at/all: no such file or folder"),
+        (["--context=100000"], "fewer than one context of 100000"),
+    ],
+)
+def test_bad_input_is_one_line(text_file, tmp_path, extra, message, capsys):
+    out = tmp_path / "out"
+    assert main([*options(text_file), "--out", str(out), *extra]) == 1
+    printed = capsys.readouterr()
+    assert (
+        message in printed.err and printed.err.count("\n") == 1 and "Traceback" not in printed.err
+    )
+    assert not out.exists()
+
+
+def test_the_folder_of_another_run(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = [*options(text_file), "--arms", "prenorm", "--out", str(out)]
+    assert main(command) == 0
+    held = (out / "results.json").read_text()
+    for extra, message in (
+        ("--steps=7", "with steps 6 where this one has 7"),
+        ("--lr=0.1", "with lr 0.0015"),
+    ):
+        assert main([*command, extra]) == 1
+        assert message in capsys.readouterr().err
+    assert (out / "results.json").read_text() == held
+    (out / "results.json").write_text(held[:50])
+    assert main(command) == 1 and "not a comparison's results (damaged?)" in capsys.readouterr().err
+    assert (out / "results.json").read_text() == held[:50], "nothing is lost"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    assert main([*options(text_file), "--out", str(other)]) == 1
+    assert "not empty and without results.json" in capsys.readouterr().err
+    assert main([*options(text_file), "--out", text_file]) == 1
+    assert "a file is in the way" in capsys.readouterr().err
+
+
+def test_a_recipe(text_file, tmp_path, capsys):
+    """What is given beside a recipe comes before what it says, also for an arm; arms are chosen by their names."""
+    file, out = tmp_path / "small.yaml", tmp_path / "out"
+    file.write_text(
+        "steps: 9\nlr: 1e-3\narms:\n- prenorm\n"
+        "- {name: MUDD ×2, connection: mudd(dilation=2), paper: {loss: 1.5}, lr: 2e-3}\n"
+        "- {name: other body, connection: prenorm, family: gpt2, steps: 7}\n"
+        "- {name: gpt2 HC, connection: hyper, family: gpt2}\n"
+    )
+    command = ["compare", str(file), *options(text_file)[1:], "--out", str(out)]
+    assert main([*command, "--steps=2"]) == 0
+    printed, results = capsys.readouterr().out, json.loads((out / "results.json").read_text())
+    assert results["settings"]["steps"] == 2 and results["settings"]["lr"] == 1e-3
+    assert [row["arm"] for row in results["runs"]] == [
+        "prenorm",
+        "MUDD ×2",
+        "other body",
+        "gpt2 HC",
+    ]
+    assert all(row["curve"][-1][0] == 2 for row in results["runs"])
+    assert results["arms"]["MUDD ×2"]["options"] == {"lr": 2e-3} and "loss 1.5" in printed
+    rows = {
+        row.arm: row
+        for row in result_table(
+            prepare(load_recipe(file, data=text_file, **TINY | {"steps": 2}), 1, out)
+        )
+    }
+    losses = {row["arm"]: row["valid_loss"] for row in results["runs"]}
+    assert rows["gpt2 HC"].difference == losses["gpt2 HC"] - losses["other body"], (
+        "against PreNorm in the same body"
+    )
+    assert rows["other body"].difference is None and rows["prenorm"].difference is None
+    assert main([*command, "--steps=2", "--arms", "MUDD ×2", "skip_gain"]) == 0
+    assert len(json.loads((out / "results.json").read_text())["runs"]) == 5
+    file.write_text(file.read_text().replace("2e-3", "5e-3"))
+    assert main([*command, "--steps=2"]) == 1
+    assert "with options {'lr': 0.002} where this one has {'lr': 0.005}" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are(text_file, tmp_path, capsys):
+    """No markup of the terminal's, no formula of the picture's."""
+    names = ["a [/b] c", "[bold]x", "$\\no$"]
+    file, out = tmp_path / "odd.yaml", tmp_path / "[i]out"
+    file.write_text(
+        json.dumps({"arms": [{"name": name, "connection": "prenorm"} for name in names]})
+    )
+    assert (
+        main(["compare", str(file), *options(text_file)[1:], "--steps=1", "--out", str(out)]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names) and f"Report: {out}" in printed.replace("\n", "")
+
+
+def test_seeds_judged_at_different_steps(text_file, tmp_path):
+    command = [*options(text_file), "--arms", "prenorm", "--out", str(tmp_path / "out")]
+    assert main([*command, "--evals=2"]) == 0
+    assert main([*command, "--evals=3", "--seeds=2"]) == 0
+
+
+def test_one_rank_reports(text_file, tmp_path, capsys, monkeypatch):
+    command = [
+        *options(text_file),
+        "--arms",
+        "prenorm",
+        "--steps=1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    monkeypatch.setenv("RANK", "1")
+    assert main(command) == 0
+    assert not capsys.readouterr().out and not (tmp_path / "out" / "report.md").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert main(command) == 0 and (tmp_path / "out" / "report.md").exists()
+
+
+def test_every_run_diverged(text_file, tmp_path, capsys):
+    command = [
+        *options(text_file),
+        "--arms",
+        "prenorm",
+        "--steps=40",
+        "--lr=1e30",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert (
+        main(command) == 1 and "Every run diverged; nothing to report." in capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_without_arguments(tmp_path):
+    """The command of the README, as a new user types it."""
+    start = time.time()
+    environment = {k: v for k, v in __import__("os").environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "crosslayer.cli", "compare"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.time() - start < 360
+    (folder,) = tmp_path.iterdir()
+    results = json.loads((folder / "results.json").read_text())
+    bits = {row["arm"]: row["metrics"]["bits/byte"] for row in results["runs"]}
+    assert set(bits) == {"prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"}
+    assert all(value < results["entropy"] - 0.5 for value in bits.values())
+    assert bits["mudd"] < bits["prenorm"] - 0.05
+    print(done.stdout)
+
+
+def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
+    """A second one, or one before the first step."""
+    from crosslayer.cli import main
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "command", interrupted)
+    assert main(["train"]) == 130 and capsys.readouterr().err == "crosslayer: stopped\n"

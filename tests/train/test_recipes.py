@@ -1,0 +1,195 @@
+"""Every recipe loads, has the paper's parameters, keeps its structure when small, and runs."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import crosslayer
+from crosslayer.cost.estimate import count_parameters
+from crosslayer.hf.connect import find_backbone
+from crosslayer.spec import make
+from crosslayer.train import task
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from tests.hf.backbones import build, ids
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+FILES = sorted(FOLDER.glob("*.yaml"))
+recipes = pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+
+
+@cache
+def opened(file: Path, scale: str = "full") -> Recipe:
+    return load_recipe(file, scale)
+
+
+def on_meta(recipe: Recipe, arm: Arm, classes: int = 256) -> nn.Module:
+    with torch.device("meta"):
+        return task.build_model(recipe.settings(arm), arm.connection, classes, 0)
+
+
+@recipes
+def test_the_header_says_what_it_is(file):
+    text = file.read_text("utf8")
+    header = "\n".join(line[2:] for line in text.splitlines() if line.startswith("#"))
+    assert re.match(r"Paper: .+ \(.+, 20\d\d\), arXiv \d{4}\.\d{5}, .+", header)
+    for part in ("Compared", "Hardware", "Time", "Expected", "Not stated", "Data", "Command"):
+        assert re.search(rf"^{part}: \S", header, re.MULTILINE), part
+    assert f"crosslayer compare recipes/{file.name}, and with --scale tiny" in header
+    assert all(len(line) <= 120 for line in text.splitlines())
+    if any(arm.parameters is None for arm in opened(file).arms):
+        assert re.search(r"The parameters of [^.]+ are not stated", " ".join(header.split()))
+
+
+@recipes
+def test_every_arm_has_the_papers_parameters(file):
+    recipe = opened(file)
+    for arm in recipe.arms:
+        assert recipe.settings(arm).model.vocab, (
+            "a model's size must not be that of the data at hand"
+        )
+        ours, _ = count_parameters(on_meta(recipe, arm))
+        if arm.parameters is not None:
+            near = abs(ours / arm.parameters - 1) <= 0.01
+            assert near != bool(arm.reason), (
+                f"{arm}: ours {ours:,}, the paper's {arm.parameters:,.0f}, {arm.reason!r}"
+            )
+
+
+def structure(model: nn.Module) -> dict[str, Any]:
+    """What a small model must have of the large one."""
+    body, family = find_backbone(model)
+    layers = getattr(body, family.layers)
+    kinds = {type(module).__name__ for module in model.modules()}
+    config = getattr(model, "config", {})
+    keys = (
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        "tie_word_embeddings",
+        "use_parallel_residual",
+    )
+    return {
+        "kinds": kinds,
+        "config": {key: getattr(config, key, None) for key in keys},
+        "reallocated": getattr(config, "crosslayer_widths", None) is not None,
+        "parts": [
+            {name for name, _ in layer.named_parameters()} for layer in (layers[0], layers[-1])
+        ],
+    }
+
+
+@recipes
+def test_tiny_keeps_the_structure(file):
+    full, small = opened(file), opened(file, "tiny")
+    for arm, same in zip(full.arms, small.arms, strict=True):
+        assert (arm.name, make(arm.connection).options.keys()) == (
+            same.name,
+            make(same.connection).options.keys(),
+        )
+        large, tiny = on_meta(full, arm), on_meta(small, same)
+        assert structure(large) == structure(tiny), arm
+        assert count_parameters(tiny)[0] < 3e6
+        assert (count_parameters(tiny)[1] > 0) == (count_parameters(large)[1] > 0)
+
+
+def test_lengths_along_depth_are_shortened():
+    blocks = {arm.name: arm.connection for arm in opened(FOLDER / "mgr_table1_l.yaml", "tiny").arms}
+    assert (
+        blocks["Block AttnRes (n = 4)"] == "attnres(block_size=3)"
+    )  # 4 blocks of the 12 sub-layers
+    assert blocks["Block AttnRes (n = 8)"] == "attnres(block_size=2)"
+    sparse = {
+        arm.name: arm.connection for arm in opened(FOLDER / "denseformer_table4.yaml", "tiny").arms
+    }
+    assert sparse["DenseFormer 12×1"] == "denseformer(dilation=4)"  # of 8 layers
+    assert sparse["Connect to Last"] == "denseformer(period='last')"
+
+
+def examples(recipe: Recipe, arm: Arm) -> Any:
+    """A batch as the arm's data would give it."""
+    settings = recipe.settings(arm)
+    if task.find_task(settings.model) is task.LANGUAGE:
+        return torch.randint(256, (2, 17))
+    body = settings.model.body
+    size, channels = body.get("image_size", body.get("sample_size")), body.get("in_channels", 3)
+    return {"pixel_values": torch.randn(2, channels, size, size), "labels": torch.randint(7, (2,))}
+
+
+def steps(recipe: Recipe, arm: Arm, count: int) -> None:
+    settings = recipe.settings(arm)
+    language = task.find_task(settings.model) is task.LANGUAGE
+    model = task.build_model(settings, arm.connection, 256 if language else 7, 0).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(count):
+        loss = task.find_task(settings.model).loss(model, examples(recipe, arm))
+        assert loss.isfinite(), arm
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters()), arm
+
+
+@pytest.mark.slow
+@recipes
+def test_every_arm_trains_small(file):
+    recipe = opened(file, "tiny")
+    for arm in recipe.arms:
+        steps(recipe, arm, 3)
+
+
+@pytest.mark.parametrize("name", ["mudd_moe", "hyper_table10", "mudd_table9"])
+def test_an_arm_trains_small(name):
+    recipe = opened(FOLDER / f"{name}.yaml", "tiny")
+    steps(recipe, recipe.arms[1 if name != "mudd_moe" else -1], 1)
+
+
+def test_parallel_blocks_are_a_frozen_matrix():
+    arms = {arm.name: arm for arm in opened(FOLDER / "hyper_parallel.yaml").arms}
+    side_by_side = build("neox-parallel")
+    matrix = crosslayer.connect(build("neox-sequential"), arms["PTB"].connection)
+    torch.testing.assert_close(
+        matrix(ids()).logits, side_by_side(ids()).logits, rtol=1e-5, atol=1e-6
+    )
+    frozen = [
+        p.requires_grad
+        for m in matrix.modules()
+        if isinstance(m, crosslayer.Connection)
+        for p in m.parameters(False)
+    ]
+    assert frozen and not any(frozen)
+
+
+def test_retrofit(tmp_path):
+    from recipes import retrofit
+
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "All happy families are alike; every unhappy family is unhappy in its own way. " * 60
+    )
+    small = {
+        "data": str(text),
+        "steps": 4,
+        "batch": 2,
+        "context": 16,
+        "layers": 2,
+        "dim": 32,
+        "heads": 2,
+    }
+    retrofit.run(str(tmp_path / "out"), ["prenorm", "mudd"], (0.0, 0.5), settings=small)
+    rows = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
+    assert sorted(rows) == ["mudd 0.0 0.json", "mudd 0.5 0.json", "prenorm 0.0 0.json"]
+    late = rows["mudd 0.5 0.json"]
+    assert late["switch"] == 2 and abs(late["jump"]) < 1e-6 and len(late["curve"]) == 4
+    # the same run until the switch
+    assert late["curve"][:2] == rows["prenorm 0.0 0.json"]["curve"][:2]
+    retrofit.report([str(tmp_path / "out")], str(tmp_path / "page.md"))
+    assert (
+        "| `mudd` | 2 | " in (tmp_path / "page.md").read_text()
+        and (tmp_path / "page1.svg").exists()
+    )

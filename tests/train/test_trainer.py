@@ -1,0 +1,480 @@
+"""A run that is killed, stopped, resumed, starved of disk, or fed nonsense; and what it tells of itself."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from crosslayer.cli.main import main
+from crosslayer.data.tokenizing import Tokenizer
+from crosslayer.train import task
+from crosslayer.train.trainer import Diverged
+from tests.train.runs import run
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(
+        "".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(400))
+    )
+    return str(path)
+
+
+def steps(folder):
+    return sorted(int(path.name[5:]) for path in Path(folder).glob("step-*"))
+
+
+@pytest.mark.parametrize("arm", ["mudd", "mhc"])
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": "muon"}, {"precision": "bf16-mixed"}], ids=str
+)
+def test_a_resumed_run_is_the_same_to_the_last_bit(text, tmp_path, arm, options):
+    settings = {"data": text, "save_every": 3, "log_every": 1, **options}
+    whole = run(settings, arm, tmp_path / "whole")
+    first = run(settings, arm, tmp_path / "parts", stop=8)
+    assert steps(tmp_path / "parts") == [3, 6]
+    rest = run(settings, arm, tmp_path / "parts")
+    assert first["losses"][:6] + rest["losses"] == whole["losses"] and len(rest["losses"]) == 6
+    assert rest["weights"] == whole["weights"] and rest["row"]["curve"] == whole["row"]["curve"]
+    assert steps(tmp_path / "parts") == [9, 12], "two are kept"
+    lines = [
+        json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13)), "no step twice"
+    again = run(settings, arm, tmp_path / "parts")
+    assert again["losses"] == [] and again["row"]["valid_loss"] == whole["row"]["valid_loss"]
+
+
+def test_dropout_is_resumed_too(text, tmp_path):
+    settings = {"data": text, "save_every": 5, "family": "gpt2", "body": {"resid_pdrop": 0.3}}
+    whole = run(settings, "hyper", tmp_path / "whole")
+    run(settings, "hyper", tmp_path / "parts", stop=7)
+    assert run(settings, "hyper", tmp_path / "parts")["weights"] == whole["weights"]
+    dry = run({**settings, "body": {"resid_pdrop": 0.0}}, "hyper")
+    assert dry["losses"] != whole["losses"]
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from runs import run
+settings, folder, draw = {"data": sys.argv[1], "save_every": 2, "steps": 40}, Path(sys.argv[2]), random.Random(0)
+
+def forked(act):
+    child = os.fork()
+    if not child:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    return child
+
+def whole(name):
+    (folder / f"{name}.txt").write_text(run(settings, "hyper", folder / name)["weights"])
+
+start = time.time()
+os.waitpid(forked(lambda: whole("undisturbed")), 0)
+usual, kills = time.time() - start, 0
+while kills < 20:
+    child = forked(lambda: whole("disturbed"))
+    time.sleep(draw.uniform(0, usual / 2))
+    os.kill(child, signal.SIGKILL)
+    kills += os.waitpid(child, 0)[1] == signal.SIGKILL
+    if (folder / "disturbed.txt").exists():  # it was faster: begin anew
+        assert (folder / "disturbed.txt").read_text() == (folder / "undisturbed.txt").read_text(), kills
+        (folder / "disturbed.txt").unlink()
+        os.system(f"rm -rf {folder}/disturbed")
+os.waitpid(forked(lambda: whole("disturbed")), 0)
+assert (folder / "disturbed.txt").read_text() == (folder / "undisturbed.txt").read_text()
+print(kills, "kills")
+"""
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(text, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, text, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert done.returncode == 0 and "20 kills" in done.stdout, done.stderr
+
+
+def test_a_full_disk(text, tmp_path):
+    settings = {"data": text, "save_every": 3}
+    run(settings, "prenorm", tmp_path / "run", stop=7)
+    kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (50_000, usual[1])
+        )  # as a disk with so little left
+        with pytest.raises(
+            OSError,
+            match=r"step-00000009 cannot be written \(.+\); the last good checkpoint is .*06",
+        ):
+            run(settings, "prenorm", tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert steps(tmp_path / "run") == [3, 6]
+    assert all(
+        path.read_bytes() == content for path, content in kept.items() if "step-" in str(path)
+    )
+    assert (
+        run(settings, "prenorm", tmp_path / "run")["weights"]
+        == run(settings, "prenorm", tmp_path / "o")["weights"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        (
+            "__0_0.distcp",
+            lambda b: b[:-100],
+            r"__0_0.distcp has \d+ bytes, expected \d+; remove it to go on from .*03",
+        ),
+        (
+            "__0_0.distcp",
+            lambda b: b[:99] + bytes([b[99] ^ 1]) + b[100:],
+            "__0_0.distcp is damaged, its checksum",
+        ),
+        (".metadata", None, r"\.metadata is missing"),
+        ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
+        ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
+    ],
+    ids=["cut", "flipped", "missing", "index cut", "index of another kind"],
+)
+def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
+    settings = {"data": text, "save_every": 3}
+    run(settings, "prenorm", tmp_path, stop=7)
+    path = tmp_path / "step-00000006" / file
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message) as error:
+        run(settings, "prenorm", tmp_path)
+    assert "\n" not in str(error.value) and steps(tmp_path) == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("changed", "arm", "message"),
+    [
+        ({"lr": 1e-4}, "prenorm", "of another run, with lr 0.0015 where this one has 0.0001"),
+        ({"dim": 64}, "prenorm", "with dim 32 where this one has 64"),
+        (
+            {"body": {"rms_norm_eps": 1e-5}},
+            "prenorm",
+            "with body {} where this one has {'rms_norm_eps'",
+        ),
+        ({}, "skip_gain", "with connection 'prenorm' where this one has 'gains'"),
+    ],
+)
+def test_a_changed_recipe(text, tmp_path, changed, arm, message):
+    run({"data": text, "save_every": 3}, "prenorm", tmp_path, stop=4)
+    with pytest.raises(ValueError, match=message):
+        run({"data": text, "save_every": 3, **changed}, arm, tmp_path)
+    run(
+        {"data": text, "save_every": 4, "log_every": 3, "keep": 5, "workers": 1},
+        "prenorm",
+        tmp_path,
+    )
+
+
+def test_changed_data(text, tmp_path):
+    copy = tmp_path / "text.txt"
+    copy.write_text(Path(text).read_text())
+    run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run", stop=4)
+    copy.write_text(copy.read_text() + "one line more\n")
+    with pytest.raises(ValueError, match="of another run, with data sha256"):
+        run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop(text, tmp_path, number):
+    command = [
+        sys.executable,
+        "-m",
+        "crosslayer.cli",
+        "train",
+        "--arm=mudd",
+        f"--data={text}",
+        "--steps=4000",
+    ]
+    command += [
+        "--layers=2",
+        "--dim=32",
+        "--heads=2",
+        "--context=32",
+        "--log_every=1",
+        f"--out={tmp_path / 'Run'}",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.time() + 60
+    while not (tmp_path / "Run" / "metrics.jsonl").exists() and time.time() < until:
+        time.sleep(0.05)
+    process.send_signal(number)
+    printed, errors = process.communicate(timeout=60)
+    (step,) = steps(tmp_path / "Run")
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert (
+        f"Stopped after step {step}; saved as {tmp_path / 'Run'}/step-" in printed
+        and 0 < step < 4000
+    )
+
+
+def failing(at, value):
+    """The task of language models, with a loss that fails in one step of two micro-batches."""
+    calls = iter(range(10**6))
+
+    def loss(model, batch):
+        found = task.next_token(model, batch)
+        # one more call has come before the first step, that which measures memory
+        return found * value if next(calls) == at else found
+
+    return task.LANGUAGE._replace(loss=loss)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_number_stops_or_is_skipped(text, tmp_path, monkeypatch, value):
+    settings = {"data": text, "save_every": 3, "steps": 9}
+    monkeypatch.setitem(task.TASKS, "llama", failing(8, value))
+    with pytest.raises(
+        Diverged,
+        match=r"prenorm: the loss is (nan|inf) at step 8; the last good checkpoint is .*06",
+    ):
+        run(settings, "prenorm", tmp_path / "stop")
+    monkeypatch.setitem(task.TASKS, "llama", failing(8, value))
+    found = run({**settings, "unstable": "skip"}, "prenorm", tmp_path / "skip")
+    assert found["row"]["skipped"] == [8] and math.isfinite(found["row"]["valid_loss"])
+    monkeypatch.setitem(task.TASKS, "llama", task.LANGUAGE)
+    assert run(settings, "prenorm")["losses"][:7] == found["losses"][:7]
+
+
+def test_a_spike(text, monkeypatch):
+    settings = {"data": text, "steps": 30, "spike": 3.0}
+    monkeypatch.setitem(task.TASKS, "llama", failing(25, 4.0))
+    with pytest.raises(
+        Diverged, match=r"prenorm: the loss is 1\d\.\d+ at step 25; there is no checkpoint"
+    ):
+        run(settings, "prenorm")
+    monkeypatch.setitem(task.TASKS, "llama", failing(25, 4.0))
+    assert run({**settings, "unstable": "skip"}, "prenorm")["row"]["skipped"] == [25]
+    monkeypatch.setitem(task.TASKS, "llama", failing(25, 4.0))
+    assert run({**settings, "spike": 0.0}, "prenorm")["row"]["skipped"] == []
+
+
+def test_a_gradient_without_an_end_is_said_so(text, monkeypatch):
+    class Root(torch.autograd.Function):  # finite, and infinitely steep
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * math.inf
+
+    steep = task.LANGUAGE._replace(
+        loss=lambda model, batch: Root.apply(task.next_token(model, batch))
+    )
+    monkeypatch.setitem(task.TASKS, "llama", steep)
+    with pytest.raises(
+        Diverged,
+        match=r"the loss is 5\.\d+ and the norm of its gradient (nan|inf) at step 1; there is no",
+    ):
+        run({"data": text}, "prenorm")
+
+
+def test_perplexity_of_a_lost_run_is_infinite():
+    examples = task.Examples(
+        None, {}, 300, "", {}, {}, tokenizer=Tokenizer("bpe:300", 300, 0, "{}")
+    )
+    assert task.metrics(examples, {"held-out": {"loss": 1000.0}}) == {"perplexity": math.inf}
+
+
+def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("years of work")
+    command = [
+        "train",
+        f"--data={text}",
+        "--layers=1",
+        "--dim=16",
+        "--heads=2",
+        "--context=16",
+        "--steps=1",
+    ]
+    assert main([*command, f"--out={tmp_path}"]) == 1
+    assert "a model that no run wrote there; choose another --out" in capsys.readouterr().err
+    assert (tmp_path / "model" / "mine.txt").exists()
+    assert main([*command, "--context=99999", f"--out={tmp_path / 'run'}"]) == 1
+    assert not (tmp_path / "run").exists(), "what is wrong with the data leaves nothing"
+
+
+def test_accumulation_is_the_whole_batch(text):
+    whole, parts = (run({"data": text, "accumulate": n}, "mudd") for n in (1, 4))
+    assert max(abs(a - b) for a, b in zip(whole["losses"], parts["losses"], strict=True)) < 2e-5
+    with pytest.raises(
+        ValueError, match="batch must be a multiple of ranks × accumulate, got 4 for 3"
+    ):
+        run({"data": text, "accumulate": 3}, "mudd")
+
+
+@pytest.mark.parametrize("recompute", ["reads", "streams", "layers"])
+def test_recomputing_changes_no_bit(text, recompute):
+    plain, again = (
+        run({"data": text, "recompute": how, "watch_every": 5}, "mudd")
+        for how in ("none", recompute)
+    )
+    assert plain["weights"] == again["weights"]
+    assert again["row"]["activation_bytes"] < 0.85 * plain["row"]["activation_bytes"]
+
+
+def test_inversion_is_as_good_as_streams_that_are_kept(text):
+    settings = {"data": text, "layers": 6}
+    plain, again = (run({**settings, "recompute": how}, "mgr") for how in ("none", "inversion"))
+    assert max(abs(a - b) for a, b in zip(plain["losses"], again["losses"], strict=True)) < 1e-5
+    assert again["row"]["activation_bytes"] < 0.7 * plain["row"]["activation_bytes"]
+
+
+def test_recomputing_what_cannot_be(text):
+    with pytest.raises(
+        ValueError,
+        match="hyper has no inversion, as its writes cannot be undone; recompute streams,",
+    ):
+        run({"data": text, "recompute": "inversion"}, "hyper")
+    with pytest.raises(
+        ValueError,
+        match=r"inversion needs the streams in float32; say mgr\(stream_dtype='float32'\)",
+    ):
+        run({"data": text, "recompute": "inversion", "precision": "bf16-true"}, "mgr")
+    with pytest.raises(
+        ValueError,
+        match="recompute='streams' and compile='layers' exclude each other; what is compiled",
+    ):
+        run({"data": text, "recompute": "streams", "compile": "layers"}, "hyper")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("compile", "arm", "layers"), [("layers", "mudd", 9), ("model", "hyper", 2)]
+)
+def test_compiled(text, compile, arm, layers):
+    """Also with more graphs than the compiler makes of one function unasked: a dense method has one a layer."""
+    settings = {"data": text, "layers": layers, "steps": 2, "watch_every": 2}
+    plain, counted = run(settings, arm), torch._dynamo.utils.counters
+    counted.clear()
+    found = run({**settings, "compile": compile}, arm)
+    assert max(abs(a - b) for a, b in zip(plain["losses"], found["losses"], strict=True)) < 2e-4
+    assert counted["stats"]["unique_graphs"] >= (layers if compile == "layers" else 1)
+    assert not counted["graph_break"] and not counted["recompile_limit"]
+
+
+def test_bf16_bodies_keep_float32_connections(text, tmp_path):
+    run({"data": text, "precision": "bf16-true"}, "mudd", tmp_path)
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    for name, value in saved.items():
+        own = name.rsplit(".", 1)[-1] in ("W1", "W2", "a")
+        assert value.dtype == (torch.float32 if own else torch.bfloat16), name
+
+
+def test_delayed_connections_do_not_move(text, tmp_path):
+    early = run({"data": text, "delay": 12}, "denseformer", tmp_path / "never")
+    plain = run({"data": text}, "prenorm")
+    assert early["losses"] == pytest.approx(plain["losses"], abs=1e-6)
+    late = run({"data": text, "delay": 6}, "denseformer")
+    assert late["losses"][:7] == early["losses"][:7] and late["losses"][8:] != early["losses"][8:]
+
+
+def test_what_is_watched(text, tmp_path):
+    run(
+        {"data": text, "watch_every": 6, "log_every": 4, "loggers": ["tensorboard"]},
+        "hyper",
+        tmp_path,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    watched = [line for line in lines if "gain/0" in line]
+    assert [line["step"] for line in watched] == [6, 12]
+    assert {key.split("/")[0] for key in watched[0]} == {"step", "stream", "gate", "gain"}
+    assert watched[0]["gate/0"] == pytest.approx(1, abs=0.1) and watched[0][
+        "gain/0"
+    ] == pytest.approx(4, abs=1.5)
+    assert {"loss", "lr", "grad_norm", "tokens_per_second", "memory", "mfu"} <= lines[0].keys()
+    assert any((tmp_path / "tensorboard").glob("events*"))
+    quiet = run({"data": text}, "hyper")
+    assert quiet["losses"] == run({"data": text, "watch_every": 1}, "hyper")["losses"], (
+        "watching changes nothing"
+    )
+
+
+def test_the_gain_of_a_plain_residual_is_one(text, tmp_path):
+    run({"data": text, "watch_every": 12}, "prenorm", tmp_path)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-2])
+    assert [last[f"gain/{k}"] for k in range(5)] == pytest.approx([1.0] * 5, abs=1e-5)
+
+
+def test_several_validation_sets(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("All happy families are alike. " * 99)
+    found = run({"data": text, "valid": {"tolstoy": str(other), "same": text}}, "prenorm")["row"]
+    assert (
+        list(found["valid"]) == ["tolstoy", "same"]
+        and found["valid_loss"] == found["valid"]["tolstoy"]["loss"]
+    )
+    assert {"bits/byte", "same loss", "same bits/byte"} == found["metrics"].keys()
+    assert found["metrics"]["bits/byte"] == pytest.approx(found["valid_loss"] / math.log(2))
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe:300", "bytes"])
+def test_a_trained_model_is_a_folder_for_anyone(text, tmp_path, tokenizer, capsys):
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(
+        "layers: 2\ndim: 32\nheads: 2\ncontext: 32\nbatch: 4\narms:\n- mudd\n- {name: plain, connection: prenorm}\n"
+    )
+    command = [
+        "train",
+        str(recipe),
+        f"--data={text}",
+        "--steps=3",
+        f"--tokenizer={tokenizer}",
+        "--arm=mudd",
+    ]
+    assert main([*command, f"--out={tmp_path / 'run'}"]) == 0
+    import crosslayer
+
+    model = crosslayer.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.crosslayer == "mudd" and model.config.vocab_size == (
+        256 if tokenizer == "bytes" else 300
+    )
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["arm"] == "mudd" and result["settings"]["steps"] == 3
+    assert (
+        main(["generate", str(tmp_path / "run" / "model"), "the quick", "--max-new-tokens=3"]) == 0
+    )
+    capsys.readouterr()
+    assert main([*command[:-1], f"--out={tmp_path / 'run2'}"]) == 1
+    assert "choose one of the recipe's arms with --arm: mudd, plain" in capsys.readouterr().err
+    assert main([*command[:-1], "--arm=plan", f"--out={tmp_path / 'run2'}"]) == 1
+    assert "did you mean 'plain'?" in capsys.readouterr().err
