@@ -11,8 +11,9 @@ import crosslayer
 from tests.support.tiny import shake
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 SHARED = {"num_key_value_heads": 2}
 SLIDING = {**SHARED, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
@@ -113,9 +114,16 @@ def dit(**options: Any) -> nn.Module:
 
     layers = options.pop("num_hidden_layers", 3)
     return DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=layers, sample_size=8, patch_size=2,
-        num_embeds_ada_norm=10, norm_num_groups=4, **options,
-    )  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=layers,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=4,
+        **options,
+    )
 
 
 class WithoutEps(OlmoLayerNorm):

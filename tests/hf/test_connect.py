@@ -244,7 +244,7 @@ def test_inductor_gives_the_same_gradients(family, spec):
         ("mud", r"unknown connection 'mud' \(did you mean 'mudd'\?\)"),
         (
             "mudd(dilatation=2)",
-            r"unknown option 'dilatation' of 'mudd' \(did you mean 'dilation'\?\); its options: ways=",
+            r"unknown option 'dilatation' of 'mudd' \(did you mean 'dilation'\?\); its options: w",
         ),
         ("mudd(dilation=0)", "dilation must be a whole number of at least 1, got 0"),
         ("mgr(streams=6)", r"Eq. 14 has no bias for 6 streams and 1 gated sub-layers"),
