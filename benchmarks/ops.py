@@ -6,16 +6,15 @@ Times are of the device: Python's launches are hidden, as a model's compiled ste
 import functools
 import os
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OPS, Case, kernels, references
+from benchmarks.cases import OPS, Case, kernel_ops, reference_ops
 from benchmarks.clock import PASSES, Calls, Clock, NotMeasured, alternate, copy_bandwidth, passes
-from benchmarks.peers import PEERS, Peer, module_of
+from benchmarks.peers import PEERS, Peer, import_peer
 from benchmarks.rows import Row
 from benchmarks.settings import Settings
 from crosslayer.ops import dispatch
@@ -54,7 +53,7 @@ def rows(
     builds = {v: functools.partial(build, case, N, D, settings, what) for v, what in chosen.items()}
     settings.forget()
     # the references are asked for by name, and what they call inside is to be torch too
-    with mock.patch.object(dispatch, "DEVICES", ()):
+    with mock.patch.object(dispatch, "kernel_devices", ()):
         found = alternate(builds, Clock(settings.on, ahead=True), settings.rounds, settings.seconds)
     floors = floor(case, N, D, settings.type.itemsize)
     for variant, measured in found.items():
@@ -74,9 +73,7 @@ def rows(
 def floor(case: Case, N: int, D: int, size: int) -> dict[str, int | None]:
     """Bytes that must move, forward, and forward and backward; unknown where triton is not."""
     try:
-        forward, backward = case.moves(
-            import_module(f"crosslayer.kernels.{case.module}"), N, D, size
-        )
+        forward, backward = case.memory_traffic_bytes(N, D, size)
     except ModuleNotFoundError:
         return dict.fromkeys(PASSES)
     return dict(zip(PASSES, (forward, forward + backward), strict=True))
@@ -85,11 +82,11 @@ def floor(case: Case, N: int, D: int, size: int) -> dict[str, int | None]:
 def build(case: Case, N: int, D: int, settings: Settings, variant: "str | Peer") -> Calls:
     settings.hurry()
     with torch.device(settings.on):
-        rows, weights = case.make(N, D, settings.type)
+        rows, weights = case.make_tensors(N, D, settings.type)
     rows, weights = [x.to(settings.type) for x in rows], [w.float() for w in weights]
     if isinstance(variant, Peer):
-        rows, weights = variant.laid(rows, weights)
-        run: Callable[..., Any] = functools.partial(variant.run, module_of(variant))
+        rows, weights = variant.change_layout(rows, weights)
+        run: Callable[..., Any] = functools.partial(variant.run, import_peer(variant))
     else:
         run = functools.partial(case.run, OWN[variant](settings))
 
@@ -106,12 +103,12 @@ def build(case: Case, N: int, D: int, settings: Settings, variant: "str | Peer")
 def launched(settings: Settings) -> Any:
     if settings.on.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise NotMeasured("kernels run on a GPU")
-    return kernels()
+    return kernel_ops()
 
 
 # our own variants: by name, whose functions they are
 OWN: dict[str, Callable[[Settings], Any]] = {
     "kernel": launched,
-    "eager": lambda settings: references(),
-    "compiled": lambda settings: references(),
+    "eager": lambda settings: reference_ops(),
+    "compiled": lambda settings: reference_ops(),
 }

@@ -44,7 +44,7 @@ def conditions(device: torch.device, command: str) -> Row:
         "triton": installed("triton") or "none",
         "crosslayer": __version__,
         "commit": commit(),
-        "kernels": "yes" if device.type in dispatch.DEVICES else "no",
+        "kernels": "yes" if device.type in dispatch.kernel_devices else "no",
         "command": command,
     }
 
