@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .connection import plan
-from .recompute import enable_recompute, recompute_inputs
+from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .spec import ConnectionSpec, make
 
 
@@ -41,7 +41,7 @@ class Stack(nn.Module):
         dim: int,
         norm: Any = nn.RMSNorm,
         parallel: bool = False,
-        recompute: str | None = None,
+        recompute: RecomputeMode | None = None,
     ):
         super().__init__()
         self.sublayers = nn.ModuleList(sublayers)
