@@ -60,7 +60,7 @@ def test_products_equal_sums(streams):
 
 @pytest.fixture
 def restore_kernels(monkeypatch):
-    """`use_kernels` as a function changes a global: restore it, and start without the environment."""
+    """Restore the global that `use_kernels` changes, and start without the environment variable."""
     monkeypatch.setattr(dispatch, "kernel_devices", dispatch.kernel_devices)
     monkeypatch.delenv("CROSSLAYER_KERNELS", raising=False)
 
@@ -127,7 +127,7 @@ def test_use_kernels_as_a_function_and_as_a_context_manager(restore_kernels):
 
 def test_importing_the_kernels_registers_one_for_every_op():
     pytest.importorskip("triton")
-    import crosslayer.kernels  # noqa: F401
+    import crosslayer.kernels
 
     ops = crosslayer.ops
     with_reference = {name for name in ops.__all__ if hasattr(getattr(ops, name), "reference")}

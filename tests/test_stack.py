@@ -105,9 +105,7 @@ def test_options_are_passed_to_attention_alone():
 @pytest.mark.parametrize("spec", SPECS)
 def test_recomputing_streams_changes_no_bit(spec, parallel):
     recomputed = make_stack(spec, parallel, recompute="streams")
-    assert equal(
-        output_and_gradients(make_stack(spec, parallel)), output_and_gradients(recomputed)
-    )
+    assert equal(output_and_gradients(make_stack(spec, parallel)), output_and_gradients(recomputed))
 
 
 def test_recomputing_by_inversion():

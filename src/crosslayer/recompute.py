@@ -9,20 +9,20 @@
         state = connection.write(state, y)
     hidden = sites[-1].readout(state)
 
-What a read saves for its backward, and the inputs it returns, are functions of the site's state. The
-backward pass recomputes both. The state itself is recovered in one of two ways:
+What a read saves for its backward, and the inputs it returns, are functions of the site's state.
+The backward pass recomputes both. The state itself is recovered in one of two ways:
 
     streams      from a state saved at an earlier site and the outputs written since. This runs no
                  sub-layer: H_{k+1} = write(mix_inputs(H_k), y_k)
     inversion    from the state of the next site, for a method that can undo a write (MGR)
 
-So a site saves y alone, where PreNorm saves the norm's input. The autograd graph is that of the plain
-loop. With "streams" every gradient is bitwise identical too.
+So a site saves y alone, where PreNorm saves the norm's input. The autograd graph is that of the
+plain loop. With "streams" every gradient is bitwise identical too.
 
 In the forward pass a state is wrapped in a `TracedState`, which has all that its recovery needs: no
-tensor is stored on a module. Saved tensors are saved as autograd saves its own, so that hooks on saved
-tensors count or offload them. A sub-layer may be checkpointed; a block that contains reads may not. A
-pipeline stage sends `traced.state`, and the next stage starts from it as a saved state.
+tensor is stored on a module. Saved tensors are saved as autograd saves its own, so that hooks on
+saved tensors count or offload them. A sub-layer may be checkpointed; a block that contains reads
+may not. A pipeline stage sends `traced.state`, and the next stage starts from it as a saved state.
 """
 
 import weakref
@@ -152,10 +152,10 @@ class _RecomputedRead:
 
 
 class _ReplayFromCheckpoint(_RecomputedRead):
-    """Recovers its state from the nearest earlier site that saved one, by replaying the writes since.
+    """Recovers its state from the nearest earlier site that saved one, by replaying writes.
 
-    Keeps y. The sites in between get their states by the way. They cache them for their own backward,
-    which runs last to first, and each then frees its own.
+    Keeps y. The sites in between get their states by the way. They cache them for their own
+    backward, which runs last to first, and each then frees its own.
     """
 
     cached_state: State = None
@@ -266,9 +266,10 @@ def enable_recompute(
 
     Args:
         sites: all sites of the model, in the order of depth.
-        how: "streams" replays writes from saved states; "inversion" undoes them from the readout on.
-        kept: for "streams", the layers before which a state is saved; the readout counts as a layer.
-            Those of `checkpoint_layers_log2` by default.
+        how: "streams" replays writes from saved states; "inversion" undoes them from the readout
+            on.
+        kept: for "streams", the layers before which a state is saved; the readout counts as a
+            layer. Those of `checkpoint_layers_log2` by default.
 
     Raises:
         ValueError: the method does not support `how`.
@@ -282,8 +283,8 @@ def enable_recompute(
         )
     if not inverts and sites[0].norms_its_stream:
         raise ValueError(
-            f'recompute="streams" is not supported by {name}, whose stream is normed by the layers\' '
-            'norms; use "layers"'
+            f'recompute="streams" is not supported by {name}, whose stream is normed by the '
+            'layers\' norms; use "layers"'
         )
     if kept is None:
         kept = checkpoint_layers_log2(sites[-1].site.layer)
@@ -297,14 +298,14 @@ def enable_recompute(
 
 
 def checkpoint_layers_log2(layers: int) -> set[int]:
-    """The layers before which a state is saved: 1, 2, 4, … layers apart, from the last to the first.
+    """The layers before which a state is saved: 1, 2, 4, … layers apart, from the last on.
 
-    Saving a state of n·D a token every s of S sites, and caching s states while the backward pass is
-    within such a segment, takes n·D·(S/s + s): least at s = √S. But only the last segment meets all of
-    that at once. When the backward pass reaches another segment, every layer after it has freed what
-    its sub-layers saved, 17·D in a Llama, more than the 2n·D of a layer's two states. So a segment may
-    be as long as all segments after it together. That saves log₂ S states instead of √S, and memory
-    peaks where the backward pass begins, with the states of one layer cached.
+    Saving a state of n·D a token every s of S sites, and caching s states while the backward pass
+    is within such a segment, takes n·D·(S/s + s): least at s = √S. But only the last segment meets
+    all of that at once. When the backward pass reaches another segment, every layer after it has
+    freed what its sub-layers saved, 17·D in a Llama, more than the 2n·D of a layer's two states. So
+    a segment may be as long as all segments after it together. That saves log₂ S states instead of
+    √S, and memory peaks where the backward pass begins, with the states of one layer cached.
     """
     return {max(layers - (2**i - 1), 0) for i in range(1, layers.bit_length() + 1)}
 
@@ -374,9 +375,9 @@ def _unshard(connection: Connection) -> list[Any]:
     for module in sharded:
         if not hasattr(module, "unshard"):
             raise ValueError(
-                "FSDP2 sharded a connection together with its layer, but another site's state needs "
-                "its parameters: shard connections separately, or save every layer's state with "
-                "enable_recompute(sites, kept=range(layers + 1))"
+                "FSDP2 sharded a connection together with its layer, but another site's state "
+                "needs its parameters: shard connections separately, or save every layer's state "
+                "with enable_recompute(sites, kept=range(layers + 1))"
             )
         module.unshard()
     return sharded

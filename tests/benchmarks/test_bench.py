@@ -44,7 +44,9 @@ def table(file):
 
 @pytest.mark.parametrize("benchmark", benchmarks.BENCHMARKS)
 def test_rows(benchmark, tmp_path, capsys):
-    more = {"ops": ["--streams", "2", "--ops", "width_connection", "add_norm", "--variants", "eager"]}
+    more = {
+        "ops": ["--streams", "2", "--ops", "width_connection", "add_norm", "--variants", "eager"]
+    }
     arms = ["--arms", "prenorm", "hyper(streams=2)", "--variants", "eager", "peers"]
     command = [
         "bench",

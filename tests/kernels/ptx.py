@@ -45,9 +45,9 @@ def divisible_arguments(args: tuple[Any, ...]) -> dict[tuple[int, ...], list[lis
     for i, argument in enumerate(args):
         if isinstance(argument, tuple | list):
             attributes |= {(i, j): divisible for j in range(len(argument))}
-        elif isinstance(argument, torch.Tensor):
-            attributes[(i,)] = divisible
-        elif isinstance(argument, int) and argument % 16 == 0:
+        elif isinstance(argument, torch.Tensor) or (
+            isinstance(argument, int) and argument % 16 == 0
+        ):
             attributes[(i,)] = divisible
     return attributes
 
