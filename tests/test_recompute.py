@@ -18,9 +18,8 @@ from crosslayer.recompute import (
     recompute_inputs,
 )
 from crosslayer.train.parallel import checkpoint_layers
-from examples import gpt as example
 from tests.hf import backbones
-from tests.support.tiny import ARMS, equal, gpt, loss_and_gradients, shake, tokens
+from tests.support.tiny import equal, gpt, loss_and_gradients, shake, tokens
 
 LAYERS = 6  # states are saved before layers 0, 3 and 5
 # The default of every method, and the variants whose state or read differs in kind.
@@ -44,7 +43,8 @@ def loop_with_recompute_inputs(monkeypatch):
             state = connection.write(state, y)
         return state
 
-    monkeypatch.setattr(example.Block, "forward", forward)
+    block = gpt("prenorm", layers=1).blocks[0]
+    monkeypatch.setattr(type(block), "forward", forward)
 
 
 def plain_and_recomputed(spec: str, how: str = "streams", parallel: bool = False):
@@ -243,7 +243,7 @@ def test_inversion_keeps_ill_conditioned_streams():
     torch.testing.assert_close(back.S, S, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in ARMS if spec.startswith("mgr")])
+@pytest.mark.parametrize("spec", ["mgr", *crosslayer.make("mgr").method.test_variants])
 def test_inversion_is_as_accurate_as_rounding(spec):
     plain, recomputed = plain_and_recomputed(spec, "inversion")
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float64, 1e-13)):
@@ -290,9 +290,7 @@ def test_layers_that_are_checkpointed():
     model = crosslayer.connect(backbones.build("llama"), "hyper").train()
     enable_recompute(find_connections(model))
     checkpoint_layers(model)
-    with pytest.raises(
-        ValueError, match="recomputed whole, checkpointed, cannot have their states had back too"
-    ):
+    with pytest.raises(ValueError, match="checkpoint"):
         model(backbones.ids())
 
 
@@ -301,7 +299,7 @@ def test_inversion_wants_float32_streams():
     enable_recompute(find_connections(model), "inversion")
     with pytest.raises(
         ValueError,
-        match=r"inversion needs the streams in float32; say mgr\(stream_dtype='float32'\)",
+        match=r"inversion needs the streams in float32; \w+ mgr\(stream_dtype='float32'\)",
     ):
         model(tokens())
     model = gpt("mgr(stream_dtype='float32')").bfloat16()

@@ -317,7 +317,7 @@ def test_disconnect_with_kernels(monkeypatch):
 
 
 @all_cases
-def test_no_tokens(case):
+def test_empty_batch(case):
     rows, weights = case.make_tensors(0, 7, torch.float32)
     leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in (*rows, *weights)]
     outs = case.run(kernel_ops(), leaves[: len(rows)], leaves[len(rows) :])
