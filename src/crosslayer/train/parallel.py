@@ -86,10 +86,10 @@ def prepare_model(model: Any, engine: Engine) -> Any:
     if engine.recompute == "reads":
         for connection in find_connections(model):
             swap_class(connection, Recomputed)
-    elif engine.recompute in ("streams", "inversion"):
-        enable_recompute(find_connections(model), engine.recompute)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
+    elif engine.recompute != "none":
+        enable_recompute(find_connections(model), engine.recompute)
     if engine.compile != "none":
         torch.compiler.reset()  # of the arm before, which counts against the number of graphs a function may have
         body, family = find_backbone(model)
