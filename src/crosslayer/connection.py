@@ -146,7 +146,7 @@ class Connection(nn.Module, Generic[StateT]):
         return self.initial_state(self.to_stream_dtype(x))
 
     def initial_state(self, x: Tensor) -> StateT:
-        """The state before the first sub-layer, given the embedding [B T D] in the streams' dtype."""
+        """The state before the first sub-layer. x: [B T D], in the dtype of the streams."""
         raise NotImplementedError
 
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:

@@ -73,7 +73,8 @@ class ConnectionSpec:
         return format_spec(self.name, self.options)
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        # Options may be lists, which have no hash; their order does not matter, as in `==`.
+        return hash((self.name, frozenset(map(repr, self.options.items()))))
 
 
 def available() -> tuple[str, ...]:
