@@ -35,7 +35,6 @@ class Examples:
         num_classes: size of the vocabulary, or number of the images' classes.
         digest: identifies the content of all sets.
         sizes: for the report, like {"bytes to train on": 123}.
-        loss_unit: of the validation loss, for the report.
         sampler: called as `sampler(length, seed, batch, rank, ranks, start)`; gives the indices of this rank, endless.
         tokenizer: of texts, saved with the model.
         bytes_per_token: of each validation set, for bits per byte.
@@ -47,7 +46,6 @@ class Examples:
     num_classes: int
     digest: str
     sizes: dict[str, int]
-    loss_unit: str = "nats"
     sampler: Callable[..., Sampler[int]] = BatchSampler
     tokenizer: Any = None
     bytes_per_token: dict[str, float] = field(default_factory=dict)
@@ -58,28 +56,30 @@ class Task(NamedTuple):
     """The functions of a task.
 
     Args:
-        load_examples: the data, from its settings and the model's (which know the size of an image, for example).
+        load_examples: (data settings, `model_config`) -> examples. The latter may have the size of an image.
         build_backbone: the model without connections: (model settings, data settings, num_classes, dtype of its
             parameters) -> module.
         loss: (model, batch) -> the scalar to minimise.
         evaluate: (model, batch, indices of the examples in their dataset) -> metrics by name, each [B]; one is "loss".
         count_units: the number of `unit` in a batch.
         unit: what speed is counted in: tokens or images.
+        loss_unit: data settings -> the unit of the loss, for the report.
         tiny_options: options of a recipe at `--scale tiny`, so that it runs on any machine.
         tiny_model_config: the same for keys of `model_config`.
     """
 
-    load_examples: Callable[[Model, Data], Examples]
+    load_examples: Callable[[Data, dict[str, Any]], Examples]
     build_backbone: Callable[[Model, Data, int, torch.dtype], nn.Module]
     loss: Callable[[nn.Module, Batch], Tensor]
     evaluate: Callable[[nn.Module, Batch, list[int]], dict[str, Tensor]]
     count_units: Callable[[Batch], int]
     unit: str
+    loss_unit: Callable[[Data], str]
     tiny_options: dict[str, Any]
     tiny_model_config: dict[str, Any]
 
 
-def load_texts(model: Model, data: Data) -> Examples:
+def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:
     """Windows of a corpus, each [context + 1] tokens."""
     from ..data.corpus import load_corpus
 
@@ -98,7 +98,6 @@ def load_texts(model: Model, data: Data) -> Examples:
             "bytes to train on": corpus.train.tokens.text_bytes,
             valid_label: corpus.valid[first].tokens.text_bytes,
         },
-        loss_unit=f"nats per {'byte' if data.tokenizer == 'bytes' else 'token'}",
         tokenizer=corpus.tokenizer,
         bytes_per_token=corpus.bytes_per_token,
         entropy=corpus.entropy[first],
@@ -152,6 +151,7 @@ LANGUAGE = Task(
     evaluate=evaluate_texts,
     count_units=count_tokens,
     unit="tokens",
+    loss_unit=lambda data: f"nats per {'byte' if data.tokenizer == 'bytes' else 'token'}",
     tiny_options={"data": "stdlib", "valid": {}, "tokenizer": "bytes"},
     # bytes have no special tokens
     tiny_model_config=dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
