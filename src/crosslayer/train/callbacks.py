@@ -44,9 +44,7 @@ class SaveCheckpoints(Callback):
         is_last = result.step == trainer.settings.optimization.steps
         if is_due or is_last or trainer.stop_requested:
             checkpoints = self._checkpoints(trainer)
-            checkpoints.save(
-                result.step, trainer.model, trainer.optimizers, vars(trainer.state)
-            )
+            checkpoints.save(result.step, trainer.model, trainer.optimizers, vars(trainer.state))
             trainer.latest_checkpoint = checkpoints.newest()
 
     def _checkpoints(self, trainer: Trainer) -> Checkpoints:
@@ -69,7 +67,9 @@ class LogMetrics(Callback):
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:
-            metrics = {key: v for key, v in vars(result).items() if key not in ("step", "evaluation")}
+            metrics = {
+                key: v for key, v in vars(result).items() if key not in ("step", "evaluation")
+            }
             self.log.write(result.step, metrics)
         if result.evaluation is not None:
             metrics = {}

@@ -130,9 +130,7 @@ def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Compa
     if folder is None:
         text = json.dumps({"settings": settings, "data": data}, sort_keys=True)
         folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-    results = ComparisonResults(
-        describe_environment(), settings, data, recipe.scale, first.entropy
-    )
+    results = ComparisonResults(describe_environment(), settings, data, recipe.scale, first.entropy)
     for arm in recipe.arms:
         results.arms[arm.name] = {
             "connection": arm.connection,
@@ -225,9 +223,7 @@ def run_folder(comparison: Comparison, arm: Arm, seed: int) -> Path:
     return comparison.folder / RUNS_FOLDER / f"{readable}-{digest}"
 
 
-def run_comparison(
-    comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]
-) -> None:
+def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]) -> None:
     """Do the runs that are missing, and write results.json after each. Of several ranks the first writes.
 
     Args:

@@ -53,9 +53,7 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
     # a method that norms its stream may use norms of the host, so all of the model is needed
     needed = model if any(site.norms_its_stream for site in sites) else nn.ModuleList(sites)
     with _unsharded(needed):
-        return _replay_connections(
-            sites, [outputs[k][:1, :MAX_TOKENS] for k in range(len(sites))]
-        )
+        return _replay_connections(sites, [outputs[k][:1, :MAX_TOKENS] for k in range(len(sites))])
 
 
 @contextmanager

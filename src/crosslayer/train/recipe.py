@@ -66,7 +66,11 @@ class Arm:
             raise ValueError(f"an arm needs a connection, got {row}")
 
         connection = str(make(row["connection"]))
-        name, reason, paper = row.get("name", connection), row.get("reason", ""), row.get("paper", {})
+        name, reason, paper = (
+            row.get("name", connection),
+            row.get("reason", ""),
+            row.get("paper", {}),
+        )
         # YAML reads `no` as False and 2 as a number
         for key, text in (("name", name), ("reason", reason)):
             if not isinstance(text, str):

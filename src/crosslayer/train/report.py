@@ -172,9 +172,7 @@ def html_report(comparison: Comparison) -> str:
 """
 
 
-def render_svg(
-    comparison: Comparison, *panels: Callable[[Any, Comparison], None]
-) -> str:
+def render_svg(comparison: Comparison, *panels: Callable[[Any, Comparison], None]) -> str:
     """An SVG with panels side by side. Each panel draws on its axes, whose y is the validation loss."""
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would have global state
@@ -222,9 +220,7 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     rows: list[TableRow] = sorted(result_table(comparison), key=lambda row: row.speed)
     for number, row in enumerate(rows):
         point, colour = (row.speed, row.loss.mean), colours[row.arm]
-        axes.errorbar(
-            *point, yerr=row.loss.std, color=colour, marker="o", markersize=7, capsize=3
-        )
+        axes.errorbar(*point, yerr=row.loss.std, color=colour, marker="o", markersize=7, capsize=3)
         # labels of neighbours alternate between below and above
         axes.annotate(
             row.arm,

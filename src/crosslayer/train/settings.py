@@ -104,9 +104,7 @@ class Optimization:
 
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
-        check_non_negative(
-            clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay
-        )
+        check_non_negative(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
 
 
 @dataclass

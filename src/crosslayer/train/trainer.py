@@ -141,9 +141,7 @@ class RunResult:
 class Diverged(Exception):
     """The loss or its gradient is non-finite, or the loss spiked."""
 
-    def __init__(
-        self, arm: str, step: int, loss: float, grad_norm: float, checkpoint: Path | None
-    ):
+    def __init__(self, arm: str, step: int, loss: float, grad_norm: float, checkpoint: Path | None):
         problem = f"the loss is {loss:.4g}"
         if math.isfinite(loss) and not math.isfinite(grad_norm):
             problem += f" and the norm of its gradient {grad_norm:.4g}"
