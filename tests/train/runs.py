@@ -34,7 +34,7 @@ class Left(Exception):
 
 
 def run(settings, arm, folder=None, stop=None, seed=0, task=LANGUAGE):
-    """The losses of a run, its result (None where it was left), and a digest of its last weights."""
+    """A run's losses, its result (None where it was left), and a digest of its last weights."""
     options, losses = Settings.from_options(**{**SMALL, **settings}), []
 
     def on_step(result):

@@ -125,7 +125,8 @@ def test_activation_bytes_are_those_saved_for_backward():
             x = torch.nn.functional.one_hot(input_ids, 8).float()
             return type("Out", (), {"logits": self.lone(x)})
 
-    # one_hot's float input [2 4 8] for the Linear; log-softmax's output; the targets and a scalar of the loss
+    # one_hot's float input [2 4 8] for the Linear; log-softmax's output; the targets and a scalar
+    # of the loss
     found = activation_bytes(Body(), torch.randint(8, (2, 5)))
     assert 2 * 4 * 8 * 4 * 2 <= found <= 2 * 4 * 8 * 4 * 2 + 2 * 5 * 8 + 64
 
@@ -303,7 +304,7 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
 
 
 def test_a_recipe(text_file, tmp_path, capsys):
-    """What is given beside a recipe comes before what it says, also for an arm; arms are chosen by their names."""
+    """Options of the command line come before the file's and an arm's; --arms takes names."""
     file, out = tmp_path / "small.yaml", tmp_path / "out"
     file.write_text(
         "steps: 9\nlr: 1e-3\narms:\n- prenorm\n"

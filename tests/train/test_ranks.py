@@ -1,4 +1,4 @@
-"""The same run on one process, on two with DDP and on two with FSDP2, and from one number of ranks to another."""
+"""The same run on one process and on two (DDP, FSDP2), also resumed on another number of ranks."""
 
 import json
 import os
@@ -12,8 +12,9 @@ from tests.train.runs import run
 
 HERE = Path(__file__).parent
 ARMS = ("prenorm", "mudd", "hyper", "mhc", "mgr", "attnres", "resi_dual")
-# a sum over ranks is in another order than over a batch: float32's rounding, grown over 12 steps; bf16 rounds a weight
-# in FSDP's gather where autocast rounds it at its use, and a norm's too; and Muon iterates in bf16
+# a sum over ranks is in another order than over a batch: float32's rounding, grown over 12 steps;
+# bf16 rounds a weight in FSDP's gather where autocast rounds it at its use, and a norm's too; and
+# Muon iterates in bf16
 TOLERANCE = {"32-true": 2e-5, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
 MUON = 1e-3
 

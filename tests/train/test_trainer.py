@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, resumed, without disk space or with bad input; recomputation; metrics."""
+"""Runs that are killed, stopped, resumed, without disk space or with bad input; their metrics."""
 
 import json
 import math
@@ -93,6 +93,9 @@ def forked(act):
 def whole(name):
     (folder / f"{name}.txt").write_text(run(settings, "hyper", folder / name)["weights"])
 
+def text_of(name):
+    return (folder / f"{name}.txt").read_text()
+
 start = time.time()
 os.waitpid(forked(lambda: whole("undisturbed")), 0)
 usual, kills = time.time() - start, 0
@@ -102,11 +105,11 @@ while kills < 20:
     os.kill(child, signal.SIGKILL)
     kills += os.waitpid(child, 0)[1] == signal.SIGKILL
     if (folder / "disturbed.txt").exists():  # it was faster: begin anew
-        assert (folder / "disturbed.txt").read_text() == (folder / "undisturbed.txt").read_text(), kills
+        assert text_of("disturbed") == text_of("undisturbed"), kills
         (folder / "disturbed.txt").unlink()
         os.system(f"rm -rf {folder}/disturbed")
 os.waitpid(forked(lambda: whole("disturbed")), 0)
-assert (folder / "disturbed.txt").read_text() == (folder / "undisturbed.txt").read_text()
+assert text_of("disturbed") == text_of("undisturbed")
 print(kills, "kills")
 """
 
@@ -377,7 +380,7 @@ def test_recomputation_that_is_not_supported(text):
     ("compile", "arm", "layers"), [("layers", "mudd", 9), ("model", "hyper", 2)]
 )
 def test_compiled(text, compile, arm, layers):
-    """Also with more graphs than the compiler makes of one function unasked: a dense method has one a layer."""
+    """Also with more graphs than the compiler's default limit: a dense method has one a layer."""
     settings = {"data": text, "layers": layers, "steps": 2, "diagnostics_every": 2}
     plain, counted = run(settings, arm), torch._dynamo.utils.counters
     counted.clear()

@@ -1,4 +1,4 @@
-"""What a run does between steps: save, log, measure its connections, show its progress, change its connection."""
+"""What a run does between steps: save, log, show its progress, change its connection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,7 +52,7 @@ class SaveCheckpoints(Callback):
 
 
 class LogMetrics(Callback):
-    """Writes loss, learning rate, gradient norm, speed and evaluations to metrics.jsonl and to Fabric's loggers.
+    """Writes the results of steps and evaluations to metrics.jsonl and to Fabric's loggers.
 
     Args:
         folder: of metrics.jsonl; None for Fabric's loggers alone.
@@ -116,7 +116,7 @@ class ConnectAtStep(Callback):
         spec: the new connection, like "mudd(dilation=2)".
 
     Attributes:
-        loss_change: what the change itself did to the loss of the first validation set; None before it.
+        loss_change: change of the first validation set's loss at the switch; None before it.
     """
 
     def __init__(self, step: int, spec: str):

@@ -1,7 +1,11 @@
-"""Checkpoints of a run: sharded, written to a temporary folder and renamed when complete, so it is safe to be killed.
+"""Checkpoints of a run: sharded, and atomic, so that a run may be killed at any moment.
 
-FOLDER/step-00000100/checkpoint.json    the run's identity, its state, and the size of every other file
-                     __0_0.distcp …     a file a rank (torch.distributed.checkpoint); any number of ranks can read them
+A checkpoint is written to a temporary folder, which is renamed when it is complete:
+
+FOLDER/step-00000100/checkpoint.json    the run's identity and state; sizes of the other files
+                     __0_0.distcp …     a file a rank (torch.distributed.checkpoint)
+
+Any number of ranks can load it.
 """
 
 import json
@@ -103,7 +107,7 @@ class Checkpoints:
     def load(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> dict[str, Any] | None:
-        """Restore the newest checkpoint; the `state` it was saved with, or None if there is no checkpoint.
+        """Restore the newest checkpoint; the `state` it was saved with, or None without one.
 
         Raises:
             ValueError: it is damaged, or another run's.
@@ -142,7 +146,8 @@ class Checkpoints:
             saved, current = identity.get(key), self.identity.get(key)
             if saved != current:
                 raise ValueError(
-                    f"{path}: belongs to another run, whose {key} is {saved!r}; here it is {current!r}"
+                    f"{path}: belongs to another run, whose {key} is {saved!r}; "
+                    f"here it is {current!r}"
                 )
 
         def check_files() -> None:
@@ -195,7 +200,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet_dcp() -> Iterator[None]:
-    """torch.distributed.checkpoint warns of its own internals, and logs tracebacks of errors that it raises."""
+    """Silence torch's warnings of its own internals, and its log of errors that it raises too."""
     previous_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
