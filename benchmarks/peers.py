@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.clock import NotMeasured
+from benchmarks.timing import NotMeasured
 
 Leaves = list[Tensor]
 
