@@ -7,15 +7,14 @@ Times are of the device: launches by Python are hidden, as in a compiled step or
 import functools
 import os
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OPS, Case, kernels, references
-from benchmarks.peers import PEERS, Peer, module_of
+from benchmarks.cases import OPS, Case, kernel_ops, reference_ops
+from benchmarks.peers import PEERS, Peer, import_peer
 from benchmarks.results import Row
 from benchmarks.settings import Settings
 from benchmarks.timing import (
@@ -113,29 +112,28 @@ def measure_op(
 def least_bytes(case: Case, N: int, D: int, itemsize: int) -> dict[str, int | None]:
     """Bytes that an op must move in each of `PASSES`; None if triton is not installed."""
     try:
-        kernel_module = import_module(f"crosslayer.kernels.{case.module}")
+        forward, backward = case.memory_traffic_bytes(N, D, itemsize)
     except ModuleNotFoundError:
         return dict.fromkeys(PASSES)
-    forward, backward = case.moves(kernel_module, N, D, itemsize)
     return {"forward": forward, "forward+backward": forward + backward}
 
 
 def build_calls(case: Case, N: int, D: int, settings: Settings, variant: str | Peer) -> Calls:
     """Args: variant: "kernel", "eager", "compiled", or a peer."""
     with torch.device(settings.torch_device):
-        rows, weights = case.make(N, D, settings.torch_dtype)
+        rows, weights = case.make_tensors(N, D, settings.torch_dtype)
     rows = [x.to(settings.torch_dtype) for x in rows]
     weights = [w.float() for w in weights]
     run: Callable[..., Any]
     if isinstance(variant, Peer):
-        rows, weights = variant.laid(rows, weights)
-        run = functools.partial(variant.run, module_of(variant))
+        rows, weights = variant.change_layout(rows, weights)
+        run = functools.partial(variant.run, import_peer(variant))
     elif variant == "kernel":
         if settings.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise NotMeasured("kernels run on a GPU")
-        run = functools.partial(case.run, kernels())
+        run = functools.partial(case.run, kernel_ops())
     else:
-        run = functools.partial(case.run, references())
+        run = functools.partial(case.run, reference_ops())
 
     def call(*leaves: Tensor) -> tuple[Tensor, ...]:
         return run(leaves[: len(rows)], leaves[len(rows) :])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks.cases import OPS, references
+from benchmarks.cases import OPS, reference_ops
 from benchmarks.chain import Depth, sublayer
 from benchmarks.clock import Clock, Measured, alternate
 from benchmarks.peers import PEERS, DenseFormer
@@ -44,7 +44,7 @@ def table(file):
 
 @pytest.mark.parametrize("benchmark", benchmarks.BENCHMARKS)
 def test_rows(benchmark, tmp_path, capsys):
-    more = {"ops": ["--streams", "2", "--ops", "carry", "add_norm", "--variants", "eager"]}
+    more = {"ops": ["--streams", "2", "--ops", "width_connection", "add_norm", "--variants", "eager"]}
     arms = ["--arms", "prenorm", "hyper(streams=2)", "--variants", "eager", "peers"]
     command = [
         "bench",
@@ -132,13 +132,13 @@ def test_every_op_is_measured():
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_is_called(name):
     case = OPS[name].case(2)
-    rows, weights = case.make(4, 8, torch.float32)
-    outs = case.run(references(), [x.float() for x in rows], [w.float() for w in weights])
+    rows, weights = case.make_tensors(4, 8, torch.float32)
+    outs = case.run(reference_ops(), [x.float() for x in rows], [w.float() for w in weights])
     assert all(out.isfinite().all() for out in outs)
 
 
 def test_packages_that_are_missing_are_said_so(tmp_path, monkeypatch):
-    for package in ("liger_kernel", "fla", "flash_attn_res", "hyper_connections"):
+    for package in ("liger_kernel", "fla", "hyper_connections"):
         for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, package, None)
@@ -164,7 +164,7 @@ def test_without_a_gpu_its_rows_say_what_is_on_paper(benchmark, tmp_path):
         "device": "none",
         "arms": ["prenorm"],
         "variants": ["kernel", "compiled"],
-        "ops": ["carry"],
+        "ops": ["width_connection"],
     }
     rows = list(benchmarks.run(benchmark, tmp_path, **given))
     for row in table(tmp_path / f"{benchmark}.csv"):
@@ -207,7 +207,7 @@ def test_the_peer_is_denseformer():
     [
         (["chian"], "did you mean 'chain'"),
         (["chain", "--arms", "hiper"], "did you mean 'hyper'"),
-        (["ops", "--ops", "cary"], "did you mean 'carry'"),
+        (["ops", "--ops", "sinkhorm"], "did you mean 'sinkhorn'"),
         (["ops", "--dtype", "bf16"], "bfloat16"),
         (["ops", "--dims", "0"], "at least 1"),
         (["step", "--device", "tpu"], "cuda"),
