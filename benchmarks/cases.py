@@ -44,9 +44,7 @@ class Case(NamedTuple):
     traffic: Callable[[int, int, int], tuple[Any, ...]]
     scale_weights: Callable[[list[Tensor]], list[Tensor]] = list
 
-    def make_tensors(
-        self, N: int, D: int, dtype: torch.dtype
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def make_tensors(self, N: int, D: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         """Random rows and weights in float64, rounded to the dtypes that the op takes.
 
         Args:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from transformers import StaticCache
 
-from benchmarks.model import build_connected_llama, random_tokens
+from benchmarks.model import build_connected_llama
 from benchmarks.paired import time_with_prenorm
 from benchmarks.results import Row
 from benchmarks.settings import Settings
@@ -43,7 +43,7 @@ def build_calls(spec: str, D: int, settings: Settings, variant: str) -> Calls:
     most_tokens = PROMPT_TOKENS + TOKENS_PER_CALL * (settings.rounds + WARMUP_CALLS + 1)
     cache = StaticCache(config=model.config, max_cache_len=max(settings.context, most_tokens))
     with torch.no_grad():
-        prompt = random_tokens(settings, 1, PROMPT_TOKENS)
+        prompt = torch.randint(settings.vocab, (1, PROMPT_TOKENS), device=settings.torch_device)
         token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
     position = torch.full((1, 1), PROMPT_TOKENS, device=settings.torch_device)
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import crosslayer
@@ -26,7 +25,3 @@ def build_connected_llama(spec: str, D: int, settings: Settings) -> Any:
             make_llama_config(D, settings), attn_implementation="sdpa", dtype=settings.torch_dtype
         )
     return crosslayer.connect(model, spec)
-
-
-def random_tokens(settings: Settings, batch: int, length: int) -> Tensor:
-    return torch.randint(settings.vocab, (batch, length), device=settings.torch_device)

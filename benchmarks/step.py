@@ -1,19 +1,23 @@
-"""A training step of a llama: forward, loss, backward and AdamW.
+"""A training step of a llama: forward, loss, backward, clipping and AdamW, by the `Trainer`.
 
 The bound is the step that pre-norm's time and the connection's least memory traffic allow.
 """
 
 from collections.abc import Iterator
 
-from benchmarks.model import build_connected_llama, make_llama_config, random_tokens
+import torch
+from lightning.fabric import Fabric
+
+from benchmarks.model import build_connected_llama, make_llama_config
 from benchmarks.paired import time_with_prenorm
 from benchmarks.results import Row
 from benchmarks.settings import Settings
 from benchmarks.timing import Calls, copy_bandwidth, ratio_or_none
-from crosslayer.cost import estimate_cost, language_model_loss
-from crosslayer.train.optimizers import build_optimizers
-from crosslayer.train.parallel import prepare_model
-from crosslayer.train.settings import Engine, Optimization
+from crosslayer.cost import estimate_cost
+from crosslayer.train.recipe import Arm
+from crosslayer.train.settings import Settings as TrainSettings
+from crosslayer.train.task import Examples
+from crosslayer.train.trainer import Trainer
 
 COLUMNS = (
     *("connection", "layers", "tokens", "D", "dtype", "variant"),
@@ -57,17 +61,19 @@ def measure(settings: Settings) -> Iterator[Row]:
 def build_calls(
     spec: str, D: int, settings: Settings, variant: str, recompute: str = "none"
 ) -> Calls:
-    """A training step on one batch, repeated."""
-    model = build_connected_llama(spec, D, settings).train()
-    compiled_part = settings.compile if variant == "compiled" else "none"
-    engine = Engine(compile=compiled_part, recompute=recompute)  # type: ignore[arg-type]
-    called = prepare_model(model, engine)
-    (optimizer,) = build_optimizers(model, Optimization(lr=1e-4))
-    tokens = random_tokens(settings, settings.batch, settings.context + 1)
-
-    def step() -> None:
-        language_model_loss(called, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return {"step": step}
+    """A step of crosslayer's `Trainer`, on one batch."""
+    train_settings = TrainSettings.from_options(
+        batch=settings.batch,
+        compile=settings.compile if variant == "compiled" else "none",
+        recompute=recompute,
+        lr=1e-4,
+    )
+    sequences = torch.randint(settings.vocab, (settings.batch, settings.context + 1))
+    trainer = Trainer(
+        Fabric(accelerator=settings.device, devices=1),
+        build_connected_llama(spec, D, settings),
+        Examples(sequences, {}, settings.vocab, digest="", sizes={}),  # type: ignore[arg-type]
+        train_settings,
+        Arm.from_row(spec),
+    )
+    return {"step": trainer.step}

@@ -15,17 +15,17 @@ from examples.vision.data import load_images, load_latents
 SIGNAL_VARIANCE = (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0)
 
 
-def load_vit_examples(model: Model, data: Data) -> Examples:
+def load_vit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
     """Images of the model's size, from a folder or an .npz."""
-    size = model.model_config.get("image_size", 224)
-    channels = model.model_config.get("num_channels", 3)
+    size = model_config.get("image_size", 224)
+    channels = model_config.get("num_channels", 3)
     return load_images(expandvars(data.data), size, channels, _augmentation(data))
 
 
-def load_dit_examples(model: Model, data: Data) -> Examples:
+def load_dit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
     """Latents of the model's size, from an .npz."""
-    size = model.model_config.get("sample_size", 32)
-    channels = model.model_config.get("in_channels", 4)
+    size = model_config.get("sample_size", 32)
+    channels = model_config.get("in_channels", 4)
     return load_latents(expandvars(data.data), size, channels, _augmentation(data))
 
 
@@ -132,6 +132,7 @@ CLASSIFICATION = Task(
     evaluate=evaluate_classifier,
     count_units=count_images,
     unit="images",
+    loss_unit=lambda data: "nats per image",
     tiny_options={},
     tiny_model_config={},
 )
@@ -140,6 +141,7 @@ DENOISING = CLASSIFICATION._replace(
     build_backbone=build_dit,
     loss=denoising_loss,
     evaluate=evaluate_denoiser,
+    loss_unit=lambda data: "squared error of the noise",
 )
 # by the recipe's `family`
 TASKS: dict[str, Any] = {"vit": CLASSIFICATION, "DiTTransformer2DModel": DENOISING}
