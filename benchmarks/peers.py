@@ -105,7 +105,7 @@ def import_peer(peer: Peer) -> Any:
 
 
 class HyperConnections(nn.Module):
-    """The `hyper-connections` package around every sub-layer, as in its README, with four streams."""
+    """The `hyper-connections` package around every sub-layer, as in its README; four streams."""
 
     def __init__(self, dim: int, depth: int, sublayer: Callable[..., Tensor], streams: int = 4):
         super().__init__()
@@ -153,7 +153,7 @@ class DenseFormer(nn.Module):
 
 
 class _AppendOutput(torch.autograd.Function):
-    """Write x into outputs[l] and return outputs[: l + 1]; `past` is outputs[:l], which is not copied."""
+    """Write x into outputs[l] and return outputs[: l + 1] without a copy; `past` is outputs[:l]."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, past: Tensor | None, x: Tensor) -> Tensor:

@@ -10,15 +10,13 @@ from crosslayer import ops
 def outputs_and_gradients(
     op: object, case: Case, rows: list[Tensor], weights: list[Tensor], seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of an op and the gradients of all its tensors, for seeded gradients of the outputs."""
+    """An op's outputs and the gradients of all its inputs, for seeded gradients of the outputs."""
     leaves = [t.clone().requires_grad_() for t in (*rows, *weights)]
     outs = case.run(op, leaves[: len(rows)], leaves[len(rows) :])
     generator = torch.Generator(outs[0].device).manual_seed(seed)
     douts = []
     for out in outs:
-        dout = torch.randn(
-            out.shape, dtype=torch.float64, device=out.device, generator=generator
-        )
+        dout = torch.randn(out.shape, dtype=torch.float64, device=out.device, generator=generator)
         douts.append(dout.to(out.dtype).bfloat16().to(out.dtype))
     return list(outs), list(torch.autograd.grad(outs, leaves, douts))
 
@@ -31,7 +29,8 @@ def assert_accurate(
     Errors are root mean squares over a tensor and over `draws`, because in a few numbers a
     reference can be exact by chance.
     """
-    # Summed squares: of the kernel's error, of the reference's error, of one unit in the last place.
+    # Summed squares: of the kernel's error, of the reference's error, of one unit in the last
+    # place.
     squares: dict[str, Tensor] = {}
     for _ in range(draws):
         rows, weights = ([t.to(device) for t in group] for group in case.make_tensors(N, D, dtype))

@@ -1,6 +1,7 @@
 """Every kernel against its reference, under triton's interpreter or on a GPU.
 
-TRITON_INTERPRET=1 pytest -n 0 tests/kernels/suite.py          pytest -n 0 tests/kernels/suite.py   on CUDA
+    TRITON_INTERPRET=1 pytest -n 0 tests/kernels/suite.py
+    pytest -n 0 tests/kernels/suite.py      # on CUDA
 
 `test_kernels.py` runs this file in the interpreter.
 """
@@ -107,7 +108,7 @@ def test_accuracy_of_a_long_row(case):
 
 @all_paths
 def test_library_op(case, monkeypatch):
-    """torch's own checks of every op, its fake and its gradient; no graph break in a compiled caller."""
+    """torch's checks of every op, its fake and its gradient; a compiled caller is one graph."""
     rows, weights = case.make_tensors(4, 7, torch.float32)
     leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in (*rows, *weights)]
     op = kernel_ops()
@@ -149,7 +150,7 @@ def test_library_op(case, monkeypatch):
 
 @all_cases
 def test_dispatch(case, monkeypatch, launched):
-    """`ops` run the kernel on half and single precision where kernels are on, else the reference."""
+    """`ops` run the kernel where kernels are on and the dtype is theirs, else the reference."""
     rows, weights = (
         [t.to(DEVICE) for t in group] for group in case.make_tensors(2, 7, torch.bfloat16)
     )
@@ -316,7 +317,7 @@ def test_disconnect_with_kernels(monkeypatch):
 
 
 @all_cases
-def test_no_tokens(case):
+def test_empty_batch(case):
     rows, weights = case.make_tensors(0, 7, torch.float32)
     leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in (*rows, *weights)]
     outs = case.run(kernel_ops(), leaves[: len(rows)], leaves[len(rows) :])
