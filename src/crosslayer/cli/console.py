@@ -58,7 +58,8 @@ def add_settings(parser: Any) -> None:
         doc = docstring_parser.parse(settings_group.__doc__)
         help_texts = {param.arg_name: param.description for param in doc.params}
         types = get_type_hints(settings_group)
-        group = parser.add_argument_group(doc.short_description)
+        title = (doc.short_description or "").partition(".")[0]
+        group = parser.add_argument_group(title)
         for option in fields(settings_group):
             if option.name in YAML_ONLY:
                 continue

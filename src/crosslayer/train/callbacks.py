@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import crosslayer
 
 from .checkpoint import Checkpoints
@@ -127,5 +129,6 @@ class ConnectAtStep(Callback):
         first = next(iter(trainer.examples.valid))
         before = trainer.evaluate()[first]["loss"]
         model: Any = crosslayer.disconnect(trainer.model)
+        torch.manual_seed(trainer.seed)  # of the connection's initial parameters
         trainer.set_model(crosslayer.connect(model, self.spec))
         self.loss_change = trainer.evaluate()[first]["loss"] - before
