@@ -22,7 +22,7 @@ export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}:$temporary" PYTHONUNBUFFERED
 export COMMIT=${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
 
 if [ -n "$SMALL" ]; then
-  interpreted=(TRITON_INTERPRET=1) tests=(-n 0 -k "${SMALL_TESTS:-test_empty and norm-rms}") kernels=
+  interpreted=(TRITON_INTERPRET=1) tests=(-n 0 -k "${SMALL_TESTS:-test_empty_batch and norm-rms}") kernels=
   toy=(--device cpu --rounds 3 --seconds 1 --batch 1 --context 8 --dims 16)
   model=(--layers 1 --vocab 32 --specs prenorm hyper)
   all_ops=("${toy[@]}" --streams 2 --ops add_norm) against_peers=("${all_ops[@]}")
