@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.clock import NotMeasured
+from benchmarks.timing import NotMeasured
 
 Tensors = list[Tensor]
 Layout = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
