@@ -92,8 +92,7 @@ def check_weights(folder: Path) -> None:
 
 
 class FolderWeights:
-    """The tensors in a folder: their shapes at once, from the headers of the files; the tensors
-    from `read`.
+    """The tensors in a folder. Their shapes are read at once, from the headers of the files.
 
     Args:
         folder: has one safetensors file, or several with an index.

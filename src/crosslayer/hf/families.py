@@ -80,9 +80,7 @@ def qkv_concatenated(config: Any) -> Fused:
 def adaln_zero(
     layer: Any, dtype: torch.dtype, arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Modulation]]:
-    """adaLN-Zero (DiT, arXiv 2212.09748): six vectors from the timestep and the class, three a
-    sub-layer.
-    """
+    """adaLN-Zero (DiT, arXiv 2212.09748): three vectors a sub-layer from timestep and class."""
     emb = layer.norm1.emb(arguments["timestep"], arguments["class_labels"], hidden_dtype=dtype)
     vectors = layer.norm1.linear(layer.norm1.silu(emb))[:, None].chunk(6, -1)
     attention_arguments = dict(arguments["cross_attention_kwargs"] or {})

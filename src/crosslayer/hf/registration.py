@@ -82,7 +82,7 @@ def register_with_diffusers() -> None:
     """
     from diffusers import ConfigMixin
 
-    # diffusers has no registry of models, and no hook between building one and loading its weights.
+    # diffusers has no registry of models and no hook between building one and loading weights.
     from_config = _connect_after_from_config(ConfigMixin.from_config.__func__)
     ConfigMixin.from_config = classmethod(from_config)
 
