@@ -30,7 +30,7 @@ from .host_quirks import apply_host_quirks
 
 PREFIX = "crosslayer-"
 REMOTE_FILE = "crosslayer_model.py"
-REMOTE_CODE = '''"""The layers of this model are connected by crosslayer, which must be installed."""
+REMOTE_CODE = '''"""A model connected by crosslayer, which must be installed to load it."""
 
 from crosslayer.hf import SavedConfig  # noqa: F401
 '''
@@ -82,7 +82,7 @@ def register_with_diffusers() -> None:
     """
     from diffusers import ConfigMixin
 
-    # diffusers has no registry of models and no hook between building one and loading weights.
+    # diffusers has no registry of models, nor a hook between building one and loading weights.
     from_config = _connect_after_from_config(ConfigMixin.from_config.__func__)
     ConfigMixin.from_config = classmethod(from_config)
 
