@@ -28,8 +28,8 @@ def endless_order(length: int, seed: int, count: int) -> list[int]:
     return order[:count]
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 97, 1000])
-@pytest.mark.parametrize("seed", [0, 3, 2**40])
+@pytest.mark.parametrize("length", [1, 7, 97])
+@pytest.mark.parametrize("seed", [0, 2**40])
 def test_order_equals_an_independent_loop(length, seed):
     batch, steps = 6, 40
     assert take(BatchSampler(length, seed, batch), batch * steps) == endless_order(
@@ -38,7 +38,7 @@ def test_order_equals_an_independent_loop(length, seed):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("start", [0, 5, 23])
+@pytest.mark.parametrize("start", [0, 23])
 @pytest.mark.parametrize("length", [5, 50])
 def test_ranks_share_the_batches_of_one_process(ranks, start, length):
     batch = 8

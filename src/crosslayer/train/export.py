@@ -8,7 +8,7 @@ from unittest.mock import patch
 from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ..data.tokenizing import FILE, byte_tokenizer_json
+from ..data.tokenizing import TOKENIZER_FILE, byte_tokenizer_json
 
 
 def save_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) -> None:
@@ -23,7 +23,7 @@ def save_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) 
         with patch.object(model, "state_dict", lambda: state):  # diffusers takes no other
             model.save_pretrained(aside)
         if tokenizer is not None:
-            (aside / FILE).write_text(tokenizer.definition or byte_tokenizer_json(), "utf8")
+            (aside / TOKENIZER_FILE).write_text(tokenizer.definition or byte_tokenizer_json(), "utf8")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     fabric.barrier()

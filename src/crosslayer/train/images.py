@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..data.sampler import BatchSampler
-from ..data.sources import HELD_OUT, VALID_SHARE, share
+from ..data.sources import HELD_OUT, VALID_SHARE, hash_share
 from ..validation import check_choice, did_you_mean
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -235,7 +235,7 @@ def files(path: Path) -> Labelled:
 
 def split(path: Path, whole: Labelled) -> tuple[Labelled, Labelled]:
     """By a hash of each file's name, at least one; the first of each class trains."""
-    shares = {file: share(file.relative_to(path).as_posix()) for file in whole.images}
+    shares = {file: hash_share(file.relative_to(path).as_posix()) for file in whole.images}
     pairs = list(zip(whole.images, whole.classes, strict=True))
     first: dict[str, Path] = {}
     for file, name in sorted(pairs, key=lambda pair: shares[pair[0]], reverse=True):
