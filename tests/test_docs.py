@@ -1,0 +1,69 @@
+"""The documentation is true: its Python blocks run, and the tutorial's connection passes the tutorial's test."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer import connections
+from tests.support.hub import snapshot_folder
+
+DOCS = Path(__file__).parent.parent / "docs"
+TUTORIAL = DOCS / "add-a-connection.md"
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text("utf8"), re.DOTALL)
+
+
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if page != TUTORIAL]
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, block in enumerate(python_blocks(page))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from tests.hf.backbones import build
+
+    build("neox-parallel").save_pretrained(snapshot_folder(tmp_path, "EleutherAI/pythia-160m"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+
+
+@pytest.fixture
+def laurel(tmp_path, monkeypatch):
+    """The tutorial's file, as if it lay in src/crosslayer/connections."""
+    (tmp_path / "laurel.py").write_text(python_blocks(TUTORIAL)[0], "utf8")
+    monkeypatch.setattr(connections, "__path__", [*connections.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("crosslayer.connections.laurel", None)
+    vars(connections).pop("laurel", None)
+
+
+def test_the_tutorial_s_connection_needs_its_file_only(laurel):
+    assert "laurel" in crosslayer.available()
+    sublayers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    hidden = torch.randn(2, 3, 8)
+    stacks = []
+    for name in ("prenorm", "laurel"):
+        stacks.append(crosslayer.Stack(name, sublayers, 8))
+    assert torch.equal(stacks[0](hidden), stacks[1](hidden))
+
+
+def test_the_tutorial_s_test_passes(laurel):
+    from tests.connections import test_loops
+
+    namespace = dict(vars(test_loops))
+    exec(python_blocks(TUTORIAL)[1], namespace)
+    namespace["test_laurel"]()
