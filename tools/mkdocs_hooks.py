@@ -58,9 +58,10 @@ def connections_table() -> str:
         method = crosslayer.make(name).method
         doc = module_docstring(name)
         summary = doc.splitlines()[0].rstrip(".")
-        paper = re.search(r"^Paper: (.*?\)), arXiv ([\d.]+\d)", doc, re.MULTILINE)
+        paper = re.search(r"^Paper: (.*?\)),\s+arXiv\s+([\d.]+\d)", doc, re.M | re.S)
         assert paper, f"{name}: the docstring needs 'Paper: Title (Authors, year), arXiv 0000.00000'"
-        link = f"[{paper[1]}](https://arxiv.org/abs/{paper[2]})"
+        title = " ".join(paper[1].split())
+        link = f"[{title}](https://arxiv.org/abs/{paper[2]})"
         rows.append(
             f"| [`{name}`](connections/{name}.md) | {summary} | {link} | {equivalence(method)} |"
         )
