@@ -36,7 +36,7 @@ TINY_OPTIONS = {
     "crosslayer train": RUN_OPTIONS,
     "crosslayer generate": "--max-new-tokens 4",
     "crosslayer eval": "--limit 2",
-    "crosslayer cost": "--batch 1 --context 128",
+    "crosslayer cost": "--layers 2 --dim 64 --heads 4 --batch 1 --context 128",
     "crosslayer": "",
 }
 
