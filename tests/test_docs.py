@@ -51,7 +51,7 @@ def laurel(tmp_path, monkeypatch):
     vars(connections).pop("laurel", None)
 
 
-def test_the_tutorial_s_connection_needs_its_file_only(laurel):
+def test_the_connection_of_the_tutorial_needs_its_file_only(laurel):
     assert "laurel" in crosslayer.available()
     sublayers = [torch.nn.Linear(8, 8) for _ in range(4)]
     hidden = torch.randn(2, 3, 8)
@@ -61,9 +61,9 @@ def test_the_tutorial_s_connection_needs_its_file_only(laurel):
     assert torch.equal(stacks[0](hidden), stacks[1](hidden))
 
 
-def test_the_tutorial_s_test_passes(laurel):
+def test_the_loop_of_the_tutorial_agrees(laurel, monkeypatch):
     from tests.connections import test_loops
 
-    namespace = dict(vars(test_loops))
-    exec(python_blocks(TUTORIAL)[1], namespace)
-    namespace["test_laurel"]()
+    monkeypatch.setattr(test_loops, "LOOPS", dict(test_loops.LOOPS))
+    exec(python_blocks(TUTORIAL)[1], dict(vars(test_loops)))
+    test_loops.check("laurel", test_loops.LOOPS["laurel"], test_loops.Case())
