@@ -5,12 +5,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import EntryPoint, packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "crosslayer"
-# A distribution whose package is called otherwise, for what may be missing on the machine that runs the test.
+# Distributions whose package has another name; the machine that runs the test may lack them.
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "hyper_connections": "hyper-connections"}
 
 IMPORT_ALONE = """
@@ -57,6 +57,12 @@ def test_importing_crosslayer_imports_torch_only():
 
 def test_importing_crosslayer_leaves_transformers_alone():
     run(IMPORT_BEFORE_TRANSFORMERS)
+
+
+def test_the_command_is_a_function():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]["scripts"]
+    entry_point = EntryPoint("crosslayer", scripts["crosslayer"], "console_scripts")
+    assert callable(entry_point.load())
 
 
 def imported_packages() -> set[str]:

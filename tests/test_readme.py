@@ -1,9 +1,10 @@
-"""README's blocks run as a stranger would run them: no environment variable, no file that only we have.
+"""README's blocks run as a stranger would run them: no environment variable, no file of our own.
 
-Every Python block is executed, and every line of a shell block is run through the command line's own entry point in a
-folder with the recipes alone. Two things differ from a stranger's machine. `TINY_OPTIONS` are appended to a command, so
-that it takes seconds. Names of the Hub are resolved from a cache (tests/support/hub.py), because tests have no network.
-Lines of `pip` are what CI itself begins with; here their extras and torch's versions are checked.
+Every Python block is executed. Every line of a shell block is run through the command line's entry
+point, in a folder with the recipes alone. Two things differ from a stranger's machine.
+`TINY_OPTIONS` are appended to a command, so that it takes seconds. Names of the Hub are resolved
+from a cache (tests/support/hub.py), because tests have no network. `.ci/run` runs the lines of
+`pip`; here their extras and the versions of torch are checked.
 """
 
 import json
@@ -46,7 +47,7 @@ def blocks(language: str) -> list[str]:
 
 
 def shell_lines() -> list[str]:
-    """The commands of README's shell blocks, without comments; a line that ends in a backslash goes on in the next."""
+    """The commands of README's shell blocks, without comments; a backslash joins two lines."""
     text = "".join(blocks("sh")).replace("\\\n", " ")
     return [re.sub(r"\s+#.*", "", line) for line in text.splitlines() if line.strip()]
 
@@ -57,7 +58,7 @@ INSTALLS = [line for line in shell_lines() if line.startswith("pip")]
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A folder with the recipes and a published checkpoint, and caches that stand in for the Hub."""
+    """A folder with the recipes and a published checkpoint, and caches instead of the Hub."""
     import datasets.config
     from huggingface_hub import constants
 

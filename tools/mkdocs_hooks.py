@@ -1,4 +1,4 @@
-"""Renders a page for every connection from its docstrings, and the table that lists them. mkdocs calls the functions."""
+"""Hooks of mkdocs: a page for every connection from its docstrings, and a table of all."""
 
 import inspect
 import re
@@ -42,8 +42,8 @@ def connection_page(name: str) -> str:
         f"# {name}\n\n{as_markdown(module_docstring(name))}\n\n"
         f"**Equivalent to pre-norm at initialisation:** {equivalence(method)}.\n\n"
         "## Options\n\n"
-        "Every connection also accepts `stream_dtype`, the dtype of its streams: `'float32'`, `'bfloat16'` or "
-        "`'float16'`.\n\n"
+        "Every connection also accepts `stream_dtype`, the dtype of its streams: `'float32'`, "
+        "`'bfloat16'` or `'float16'`.\n\n"
         f"::: {method.__module__}.{method.__name__}\n"
         "    options:\n      members: false\n      show_bases: false\n"
     )
@@ -59,7 +59,7 @@ def connections_table() -> str:
         doc = module_docstring(name)
         summary = doc.splitlines()[0].rstrip(".")
         paper = re.search(r"^Paper: (.*?\)),\s+arXiv\s+([\d.]+\d)", doc, re.M | re.S)
-        assert paper, f"{name}: the docstring needs 'Paper: Title (Authors, year), arXiv 0000.00000'"
+        assert paper, f"{name}: no line 'Paper: Title (Authors, year), arXiv 0000.00000'"
         title = " ".join(paper[1].split())
         link = f"[{title}](https://arxiv.org/abs/{paper[2]})"
         rows.append(
@@ -80,7 +80,7 @@ def module_docstring(name: str) -> str:
 
 
 def as_markdown(doc: str) -> str:
-    """A plain-text docstring as Markdown: indented lines become blocks of code, arXiv numbers become links."""
+    """A docstring as Markdown: indented lines become code, arXiv numbers become links."""
     parts: list[str] = []
     in_block = False
     for line in doc.splitlines():
@@ -98,7 +98,7 @@ def as_markdown(doc: str) -> str:
 
 
 def escape(line: str) -> str:
-    """Keep Markdown's characters outside `code` as they are, and link arXiv numbers. A label begins a paragraph."""
+    """Escape Markdown's characters outside `code`, link arXiv numbers, set off labels."""
     pieces = re.split(r"(`[^`]*`)", line)
     for i in range(0, len(pieces), 2):
         pieces[i] = re.sub(r"([*_<\[\]|])", r"\\\1", pieces[i])

@@ -1,6 +1,7 @@
-"""A stand-in for the Hugging Face Hub: caches as a download leaves them, so that names resolve without a network.
+"""A stand-in for the Hugging Face Hub: caches as a download leaves them.
 
-The code under test takes the path it takes for anyone whose files are cached: same names, same libraries.
+Names resolve without a network. The code under test takes the path that it takes for anyone whose
+files are cached: same names, same libraries.
 """
 
 import json
@@ -11,7 +12,7 @@ REVISION = "0" * 40
 
 
 def snapshot_folder(hub_cache: Path, name: str) -> Path:
-    """An empty folder for the files of the repository `name`, in the layout of huggingface_hub's cache."""
+    """An empty folder for the files of a model, in the layout of the cache of huggingface_hub."""
     repository = hub_cache / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(REVISION)
@@ -23,7 +24,7 @@ def snapshot_folder(hub_cache: Path, name: str) -> Path:
 def save_dataset(
     datasets_cache: Path, name: str, config: str, splits: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """Rows of each split as the data set `name` with one configuration, in the layout of the cache of `datasets`."""
+    """Rows of each split as a data set with one configuration, as `datasets` caches it."""
     from datasets import Dataset
     from datasets.arrow_writer import ArrowWriter
     from datasets.naming import camelcase_to_snakecase
