@@ -172,14 +172,9 @@ def test_table_of_connections_is_true():
 
 
 def test_table_of_results_is_that_of_results_json():
-    results = json.loads((ROOT / "docs" / "results.json").read_text("utf8"))
-    rows = re.findall(r"^\| `(.+?)` \| ([\d,]+) \|.*?\| ([\d.]+) \|", README, re.MULTILINE)
-    shown = {name: (parameters, loss) for name, parameters, loss in rows}
-    measured = {
-        run["arm"]: (f"{run['parameters']:,}", f"{run['valid_loss']:.4f}")
-        for run in results["runs"]
-    }
-    assert shown == measured
+    from tools.update_results import RESULTS, read_comparison, replace_table, results_table
+
+    assert replace_table(README, results_table(read_comparison(RESULTS))) == README
 
 
 def test_readme_is_short_and_its_links_lead_somewhere():
