@@ -80,14 +80,6 @@ def test_loader_with_workers_keeps_the_order():
     assert list(chain(*batches)) == endless_order(50, 5, 8 * 12)[24:]
 
 
-def test_subclass_tells_the_epochs_apart():
-    class EpochSampler(BatchSampler):
-        def example(self, epoch: int, index: int) -> int:
-            return epoch * self.length + index
-
-    assert sorted(take(EpochSampler(5, 0, 5), 15)) == list(range(15))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -20,12 +20,13 @@ from crosslayer.data.sources import (
     VALID_SHARE,
     Document,
     Source,
-    hash_share,
+    _hash_share,
     name_sets,
     read_documents,
     read_sets,
     split_held_out,
 )
+from tests.support.hub import save_dataset
 
 WORDS = "the quick brown fox jumps over the lazy dog, and so on it goes. " * 40
 HARD_TEXTS = ["naïve café ☕ 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 e\u0301", "zero\0byte", "a line\u2028separator", "tab\tend\n"]
@@ -148,8 +149,8 @@ def test_documents_are_split_by_name():
 
 def test_at_least_one_document_is_held_out():
     names = [f"{i}.txt" for i in range(300)]
-    unlucky = [Document(n, WORDS) for n in names if hash_share(n) >= VALID_SHARE]
-    lucky = next(Document(n, WORDS) for n in names if hash_share(n) < VALID_SHARE)
+    unlucky = [Document(n, WORDS) for n in names if _hash_share(n) >= VALID_SHARE]
+    lucky = next(Document(n, WORDS) for n in names if _hash_share(n) < VALID_SHARE)
     assert [name for name, _ in split_held_out(iter(unlucky))].count(HELD_OUT) == 1
     sets = list(split_held_out(iter([*unlucky, lucky])))
     assert [document for name, document in sets if name == HELD_OUT] == [lucky]
@@ -252,6 +253,13 @@ def test_a_folder_that_datasets_has_saved(tmp_path):
     assert message in error_of(f"datasets:{tmp_path / 'two'}@tests")
     datasets.Dataset.from_dict({"content": ["a"]}).save_to_disk(tmp_path / "bare")
     assert 'no column "text"; its columns: content' in error_of(tmp_path / "bare")
+
+
+def test_a_name_on_the_hub(tmp_path):
+    rows = {"train": [{"text": "a"}, {"text": "b"}], "test": [{"text": "c"}]}
+    save_dataset(Path(datasets.config.HF_DATASETS_CACHE), "org/some-texts", "plain", rows)
+    assert texts("datasets:org/some-texts,plain") == ["a", "b"]
+    assert texts("datasets:org/some-texts,plain@test") == ["c"]
 
 
 @pytest.mark.parametrize("source", ["datasets:org/name", "datasets:org/name,config@train"])

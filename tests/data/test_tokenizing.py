@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from crosslayer.data.sources import read_documents
 from crosslayer.data.tokenizing import byte_tokenizer_json, load_tokenizer
+from tests.support.hub import snapshot_folder
 
 WORDS = ("quick", "lazy", "brown")
 TEXTS = [f"the {word} fox, naïve café ☕ number {i}\r\n" for i in range(300) for word in WORDS]
@@ -121,13 +122,9 @@ def test_holes_in_a_vocabulary_are_counted(tmp_path):
 
 @pytest.mark.parametrize("name", ["org/words", "org/without"])
 def test_a_name_on_the_hub(tmp_path, monkeypatch, name):
-    # as a download leaves it in the cache
-    repository = tmp_path / f"models--{name.replace('/', '--')}"
-    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot = snapshot_folder(tmp_path, name)
     save_word_tokenizer(snapshot / "tokenizer.json", "a", "<|endoftext|>", "stop")
     (snapshot / "tokenizer_config.json").write_text('{"eos_token": "stop"}')
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(snapshot.name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     if name == "org/without":
         (snapshot / "tokenizer.json").unlink()

@@ -57,12 +57,8 @@ class BatchSampler(Sampler[int]):
                 if epoch != epoch_of_permutation:
                     permutation = epoch_permutation(self.length, self.seed, epoch)
                     epoch_of_permutation = epoch
-                yield self.example(epoch, int(permutation[place]))
+                yield int(permutation[place])
             first += self.batch
-
-    def example(self, epoch: int, index: int) -> int:
-        """The item that the dataset is asked for; a subclass may tell the epochs apart."""
-        return index
 
 
 def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:

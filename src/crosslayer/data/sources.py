@@ -162,16 +162,16 @@ def split_held_out(documents: Iterator[Document]) -> Iterator[tuple[str, Documen
         yield from _split_tail(first)
         return
     limit = VALID_SHARE
-    while not any(hash_share(document.name) <= limit for document in first):
+    while not any(_hash_share(document.name) <= limit for document in first):
         more = list(islice(documents, FEW_DOCUMENTS))
         if not more:  # the source ends, and none would be held out
-            limit = min(hash_share(document.name) for document in first)
+            limit = min(_hash_share(document.name) for document in first)
         first += more
     for document in chain(first, documents):
-        yield HELD_OUT if hash_share(document.name) <= limit else TRAIN, document
+        yield HELD_OUT if _hash_share(document.name) <= limit else TRAIN, document
 
 
-def hash_share(name: str) -> float:
+def _hash_share(name: str) -> float:
     """A number in [0, 1) that depends on the name alone."""
     digest = hashlib.sha256(name.encode("utf8", "surrogateescape")).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
