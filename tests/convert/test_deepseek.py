@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from crosslayer.convert import deepseek, fill, own_states
+from crosslayer.convert import deepseek, fill_connections, read_connections
 from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
 
 
@@ -42,12 +42,12 @@ def only_hc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 )
 def test_deepseek(names, prefix, arm, head):
     theirs = hc(names, prefix, head)
-    ours = deepseek.load(theirs, arm)
+    ours = deepseek.load_connections(theirs, arm)
     sites = row(arm)
-    fill(sites, ours)
-    assert same(deepseek.save(ours, names, prefix), only_hc(theirs))
+    fill_connections(sites, ours)
+    assert same(deepseek.save_connections(ours, names, prefix), only_hc(theirs))
     assert same(
-        deepseek.save(ours._replace(states=own_states(sites)), names, prefix), only_hc(theirs)
+        deepseek.save_connections(ours._replace(sites=read_connections(sites)), names, prefix), only_hc(theirs)
     )
 
 
@@ -66,10 +66,10 @@ def test_deepseek_v4_of_transformers():
     model.hc_head = module.DeepseekV4HyperHead(config)
     for p in model.parameters():
         nn.init.normal_(p, std=0.5)
-    ours = deepseek.load(model.state_dict())
-    sites = row(ours.arm)
-    fill(sites, ours)
-    assert same(deepseek.save(ours, "transformers"), dict(model.state_dict()))
+    ours = deepseek.load_connections(model.state_dict())
+    sites = row(ours.spec)
+    fill_connections(sites, ours)
+    assert same(deepseek.save_connections(ours, "transformers"), dict(model.state_dict()))
     x = torch.randn(2, 3, D)
     H = x[:, :, None].expand(2, 3, 4, D)
     for k, mixer in enumerate(m for layer in model.layers for m in (layer.attn_hc, layer.ffn_hc)):
@@ -82,7 +82,7 @@ def test_deepseek_v41_from_its_description():
     """The pre of one sub-layer collapses for the next: the first takes stream 0, the readout the last."""
     theirs = hc(head=False)
     sites = row("mhc(single_pass=True)")
-    fill(sites, deepseek.load(theirs, "mhc(single_pass=True)"))
+    fill_connections(sites, deepseek.load_connections(theirs, "mhc(single_pass=True)"))
     x = torch.randn(2, 3, D)
     H, pre = x[:, :, None].expand(2, 3, 4, D), torch.tensor([1.0, 0, 0, 0]).expand(2, 3, 4)
     for k in range(2 * LAYERS):
@@ -111,27 +111,27 @@ def test_what_of_deepseek_does_not_fit():
         ValueError,
         match=r"have no head, which 'mhc' needs; DeepSeek-V4.1's arm is 'mhc\(single_pass",
     ):
-        deepseek.load(hc(head=False))
+        deepseek.load_connections(hc(head=False))
     with pytest.raises(
         ValueError,
         match="have a head and 'mhc\\(single_pass=True\\)' has none; DeepSeek-V4's is 'mhc'",
     ):
-        deepseek.load(hc(), "mhc(single_pass=True)")
+        deepseek.load_connections(hc(), "mhc(single_pass=True)")
     with pytest.raises(
         ValueError,
         match=r"'layers.0.hc_attn_fn' has the shape \(8, 24\), expected \(24, 4·D\) for 'mhc'",
     ):
-        deepseek.load(hc(n=2))
+        deepseek.load_connections(hc(n=2))
     theirs = hc()
     del theirs["layers.1.hc_ffn_base"]
     with pytest.raises(ValueError, match=r"a tensor is missing: 'layers\.1\.hc_ffn_base'"):
-        deepseek.load(theirs)
+        deepseek.load_connections(theirs)
     with pytest.raises(ValueError, match=r"no mHC tensors; expected 'layers\.0\.hc_attn_fn' or"):
-        deepseek.load({"norm.weight": randn(D)})
+        deepseek.load_connections({"norm.weight": randn(D)})
     with pytest.raises(ValueError, match="these tensors are an mhc's, got the arm 'hyper'"):
-        deepseek.load(hc(), "hyper")
+        deepseek.load_connections(hc(), "hyper")
     with pytest.raises(ValueError, match="names must be one of released, transformers, got 'hf'"):
-        deepseek.save(deepseek.load(hc()), "hf")
+        deepseek.save_connections(deepseek.load_connections(hc()), "hf")
 
 
 def test_an_arm_from_a_config():
@@ -142,9 +142,9 @@ def test_an_arm_from_a_config():
         "rms_norm_eps": 1e-6,
         "hidden_size": 7,
     }
-    assert deepseek.arm_of(config) == "mhc"
-    assert deepseek.arm_of(config, single_pass=True) == "mhc(single_pass=True)"
+    assert deepseek.spec_from_config(config) == "mhc"
+    assert deepseek.spec_from_config(config, single_pass=True) == "mhc(single_pass=True)"
     assert (
-        deepseek.arm_of(config | {"hc_mult": 2, "rms_norm_eps": 1e-5})
+        deepseek.spec_from_config(config | {"hc_mult": 2, "rms_norm_eps": 1e-5})
         == "mhc(streams=2, norm_eps=1e-05)"
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crosslayer.convert import denseformer, fill, own_states
+from crosslayer.convert import denseformer, fill_connections, read_connections
 from tests.support.chain import D, randn, row, run, same, sublayer
 
 DWA = [(1, 1), (4, 5), (2, 3), (1, 7), (3, 1)]
@@ -20,11 +20,11 @@ def alphas(blocks: int, dilation: int, period: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("dilation", "period"), DWA)
 def test_denseformer(dilation, period, sublayers):
     theirs = alphas(12, dilation, period)
-    ours = denseformer.load(theirs, 12, dilation, period, sublayers)
-    sites = row(ours.arm, parallel=sublayers == 1, layers=12)
-    fill(sites, ours)
-    assert same(denseformer.save(ours), theirs)
-    assert same(denseformer.save(ours._replace(states=own_states(sites))), theirs)
+    ours = denseformer.load_connections(theirs, 12, dilation, period, sublayers)
+    sites = row(ours.spec, parallel=sublayers == 1, layers=12)
+    fill_connections(sites, ours)
+    assert same(denseformer.save_connections(ours), theirs)
+    assert same(denseformer.save_connections(ours._replace(sites=read_connections(sites))), theirs)
 
     # the averages, from their definition
     x = torch.randn(2, 3, D)
@@ -49,11 +49,11 @@ def test_what_denseformer_has_not():
         ValueError,
         match=r"'alphas.2.weight' has the shape \(1, 2\), expected \(1, 4\) for dilation=1",
     ):
-        denseformer.load(theirs, 6, 1, 3)
+        denseformer.load_connections(theirs, 6, 1, 3)
     with pytest.raises(ValueError, match=r"4 tensors are missing, the first: 'alphas\.0\.weight'"):
-        denseformer.load(theirs, 6, 2)
+        denseformer.load_connections(theirs, 6, 2)
     with pytest.raises(ValueError, match=r"a tensor is of no known part: 'alphas\.5\.weight'"):
-        denseformer.load(theirs, 5, 2, 3)
+        denseformer.load_connections(theirs, 5, 2, 3)
     for arm in ("denseformer(last_k=2)", "denseformer(period='last')", "mudd"):
         with pytest.raises(ValueError, match="the package has dilation and period alone"):
-            denseformer.save(denseformer.load(theirs, 6, 2, 3)._replace(arm=arm))
+            denseformer.save_connections(denseformer.load_connections(theirs, 6, 2, 3)._replace(spec=arm))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import crosslayer
 from crosslayer.convert import load_published, save_published
-from crosslayer.convert.published import published
+from crosslayer.convert.published import is_published
 from tests.hf.backbones import llama
 
 CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
@@ -206,7 +206,7 @@ def test_a_transformers_folder_is_told_apart(checkpoint, tmp_path):
     load_published(checkpoint(CASE)).save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match="is a transformers folder already"):
         load_published(tmp_path / "saved")
-    assert published(tmp_path / "published") and not published(tmp_path / "saved")
+    assert is_published(tmp_path / "published") and not is_published(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crosslayer.convert import fill, kimi, own_states
+from crosslayer.convert import fill_connections, kimi, read_connections
 from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
 
 
@@ -24,13 +24,13 @@ def res(prefix: str = "") -> dict[str, torch.Tensor]:
 def test_kimi(prefix, block, dtype):
     theirs = {name: t.to(dtype) for name, t in res(prefix).items()}
     pools = {name: t for name, t in theirs.items() if "_res_" in name}
-    ours = kimi.load(theirs, block)
-    assert ours.arm == f"attnres(block_size={2 * block})"
-    assert same(kimi.save(ours, prefix), pools), "layer 0's idle pair comes back too"
-    sites = row(ours.arm)
-    fill(sites, ours)
+    ours = kimi.load_connections(theirs, block)
+    assert ours.spec == f"attnres(block_size={2 * block})"
+    assert same(kimi.save_connections(ours, prefix), pools), "layer 0's idle pair comes back too"
+    sites = row(ours.spec)
+    fill_connections(sites, ours)
     if dtype == torch.float32:
-        assert same(kimi.save(ours._replace(states=own_states(sites)), prefix), pools)
+        assert same(kimi.save_connections(ours._replace(sites=read_connections(sites)), prefix), pools)
 
     # a decoder as it is served: snapshots of the running sum where a block begins
     def pool(name, values):
@@ -60,18 +60,18 @@ def test_what_of_kimi_does_not_fit():
     with pytest.raises(
         ValueError, match=r"a tensor is missing: 'layers\.2\.self_attention_res_norm\.weight'"
     ):
-        kimi.load(theirs, 1)
+        kimi.load_connections(theirs, 1)
     with pytest.raises(
         ValueError,
         match=r"no attention-residual tensors; expected 'layers\.0\.mlp_res_proj\.weight'",
     ):
-        kimi.load({"norm.weight": randn(D)}, 1)
+        kimi.load_connections({"norm.weight": randn(D)}, 1)
     with pytest.raises(
         ValueError, match="attn_res_block_size must be a whole number of at least 1, got 0"
     ):
-        kimi.load(res(), 0)
+        kimi.load_connections(res(), 0)
     for arm in ("attnres", "attnres(block_size=3)", "mhc"):
         with pytest.raises(
             ValueError, match="expected an attnres whose block_size is a number of layers, two each"
         ):
-            kimi.save(kimi.load(res(), 1)._replace(arm=arm))
+            kimi.save_connections(kimi.load_connections(res(), 1)._replace(spec=arm))

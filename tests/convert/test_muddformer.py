@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 import crosslayer
 from crosslayer.connections.denseformer import History
 from crosslayer.convert import load_published, save_published
-from crosslayer.convert.layout import completed, widths
+from crosslayer.convert.layout import complete_config, mlp_widths
 from crosslayer.convert.muddformer import LAYOUT
-from crosslayer.convert.rows import convert, turned
+from crosslayer.convert.rows import convert_tensors, reverse_rows
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 QKNORM = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
@@ -33,7 +33,7 @@ def golden(case: str, part: str) -> dict[str, torch.Tensor]:
 
 def theirs(case: str, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     config = json.loads((GOLDEN / f"{case}.json").read_text())["config"]
-    return convert(turned(LAYOUT.rows(completed(config, LAYOUT))), ours)
+    return convert_tensors(reverse_rows(LAYOUT.tensor_rows(complete_config(config, LAYOUT))), ours)
 
 
 def sites(model) -> list[crosslayer.Connection]:
@@ -224,14 +224,14 @@ def test_as_a_transformers_folder(checkpoint, case, rope, tmp_path):
 
 def test_defaults_of_the_config_class(checkpoint):
     """What config.json leaves out is as the reference's config class has it: the sizes of MUDDFormer-2.8B."""
-    whole = completed({}, LAYOUT)
+    whole = complete_config({}, LAYOUT)
     assert (whole["dim"], whole["n_layer"], whole["n_head"], whole["intermediate_size"]) == (
         2560,
         32,
         32,
         6912,
     )
-    assert sum(widths(whole)) == pytest.approx(32 * 6912, rel=0.005)
+    assert sum(mlp_widths(whole)) == pytest.approx(32 * 6912, rel=0.005)
     folder = checkpoint(CASES["plain"][0])
     given = json.loads((folder / "config.json").read_text())
     left_out = {

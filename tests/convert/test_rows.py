@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from crosslayer.convert import fill, kimi, own_states
-from crosslayer.convert.rows import Change, Row, check_names, convert, expand, placed, turned
+from crosslayer.convert import fill_connections, kimi, read_connections
+from crosslayer.convert.rows import TensorChange, TensorRow, check_names, convert_tensors, expand_rows, prefix_rows, reverse_rows
 from tests.support.chain import LAYERS, D, randn, row, same
 
 
@@ -19,16 +19,16 @@ def res() -> dict[str, torch.Tensor]:
 
 def test_both_ways_of_a_row():
     """Fused where ours is apart: one row, and the way back is the row turned round."""
-    parts = Change(lambda whole: tuple(whole.chunk(2)), lambda *halves: (torch.cat(halves),))
-    rows = placed(
-        expand([Row("w.{l}", "a.{l} b.{l}", parts), Row("n", "n")], l=3), "theirs.", "ours."
+    parts = TensorChange(lambda whole: tuple(whole.chunk(2)), lambda *halves: (torch.cat(halves),))
+    rows = prefix_rows(
+        expand_rows([TensorRow("w.{l}", "a.{l} b.{l}", parts), TensorRow("n", "n")], l=3), "theirs.", "ours."
     )
     theirs = {"theirs.w.3": randn(4, 2), "theirs.n": randn(2)}
-    ours = convert(rows, theirs)
+    ours = convert_tensors(rows, theirs)
     assert ours.keys() == {"ours.a.3", "ours.b.3", "ours.n"} and ours["ours.b.3"].equal(
         theirs["theirs.w.3"][2:]
     )
-    assert same(convert(turned(rows), ours), theirs) and turned(turned(rows)) == rows
+    assert same(convert_tensors(reverse_rows(rows), ours), theirs) and reverse_rows(reverse_rows(rows)) == rows
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_names(given, message):
 
 
 def test_filling_changes_all_or_nothing():
-    ours, sites = kimi.load(res(), 1), row("attnres(block_size=2)")
-    before = [{name: t.clone() for name, t in state.items()} for state in own_states(sites)]
-    ours.states[3]["query"] = randn(D + 1)
+    ours, sites = kimi.load_connections(res(), 1), row("attnres(block_size=2)")
+    before = [{name: t.clone() for name, t in state.items()} for state in read_connections(sites)]
+    ours.sites[3]["query"] = randn(D + 1)
     with pytest.raises(ValueError, match=r"'3.query' has the shape \(13,\), expected \(12,\)"):
-        fill(sites, ours)
+        fill_connections(sites, ours)
     with pytest.raises(ValueError, match="the parameters are of 7 sites, got 6 connections"):
-        fill(sites[1:], ours)
-    assert all(same(a, b) for a, b in zip(own_states(sites), before, strict=True))
+        fill_connections(sites[1:], ours)
+    assert all(same(a, b) for a, b in zip(read_connections(sites), before, strict=True))
