@@ -1,4 +1,4 @@
-"""Folders that are not whole: one clear line, and never half a model."""
+"""Damaged or incomplete folders: an error of one line, before a model is built."""
 
 import json
 import re
@@ -18,7 +18,7 @@ CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
 
 @pytest.fixture(autouse=True)
 def built(monkeypatch):
-    """How many models were given weights."""
+    """The classes of the models that were given weights."""
     calls = []
     genuine = PreTrainedModel.from_pretrained.__func__
 
@@ -136,7 +136,7 @@ BROKEN = {
     ),
     "foreign": (
         edited(layers__4__ffn_norm__weight=torch.ones(64)),
-        "a tensor is of no known part: 'layers.4.ffn_norm",
+        "a tensor is unknown: 'layers.4.ffn_norm",
     ),
     "renamed": (
         renamed,
@@ -213,9 +213,9 @@ def test_a_transformers_folder_is_told_apart(checkpoint, tmp_path):
     ("model", "message"),
     [
         (llama, "the published layouts are of llama, qwen3, gpt_neox, got 'llama' unconnected"),
-        (lambda: crosslayer.connect(llama(), "hyper"), r"the layout of MUDDFormer cannot say crosslayer='hyper'"),
-        (lambda: crosslayer.connect(llama(), "mudd(dilation=2)"), r"cannot say crosslayer='mudd\(dilation=2\)'"),
-        (lambda: crosslayer.connect(llama(), "mudd"), r"cannot say crosslayer_widths=None, only \["),
+        (lambda: crosslayer.connect(llama(), "hyper"), r"the layout of MUDDFormer cannot represent crosslayer='hyper'"),
+        (lambda: crosslayer.connect(llama(), "mudd(dilation=2)"), r"cannot represent crosslayer='mudd\(dilation=2\)'"),
+        (lambda: crosslayer.connect(llama(), "mudd"), r"cannot represent crosslayer_widths=None, only \["),
     ],
 )  # fmt: skip
 def test_nothing_is_written_of_another_model(model, message, tmp_path):
@@ -227,7 +227,9 @@ def test_nothing_is_written_of_another_model(model, message, tmp_path):
 def test_nothing_is_written_of_another_rope(checkpoint, tmp_path):
     model = load_published(checkpoint(CASE))
     model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}
-    with pytest.raises(ValueError, match="the layout of MUDDFormer cannot say rope_parameters="):
+    with pytest.raises(
+        ValueError, match="the layout of MUDDFormer cannot represent rope_parameters="
+    ):
         save_published(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

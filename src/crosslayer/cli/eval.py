@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..files import write_text_atomic
 from ..validation import parse_dtype
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
@@ -85,6 +86,7 @@ def parser() -> Any:
 def run(options: Any) -> int:
     os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
     silence_libraries()
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # one error instead of every retry
     # The bootstrap of standard errors would fork this process with the model in it.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
@@ -119,7 +121,7 @@ def run(options: Any) -> int:
         "connection": getattr(model.config, "crosslayer", None),
         "dtype": str(model.dtype).removeprefix("torch."),
         "context": context,
-        "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
+        "versions": {"crosslayer": __version__, "torch": version("torch")},
         "text": {},
         "spans": {},
     }

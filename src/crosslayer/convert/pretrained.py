@@ -81,11 +81,11 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             return tokenizer
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises no class of its own
+        problem = f"no tokenizer can be read from {source}"
+        if not path.exists():
+            problem = f"{source}: no such folder or file, and no such name on the Hub"
         reason = str(error).split("\n")[0]
-        raise ValueError(
-            f"{source} has no tokenizer that can be read ({reason}); name its folder or "
-            "tokenizer.json with --tokenizer"
-        ) from error
+        raise ValueError(f"{problem} ({reason}); --tokenizer names another") from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
