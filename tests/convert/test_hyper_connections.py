@@ -46,9 +46,14 @@ def test_hyper_connections(n, tanh):
 
 def tensors_of_hyper_connections(n: int = 2, prefix: str = "hc.") -> dict[str, torch.Tensor]:
     shapes = {
-        "static_alpha": (n, n + 1), "dynamic_alpha_fn": (D, n + 1), "dynamic_alpha_scale": (), "static_beta": (n,),
-        "dynamic_beta_fn": (D,), "dynamic_beta_scale": (), "norm.gamma": (D,),
-    }  # fmt: skip
+        "static_alpha": (n, n + 1),
+        "static_beta": (n,),
+        "dynamic_alpha_fn": (D, n + 1),
+        "dynamic_beta_fn": (D,),
+        "dynamic_alpha_scale": (),
+        "dynamic_beta_scale": (),
+        "norm.gamma": (D,),
+    }
     return {prefix + name: randn(*shape) for name, shape in shapes.items()}
 
 

@@ -125,19 +125,7 @@ def run(options: Any) -> int:
         "text": {},
         "spans": {},
     }
-    table = make_table("perplexity", ["file", "metric", "value"])
-    for name, texts_of_file in texts.items():
-        text_result = text_perplexity(
-            model, tokenizer, texts_of_file, context, batch_size=options.batch_size
-        )
-        results["text"][name] = text_result._asdict()
-        _add_rows(table, name, text_result)
-    for name, spans_of_file in spans.items():
-        span_result = span_perplexity(model, tokenizer, spans_of_file, context, options.batch_size)
-        results["spans"][name] = span_result._asdict()
-        _add_rows(table, name, span_result)
-    if table.row_count:
-        print_table(table, make_console())
+    # Tasks first: their data may be out of reach.
     if options.tasks:
         from lm_eval.utils import make_table as format_tasks
 
@@ -154,6 +142,20 @@ def run(options: Any) -> int:
         print(format_tasks(results["tasks"]))
         if results["tasks"].get("groups"):
             print(format_tasks(results["tasks"], "groups"))
+    table = make_table("perplexity", ["file", "metric", "value"])
+    batch_size = options.batch_size
+    for name, documents_of_file in texts.items():
+        text_result = text_perplexity(
+            model, tokenizer, documents_of_file, context, batch_size=batch_size
+        )
+        results["text"][name] = text_result._asdict()
+        _add_rows(table, name, text_result)
+    for name, spans_of_file in spans.items():
+        span_result = span_perplexity(model, tokenizer, spans_of_file, context, batch_size)
+        results["spans"][name] = span_result._asdict()
+        _add_rows(table, name, span_result)
+    if table.row_count:
+        print_table(table, make_console())
     if results_file is not None:
         results_file.parent.mkdir(parents=True, exist_ok=True)
         # The harness's results contain functions and dtypes.
@@ -164,5 +166,5 @@ def run(options: Any) -> int:
 
 def _add_rows(table: Any, name: str, result: Any) -> None:
     for metric, value in result._asdict().items():
-        shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
         table.add_row(name, metric, shown)

@@ -1,7 +1,7 @@
-"""Open any language model and its tokenizer: a folder in transformers' or a published layout, or a
-name on the Hub.
+"""Open any language model and its tokenizer, from a folder or from the Hub.
 
-Weights are read from safetensors only, and no code of a checkpoint is run.
+A folder has transformers' layout, connected or not, or a published checkpoint's. Weights are read
+from safetensors only, and no code of a checkpoint is run.
 """
 
 from pathlib import Path

@@ -101,7 +101,9 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     _, settings = layout.host_config(complete_config(published_config, layout))
     for key, expected in settings.items():
         value = getattr(config, key, None)
-        is_equal = _is_same_spec(value, expected) if key == "crosslayer" else value == expected
+        is_equal = value == expected
+        if key == "crosslayer":
+            is_equal = _is_same_spec(spec, expected)
         if not is_equal:
             raise ValueError(
                 f"the layout of {layout.architecture} cannot represent {key}={value!r}, "

@@ -7,8 +7,9 @@ does.
 
 import contextlib
 import copy
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,7 @@ def evaluate_tasks(
         context: tokens that the model sees at once; None is what its config says.
 
     Returns:
-        What `lm_eval.simple_evaluate` returns: "results" by task and metric, "n-shot", "n-samples",
-            "configs".
+        What `lm_eval.simple_evaluate` returns, like "results" by task and metric and "n-shot".
 
     Raises:
         ValueError: a task is unknown, its data cannot be loaded, or an answer is longer than the
@@ -63,16 +63,17 @@ def evaluate_tasks(
     if task_manager is None:
         task_manager = find_tasks(tasks)
     has_no_first_token = tokenizer.bos_token_id is None and tokenizer.eos_token_id is None
-    harness_model = HFLM(
-        pretrained=model,
-        backend="causal",
-        tokenizer=copy.deepcopy(tokenizer),  # the harness gives it a padding token
-        max_length=context,
-        batch_size=batch_size,
-        softmax_dtype="float32",
-        # the harness needs one even where no request is without context
-        prefix_token_id=0 if has_no_first_token else None,
-    )
+    with _log_level("lm_eval.models.huggingface", logging.ERROR):
+        harness_model = HFLM(
+            pretrained=model,  # the harness warns that it is not a name
+            backend="causal",
+            tokenizer=copy.deepcopy(tokenizer),  # the harness gives it a padding token
+            max_length=context,
+            batch_size=batch_size,
+            softmax_dtype="float32",
+            # the harness needs one even where no request is without context
+            prefix_token_id=0 if has_no_first_token else None,
+        )
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the harness prints remarks
             return simple_evaluate(
@@ -130,3 +131,14 @@ def check_task_names(tasks: Sequence[str], manager: "TaskManager") -> None:
                 f"unknown task {name!r}{did_you_mean(name, manager.all_tasks)}; "
                 "`lm_eval ls tasks` lists the tasks of lm-evaluation-harness"
             )
+
+
+@contextlib.contextmanager
+def _log_level(name: str, level: int) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    previous = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(previous)

@@ -258,13 +258,16 @@ def log_likelihoods(
     model: "PreTrainedModel", windows: Sequence[Window], batch_size: int
 ) -> list[float]:
     """The log-likelihood of each window's target, in nats. Computed in float32 from the logits."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
     check_positive(batch_size=batch_size)
     # Longest first: windows of a batch are of similar length, and a lack of memory shows at once.
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].context + windows[i].target))
     scores = [0.0] * len(windows)
     was_training = model.training
     model.eval()
-    for start in range(0, len(order), batch_size):
+    # disable=None: only on a terminal
+    for start in tqdm(range(0, len(order), batch_size), "perplexity", unit="batch", disable=None):
         batch = order[start : start + batch_size]
         # The last token is predicted, never seen. Padding on the right changes nothing before it.
         inputs = [torch.tensor((windows[i].context + windows[i].target)[:-1]) for i in batch]
