@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ..hf import from_pretrained
-from ..hf.weights_folder import check
+from ..hf.checkpoint import check_weights
 from .published import is_published, load_published
 
 END_OF_TEXT = "<|endoftext|>"
@@ -52,7 +52,7 @@ def open_model(
     if hasattr(config, "crosslayer"):
         return from_pretrained(source, dtype=dtype)
     if is_local:
-        check(folder)
+        check_weights(folder)
     return AutoModelForCausalLM.from_pretrained(
         source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights, read_json
 from ..hf.host_quirks import ROPE_DTYPES
-from ..hf.weights_folder import SINGLE, Weights, read_json
 from ..spec import make
 from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia
@@ -43,7 +43,7 @@ def load_published(
     if isinstance(dtype, str):
         dtype = parse_dtype(dtype)
     given_config = read_json(folder / "config.json")
-    weights = Weights(folder)
+    weights = FolderWeights(folder)
     layout = LAYOUTS[_find_layout(given_config, weights, folder)]
     config = complete_config(given_config, layout)
     model_class, settings = layout.host_config(config)
@@ -115,7 +115,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {n: t.to("cpu", model.dtype).contiguous() for n, t in tensors.items()},
-        folder / SINGLE,
+        folder / WEIGHTS_FILE,
         {"format": "pt"},
     )
     header = {
@@ -135,7 +135,7 @@ def is_published(folder: Path) -> bool:
     return "n_layer" in config
 
 
-def _find_layout(config: ConfigDict, weights: Weights, folder: Path) -> str:
+def _find_layout(config: ConfigDict, weights: FolderWeights, folder: Path) -> str:
     """The layout's name, which config.json says or the names of the weights show."""
     if isinstance(config.get("crosslayer"), str):
         raise ValueError(
