@@ -1,17 +1,18 @@
 """When to connect: from the start, late in training, or never.
 
-Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, Table 5. A 4x5-DenseFormer starts after N of 40k
-iterations of a model on OpenWebText2; the learning-rate schedule does not change:
+Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, Table 5. A 4x5-DenseFormer starts
+after N of 40k iterations of a model on OpenWebText2; the learning-rate schedule does not change:
 
     N            never   0      1k     2k     4k     6k     10k    20k    30k
     perplexity   18.61   17.87  17.99  18.07  18.13  18.17  18.23  18.33  18.40
 
-Here: any connection, on a model small enough for minutes. A run trains with PreNorm up to the switch, connects the
-trained model, and continues with the same schedule, batches and optimizer states. The results contain the change of the
-validation loss at the switch itself. Expected, as in the paper: the later the switch, the smaller the gain.
-docs/retrofit.md has results, with hardware and settings.
+Here: any connection, on a model small enough for minutes. A run trains with PreNorm up to the
+switch, connects the trained model, and continues with the same schedule, batches and optimizer
+states; the same command resumes. The results contain the change of the validation loss at the switch itself. Expected, as in
+the paper: the later the switch, the smaller the gain. docs/retrofit.md has results, with hardware
+and settings.
 
-    python examples/retrofit.py run --out retrofit --connections '[prenorm, mudd]'  # resumes; see `run --help`
+    python examples/retrofit.py run --out retrofit --connections '[prenorm, mudd]'
     python examples/retrofit.py report --results '[retrofit]' --page docs/retrofit.md
 """
 
@@ -33,10 +34,11 @@ from crosslayer.train.trainer import Trainer
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 connects from the start
 INTRODUCTION = """\
-Results of `examples/retrofit.py`, whose docstring describes a run. At the switch, DenseFormer and MUDD change nothing,
-hyper-connections and attention residuals change the loss by what the eps of a norm does, and MGR, which cannot start as
-PreNorm, changes it much. Two seeds of the smaller model end 0.18 apart, so only differences within a seed count there.
-On the larger model, with one seed, differences below 0.01 are chance, and no connection is told from another."""
+Results of `examples/retrofit.py`, whose docstring describes a run. At the switch, DenseFormer and
+MUDD change nothing, hyper-connections and attention residuals change the loss by what the eps of a
+norm does, and MGR, which cannot start as PreNorm, changes it much. Two seeds of the smaller model
+end 0.18 apart, so only differences within a seed count there. On the larger model, with one seed,
+differences below 0.01 are chance, and no connection is told from another."""
 COLUMNS = (
     "connection",
     "connected at step",
@@ -207,7 +209,7 @@ def loss_differences(
 
 
 def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
-    """Left: final loss against the switch, a line a connection. Right: curves of one connection's first seed."""
+    """Left: final loss against the switch, a line a connection. Right: curves of one connection."""
     import matplotlib
     from matplotlib.figure import Figure
 

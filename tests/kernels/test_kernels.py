@@ -36,7 +36,7 @@ def run_suite(expression: str) -> None:
 
 def test_every_kernel_in_the_interpreter():
     """Forward and backward of a case for each kernel."""
-    run_suite(f"test_accuracy and bf16 and ({' or '.join(FAST)})")
+    run_suite(f"test_accuracy and 2x1000 and fp32 and ({' or '.join(FAST)})")
 
 
 def test_fast_cases_cover_every_module():

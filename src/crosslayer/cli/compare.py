@@ -1,4 +1,4 @@
-"""`crosslayer compare`: train one backbone with several connections on the same batches, and report."""
+"""`crosslayer compare`: train a backbone with several connections on the same batches."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

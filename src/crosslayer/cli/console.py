@@ -49,7 +49,10 @@ def add_recipe(parser: Any) -> None:
 
 
 def add_settings(parser: Any) -> None:
-    """The options of `Settings` in their groups: `save_every` is --save-every. Those of `YAML_ONLY` are left out."""
+    """The options of `Settings` in their groups, but those of `YAML_ONLY`.
+
+    `save_every` is --save-every.
+    """
     import docstring_parser
 
     from ..train.settings import GROUPS, YAML_ONLY
@@ -125,7 +128,9 @@ def make_console(**options: Any) -> Any:
 
 
 class ProgressBars:
-    """Progress bars of runs, on rank 0 alone. A run's bar appears with its first step, so errors come before it.
+    """Progress bars of runs, on rank 0 alone.
+
+    A run's bar appears with its first step: errors in options or data come before it.
 
     Args:
         console: of `make_console`.

@@ -1,4 +1,4 @@
-"""`crosslayer COMMAND`: the library from the command line. Only the file of the command is imported."""
+"""`crosslayer COMMAND`: the command line. Only the file of the given command is imported."""
 
 import importlib
 import pkgutil
@@ -16,7 +16,10 @@ COMMANDS = sorted(m.name for m in pkgutil.iter_modules(cli.__path__) if m.name n
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code. An error of the user's is one line on stderr, without a traceback."""
+    """Run a command; return the exit code.
+
+    An error of the user's is one line on stderr, without a traceback.
+    """
     if arguments is None:
         arguments = sys.argv[1:]
     try:

@@ -54,7 +54,7 @@ def run(options: Any) -> int:
 
 
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
-    """Train an arm with a progress bar, save model and result, and print the losses; the exit code."""
+    """Train an arm with a progress bar, save model and result, print losses; the exit code."""
     from ..files import write_text_atomic
     from ..train.compare import describe_environment
     from ..train.export import export_model

@@ -1,4 +1,4 @@
-"""What a run does between steps: save, log, measure its connections, show its progress, change its connection."""
+"""What a run does between steps: save, log, show its progress, change its connection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,9 +44,7 @@ class SaveCheckpoints(Callback):
         is_last = result.step == trainer.settings.optimization.steps
         if is_due or is_last or trainer.stop_requested:
             checkpoints = self._checkpoints(trainer)
-            checkpoints.save(
-                result.step, trainer.model, trainer.optimizers, vars(trainer.state)
-            )
+            checkpoints.save(result.step, trainer.model, trainer.optimizers, vars(trainer.state))
             trainer.latest_checkpoint = checkpoints.newest()
 
     def _checkpoints(self, trainer: Trainer) -> Checkpoints:
@@ -54,7 +52,7 @@ class SaveCheckpoints(Callback):
 
 
 class LogMetrics(Callback):
-    """Writes loss, learning rate, gradient norm, speed and evaluations to metrics.jsonl and to Fabric's loggers.
+    """Writes the results of steps and evaluations to metrics.jsonl and to Fabric's loggers.
 
     Args:
         folder: of metrics.jsonl; None for Fabric's loggers alone.
@@ -69,7 +67,9 @@ class LogMetrics(Callback):
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:
-            metrics = {key: v for key, v in vars(result).items() if key not in ("step", "evaluation")}
+            metrics = {
+                key: v for key, v in vars(result).items() if key not in ("step", "evaluation")
+            }
             self.log.write(result.step, metrics)
         if result.evaluation is not None:
             metrics = {}
@@ -116,7 +116,7 @@ class ConnectAtStep(Callback):
         spec: the new connection, like "mudd(dilation=2)".
 
     Attributes:
-        loss_change: what the change itself did to the loss of the first validation set; None before it.
+        loss_change: change of the first validation set's loss at the switch; None before it.
     """
 
     def __init__(self, step: int, spec: str):

@@ -1,13 +1,19 @@
-"""Checkpoints of a run: sharded, written to a temporary folder and renamed when complete, so it is safe to be killed.
+"""Checkpoints of a run: sharded, and atomic, so that a run may be killed at any moment.
 
-FOLDER/step-00000100/checkpoint.json    the run's identity, its state, and the size of every other file
-                     __0_0.distcp …     a file a rank (torch.distributed.checkpoint); any number of ranks can read them
+A checkpoint is written to a temporary folder, which is renamed when it is complete:
+
+FOLDER/step-00000100/checkpoint.json    the run's identity and state; sizes of the other files
+                     __0_0.distcp …     a file a rank (torch.distributed.checkpoint)
+
+Any number of ranks can load it.
 """
 
 import json
+import logging
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +102,12 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             newest = self.newest()
             remaining = f"the last checkpoint is {newest}" if newest else "there is no other"
-            raise OSError(
-                f"{path} cannot be written ({_one_line(failure)}); {remaining}"
-            ) from None
+            raise OSError(f"{path} cannot be written ({_one_line(failure)}); {remaining}") from None
 
     def load(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> dict[str, Any] | None:
-        """Restore the newest checkpoint; the `state` it was saved with, or None if there is no checkpoint.
+        """Restore the newest checkpoint; the `state` it was saved with, or None without one.
 
         Raises:
             ValueError: it is damaged, or another run's.
@@ -115,10 +119,8 @@ class Checkpoints:
         state_dict = _state_dict(model, optimizers)
         try:
             with _quiet_dcp():
-                dcp.load(
-                    state_dict, checkpoint_id=path, no_dist=self.fabric.world_size == 1
-                )
-        except Exception as error:  # unpickling a damaged file raises any class
+                dcp.load(state_dict, checkpoint_id=path, no_dist=self.fabric.world_size == 1)
+        except (Exception, dcp.api.CheckpointException) as error:  # pickle raises any class
             raise ValueError(
                 f"{path}: cannot be read ({_one_line(error)}){self._remedy(path)}"
             ) from None
@@ -137,12 +139,15 @@ class Checkpoints:
             index = json.loads((path / INDEX_FILE).read_text("utf8"))
             identity, files, _ = index["identity"], index["files"], index["state"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: {INDEX_FILE} is damaged ({_one_line(error)}){remedy}") from None
+            raise ValueError(
+                f"{path}: {INDEX_FILE} is damaged ({_one_line(error)}){remedy}"
+            ) from None
         for key in sorted(self.identity.keys() | identity.keys()):
             saved, current = identity.get(key), self.identity.get(key)
             if saved != current:
                 raise ValueError(
-                    f"{path}: belongs to another run, whose {key} is {saved!r}; here it is {current!r}"
+                    f"{path}: belongs to another run, whose {key} is {saved!r}; "
+                    f"here it is {current!r}"
                 )
 
         def check_files() -> None:
@@ -193,9 +198,14 @@ def _one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(cause).__name__
 
 
-class _quiet_dcp(warnings.catch_warnings):
-    """torch.distributed.checkpoint warns of its own internals."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
+@contextmanager
+def _quiet_dcp() -> Iterator[None]:
+    """Silence torch's warnings of its own internals, and its log of errors that it raises too."""
+    previous_level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous_level)

@@ -1,7 +1,7 @@
-"""Compare arms: every arm × seed on the same batches from the same backbone weights -> results.json -> a report.
+"""Compare arms: every arm × seed, on the same batches from the same backbone weights.
 
-results.json is rewritten after every run, and an unfinished run is saved when it is stopped. The same comparison, started
-again in the same folder, does what is missing.
+results.json is rewritten after every run, and an unfinished run is saved when it is stopped. The
+same comparison, started again in the same folder, does what is missing.
 """
 
 import hashlib
@@ -114,7 +114,8 @@ def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Compa
         folder: by default one named after the settings, so that the same command resumes.
 
     Raises:
-        ValueError: an arm, an option, the data or the folder cannot be used. Nothing has been written.
+        ValueError: an arm, an option, the data or the folder cannot be used. Nothing has been
+            written.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
@@ -130,9 +131,7 @@ def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Compa
     if folder is None:
         text = json.dumps({"settings": settings, "data": data}, sort_keys=True)
         folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-    results = ComparisonResults(
-        describe_environment(), settings, data, recipe.scale, first.entropy
-    )
+    results = ComparisonResults(describe_environment(), settings, data, recipe.scale, first.entropy)
     for arm in recipe.arms:
         results.arms[arm.name] = {
             "connection": arm.connection,
@@ -178,7 +177,8 @@ def _load_results(folder: Path, current: ComparisonResults) -> ComparisonResults
     """The results of a folder, or None if it has none.
 
     Raises:
-        ValueError: the folder is not a comparison's, or that of a comparison with other settings or data.
+        ValueError: the folder is not a comparison's, or that of a comparison with other settings or
+            data.
     """
     path = folder / RESULTS_FILE
     if folder.exists() and not folder.is_dir():
@@ -225,10 +225,8 @@ def run_folder(comparison: Comparison, arm: Arm, seed: int) -> Path:
     return comparison.folder / RUNS_FOLDER / f"{readable}-{digest}"
 
 
-def run_comparison(
-    comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]
-) -> None:
-    """Do the runs that are missing, and write results.json after each. Of several ranks the first writes.
+def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]) -> None:
+    """Do the runs that are missing, and write results.json after each, on rank 0.
 
     Args:
         comparison: of `prepare_comparison`; its results grow.
@@ -352,7 +350,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
 
 
 def find_baseline(recipe: Recipe, arm: Arm) -> Arm | None:
-    """The PreNorm arm that another is compared with: one of the same backbone, or else the first."""
+    """The PreNorm arm to compare with: one with the same backbone, or else the first."""
     candidates = [other for other in recipe.arms if other.connection == "prenorm"]
     options = _model_options(arm)
     options.pop("reallocate", None)  # MUDD's MLP widths belong to the method

@@ -1,4 +1,4 @@
-"""What the connections of a model do on a batch: scale of the stream, openness of gates, gain of each sub-layer.
+"""Diagnostics of connections: scale of the stream, openness of gates, gain of each sub-layer.
 
 They cost nothing but in the steps that measure them.
 """
@@ -22,9 +22,9 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
 
     stream/k    root mean square of what the sub-layer of site k reads, before its norm
     gate/k      mean of the gate on the pending write, for methods that declare `gate_fields`
-    gain/k      how much a change of y_k, the output of sub-layer k (0: the embedding), changes what the output head
-                reads, in a random direction and through the connections alone. 1 for every k in PreNorm; that of y_0
-                is the composite gain.
+    gain/k      how much a change of y_k, the output of sub-layer k (0: the embedding), changes what
+                the output head reads, in a random direction and through the connections alone. 1
+                for every k in PreNorm; that of y_0 is the composite gain.
 
     Args:
         model: connected.
@@ -53,9 +53,7 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
     # a method that norms its stream may use norms of the host, so all of the model is needed
     needed = model if any(site.norms_its_stream for site in sites) else nn.ModuleList(sites)
     with _unsharded(needed):
-        return _replay_connections(
-            sites, [outputs[k][:1, :MAX_TOKENS] for k in range(len(sites))]
-        )
+        return _replay_connections(sites, [outputs[k][:1, :MAX_TOKENS] for k in range(len(sites))])
 
 
 @contextmanager
@@ -70,7 +68,9 @@ def _unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def _replay_connections(sites: list[Connection], outputs: list[Tensor]) -> dict[str, float]:
-    """The same pass without sub-layers: their outputs y_0 … y_S are given, so that gradients pass connections alone."""
+    """The same pass without sub-layers: their outputs y_0 … y_S are given, so that gradients pass
+    connections alone.
+    """
     metrics: dict[str, float] = {}
     outputs = [y.clone().requires_grad_() for y in outputs]
     state = sites[0].init(outputs[0])

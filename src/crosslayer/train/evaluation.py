@@ -31,8 +31,8 @@ def evaluate_examples(
         batch: examples of all ranks at once.
     """
     model.eval()
-    # Every rank evaluates the same number of full batches (FSDP's ranks must call the model together):
-    # index -1 pads, and counts nothing.
+    # Every rank evaluates the same number of full batches (FSDP's ranks must call the model
+    # together): index -1 pads, and counts nothing.
     rank_batch = -(-batch // fabric.world_size)
     rounds = -(-len(indices) // (rank_batch * fabric.world_size))
     rank_indices = indices[fabric.global_rank :: fabric.world_size]

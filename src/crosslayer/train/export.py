@@ -1,4 +1,6 @@
-"""Write a trained model to a folder that `from_pretrained`, `crosslayer eval` and `crosslayer generate` read."""
+"""Write a trained model to a folder that `from_pretrained`, `crosslayer eval` and `crosslayer
+generate` read.
+"""
 
 import os
 import shutil
@@ -15,7 +17,8 @@ from ..files import atomic_replace
 def export_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) -> None:
     """Write a model of transformers, gathered from all ranks, with its tokenizer.
 
-    At any moment `folder`, or `folder.old`, is complete: the old one is moved aside, not deleted, first.
+    At any moment `folder`, or `folder.old`, is complete: the old one is moved aside, not deleted,
+    first.
 
     Args:
         fabric: rank 0 writes.

@@ -46,7 +46,8 @@ class MetricsLog:
     Args:
         fabric: rank 0 writes.
         folder: None for Fabric's loggers alone.
-        step: of the checkpoint from which the run is resumed. Later lines, which will come again, are removed.
+        step: of the checkpoint from which the run is resumed. Later lines, which will come again,
+            are removed.
     """
 
     def __init__(self, fabric: Fabric, folder: Path | None, step: int):
@@ -60,7 +61,10 @@ class MetricsLog:
                 write_text_atomic(self.path, "".join(kept))
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a step. None is written as null, and left out for Fabric's loggers."""
+        """Write the metrics of a step.
+
+        None is written as null, and left out for Fabric's loggers.
+        """
         if self.path is not None:
             with open(self.path, "a", encoding="utf8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")

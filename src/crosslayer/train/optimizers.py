@@ -10,7 +10,9 @@ from .settings import Optimization
 
 
 def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.optim.Optimizer]:
-    """AdamW; or Muon for the 2-d matrices of the layers and, last in the list, AdamW for all other parameters."""
+    """AdamW; or Muon for the 2-d matrices of the layers and, last in the list, AdamW for all other
+    parameters.
+    """
     groups = param_groups(model, settings.lr, settings.weight_decay)
     if settings.optimizer == "muon":
         muon_groups = [{**group, "lr": settings.muon_lr} for group in groups if group["muon"]]
@@ -35,7 +37,9 @@ def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.opt
 
 
 def lr_schedule(step: int, settings: Optimization) -> float:
-    """Learning rate of a step (from 0) as a share of its peak: linear warm-up, then down to `floor`."""
+    """Learning rate of a step (from 0) as a share of its peak: linear warm-up, then down to
+    `floor`.
+    """
     if settings.warmup >= 1:
         warmup = settings.warmup
     else:

@@ -36,7 +36,8 @@ def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
         strategy = ModelParallelStrategy(
             lambda model, mesh: shard_model(model, mesh["data_parallel"], half), ranks, 1
         )
-    # bf16-true models are built in bfloat16; Fabric would also convert buffers and the connections' parameters
+    # bf16-true models are built in bfloat16; Fabric would also convert buffers and the connections'
+    # parameters
     precision: Any = "32-true" if engine.precision == "bf16-true" else engine.precision
     fabric = Fabric(
         devices=ranks_on_node,
@@ -60,7 +61,8 @@ def shutdown_distributed() -> None:
 def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
     """Shard a connected model with FSDP2, layer by layer.
 
-    All parameters of an FSDP group have one dtype, so the connections' float32 parameters are groups of their own.
+    All parameters of an FSDP group have one dtype, so the connections' float32 parameters are
+    groups of their own.
 
     Args:
         model: connected.
@@ -81,7 +83,8 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
     for layer in getattr(backbone, family.layers):
         shard_connections(layer.connections, layer_policy)
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
-    # embedding, final norm, readout and head compute in the dtype of their parameters, like the stream
+    # embedding, final norm, readout and head compute in the dtype of their parameters, like the
+    # stream
     shard_connections([getattr(backbone, family.final).connection], full_policy)
     fully_shard(model, mesh=mesh, mp_policy=full_policy)
     return model
@@ -107,17 +110,18 @@ def prepare_model(model: Any, engine: Engine) -> Any:
     if engine.recompute == "reads":
         for connection in find_connections(model):
             swap_class(connection, CheckpointedRead)
-    elif engine.recompute in ("streams", "inversion"):
-        enable_recompute(find_connections(model), engine.recompute)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
+    elif engine.recompute != "none":
+        enable_recompute(find_connections(model), engine.recompute)
 
     if engine.compile == "none":
         return model
     torch.compiler.reset()  # graphs of an arm before count towards the limit below
     backbone, family = find_backbone(model)
     layers = getattr(backbone, family.layers)
-    # each layer of a dense method has a graph of its own, as its state has another number of tensors
+    # each layer of a dense method has a graph of its own, as its state has another number of
+    # tensors
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(layers))
     if engine.compile == "model":
@@ -138,7 +142,9 @@ def checkpoint_layers(model: Any) -> None:
 
 
 class CheckpointedRead:
-    """Mixed into a connection's class: `read` stores its state alone, and is recomputed in the backward pass."""
+    """Mixed into a connection's class: `read` stores its state alone, and is recomputed in the
+    backward pass.
+    """
 
     def forward(self, state: State) -> Any:
         read = super().forward  # type: ignore[misc]

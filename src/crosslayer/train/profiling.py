@@ -11,7 +11,7 @@ from .task import Batch, Task
 
 
 def measure_forward(model: nn.Module, task: Task, batches: Iterator[Batch]) -> tuple[int, int]:
-    """Bytes that the forward pass of one micro-batch stores for the backward pass, and its FLOPs."""
+    """Bytes that one micro-batch's forward pass stores for the backward pass, and its FLOPs."""
     batch = next(batches)
     eager = torch.compiler.set_stance("force_eager")
     with flop_counter() as counter, eager, torch.random.fork_rng():

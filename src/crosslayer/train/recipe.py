@@ -7,8 +7,8 @@
     - prenorm
     - {name: MUDD, connection: mudd, parameters: 126e6, paper: {loss: 2.91}, lr: 1.0e-3}
 
-An arm is a connection, or a mapping: its name, its connection, the parameters and results that the paper states, and
-the options in which it differs from the other arms.
+An arm is a connection, or a mapping: its name, its connection, the parameters and results that the
+paper states, and the options in which it differs from the other arms.
 """
 
 from dataclasses import dataclass, field, fields
@@ -66,7 +66,11 @@ class Arm:
             raise ValueError(f"an arm needs a connection, got {row}")
 
         connection = str(make(row["connection"]))
-        name, reason, paper = row.get("name", connection), row.get("reason", ""), row.get("paper", {})
+        name, reason, paper = (
+            row.get("name", connection),
+            row.get("reason", ""),
+            row.get("paper", {}),
+        )
         # YAML reads `no` as False and 2 as a number
         for key, text in (("name", name), ("reason", reason)):
             if not isinstance(text, str):
@@ -139,7 +143,8 @@ def load_recipe(
         overrides: options that hold for every arm, whatever the file says.
 
     Raises:
-        ValueError: the file cannot be read, or it has an unknown key or a value that is not allowed.
+        ValueError: the file cannot be read, or it has an unknown key or a value that is not
+            allowed.
     """
     import yaml
 
@@ -172,7 +177,8 @@ def load_recipe(
 
 
 def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
-    """A sixth of the layers, but at least 6; width 64 and all widths in proportion; the same structure otherwise.
+    """A sixth of the layers, but at least 6; width 64 and all widths in proportion; the same
+    structure otherwise.
 
     Args:
         stated: every option at full scale.
@@ -219,7 +225,9 @@ def _scale_config_value(key: str, value: Any, width_ratio: float, heads_ratio: f
 
 
 def _shorten_connection(connection: str, layers: int, tiny_layers: int) -> str:
-    """A connection for fewer layers: the same number of blocks, and steps along depth that fit at least twice."""
+    """A connection for fewer layers: the same number of blocks, and steps along depth that fit at
+    least twice.
+    """
     spec = make(connection)
     for name, length in spec.options.items():
         if name == "block_size":

@@ -19,11 +19,14 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; m
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p { margin: .4rem 0; } .note { color: #555; font-size: .9rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
+        font-size: .92rem; }
+th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap;
+         border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child { text-align: left; font-family: ui-monospace, monospace; }
 th { border-bottom: 2px solid #999; font-weight: 600; } tr.best td { font-weight: 600; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
+.charts { display: grid; gap: 1rem;
+          grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
 figure { margin: 0; }
 .charts svg { width: 100%; height: auto; }
 """
@@ -158,7 +161,8 @@ def html_report(comparison: Comparison) -> str:
         body += tag + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
     setup, *notes = (html.escape(note) for note in report_notes(comparison))
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>crosslayer compare</title><style>{STYLE}</style></head><body>
 <h1>crosslayer compare</h1>
 <p>{setup}</p>
@@ -172,10 +176,11 @@ def html_report(comparison: Comparison) -> str:
 """
 
 
-def render_svg(
-    comparison: Comparison, *panels: Callable[[Any, Comparison], None]
-) -> str:
-    """An SVG with panels side by side. Each panel draws on its axes, whose y is the validation loss."""
+def render_svg(comparison: Comparison, *panels: Callable[[Any, Comparison], None]) -> str:
+    """An SVG with panels side by side.
+
+    Each panel draws on its axes, whose y is the validation loss.
+    """
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would have global state
 
@@ -222,9 +227,7 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     rows: list[TableRow] = sorted(result_table(comparison), key=lambda row: row.speed)
     for number, row in enumerate(rows):
         point, colour = (row.speed, row.loss.mean), colours[row.arm]
-        axes.errorbar(
-            *point, yerr=row.loss.std, color=colour, marker="o", markersize=7, capsize=3
-        )
+        axes.errorbar(*point, yerr=row.loss.std, color=colour, marker="o", markersize=7, capsize=3)
         # labels of neighbours alternate between below and above
         axes.annotate(
             row.arm,

@@ -1,6 +1,7 @@
 """The options of a run, in four groups. A function takes the group that it needs.
 
-The fields' names are the keys of a recipe and, with dashes, the options of the command line (all but `YAML_ONLY`).
+The fields' names are the keys of a recipe and, with dashes, the options of the command line (all
+but `YAML_ONLY`).
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -15,12 +16,14 @@ class Model:
     """The backbone.
 
     Args:
-        family: the backbone's model type in transformers: llama, gpt_neox or another that `connect` knows.
+        family: the backbone's model type in transformers: llama, gpt_neox or another that `connect`
+            knows.
         layers: number of layers.
         dim: width of the residual stream.
         heads: number of attention heads.
         vocab: size of the vocabulary; by default that of the data's tokenizer.
-        model_config: further keys of the family's configuration, like {"tie_word_embeddings": true}.
+        model_config: further keys of the family's configuration, like {"tie_word_embeddings":
+            true}.
         reallocate: give the MLPs MUDD's widths: narrower in early layers, wider in late ones.
     """
 
@@ -43,10 +46,12 @@ class Data:
     """The data. A path may begin with an environment variable, like $DATA/pile.
 
     Args:
-        data: "stdlib" (the source code of Python's standard library); a text, .jsonl or .parquet file, or a folder of
-            them; datasets:NAME; or a folder that `crosslayer data prepare` wrote.
+        data: "stdlib" (the source code of Python's standard library); a text, .jsonl or .parquet
+            file, or a folder of them; datasets:NAME; or a folder that `crosslayer data prepare`
+            wrote.
         valid: validation sets by name; by default a part of the data is held out.
-        tokenizer: bytes; bpe:SIZE, trained on the data; or a tokenizer's name on the Hub or its file.
+        tokenizer: bytes; bpe:SIZE, trained on the data; or a tokenizer's name on the Hub or its
+            file.
         context: tokens of a sequence.
         batch: sequences of a step, over all ranks and micro-batches.
         eval_batches: batches of each validation set that are evaluated.
@@ -104,9 +109,7 @@ class Optimization:
 
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
-        check_non_negative(
-            clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay
-        )
+        check_non_negative(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
 
 
 @dataclass
@@ -114,15 +117,19 @@ class Engine:
     """How the run is executed, saved and logged.
 
     Args:
-        precision: 32-true; bf16-mixed (autocast); or bf16-true (the backbone's weights are bfloat16 too).
-        strategy: with several processes, ddp, or fsdp to shard parameters, gradients and optimizer states (FSDP2).
+        precision: 32-true; bf16-mixed (autocast); or bf16-true (the backbone's weights are bfloat16
+            too).
+        strategy: with several processes, ddp, or fsdp to shard parameters, gradients and optimizer
+            states (FSDP2).
         accumulate: micro-batches of a step.
         compile: compile each of the layers, or the whole model.
-        recompute: what the backward pass recomputes to save memory: reads (each from its stored state); streams (reads
-            and states, from a few stored states); inversion (states from the last one; `mgr` in float32 alone); or
-            layers (whole layers). streams and inversion exclude compile.
+        recompute: what the backward pass recomputes to save memory: reads (each from its stored
+            state); streams (reads and states, from a few stored states); inversion (states from the
+            last one; `mgr` in float32 alone); or layers (whole layers). streams and inversion
+            exclude compile.
         evals: number of evaluations, evenly spaced over the steps.
-        save_every: steps between checkpoints; with 0 a run is saved only when it ends or is stopped.
+        save_every: steps between checkpoints; with 0 a run is saved only when it ends or is
+            stopped.
         keep_checkpoints: number of checkpoints kept.
         unstable: on a non-finite or spiking loss, stop the run or skip the batch.
         spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
@@ -206,7 +213,10 @@ class Settings(NamedTuple):
         return options
 
     def identity(self) -> dict[str, Any]:
-        """The options that decide what is learned. A run with any other value of them is another run."""
+        """The options that decide what is learned.
+
+        A run with any other value of them is another run.
+        """
         return {
             name: value
             for name, value in self.to_options().items()

@@ -5,7 +5,10 @@ from typing import Any
 
 
 class StopSignals:
-    """Within this context, SIGTERM and Ctrl-C set `received` and nothing else. A second Ctrl-C interrupts at once."""
+    """Within this context, SIGTERM and Ctrl-C set `received` and nothing else.
+
+    A second Ctrl-C interrupts at once.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None

@@ -1,7 +1,7 @@
 """What a model is trained to do: its examples, its backbone, its loss and its evaluation.
 
-A `Task` is an argument of `Trainer`, `build_model` and `Recipe`. The default is `LANGUAGE`: predict the next token.
-examples/vision has tasks of its own.
+A `Task` is an argument of `Trainer`, `build_model` and `Recipe`. The default is `LANGUAGE`: predict
+the next token. examples/vision has tasks of its own.
 """
 
 import math
@@ -35,7 +35,8 @@ class Examples:
         num_classes: size of the vocabulary, or number of the images' classes.
         digest: identifies the content of all sets.
         sizes: for the report, like {"bytes to train on": 123}.
-        sampler: called as `sampler(length, seed, batch, rank, ranks, start)`; gives the indices of this rank, endless.
+        sampler: called as `sampler(length, seed, batch, rank, ranks, start)`; gives the indices of
+            this rank, endless.
         tokenizer: of texts, saved with the model.
         bytes_per_token: of each validation set, for bits per byte.
         entropy: order-0 entropy of the first validation set, in bits per byte.
@@ -56,11 +57,13 @@ class Task(NamedTuple):
     """The functions of a task.
 
     Args:
-        load_examples: (data settings, `model_config`) -> examples. The latter may have the size of an image.
-        build_backbone: the model without connections: (model settings, data settings, num_classes, dtype of its
-            parameters) -> module.
+        load_examples: (data settings, `model_config`) -> examples. The latter may have the size of
+            an image.
+        build_backbone: the model without connections: (model settings, data settings, num_classes,
+            dtype of its parameters) -> module.
         loss: (model, batch) -> the scalar to minimise.
-        evaluate: (model, batch, indices of the examples in their dataset) -> metrics by name, each [B]; one is "loss".
+        evaluate: (model, batch, indices of the examples in their dataset) -> metrics by name, each
+            [B]; one is "loss".
         count_units: the number of `unit` in a batch.
         unit: what speed is counted in: tokens or images.
         loss_unit: data settings -> the unit of the loss, for the report.
@@ -107,7 +110,7 @@ def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:
 def build_language_model(
     model: Model, data: Data, num_classes: int, dtype: torch.dtype
 ) -> nn.Module:
-    """A causal language model of transformers with random weights, for sequences of `data.context` tokens."""
+    """A causal language model of transformers with random weights."""
     from transformers import AutoModelForCausalLM
 
     config = make_config(
@@ -118,7 +121,10 @@ def build_language_model(
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of the next token, plus a router's auxiliary loss if the backbone has one. tokens: [B T + 1]."""
+    """Cross-entropy of the next token, plus a router's auxiliary loss if the backbone has one.
+
+    tokens: [B T + 1].
+    """
     output = model(input_ids=tokens[:, :-1], use_cache=False)
     loss = cross_entropy(output.logits, tokens[:, 1:]).mean()
     if getattr(output, "aux_loss", None) is not None:
@@ -166,7 +172,8 @@ def build_model(
     Args:
         settings: of the backbone, the data (length of the context) and the precision.
         spec: the connection, like "mudd(dilation=2)".
-        num_classes: size of the vocabulary, or number of the images' classes; `settings.model.vocab` comes first.
+        num_classes: size of the vocabulary, or number of the images' classes;
+            `settings.model.vocab` comes first.
         seed: of the weights.
         task: what it is trained to do.
     """
@@ -182,7 +189,7 @@ def build_model(
 def summarize_metrics(
     examples: Examples, evaluation: dict[str, dict[str, float]]
 ) -> dict[str, float]:
-    """All results of an evaluation but the first validation set's loss, with what follows from them.
+    """Metrics of an evaluation besides the first validation set's loss, like perplexity.
 
     Those of the second set and later ones carry its name: "pile loss", "pile perplexity".
     """

@@ -3,12 +3,12 @@
     fabric = launch_fabric(settings.engine)
     model = build_model(settings, "mudd", examples.num_classes, seed=0)
     trainer = Trainer(fabric, model, examples, settings, Arm.from_row("mudd"), seed=0)
-    trainer.fit([LogMetrics(folder), LogDiagnostics(every=100)])
+    trainer.fit([LogMetrics(folder), LogDiagnostics(folder, every=100)])
     trainer.result().valid_loss
 
-Saving, logging, diagnostics and progress bars are callbacks (callbacks.py). A step depends on its number and on the
-seed alone: its examples, its learning rates and, on each rank, its dropout. A resumed run is therefore bitwise
-identical to one that was never interrupted.
+Saving, logging, diagnostics and progress bars are callbacks (callbacks.py). A step depends on its
+number and on the seed alone: its examples, its learning rates and, on each rank, its dropout. A
+resumed run is therefore bitwise identical to one that was never interrupted.
 """
 
 import math
@@ -87,7 +87,10 @@ class RunState:
     tokens_per_second: float = 0.0
 
     def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
-        """Whether loss and gradient are finite and the loss is no spike; a stable loss joins the running mean."""
+        """Whether loss and gradient are finite and the loss is no spike.
+
+        A stable loss joins the running mean.
+        """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False
         mean = loss if self.running_loss is None else self.running_loss
@@ -141,9 +144,7 @@ class RunResult:
 class Diverged(Exception):
     """The loss or its gradient is non-finite, or the loss spiked."""
 
-    def __init__(
-        self, arm: str, step: int, loss: float, grad_norm: float, checkpoint: Path | None
-    ):
+    def __init__(self, arm: str, step: int, loss: float, grad_norm: float, checkpoint: Path | None):
         problem = f"the loss is {loss:.4g}"
         if math.isfinite(loss) and not math.isfinite(grad_norm):
             problem += f" and the norm of its gradient {grad_norm:.4g}"
@@ -225,7 +226,10 @@ class Trainer:
         self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
-        """Train `model` from here on. Parameters that it shares with the model before keep their optimizer states."""
+        """Train `model` from here on.
+
+        Parameters that it shares with the model before keep their optimizer states.
+        """
         self.model = model
         self.parameters, self.extra_parameters = count_parameters(model)
         self.module = setup_model(self.fabric, model, self.settings.engine)
@@ -275,7 +279,8 @@ class Trainer:
         """Take one step on the next batch.
 
         Raises:
-            Diverged: the loss or its gradient is non-finite, or the loss spiked, and `unstable` is "stop".
+            Diverged: the loss or its gradient is non-finite, or the loss spiked, and `unstable` is
+                "stop".
         """
         optimization, engine = self.settings.optimization, self.settings.engine
         start = time.perf_counter()
