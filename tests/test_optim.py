@@ -6,14 +6,14 @@ import torch
 import crosslayer
 from crosslayer.optim import zero_connection_updates
 from tests.hf.backbones import llama, vit
-from tests.support.tiny import ARMS, connections, gpt, shake
+from tests.support.tiny import SPECS, connections, gpt, shake
 
-every = pytest.mark.parametrize("arm", ARMS)
+every = pytest.mark.parametrize("spec", SPECS)
 
 
 @every
-def test_every_parameter_is_in_one_group(arm):
-    model = gpt(arm)
+def test_every_parameter_is_in_one_group(spec):
+    model = gpt(spec)
     groups = crosslayer.param_groups(model, 1e-3, 0.1)
     found = [id(p) for g in groups for p in g["params"]]
     assert sorted(found) == sorted(id(p) for p in model.parameters() if p.requires_grad)
@@ -21,8 +21,8 @@ def test_every_parameter_is_in_one_group(arm):
 
 
 @every
-def test_connections_are_treated_as_they_say(arm):
-    model = gpt(arm)
+def test_connections_are_treated_as_they_say(spec):
+    model = gpt(spec)
     group = {id(p): g for g in crosslayer.param_groups(model, 1e-3, 0.1) for p in g["params"]}
     for connection in connections(model):
         for name, p in connection.named_parameters(recurse=False):
@@ -83,8 +83,8 @@ def test_an_optimizer_takes_them():
 
 
 def test_float32_streams_under_a_bf16_model():
-    arm = "hyper(stream_dtype='float32')"
-    model = shake(crosslayer.connect(llama(), arm)).bfloat16()
+    spec = "hyper(stream_dtype='float32')"
+    model = shake(crosslayer.connect(llama(), spec)).bfloat16()
     ids = torch.randint(97, (2, 9))
     state = model.model.layers[0].connections[0].init(model.model.embed_tokens(ids))
     inputs, state = model.model.layers[0].connections[0].read(state)

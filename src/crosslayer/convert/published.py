@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..hf import from_pretrained
+from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights, check_weights, read_json
 from ..hf.host_quirks import ROPE_DTYPES
-from ..hf.weights_folder import SINGLE, Weights, check, read_json
 from ..validation import DTYPES, check_choice, did_you_mean
 from . import muddformer, muddpythia
 from .layout import UNUSED, completed, same_arm
@@ -38,7 +38,7 @@ def load_published(
     folder = Path(folder)
     dtype = check_choice("dtype", dtype, DTYPES) if isinstance(dtype, str) else dtype
     given = read_json(folder / "config.json")
-    weights = Weights(folder)
+    weights = FolderWeights(folder)
     layout = LAYOUTS[named(given, weights, folder)]
     config = completed(given, layout)
     cls, settings = layout.host(config)
@@ -93,7 +93,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {n: t.to("cpu", model.dtype).contiguous() for n, t in tensors.items()},
-        folder / SINGLE,
+        folder / WEIGHTS_FILE,
         {"format": "pt"},
     )
     whole = {
@@ -104,7 +104,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(whole | theirs, indent=2) + "\n")
 
 
-def named(config: dict[str, Any], weights: Weights, folder: Path) -> str:
+def named(config: dict[str, Any], weights: FolderWeights, folder: Path) -> str:
     """The layout's name: what config.json says, or else what the weights look like."""
     if isinstance(config.get("crosslayer"), str):
         raise ValueError(
@@ -157,7 +157,7 @@ def open_model(
         )
     if "crosslayer" in read_json(folder / "config.json"):
         return from_pretrained(folder, dtype=dtype)
-    check(folder)
+    check_weights(folder)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, use_safetensors=True, local_files_only=True
     )
