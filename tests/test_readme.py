@@ -135,7 +135,7 @@ def test_commands_run(command, checkout, capsys):
     code = main(tiny(command))
     output = capsys.readouterr()
     assert code == 0, output.err
-    assert output.out.strip()
+    assert output.out
 
 
 @pytest.mark.slow
