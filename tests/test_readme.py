@@ -128,7 +128,7 @@ def tiny(command: str) -> list[str]:
 
 
 @pytest.mark.xdist_group("readme")  # a command reads what those before it wrote
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=[f"line{i}" for i in range(len(COMMANDS))])
 def test_commands_run(command, checkout, capsys):
     from crosslayer.cli.main import main
 
