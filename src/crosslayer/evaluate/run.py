@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import __version__
-from ..data.sources import documents
+from ..data.sources import read_documents
 from ..files import write_text_atomic
 from ..validation import did_you_mean
 from . import harness, text
@@ -151,7 +151,7 @@ def plan(
                 )
             )
     for source in map(Path, texts):
-        contents = [document.text for document in documents(str(source))]
+        contents = [document.text for document in read_documents(str(source))]
         key = {
             "task": f"text {source.name}",
             "stride": stride,
