@@ -112,43 +112,49 @@ def time_interleaved(
         rounds: largest number of rounds.
         seconds: no round begins later than this, after `MIN_ROUNDS`.
     """
-    on_gpu = timer.device.type == "cuda"
-    if on_gpu:
-        gc.collect()  # models have reference cycles: free those measured before
-        torch.cuda.empty_cache()
+    gc.collect()  # models have reference cycles: free those measured before
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    timings: dict[Name, Timings] = {}
     calls: dict[Name, Calls] = {}
-    failures: dict[Name, Timings] = {}
-    launch_seconds: dict[tuple[Name, str], float] = {}
+    launch_seconds: dict[Name, dict[str, float]] = {}
 
-    # Build all variants before the first runs, then warm them up.
+    # Build all variants before the first one runs.
     for name, build in variants.items():
         try:
             calls[name] = build()
         except Exception as error:
-            failures[name] = Timings({}, describe_error(error))
+            timings[name] = Timings({}, describe_error(error))
     for name in list(calls):
         try:
-            for key, call in calls[name].items():
-                for _ in range(WARMUP_CALLS):
-                    begin = time.perf_counter()
-                    call()
-                    launch_seconds[name, key] = time.perf_counter() - begin
-                    if on_gpu:
-                        torch.cuda.synchronize()
+            launch_seconds[name] = _warm_up(calls[name], timer.device)
         except Exception as error:
-            failures[name] = Timings({}, describe_error(error))
+            timings[name] = Timings({}, describe_error(error))
             del calls[name]
+        else:
+            timings[name] = Timings({key: [] for key in calls[name]})
 
-    rounds_ms = {name: {key: [] for key in keys} for name, keys in calls.items()}  # type: ignore[var-annotated]
     begin = time.perf_counter()
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.perf_counter() - begin > seconds:
             break
         for name, keys in calls.items():
             for key, call in keys.items():
-                rounds_ms[name][key].append(timer(call, launch_seconds[name, key]))
-    timings = failures | {name: Timings(times) for name, times in rounds_ms.items()}
+                ms = timer(call, launch_seconds[name][key])
+                timings[name].rounds_ms[key].append(ms)
     return {name: timings[name] for name in variants}
+
+
+def _warm_up(calls: Calls, device: torch.device) -> dict[str, float]:
+    """Run each call `WARMUP_CALLS` times; the seconds that it took to return the last time."""
+    seconds = {}
+    for key, call in calls.items():
+        for _ in range(WARMUP_CALLS):
+            begin = time.perf_counter()
+            call()
+            seconds[key] = time.perf_counter() - begin
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+    return seconds
 
 
 def describe_error(error: Exception) -> str:
