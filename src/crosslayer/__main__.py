@@ -1,4 +1,4 @@
-"""`python -m crosslayer`, and so `torchrun … -m crosslayer`."""
+"""`python -m crosslayer`, which torchrun can start."""
 
 import sys
 

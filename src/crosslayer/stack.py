@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from .connection import Connection, plan
-from .recompute import enable_recompute, recompute_inputs
+from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .spec import ConnectionSpec, make
 
 
 class Stack(nn.Module):
-    """Sub-layers joined by a connection, from the embedding to the final norm.
+    """Sub-layers joined by a connection, from the embedding to the state after the final norm.
 
         stack = crosslayer.Stack("mudd", [attention_0, mlp_0, attention_1, mlp_1], dim=512)
         hidden = stack(embedding, mask=mask)
@@ -46,7 +46,7 @@ class Stack(nn.Module):
         dim: int,
         norm: Callable[[int], nn.Module] = nn.RMSNorm,
         parallel: bool = False,
-        recompute: Literal["streams", "inversion"] | None = None,
+        recompute: RecomputeMode | None = None,
     ):
         super().__init__()
         self.sublayers = nn.ModuleList(sublayers)
@@ -69,14 +69,17 @@ class Stack(nn.Module):
         return cast(list[Connection[Any]], list(self.connections))
 
     def forward(self, embedding: Tensor, **attention_options: Any) -> Tensor:
-        """The hidden state [B T D] after the final norm.
+        """The hidden state after the final norm.
 
         Args:
             embedding: [B T D].
-            attention_options: passed to every attention or parallel block, and to no MLP.
+            attention_options: passed to every attention or parallel block, but to no MLP.
+
+        Returns:
+            [B T D].
         """
         *sites, readout = self._sites()
-        state = readout.init(embedding)
+        state = sites[0].init(embedding)
         for connection, sublayer in zip(sites, self.sublayers, strict=True):
             inputs, state = connection(state)
             options = {} if connection.ports == ("mlp",) else attention_options

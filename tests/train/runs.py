@@ -1,6 +1,6 @@
-"""Runs one after another, in one process or in each that torchrun starts: SPEC.json -> OUT.json.
+"""Runs one after another, in one process or in each that torchrun starts: JOBS.json -> OUT.json.
 
-A run is {settings, arm, folder, stop}: `stop` is the step at which it is left without a word.
+A job is {settings, arm, folder, stop, seed}: after step `stop` the run is left without saving it.
 """
 
 import hashlib
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from crosslayer.train import task
-from crosslayer.train.export import save_model
+from crosslayer.train.export import export_model
 from crosslayer.train.recipe import Arm
+from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.settings import Settings
-from crosslayer.train.trainer import train
+from crosslayer.train.task import LANGUAGE
 
 SMALL = {
     "steps": 12,
@@ -25,7 +25,7 @@ SMALL = {
     "dim": 32,
     "heads": 2,
     "evals": 2,
-    "held_out": 2,
+    "eval_batches": 2,
 }
 
 
@@ -33,40 +33,43 @@ class Left(Exception):
     pass
 
 
-def run(settings, arm, folder=None, stop=None, seed=0):
-    """Its losses, its row (None where it was left), and a digest of its last weights."""
-    options, losses = Settings.of(**{**SMALL, **settings}), []
+def run(settings, arm, folder=None, stop=None, seed=0, task=LANGUAGE):
+    """A run's losses, its result (None where it was left), and a digest of its last weights."""
+    options, losses = Settings.from_options(**{**SMALL, **settings}), []
 
-    def watch(now):
-        losses.append(now.loss)
-        if now.step == stop:
+    def on_step(result):
+        losses.append(result.loss)
+        if result.step == stop:
             raise Left
 
     path = Path(folder) if folder else None
-    examples = task.find_task(options.model).examples(options)
+    arm = Arm.from_row(arm)
+    examples = task.load_examples(options.data, options.model.model_config)
+    fabric = launch_run(options, arm, path)
     try:
-        row, model, fabric = train(options, Arm.of(arm), seed, examples, watch, path)
+        trainer = train_arm(fabric, options, arm, seed, examples, task, path, on_step)
     except Left:
-        return {"losses": losses, "row": None, "weights": None}
+        return {"losses": losses, "result": None, "weights": None}
     if path:
-        save_model(fabric, model, path / "model")
-    return {"losses": losses, "row": row, "weights": digest(model)}
+        export_model(fabric, trainer.model, path / "model")
+    result = trainer.result().to_json()
+    return {"losses": losses, "result": result, "weights": digest(trainer.model)}
 
 
 def digest(model):
-    found = hashlib.sha256()
+    content = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        found.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        content.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    spec, out = sys.argv[1:]
-    found = [run(**job) for job in json.loads(Path(spec).read_text())]
+    jobs, out = sys.argv[1:]
+    results = [run(**job) for job in json.loads(Path(jobs).read_text())]
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(results))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

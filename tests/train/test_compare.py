@@ -1,4 +1,4 @@
-"""The main job, from the command line: runs, stops, goes on, reports, and says what is wrong in one line."""
+"""`crosslayer compare`: runs, is stopped, resumes, reports, and names what is wrong in one line."""
 
 import gc
 import json
@@ -16,12 +16,12 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
-from crosslayer.train.compare import prepare, result_table, run
-from crosslayer.train.optimizers import build_optimizers, schedule
+from crosslayer.train.compare import prepare_comparison, result_table, run_comparison
+from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.settings import Optimization, Settings
-from crosslayer.train.task import build_model, text
-from crosslayer.train.trainer import train
+from crosslayer.train.task import LANGUAGE, build_model
 
 TINY = {"steps": 6, "batch": 2, "context": 32, "layers": 2, "dim": 16, "heads": 2}
 
@@ -41,12 +41,14 @@ def tiny(text_file):
 
 
 def recipe(options, *arms):
-    return Recipe([Arm.of(arm) for arm in arms], options)
+    return Recipe([Arm.from_row(arm) for arm in arms], options)
 
 
 def trained(options, arm, seed):
-    settings = Settings.of(**options)
-    return train(settings, Arm.of(arm), seed, text(settings), lambda progress: None)[0]
+    settings = Settings.from_options(**options)
+    arm = Arm.from_row(arm)
+    examples = LANGUAGE.load_examples(settings.data, {})
+    return train_arm(launch_run(settings, arm), settings, arm, seed, examples).result()
 
 
 def options(text_file) -> list[str]:
@@ -82,7 +84,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
 
 
 def test_every_arm_starts_from_one_body():
-    settings = Settings.of(**TINY)
+    settings = Settings.from_options(**TINY)
     plain = build_model(settings, "prenorm", 256, 3).state_dict()
     for arm in crosslayer.available():
         state = build_model(settings, arm, 256, 3).state_dict()
@@ -94,19 +96,18 @@ def test_every_arm_starts_from_one_body():
 
 
 def test_a_run_repeats_bitwise(tiny):
-    first, again = (trained(tiny, "mudd", 1)["curve"] for _ in range(2))
+    first, again = (trained(tiny, "mudd", 1).curve for _ in range(2))
     assert first == again
 
 
 def test_parameters_are_counted_against_the_body(tiny):
     plain, mudd = (trained(tiny, arm, 0) for arm in ("prenorm", "mudd"))
     assert (
-        mudd["parameters"] - mudd["extra_parameters"] == plain["parameters"]
-        and plain["extra_parameters"] == 0
+        mudd.parameters - mudd.extra_parameters == plain.parameters and plain.extra_parameters == 0
     )
-    assert mudd["extra_parameters"] == sum(
+    assert mudd.extra_parameters == sum(
         p.numel()
-        for m in build_model(Settings.of(**tiny), "mudd", 256, 0).modules()
+        for m in build_model(Settings.from_options(**tiny), "mudd", 256, 0).modules()
         if isinstance(m, Connection)
         for p in m.parameters()
     )
@@ -124,7 +125,8 @@ def test_activation_bytes_are_those_saved_for_backward():
             x = torch.nn.functional.one_hot(input_ids, 8).float()
             return type("Out", (), {"logits": self.lone(x)})
 
-    # one_hot's float input [2 4 8] for the Linear; log-softmax's output; the targets and a scalar of the loss
+    # one_hot's float input [2 4 8] for the Linear; log-softmax's output; the targets and a scalar
+    # of the loss
     found = activation_bytes(Body(), torch.randint(8, (2, 5)))
     assert 2 * 4 * 8 * 4 * 2 <= found <= 2 * 4 * 8 * 4 * 2 + 2 * 5 * 8 + 64
 
@@ -142,7 +144,7 @@ def test_nothing_is_left_of_a_run(tiny):
 
 
 def test_weight_decay_is_what_connections_say():
-    settings = Settings.of(**TINY)
+    settings = Settings.from_options(**TINY)
     model = build_model(settings, "hyper", 256, 0)
     (adamw,) = build_optimizers(model, settings.optimization)
     decay = {p: g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
@@ -154,22 +156,22 @@ def test_weight_decay_is_what_connections_say():
 
 
 def test_schedule():
-    rates = [schedule(step, Optimization(steps=100)) for step in range(100)]
+    rates = [lr_schedule(step, Optimization(steps=100)) for step in range(100)]
     assert (
         rates[0] == pytest.approx(0.1)
         and max(rates) == rates[9] == 1
         and rates[-1] == pytest.approx(0.1, abs=1e-3)
     )
     linear = Optimization(steps=100, warmup=20, decay="linear")
-    assert [schedule(step, linear) for step in (20, 60)] == pytest.approx([1, 0.55])
+    assert [lr_schedule(step, linear) for step in (20, 60)] == pytest.approx([1, 0.55])
     constant = Optimization(steps=100, warmup=20, floor=1.0)
-    assert [schedule(step, constant) for step in (0, 9, 19, 20, 99)] == pytest.approx(
+    assert [lr_schedule(step, constant) for step in (0, 9, 19, 20, 99)] == pytest.approx(
         [0.05, 0.5, 1, 1, 1]
     )
 
 
 def test_muon_takes_the_layers_matrices_alone():
-    settings = Settings.of(**TINY, optimizer="muon", muon_lr=0.5, family="gpt2")
+    settings = Settings.from_options(**TINY, optimizer="muon", muon_lr=0.5, family="gpt2")
     model = build_model(settings, "mudd", 256, 0)
     muon, adamw = build_optimizers(model, settings.optimization)
     names = {p: name for name, p in model.named_parameters()}
@@ -182,17 +184,20 @@ def test_muon_takes_the_layers_matrices_alone():
 
 
 def test_stopped_and_started_again(tiny, tmp_path):
-    comparison = prepare(recipe(tiny, "prenorm", "skip_gain"), 1, tmp_path / "out")
+    comparison = prepare_comparison(recipe(tiny, "prenorm", "skip_gain"), 1, tmp_path / "out")
 
     def stop(arm, seed, progress):
         if arm.name == "skip_gain" and progress.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(comparison, stop)
+        run_comparison(comparison, stop)
     assert [row.arm for row in result_table(comparison)] == ["prenorm"]
-    again, seen = prepare(recipe(tiny, "prenorm", "skip_gain"), 1, tmp_path / "out"), set()
-    run(again, lambda arm, seed, progress: seen.add(arm.name))
+    again, seen = (
+        prepare_comparison(recipe(tiny, "prenorm", "skip_gain"), 1, tmp_path / "out"),
+        set(),
+    )
+    run_comparison(again, lambda arm, seed, progress: seen.add(arm.name))
     assert seen == {"skip_gain"} and [row.arm for row in result_table(again)] == [
         "prenorm",
         "skip_gain",
@@ -204,7 +209,7 @@ def test_control_c(text_file, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "crosslayer.cli",
+        "crosslayer",
         *options(text_file),
         "--steps=150",
         "--out",
@@ -220,7 +225,7 @@ def test_control_c(text_file, tmp_path):
     printed, errors = (stream.decode() for stream in process.communicate(timeout=60))
     assert process.returncode == 130 and "Traceback" not in errors
     assert (
-        "Stopped: 1 runs had finished" in printed and "prenorm" in (out / "report.md").read_text()
+        "Stopped with 1 finished runs" in printed and "prenorm" in (out / "report.md").read_text()
     )
     assert "Not finished: mudd" in (out / "report.md").read_text()
     done = subprocess.run([*command, "--arms", "prenorm", "mudd"], capture_output=True, text=True)
@@ -230,9 +235,10 @@ def test_control_c(text_file, tmp_path):
 
 def test_a_diverged_arm_is_a_result(tiny, tmp_path):
     tiny |= {"lr": 1e30, "steps": 40}
-    comparison = prepare(recipe(tiny, "prenorm"), 1, tmp_path / "out")
-    run(comparison, lambda arm, seed, progress: None)
-    assert comparison.results["diverged"][0]["arm"] == "prenorm" and not comparison.missing
+    comparison = prepare_comparison(recipe(tiny, "prenorm"), 1, tmp_path / "out")
+    run_comparison(comparison, lambda arm, seed, progress: None)
+    assert comparison.results.diverged[0].arm == "prenorm"
+    assert not comparison.missing_runs()
 
 
 @pytest.mark.parametrize(
@@ -249,6 +255,8 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
         ),
         (["--arms", "mgr(streams=3)", "mudd("], "cannot read the connection 'mudd('"),
         (["--step=3"], "unknown option --step (did you mean '--steps'?)"),
+        (["--save_every=3"], "unknown option --save_every (did you mean '--save-every'?)"),
+        (["--floor=0.3"], "floor has no option on the command line; set it in a recipe file"),
         (["--steps=many"], "Parser key \"steps\": Expected a <class 'int'>. Got value: many"),
         (["--steps=0"], "steps must be a whole number of at least 1, got 0"),
         (["--seeds=0"], "seeds must be at least 1, got 0"),
@@ -263,7 +271,10 @@ def test_bad_input_is_one_line(text_file, tmp_path, extra, message, capsys):
     assert main([*options(text_file), "--out", str(out), *extra]) == 1
     printed = capsys.readouterr()
     assert (
-        message in printed.err and printed.err.count("\n") == 1 and "Traceback" not in printed.err
+        message in printed.err
+        and printed.err.count("\n") == 1
+        and "Traceback" not in printed.err
+        and not printed.out
     )
     assert not out.exists()
 
@@ -274,8 +285,8 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     assert main(command) == 0
     held = (out / "results.json").read_text()
     for extra, message in (
-        ("--steps=7", "with steps 6 where this one has 7"),
-        ("--lr=0.1", "with lr 0.0015"),
+        ("--steps=7", "whose steps is 6; here it is 7"),
+        ("--lr=0.1", "whose lr is 0.0015"),
     ):
         assert main([*command, extra]) == 1
         assert message in capsys.readouterr().err
@@ -293,7 +304,7 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
 
 
 def test_a_recipe(text_file, tmp_path, capsys):
-    """What is given beside a recipe comes before what it says, also for an arm; arms are chosen by their names."""
+    """Options of the command line come before the file's and an arm's; --arms takes names."""
     file, out = tmp_path / "small.yaml", tmp_path / "out"
     file.write_text(
         "steps: 9\nlr: 1e-3\narms:\n- prenorm\n"
@@ -316,11 +327,11 @@ def test_a_recipe(text_file, tmp_path, capsys):
     rows = {
         row.arm: row
         for row in result_table(
-            prepare(load_recipe(file, data=text_file, **TINY | {"steps": 2}), 1, out)
+            prepare_comparison(load_recipe(file, data=text_file, **TINY | {"steps": 2}), 1, out)
         )
     }
     losses = {row["arm"]: row["valid_loss"] for row in results["runs"]}
-    assert rows["gpt2 HC"].difference == losses["gpt2 HC"] - losses["other body"], (
+    assert rows["gpt2 HC"].difference.mean == losses["gpt2 HC"] - losses["other body"], (
         "against PreNorm in the same body"
     )
     assert rows["other body"].difference is None and rows["prenorm"].difference is None
@@ -328,7 +339,7 @@ def test_a_recipe(text_file, tmp_path, capsys):
     assert len(json.loads((out / "results.json").read_text())["runs"]) == 5
     file.write_text(file.read_text().replace("2e-3", "5e-3"))
     assert main([*command, "--steps=2"]) == 1
-    assert "with options {'lr': 0.002} where this one has {'lr': 0.005}" in capsys.readouterr().err
+    assert "whose options is {'lr': 0.002}; here it is {'lr': 0.005}" in capsys.readouterr().err
 
 
 def test_names_are_shown_as_they_are(text_file, tmp_path, capsys):
@@ -389,7 +400,7 @@ def test_without_arguments(tmp_path):
     start = time.time()
     environment = {k: v for k, v in __import__("os").environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "-m", "crosslayer.cli", "compare"],
+        [sys.executable, "-m", "crosslayer", "compare"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -408,10 +419,9 @@ def test_without_arguments(tmp_path):
 
 def test_ctrl_c_has_no_traceback(monkeypatch, capsys):
     """A second one, or one before the first step."""
-    from crosslayer.cli import main
 
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "command", interrupted)
+    monkeypatch.setattr("crosslayer.cli.main._run_command", interrupted)
     assert main(["train"]) == 130 and capsys.readouterr().err == "crosslayer: stopped\n"

@@ -1,4 +1,4 @@
-"""The same run on one process, on two with DDP and on two with FSDP2, and from one number of ranks to another."""
+"""The same run on one process and on two (DDP, FSDP2), also resumed on another number of ranks."""
 
 import json
 import os
@@ -12,8 +12,9 @@ from tests.train.runs import run
 
 HERE = Path(__file__).parent
 ARMS = ("prenorm", "mudd", "hyper", "mhc", "mgr", "attnres", "resi_dual")
-# a sum over ranks is in another order than over a batch: float32's rounding, grown over 12 steps; bf16 rounds a weight
-# in FSDP's gather where autocast rounds it at its use, and a norm's too; and Muon iterates in bf16
+# a sum over ranks is in another order than over a batch: float32's rounding, grown over 12 steps;
+# bf16 rounds a weight in FSDP's gather where autocast rounds it at its use, and a norm's too; and
+# Muon iterates in bf16
 TOLERANCE = {"32-true": 2e-5, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
 MUON = 1e-3
 
@@ -60,8 +61,12 @@ def test_two_ranks_equal_one(text, tmp_path):
         for precision, arms, more in (
             ("32-true", ARMS, {}),
             ("32-true", ("mudd",), {"accumulate": 2, "recompute": "layers"}),
-            ("32-true", ("hyper",), {"recompute": "reads", "watch_every": 4}),
-            ("32-true", ("hyper", "mudd"), {"recompute": "streams", "watch_every": 4, "layers": 5}),
+            ("32-true", ("hyper",), {"recompute": "reads", "diagnostics_every": 4}),
+            (
+                "32-true",
+                ("hyper", "mudd"),
+                {"recompute": "streams", "diagnostics_every": 4, "layers": 5},
+            ),
             ("32-true", ("mgr",), {"recompute": "inversion", "layers": 5}),
             ("32-true", ("mgr",), {"optimizer": "muon", "delay": 5}),
             ("32-true", ("mudd",), {"compile": "layers"}),
@@ -74,7 +79,7 @@ def test_two_ranks_equal_one(text, tmp_path):
     wrong = {}
     for (settings, arm), two in zip(cases, found, strict=True):
         one = run({**settings, "compile": "none"}, arm)
-        gap = max(apart(two, one), abs(two["row"]["valid_loss"] - one["row"]["valid_loss"]))
+        gap = max(apart(two, one), abs(two["result"]["valid_loss"] - one["result"]["valid_loss"]))
         if gap > (MUON if "optimizer" in settings else TOLERANCE[settings["precision"]]):
             wrong[str((settings, arm))] = gap
     assert not wrong
@@ -99,7 +104,7 @@ def test_from_two_ranks_to_one_and_back(text, tmp_path):
         rest = run(shared, "hyper", str(tmp_path / strategy))
         assert len(rest["losses"]) == 4
         assert apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
-        assert abs(rest["row"]["valid_loss"] - whole["row"]["valid_loss"]) < 2e-5
+        assert abs(rest["result"]["valid_loss"] - whole["result"]["valid_loss"]) < 2e-5
 
         folder = tmp_path / f"{strategy}-one"
         run(shared, "hyper", str(folder), stop=9)

@@ -3,7 +3,7 @@
 import pytest
 
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
-from crosslayer.train.settings import FREE, OPTIONS, Settings
+from crosslayer.train.settings import CHANGEABLE_OPTIONS, GROUP_OF_OPTION, Settings
 
 
 def written(tmp_path, content):
@@ -25,9 +25,15 @@ def written(tmp_path, content):
         ("arms: [{connection: mudd, learning_rate: 3}]", "unknown key 'learning_rate' of an arm"),
         ("arms: [{connection: mudd, parameter: 3}]", "(did you mean 'parameters'?)"),
         ("arms: [mudd, {name: mudd, connection: hyper}]", "two arms are called 'mudd'"),
-        ("optimizer: sgd", "optimizer must be one of adamw, muon, got 'sgd'"),
-        ("precision: fp8", "precision must be one of 32-true, bf16-mixed, bf16-true, got 'fp8'"),
-        ("loggers: [mlflow]", "loggers must be one of tensorboard, wandb, got 'mlflow'"),
+        ("optimizer: sgd", "Expected a typing.Literal['adamw', 'muon']. Got value: sgd"),
+        (
+            "precision: fp8",
+            "Expected a typing.Literal['32-true', 'bf16-mixed', 'bf16-true']. Got value: fp8",
+        ),
+        (
+            "loggers: [mlflow]",
+            "Expected a typing.Literal['tensorboard', 'wandb']. Got value: mlflow",
+        ),
         ("arms: mudd", "arms must be a list of at least one, got 'mudd'"),
         ("arms:", "arms must be a list of at least one, got None"),
         ("arms: []", "arms must be a list of at least one"),
@@ -47,9 +53,9 @@ def written(tmp_path, content):
         ),
         ("arms: [{connection: mudd, 3: 4}]", "unknown key 3 of an arm"),
         ("yes: 3", "unknown option True"),
-        ("clip: -1", "clip must be at least 0, got -1.0"),
-        ("floor: .nan", "floor must be at least 0, got nan"),
-        ("save_every: -5", "save_every must be at least 0, got -5"),
+        ("clip: -1", "clip must be a number of at least 0, got -1.0"),
+        ("floor: .nan", "floor must be a number of at least 0, got nan"),
+        ("save_every: -5", "save_every must be a number of at least 0, got -5"),
         ("layers: [", "cannot be read as a recipe"),
     ],
 )
@@ -62,7 +68,9 @@ def test_a_wrong_recipe_is_one_clear_line(tmp_path, content, message):
 def test_a_missing_file(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.yaml: cannot be read as a recipe"):
         load_recipe(tmp_path / "nowhere.yaml")
-    with pytest.raises(ValueError, match=r"unknown scale 'tinny' \(did you mean 'tiny'\?\)"):
+    with pytest.raises(
+        ValueError, match=r"scale must be one of full, tiny, got 'tinny' \(did you mean 'tiny'\?\)"
+    ):
         load_recipe(written(tmp_path, "layers: 2"), "tinny")
 
 
@@ -77,20 +85,23 @@ def test_what_comes_first(tmp_path):
 
 
 def test_every_option_belongs_to_one_part_and_changes_the_identity_or_not():
-    plain = Settings.of()
-    assert set(plain.flat()) == set(OPTIONS) and set(plain.identity()) == set(OPTIONS) - FREE
+    plain = Settings.from_options()
+    assert (
+        set(plain.to_options()) == set(GROUP_OF_OPTION)
+        and set(plain.identity()) == set(GROUP_OF_OPTION) - CHANGEABLE_OPTIONS
+    )
     assert {"lr", "precision", "batch", "tokenizer", "delay"} <= plain.identity().keys()
-    assert {"strategy", "accumulate", "compile", "save_every", "workers"} <= FREE
+    assert {"strategy", "accumulate", "compile", "save_every", "workers"} <= CHANGEABLE_OPTIONS
     with pytest.raises(ValueError, match=r"unknown option 'step' \(did you mean 'steps'\?\)"):
-        Settings.of(step=3)
+        Settings.from_options(step=3)
 
 
 def test_arms_are_themselves():
-    arm = Arm.of({"connection": "mudd( dilation = 2 )", "parameters": "405e6", "lr": 1e-3})
+    arm = Arm.from_row({"connection": "mudd( dilation = 2 )", "parameters": "405e6", "lr": 1e-3})
     assert (arm.name, arm.connection, arm.parameters) == (
         "mudd(dilation=2)",
         "mudd(dilation=2)",
         405e6,
     )
     assert arm.options == {"lr": 1e-3}
-    assert Recipe([Arm.of("prenorm")]).settings().model.layers == 6
+    assert Recipe([Arm.from_row("prenorm")]).settings().model.layers == 6

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped, resumed, starved of disk, or fed nonsense; and what it tells of itself."""
+"""Runs that are killed, stopped, resumed, without disk space or with bad input; their metrics."""
 
 import json
 import math
@@ -15,7 +15,7 @@ import torch
 
 from crosslayer.cli.main import main
 from crosslayer.data.tokenizing import Tokenizer
-from crosslayer.train import task
+from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarize_metrics
 from crosslayer.train.trainer import Diverged
 from tests.train.runs import run
 
@@ -35,33 +35,41 @@ def steps(folder):
     return sorted(int(path.name[5:]) for path in Path(folder).glob("step-*"))
 
 
-@pytest.mark.parametrize("arm", ["mudd", "mhc"])
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer": "muon"}, {"precision": "bf16-mixed"}], ids=str
+    ("arm", "options"),
+    [("mudd", {}), ("mhc", {"optimizer": "muon"}), ("mudd", {"precision": "bf16-mixed"})],
+    ids=str,
 )
-def test_a_resumed_run_is_the_same_to_the_last_bit(text, tmp_path, arm, options):
+def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
     settings = {"data": text, "save_every": 3, "log_every": 1, **options}
     whole = run(settings, arm, tmp_path / "whole")
     first = run(settings, arm, tmp_path / "parts", stop=8)
     assert steps(tmp_path / "parts") == [3, 6]
     rest = run(settings, arm, tmp_path / "parts")
     assert first["losses"][:6] + rest["losses"] == whole["losses"] and len(rest["losses"]) == 6
-    assert rest["weights"] == whole["weights"] and rest["row"]["curve"] == whole["row"]["curve"]
+    assert (
+        rest["weights"] == whole["weights"] and rest["result"]["curve"] == whole["result"]["curve"]
+    )
     assert steps(tmp_path / "parts") == [9, 12], "two are kept"
     lines = [
         json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13)), "no step twice"
     again = run(settings, arm, tmp_path / "parts")
-    assert again["losses"] == [] and again["row"]["valid_loss"] == whole["row"]["valid_loss"]
+    assert again["losses"] == [] and again["result"]["valid_loss"] == whole["result"]["valid_loss"]
 
 
 def test_dropout_is_resumed_too(text, tmp_path):
-    settings = {"data": text, "save_every": 5, "family": "gpt2", "body": {"resid_pdrop": 0.3}}
+    settings = {
+        "data": text,
+        "save_every": 5,
+        "family": "gpt2",
+        "model_config": {"resid_pdrop": 0.3},
+    }
     whole = run(settings, "hyper", tmp_path / "whole")
     run(settings, "hyper", tmp_path / "parts", stop=7)
     assert run(settings, "hyper", tmp_path / "parts")["weights"] == whole["weights"]
-    dry = run({**settings, "body": {"resid_pdrop": 0.0}}, "hyper")
+    dry = run({**settings, "model_config": {"resid_pdrop": 0.0}}, "hyper")
     assert dry["losses"] != whole["losses"]
 
 
@@ -70,8 +78,9 @@ import os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from runs import run
-settings, folder, draw = {"data": sys.argv[1], "save_every": 2, "steps": 40}, Path(sys.argv[2]), random.Random(0)
+from tests.train.runs import run
+settings = {"data": sys.argv[1], "save_every": 2, "steps": 40}
+folder, draw = Path(sys.argv[2]), random.Random(0)
 
 def forked(act):
     child = os.fork()
@@ -85,6 +94,9 @@ def forked(act):
 def whole(name):
     (folder / f"{name}.txt").write_text(run(settings, "hyper", folder / name)["weights"])
 
+def text_of(name):
+    return (folder / f"{name}.txt").read_text()
+
 start = time.time()
 os.waitpid(forked(lambda: whole("undisturbed")), 0)
 usual, kills = time.time() - start, 0
@@ -94,11 +106,11 @@ while kills < 20:
     os.kill(child, signal.SIGKILL)
     kills += os.waitpid(child, 0)[1] == signal.SIGKILL
     if (folder / "disturbed.txt").exists():  # it was faster: begin anew
-        assert (folder / "disturbed.txt").read_text() == (folder / "undisturbed.txt").read_text(), kills
+        assert text_of("disturbed") == text_of("undisturbed"), kills
         (folder / "disturbed.txt").unlink()
         os.system(f"rm -rf {folder}/disturbed")
 os.waitpid(forked(lambda: whole("disturbed")), 0)
-assert (folder / "disturbed.txt").read_text() == (folder / "undisturbed.txt").read_text()
+assert text_of("disturbed") == text_of("undisturbed")
 print(kills, "kills")
 """
 
@@ -111,7 +123,7 @@ def test_killed_twenty_times(text, tmp_path):
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path]),
             "OMP_NUM_THREADS": "1",
         },
     )
@@ -129,7 +141,7 @@ def test_a_full_disk(text, tmp_path):
         )  # as a disk with so little left
         with pytest.raises(
             OSError,
-            match=r"step-00000009 cannot be written \(.+\); the last good checkpoint is .*06",
+            match=r"step-00000009 cannot be written \(.+\); the last checkpoint is .*06",
         ):
             run(settings, "prenorm", tmp_path / "run")
     finally:
@@ -150,18 +162,14 @@ def test_a_full_disk(text, tmp_path):
         (
             "__0_0.distcp",
             lambda b: b[:-100],
-            r"__0_0.distcp has \d+ bytes, expected \d+; remove it to go on from .*03",
-        ),
-        (
-            "__0_0.distcp",
-            lambda b: b[:99] + bytes([b[99] ^ 1]) + b[100:],
-            "__0_0.distcp is damaged, its checksum",
+            r"__0_0.distcp has \d+ bytes, expected \d+; remove it to resume from .*03",
         ),
         (".metadata", None, r"\.metadata is missing"),
+        (".metadata", lambda b: bytes(len(b)), r"step-00000006: cannot be read \(.+\); remove it"),
         ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
     ],
-    ids=["cut", "flipped", "missing", "index cut", "index of another kind"],
+    ids=["cut", "missing", "overwritten", "index cut", "index of another kind"],
 )
 def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     settings = {"data": text, "save_every": 3}
@@ -179,14 +187,14 @@ def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
 @pytest.mark.parametrize(
     ("changed", "arm", "message"),
     [
-        ({"lr": 1e-4}, "prenorm", "of another run, with lr 0.0015 where this one has 0.0001"),
-        ({"dim": 64}, "prenorm", "with dim 32 where this one has 64"),
+        ({"lr": 1e-4}, "prenorm", "belongs to another run, whose lr is 0.0015; here it is 0.0001"),
+        ({"dim": 64}, "prenorm", "whose dim is 32; here it is 64"),
         (
-            {"body": {"rms_norm_eps": 1e-5}},
+            {"model_config": {"rms_norm_eps": 1e-5}},
             "prenorm",
-            "with body {} where this one has {'rms_norm_eps'",
+            "whose model_config is {}; here it is {'rms_norm_eps'",
         ),
-        ({}, "skip_gain", "with connection 'prenorm' where this one has 'gains'"),
+        ({}, "skip_gain", "whose connection is 'prenorm'; here it is 'skip_gain'"),
     ],
 )
 def test_a_changed_recipe(text, tmp_path, changed, arm, message):
@@ -194,7 +202,7 @@ def test_a_changed_recipe(text, tmp_path, changed, arm, message):
     with pytest.raises(ValueError, match=message):
         run({"data": text, "save_every": 3, **changed}, arm, tmp_path)
     run(
-        {"data": text, "save_every": 4, "log_every": 3, "keep": 5, "workers": 1},
+        {"data": text, "save_every": 4, "log_every": 3, "keep_checkpoints": 5, "workers": 1},
         "prenorm",
         tmp_path,
     )
@@ -205,16 +213,15 @@ def test_changed_data(text, tmp_path):
     copy.write_text(Path(text).read_text())
     run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run", stop=4)
     copy.write_text(copy.read_text() + "one line more\n")
-    with pytest.raises(ValueError, match="of another run, with data sha256"):
+    with pytest.raises(ValueError, match="belongs to another run, whose data sha256"):
         run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop(text, tmp_path, number):
+def test_sigterm_saves_and_stops(text, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "crosslayer.cli",
+        "crosslayer",
         "train",
         "--arm=mudd",
         f"--data={text}",
@@ -225,14 +232,14 @@ def test_asked_to_stop(text, tmp_path, number):
         "--dim=32",
         "--heads=2",
         "--context=32",
-        "--log_every=1",
+        "--diagnostics-every=1",
         f"--out={tmp_path / 'Run'}",
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.time() + 60
     while not (tmp_path / "Run" / "metrics.jsonl").exists() and time.time() < until:
         time.sleep(0.05)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     (step,) = steps(tmp_path / "Run")
     assert process.returncode == 130 and "Traceback" not in errors
@@ -242,49 +249,48 @@ def test_asked_to_stop(text, tmp_path, number):
     )
 
 
-def failing(at, value):
-    """The task of language models, with a loss that fails in one step of two micro-batches."""
+def failing_task(at, value):
+    """Language modelling with a loss that is multiplied by `value` in one step."""
     calls = iter(range(10**6))
 
     def loss(model, batch):
-        found = task.next_token(model, batch)
-        # one more call has come before the first step, that which measures memory
-        return found * value if next(calls) == at else found
+        loss = next_token_loss(model, batch)
+        # call 0 measures memory, before the first step
+        return loss * value if next(calls) == at else loss
 
-    return task.LANGUAGE._replace(loss=loss)
+    return LANGUAGE._replace(loss=loss)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_no_number_stops_or_is_skipped(text, tmp_path, monkeypatch, value):
+def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
     settings = {"data": text, "save_every": 3, "steps": 9}
-    monkeypatch.setitem(task.TASKS, "llama", failing(8, value))
-    with pytest.raises(
-        Diverged,
-        match=r"prenorm: the loss is (nan|inf) at step 8; the last good checkpoint is .*06",
-    ):
-        run(settings, "prenorm", tmp_path / "stop")
-    monkeypatch.setitem(task.TASKS, "llama", failing(8, value))
-    found = run({**settings, "unstable": "skip"}, "prenorm", tmp_path / "skip")
-    assert found["row"]["skipped"] == [8] and math.isfinite(found["row"]["valid_loss"])
-    monkeypatch.setitem(task.TASKS, "llama", task.LANGUAGE)
-    assert run(settings, "prenorm")["losses"][:7] == found["losses"][:7]
+    message = r"prenorm: the loss is (nan|inf) at step 8; the last checkpoint is .*06"
+    with pytest.raises(Diverged, match=message):
+        run(settings, "prenorm", tmp_path / "stop", task=failing_task(8, value))
+    skipping = run(
+        {**settings, "unstable": "skip"},
+        "prenorm",
+        tmp_path / "skip",
+        task=failing_task(8, value),
+    )
+    assert skipping["result"]["skipped"] == [8]
+    assert math.isfinite(skipping["result"]["valid_loss"])
+    assert run(settings, "prenorm")["losses"][:7] == skipping["losses"][:7]
 
 
-def test_a_spike(text, monkeypatch):
+def test_a_spike(text):
     settings = {"data": text, "steps": 30, "spike": 3.0}
-    monkeypatch.setitem(task.TASKS, "llama", failing(25, 4.0))
-    with pytest.raises(
-        Diverged, match=r"prenorm: the loss is 1\d\.\d+ at step 25; there is no checkpoint"
-    ):
-        run(settings, "prenorm")
-    monkeypatch.setitem(task.TASKS, "llama", failing(25, 4.0))
-    assert run({**settings, "unstable": "skip"}, "prenorm")["row"]["skipped"] == [25]
-    monkeypatch.setitem(task.TASKS, "llama", failing(25, 4.0))
-    assert run({**settings, "spike": 0.0}, "prenorm")["row"]["skipped"] == []
+    message = r"prenorm: the loss is 1\d\.\d+ at step 25; there is no checkpoint"
+    with pytest.raises(Diverged, match=message):
+        run(settings, "prenorm", task=failing_task(25, 4.0))
+    skipping = run({**settings, "unstable": "skip"}, "prenorm", task=failing_task(25, 4.0))
+    assert skipping["result"]["skipped"] == [25]
+    unchecked = run({**settings, "spike": 0.0}, "prenorm", task=failing_task(25, 4.0))
+    assert unchecked["result"]["skipped"] == []
 
 
-def test_a_gradient_without_an_end_is_said_so(text, monkeypatch):
-    class Root(torch.autograd.Function):  # finite, and infinitely steep
+def test_a_non_finite_gradient_is_named(text):
+    class Steep(torch.autograd.Function):  # a finite loss with an infinite gradient
         @staticmethod
         def forward(ctx, x):
             return x.clone()
@@ -293,22 +299,17 @@ def test_a_gradient_without_an_end_is_said_so(text, monkeypatch):
         def backward(ctx, gradient):
             return gradient * math.inf
 
-    steep = task.LANGUAGE._replace(
-        loss=lambda model, batch: Root.apply(task.next_token(model, batch))
-    )
-    monkeypatch.setitem(task.TASKS, "llama", steep)
-    with pytest.raises(
-        Diverged,
-        match=r"the loss is 5\.\d+ and the norm of its gradient (nan|inf) at step 1; there is no",
-    ):
-        run({"data": text}, "prenorm")
+    steep = LANGUAGE._replace(loss=lambda model, batch: Steep.apply(next_token_loss(model, batch)))
+    message = r"the loss is 5\.\d+ and the norm of its gradient (nan|inf) at step 1; there is no"
+    with pytest.raises(Diverged, match=message):
+        run({"data": text}, "prenorm", task=steep)
 
 
-def test_perplexity_of_a_lost_run_is_infinite():
-    examples = task.Examples(
-        None, {}, 300, "", {}, {}, tokenizer=Tokenizer("bpe:300", 300, 0, "{}")
-    )
-    assert task.metrics(examples, {"held-out": {"loss": 1000.0}}) == {"perplexity": math.inf}
+def test_perplexity_of_a_diverged_run_is_infinite():
+    tokenizer = Tokenizer("bpe:300", 300, 0, "{}")
+    examples = Examples(None, {}, 300, "", {}, tokenizer=tokenizer)
+    evaluation = {"held-out": {"loss": 1000.0}}
+    assert summarize_metrics(examples, evaluation) == {"perplexity": math.inf}
 
 
 def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):
@@ -340,26 +341,26 @@ def test_accumulation_is_the_whole_batch(text):
 
 
 @pytest.mark.parametrize("recompute", ["reads", "streams", "layers"])
-def test_recomputing_changes_no_bit(text, recompute):
+def test_recomputation_is_bitwise_identical(text, recompute):
     plain, again = (
-        run({"data": text, "recompute": how, "watch_every": 5}, "mudd")
+        run({"data": text, "recompute": how, "diagnostics_every": 5}, "mudd")
         for how in ("none", recompute)
     )
     assert plain["weights"] == again["weights"]
-    assert again["row"]["activation_bytes"] < 0.85 * plain["row"]["activation_bytes"]
+    assert again["result"]["activation_bytes"] < 0.85 * plain["result"]["activation_bytes"]
 
 
 def test_inversion_is_as_good_as_streams_that_are_kept(text):
     settings = {"data": text, "layers": 6}
     plain, again = (run({**settings, "recompute": how}, "mgr") for how in ("none", "inversion"))
     assert max(abs(a - b) for a, b in zip(plain["losses"], again["losses"], strict=True)) < 1e-5
-    assert again["row"]["activation_bytes"] < 0.7 * plain["row"]["activation_bytes"]
+    assert again["result"]["activation_bytes"] < 0.7 * plain["result"]["activation_bytes"]
 
 
-def test_recomputing_what_cannot_be(text):
+def test_recomputation_that_is_not_supported(text):
     with pytest.raises(
         ValueError,
-        match="hyper has no inversion, as its writes cannot be undone; recompute streams,",
+        match='"inversion" is not supported by hyper',
     ):
         run({"data": text, "recompute": "inversion"}, "hyper")
     with pytest.raises(
@@ -369,7 +370,7 @@ def test_recomputing_what_cannot_be(text):
         run({"data": text, "recompute": "inversion", "precision": "bf16-true"}, "mgr")
     with pytest.raises(
         ValueError,
-        match="recompute='streams' and compile='layers' exclude each other; what is compiled",
+        match="recompute='streams' and compile='layers' exclude each other; with compile,",
     ):
         run({"data": text, "recompute": "streams", "compile": "layers"}, "hyper")
 
@@ -380,8 +381,8 @@ def test_recomputing_what_cannot_be(text):
     ("compile", "arm", "layers"), [("layers", "mudd", 9), ("model", "hyper", 2)]
 )
 def test_compiled(text, compile, arm, layers):
-    """Also with more graphs than the compiler makes of one function unasked: a dense method has one a layer."""
-    settings = {"data": text, "layers": layers, "steps": 2, "watch_every": 2}
+    """Also with more graphs than the compiler's default limit: a dense method has one a layer."""
+    settings = {"data": text, "layers": layers, "steps": 2, "diagnostics_every": 2}
     plain, counted = run(settings, arm), torch._dynamo.utils.counters
     counted.clear()
     found = run({**settings, "compile": compile}, arm)
@@ -408,9 +409,9 @@ def test_delayed_connections_do_not_move(text, tmp_path):
     assert late["losses"][:7] == early["losses"][:7] and late["losses"][8:] != early["losses"][8:]
 
 
-def test_what_is_watched(text, tmp_path):
+def test_metrics_and_diagnostics(text, tmp_path):
     run(
-        {"data": text, "watch_every": 6, "log_every": 4, "loggers": ["tensorboard"]},
+        {"data": text, "diagnostics_every": 6, "log_every": 4, "loggers": ["tensorboard"]},
         "hyper",
         tmp_path,
     )
@@ -424,21 +425,21 @@ def test_what_is_watched(text, tmp_path):
     assert {"loss", "lr", "grad_norm", "tokens_per_second", "memory", "mfu"} <= lines[0].keys()
     assert any((tmp_path / "tensorboard").glob("events*"))
     quiet = run({"data": text}, "hyper")
-    assert quiet["losses"] == run({"data": text, "watch_every": 1}, "hyper")["losses"], (
-        "watching changes nothing"
+    assert quiet["losses"] == run({"data": text, "diagnostics_every": 1}, "hyper")["losses"], (
+        "diagnostics change nothing"
     )
 
 
 def test_the_gain_of_a_plain_residual_is_one(text, tmp_path):
-    run({"data": text, "watch_every": 12}, "prenorm", tmp_path)
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-2])
+    run({"data": text, "diagnostics_every": 12}, "prenorm", tmp_path)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert [last[f"gain/{k}"] for k in range(5)] == pytest.approx([1.0] * 5, abs=1e-5)
 
 
 def test_several_validation_sets(text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("All happy families are alike. " * 99)
-    found = run({"data": text, "valid": {"tolstoy": str(other), "same": text}}, "prenorm")["row"]
+    found = run({"data": text, "valid": {"tolstoy": str(other), "same": text}}, "prenorm")["result"]
     assert (
         list(found["valid"]) == ["tolstoy", "same"]
         and found["valid_loss"] == found["valid"]["tolstoy"]["loss"]
@@ -451,7 +452,8 @@ def test_several_validation_sets(text, tmp_path):
 def test_a_trained_model_is_a_folder_for_anyone(text, tmp_path, tokenizer, capsys):
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
-        "layers: 2\ndim: 32\nheads: 2\ncontext: 32\nbatch: 4\narms:\n- mudd\n- {name: plain, connection: prenorm}\n"
+        "layers: 2\ndim: 32\nheads: 2\ncontext: 32\nbatch: 4\n"
+        "arms:\n- mudd\n- {name: plain, connection: prenorm}\n"
     )
     command = [
         "train",

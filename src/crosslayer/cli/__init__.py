@@ -1,4 +1,6 @@
-"""One command, one file: `parser()` says what it takes and `run(options)` does it and returns the exit code.
+"""One command, one file: `parser()` returns its parser; `run(options)` returns the exit code.
 
-One that is several has `actions(parser)` too, which adds a subcommand for each and returns their parsers.
+The first sentence of the parser's description is the command's line in `crosslayer --help`. A
+command with subcommands has `actions(parser)`, which adds them and returns their parsers. With
+`DEFAULTS = False`, `run` receives the given options alone, without defaults.
 """

@@ -1,43 +1,41 @@
-"""`crosslayer compare`: train one body with several connections on the same batches, and report."""
+"""`crosslayer compare`: train a backbone with several connections on the same batches."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .console import (
-    ARMS,
+    DEFAULT_ARMS,
+    ProgressBars,
     add_arms,
+    add_recipe,
     add_settings,
-    first_rank,
+    is_first_rank,
     make_console,
     make_parser,
     make_table,
     print_table,
-    progress_bars,
-    recipe_of,
+    recipe_from_options,
     silence_libraries,
 )
 
-DEFAULTS = False  # between an option's default and what is given there is a recipe
+if TYPE_CHECKING:
+    from ..train.recipe import Arm, Recipe
+    from ..train.trainer import StepResult
+
+DEFAULTS = False  # a recipe comes between an option's default and its given value
 
 
 def parser() -> Any:
     command = make_parser(
-        "Train one body with several connections on the same batches from the same weights, and report."
+        "Compare connections: train them on the same batches from the same weights, and report. "
+        "The same command resumes what was stopped."
     )
-    command.add_argument(
-        "recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options"
-    )
-    command.add_argument(
-        "--scale",
-        type=str,
-        default="full",
-        help="tiny: a recipe's structure, small enough for a CPU",
-    )
+    add_recipe(command)
     command.add_argument(
         "--seeds",
         type=int,
         default=1,
-        help="runs of each arm; more than one gives means and spreads",
+        help="runs of each arm; with more than one the report has standard deviations",
     )
     command.add_argument(
         "--out", type=str | None, default=None, help="folder of results.json and the report"
@@ -49,47 +47,47 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    from ..train import compare
+    recipe = recipe_from_options(options, DEFAULT_ARMS)
+    return compare_and_report(recipe, options.get("seeds", 1), options.get("out"))
+
+
+def compare_and_report(recipe: "Recipe", seeds: int, out: str | None) -> int:
+    """Run a comparison with progress bars, write its report and print its table; the exit code."""
+    from ..train.compare import prepare_comparison, run_comparison
     from ..train.parallel import shutdown_distributed
-    from ..train.report import cells, columns, write_report
+    from ..train.report import table_cells, table_columns, write_report
 
     console = make_console()
-    out = options.get("out")
-    comparison = compare.prepare(
-        recipe_of(options, ARMS), options.get("seeds", 1), Path(out) if out else None
-    )
+    comparison = prepare_comparison(recipe, seeds, Path(out) if out else None)
     stopped = False
     try:
-        with progress_bars(console) as watcher:
-            watchers: dict[tuple[str, int], Any] = {}
+        with ProgressBars(console, recipe.task.unit) as bars:
 
-            def watch(arm: Any, seed: int, progress: Any) -> None:
-                if (arm.name, seed) not in watchers:
-                    name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
-                    watchers[arm.name, seed] = watcher(name, comparison.recipe.settings(arm))
-                watchers[arm.name, seed](progress)
+            def show_step(arm: "Arm", seed: int, result: "StepResult") -> None:
+                name = arm.name if seeds == 1 else f"{arm.name}, seed {seed}"
+                bars.show_step(name, recipe.settings(arm).optimization.steps, result)
 
-            compare.run(comparison, watch)
+            run_comparison(comparison, show_step)
     except KeyboardInterrupt:
         stopped = True
-    code = 130 if stopped else 0
     if not stopped:
         shutdown_distributed()
-    if not first_rank():
+    code = 130 if stopped else 0
+    if not is_first_rank():
         return code
-    rows = cells(comparison)
+
+    rows = table_cells(comparison)
     if not rows:
-        why = "Stopped before any arm had finished" if stopped else "Every run diverged"
-        console.print(f"{why}; nothing to report.")
+        reason = "Stopped before any arm had finished" if stopped else "Every run diverged"
+        console.print(f"{reason}; nothing to report.")
         return code or 1
     write_report(comparison)
-    table = make_table("crosslayer compare", columns(comparison))
+    table = make_table("crosslayer compare", table_columns(comparison))
     for row in rows:
         table.add_row(*row)
     print_table(table, console)
     if stopped:
-        console.print(
-            f"Stopped: {len(comparison.runs)} runs had finished. The same command goes on with the others."
-        )
+        finished = len(comparison.results.runs)
+        console.print(f"Stopped with {finished} finished runs. The same command resumes.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
     return code

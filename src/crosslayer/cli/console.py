@@ -1,146 +1,210 @@
-"""What the commands share: how they are parsed, their tables, and silence from the frameworks beneath."""
+"""What the commands share: parsers, options of a run, progress bars, tables."""
 
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ..spec import available
 
-ARMS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
+if TYPE_CHECKING:
+    from ..train.recipe import Arm, Recipe
+    from ..train.trainer import StepResult
+
+DEFAULT_ARMS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
 
 
 def make_parser(description: str) -> Any:
+    """A parser of jsonargparse that raises its errors. Options cannot be abbreviated."""
     from jsonargparse import ArgumentParser
 
     return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
 
 
 def add_arms(parser: Any) -> None:
+    """The option --arms."""
     parser.add_argument(
-        "--arms", nargs="+", default=ARMS, type=str,
+        "--arms",
+        nargs="+",
+        default=DEFAULT_ARMS,
+        type=str,
         help='connections, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
         + ", ".join(available()),
-    )  # fmt: skip
+    )
+
+
+def add_recipe(parser: Any) -> None:
+    """The argument RECIPE and the option --scale."""
+    parser.add_argument(
+        "recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options"
+    )
+    parser.add_argument(
+        "--scale",
+        type=str,
+        default="full",
+        help="tiny: a model of the recipe's structure, small enough for a CPU",
+    )
 
 
 def add_settings(parser: Any) -> None:
-    """The options of a run, in their groups."""
-    from ..train.settings import PARTS
+    """The options of `Settings` in their groups, but those of `YAML_ONLY`.
 
-    for part in PARTS:
-        parser.add_class_arguments(part, None)
+    `save_every` is --save-every.
+    """
+    import docstring_parser
+
+    from ..train.settings import GROUPS, YAML_ONLY
+
+    for settings_group in GROUPS:
+        doc = docstring_parser.parse(settings_group.__doc__)
+        help_texts = {param.arg_name: param.description for param in doc.params}
+        types = get_type_hints(settings_group)
+        title = (doc.short_description or "").partition(".")[0]
+        group = parser.add_argument_group(title)
+        for option in fields(settings_group):
+            if option.name in YAML_ONLY:
+                continue
+            default = option.default
+            if option.default_factory is not MISSING:
+                default = option.default_factory()
+            group.add_argument(
+                "--" + option.name.replace("_", "-"),
+                type=types[option.name],
+                default=default,
+                help=help_texts[option.name],
+            )
 
 
-def recipe_of(options: Any, arms: Sequence[str]) -> Any:
-    """The recipe that was named, or one of these arms, with what was given beside it before all else.
+def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
+    """The recipe of the command line: that of a file, or one of these arms.
 
     Args:
-        options: those that were given, and no others.
-        arms: where neither a recipe nor `--arms` is given.
+        options: the given ones alone, without defaults. Options of `Settings` override the file's.
+        arms: if neither a file nor --arms is given.
     """
     from ..spec import split_specs
     from ..train.recipe import Arm, Recipe, load_recipe
-    from ..train.settings import OPTIONS
+    from ..train.settings import GROUP_OF_OPTION
 
-    given = {name: options[name] for name in OPTIONS if name in options}
+    overrides = {name: options[name] for name in GROUP_OF_OPTION if name in options}
     if options.get("recipe") is None:
         if "scale" in options:
             raise ValueError(
-                "--scale makes a recipe smaller; without one, give sizes like --layers and --dim"
+                "--scale needs a recipe; without one, use options like --layers and --dim"
             )
-        return Recipe(
-            unique(map(Arm.of, split_specs(" ".join(options.get("arms", arms))))), {}, "full", given
-        )
-    recipe = load_recipe(options.recipe, options.get("scale", "full"), **given)
+        specs = split_specs(" ".join(options.get("arms", arms)))
+        return Recipe(_unique_arms(map(Arm.from_row, specs)), overrides=overrides)
+
+    recipe = load_recipe(options.recipe, options.get("scale", "full"), **overrides)
     if "arms" in options:
-        known = {arm.name: arm for arm in recipe.arms}
-        names = [
-            name
-            for word in options.arms
-            for name in ([word] if word in known else split_specs(word))
-        ]
-        recipe.arms = unique(known[name] if name in known else Arm.of(name) for name in names)
+        arms_by_name = {arm.name: arm for arm in recipe.arms}
+        chosen = []
+        for word in options.arms:
+            if word in arms_by_name:  # a name may have spaces and commas
+                chosen.append(arms_by_name[word])
+            else:
+                for spec in split_specs(word):
+                    chosen.append(arms_by_name.get(spec) or Arm.from_row(spec))
+        recipe.arms = _unique_arms(chosen)
     return recipe
 
 
-def unique(arms: Iterable[Any]) -> list[Any]:
+def _unique_arms(arms: Iterable["Arm"]) -> list["Arm"]:
     return list({arm.name: arm for arm in arms}.values())
 
 
-def first_rank() -> bool:
-    """Whether this process is the only one, or the first of those that torchrun started: the one that speaks."""
+def is_first_rank() -> bool:
+    """Whether this process prints: the only one, or rank 0 of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def make_console(**options: Any) -> Any:
-    """A terminal that shows names and paths as they are: what is in brackets is no markup."""
+    """A terminal of rich that shows names and paths literally: brackets are no markup."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, **options)
 
 
-@contextmanager
-def progress_bars(console: Any) -> Iterator[Callable[[str, Any], Callable[[Any], None]]]:
-    """Progress bars: given a name and its settings, one that takes a run's `Progress`. Rank 0 alone shows them."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+class ProgressBars:
+    """Progress bars of runs, on rank 0 alone.
 
-    from ..train.task import find_task as kind
+    A run's bar appears with its first step: errors in options or data come before it.
 
-    columns = [
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} {task.fields[unit]}/s"), TextColumn("{task.fields[rest]}"),
-        TimeRemainingColumn(),
-    ]  # fmt: skip
-    with Progress(
-        *columns, console=console, refresh_per_second=4, disable=not first_rank()
-    ) as shown:
+    Args:
+        console: of `make_console`.
+        unit: what speed is counted in, like "tokens".
+    """
 
-        def begin(name: str, settings: Any) -> Callable[[Any], None]:
-            task = shown.add_task(
-                name, total=settings.optimization.steps, loss=float("nan"), speed=0, rest="",
-                unit=kind(settings.model).unit,
-            )  # fmt: skip
+    def __init__(self, console: Any, unit: str):
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-            def watch(now: Any) -> None:
-                share = "" if now.mfu is None else f"MFU {now.mfu:.0%}, "
-                shown.update(
-                    task, completed=now.step, loss=now.loss, speed=now.tokens_per_second,
-                    rest=f"{share}{now.memory / 2**30:.1f} GiB",
-                )  # fmt: skip
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[speed]:,.0f} " + f"{unit}/s"),
+            TextColumn("{task.fields[usage]}"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=4,
+            disable=not is_first_rank(),
+        )
+        self._bars: dict[str, Any] = {}
 
-            return watch
+    def __enter__(self) -> "ProgressBars":
+        return self
 
-        yield begin
+    def __exit__(self, *_: Any) -> None:
+        if self._bars:
+            self._progress.stop()
+
+    def show_step(self, name: str, steps: int, result: "StepResult") -> None:
+        """Advance the bar of the run called `name` to a step's result, of `steps` in all."""
+        if not self._bars:
+            self._progress.start()
+        if name not in self._bars:
+            self._bars[name] = self._progress.add_task(
+                name, total=steps, loss=float("nan"), speed=0, usage=""
+            )
+        usage = f"{result.memory / 2**30:.1f} GiB"
+        if result.mfu is not None:
+            usage = f"MFU {result.mfu:.0%}, {usage}"
+        self._progress.update(
+            self._bars[name],
+            completed=result.step,
+            loss=result.loss,
+            speed=result.tokens_per_second,
+            usage=usage,
+        )
 
 
-def make_table(title: str, head: Sequence[str]) -> Any:
+def make_table(title: str, columns: Sequence[str]) -> Any:
+    """A table of rich whose first column is text and whose others are numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     return table
 
 
 def print_table(table: Any, console: Any) -> None:
-    # a narrow terminal may wrap a row, but no number is cut off
-    make_console(width=max(console.width, make_console(width=999).measure(table).maximum)).print(
-        table
-    )
+    """Print a table. A narrow terminal may wrap its lines, but no number is cut off."""
+    needed_width = make_console(width=999).measure(table).maximum
+    make_console(width=max(console.width, needed_width)).print(table)
 
 
 def silence_libraries() -> None:
-    """Nobody comparing connections needs the frameworks' greetings."""
+    """Silence start-up messages of transformers and Lightning."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

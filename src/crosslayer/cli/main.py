@@ -1,7 +1,4 @@
-"""`crosslayer COMMAND`: the library from the command line. Every command is a thin layer over a function.
-
-The files in `commands/` are the commands; one that is not asked for is not imported.
-"""
+"""`crosslayer COMMAND`: the command line. Only the file of the given command is imported."""
 
 import importlib
 import pkgutil
@@ -9,33 +6,30 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from .. import __version__, cli
 from ..validation import did_you_mean
 
-NAMES = sorted(m.name for m in pkgutil.iter_modules(cli.__path__) if m.name != "shared")
-EXTRAS = dict.fromkeys(
-    (
-        "jsonargparse", "rich", "lightning", "matplotlib", "transformers", "tokenizers", "safetensors", "datasets",
-        "pyarrow", "PIL", "numpy",
-    ),
-    "train",
-)  # fmt: skip
-EXTRAS |= dict.fromkeys(("tensorboard", "wandb"), "loggers")
-EXTRAS |= dict.fromkeys(("triton", "hyper_connections"), "bench")
-EXTRAS |= dict.fromkeys(("lm_eval", "accelerate"), "eval")
+HELPERS = ("main", "console")
+COMMANDS = sorted(m.name for m in pkgutil.iter_modules(cli.__path__) if m.name not in HELPERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code. What is wrong with the input is one line on stderr, never a traceback."""
+    """Run a command; return the exit code.
+
+    An error of the user's is one line on stderr, without a traceback.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
     try:
-        return command(sys.argv[1:] if arguments is None else arguments)
+        return _run_command(arguments)
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+        package = (error.name or "crosslayer").partition(".")[0]
+        if package == "crosslayer":
             raise
-        message = f"{error.name} is not installed; pip install 'crosslayer[{EXTRAS[error.name]}]'"
+        extra = "eval" if "eval" in arguments[:1] else "train"
+        message = f"{package} is not installed; pip install 'crosslayer[{extra}]'"
     except KeyboardInterrupt:
         print("crosslayer: stopped", file=sys.stderr)
         return 130
@@ -45,48 +39,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
-def command(arguments: Sequence[str]) -> int:
+def _run_command(arguments: Sequence[str]) -> int:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
         prog="crosslayer",
-        description="What connects the layers of a Transformer, as one library.",
+        description="Residual connections for Transformers: connect, train, compare, convert.",
         exit_on_error=False,
         allow_abbrev=False,
         version=__version__,
     )
-    asked = next((a for a in arguments if a in NAMES), None)
-    modules: dict[str, Any] = {
-        name: importlib.import_module(f"{cli.__name__}.{name}")
-        for name in ([asked] if asked else NAMES)
-    }
-    parsers = {name: module.parser() for name, module in modules.items()}
     subcommands = parser.add_subcommands(required=True, dest="command")
-    several: dict[str, list[Any]] = {}
-    for name, sub in parsers.items():
-        subcommands.add_subcommand(name, sub)
-        if hasattr(
-            modules[name], "actions"
-        ):  # its own subcommands, which the parser library takes in this order only
-            several[name] = modules[name].actions(sub)
+    command = next((word for word in arguments if word in COMMANDS), None)
+    names = [command] if command else COMMANDS
+    modules: dict[str, Any] = {}
+    command_parsers: list[Any] = []  # of the command and of its subcommands
+    for name in names:
+        modules[name] = importlib.import_module(f"{cli.__name__}.{name}")
+        command_parser = modules[name].parser()
+        summary = command_parser.description.partition(". ")[0].rstrip(".")
+        # jsonargparse wants a command's own subcommands to be added last
+        subcommands.add_subcommand(name, command_parser, help=summary)
+        command_parsers.append(command_parser)
+        if hasattr(modules[name], "actions"):
+            command_parsers += modules[name].actions(command_parser)
+    defaults = getattr(modules.get(command or ""), "DEFAULTS", True)
     try:
-        # a command may want what was given alone, without the options' defaults
-        given = parser.parse_args(
-            arguments, defaults=getattr(modules.get(asked or ""), "DEFAULTS", True)
-        )
+        options = parser.parse_args(arguments, defaults=defaults)
     except ArgumentError as error:
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", str(error))
-        if not unknown or asked is None:
+        if unknown is None or command is None:
             raise
-        own = [parsers[asked], *several.get(asked, [])]
-        known = [
-            f"--{option}"
-            for option in ("config", *chain.from_iterable(p.get_defaults().keys() for p in own))
-        ]
-        raise ValueError(
-            f"unknown option {unknown[1]}{did_you_mean(unknown[1], known)}; see crosslayer {asked} --help"
-        ) from None
-    return modules[given.command].run(given[given.command])
+        raise ValueError(_unknown_option(unknown[1], command, command_parsers)) from None
+    return modules[options.command].run(options[options.command])
+
+
+def _unknown_option(option: str, command: str, parsers: list[Any]) -> str:
+    """The message for an option that a command does not have."""
+    if command in ("train", "compare"):
+        from ..train.settings import YAML_ONLY
+
+        key = option.removeprefix("--").replace("-", "_")
+        if key in YAML_ONLY:
+            return f"{key} has no option on the command line; set it in a recipe file"
+    known = []
+    for parser in parsers:
+        for action in parser._actions:
+            known += action.option_strings
+    return f"unknown option {option}{did_you_mean(option, known)}; see crosslayer {command} --help"
 
 
 if __name__ == "__main__":

@@ -3,42 +3,41 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..validation import did_you_mean
 from .console import (
+    ProgressBars,
+    add_recipe,
     add_settings,
-    first_rank,
+    is_first_rank,
     make_console,
     make_parser,
-    progress_bars,
-    recipe_of,
+    recipe_from_options,
     silence_libraries,
 )
 
-DEFAULTS = False  # between an option's default and what is given there is a recipe
+if TYPE_CHECKING:
+    from ..train.recipe import Arm, Recipe
+
+DEFAULTS = False  # a recipe comes between an option's default and its given value
+MODEL_FOLDER, RESULT_FILE = "model", "result.json"
 
 
 def parser() -> Any:
     command = make_parser(
-        "Train one arm of a recipe, or one connection. On several GPUs: torchrun --nproc-per-node 8 -m crosslayer "
-        "train RECIPE; on several nodes, on each: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
-        "--rdzv-endpoint HOST:29400 -m crosslayer train RECIPE. The same command goes on from its last checkpoint."
+        "Train one connection, or one arm of a recipe. "
+        "On several GPUs: torchrun --nproc-per-node 8 -m crosslayer train RECIPE. On several "
+        "nodes, on each: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:29400 -m crosslayer train RECIPE. The same command resumes from "
+        "its last checkpoint."
+    )
+    add_recipe(command)
+    command.add_argument(
+        "--arm", type=str | None, default=None, help="an arm of the recipe, or a connection"
     )
     command.add_argument(
-        "recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options"
-    )
-    command.add_argument(
-        "--arm", type=str | None, default=None, help="a name in the recipe, or a connection"
-    )
-    command.add_argument(
-        "--scale",
-        type=str,
-        default="full",
-        help="tiny: a recipe's structure, small enough for a CPU",
-    )
-    command.add_argument(
-        "--seed", type=int, default=0, help="of the body's weights and of the order of the data"
+        "--seed", type=int, default=0, help="of the initial weights and of the order of the data"
     )
     command.add_argument(
         "--out", type=str | None, default=None, help="folder of checkpoints, metrics and the model"
@@ -49,81 +48,99 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
+    recipe = recipe_from_options(options, [options.get("arm") or "prenorm"])
+    arm = choose_arm(recipe, options.get("arm"))
+    return train_and_export(recipe, arm, options.get("seed", 0), options.get("out"))
+
+
+def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
+    """Train an arm with a progress bar, save model and result, print losses; the exit code."""
     from ..files import write_text_atomic
     from ..train.compare import describe_environment
-    from ..train.export import save_model
+    from ..train.export import export_model
     from ..train.parallel import shutdown_distributed
-    from ..train.task import find_task
-    from ..train.trainer import Diverged, Stopped, train
+    from ..train.run import launch_run, train_arm
+    from ..train.trainer import Diverged, Stopped
 
     console = make_console()
-    recipe, seed = recipe_of(options, [options.get("arm") or "prenorm"]), options.get("seed", 0)
-    arm = chosen(recipe, options)
     settings = recipe.settings(arm)
-    identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
-    folder = Path(
-        options.get("out") or f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-    )
-    free(folder)
+    if out is None:
+        identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
+        out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    folder = Path(out)
+    check_out_folder(folder)
+    examples = recipe.task.load_examples(settings.data, settings.model.model_config)
+
+    steps = settings.optimization.steps
+    fabric = launch_run(settings, arm, folder)
     try:
-        with progress_bars(console) as watcher:
-            watch = watcher(arm.name, settings)
-            examples = find_task(settings.model).examples(settings)
-            row, model, fabric = train(settings, arm, seed, examples, watch, folder)
+        with ProgressBars(console, recipe.task.unit) as bars:
+            trainer = train_arm(
+                fabric,
+                settings,
+                arm,
+                seed,
+                examples,
+                recipe.task,
+                folder,
+                lambda result: bars.show_step(arm.name, steps, result),
+            )
     except Stopped as stop:
-        if first_rank():
-            console.print(f"{stop}. The same command goes on from there.", soft_wrap=True)
+        if is_first_rank():
+            console.print(f"{stop}. The same command resumes.", soft_wrap=True)
         return 130
-    except Diverged as end:
-        raise ValueError(str(end)) from None
-    save_model(fabric, model, folder / "model", examples.tokenizer)
+    except Diverged as error:
+        raise ValueError(str(error)) from None
+
+    export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
+    result = trainer.result()
     if fabric.is_global_zero:
-        result = {
+        content = {
             "environment": describe_environment(),
-            "settings": settings.flat(),
+            "settings": settings.to_options(),
             "paper": arm.paper,
-            **row,
+            **result.to_json(),
         }
-        write_text_atomic(folder / "result.json", json.dumps(result, indent=1))
-        losses = ", ".join(
-            f"{name} {key} {v:.4f}"
-            for name, found in row["valid"].items()
-            for key, v in found.items()
-        )
-        if row["skipped"]:
-            console.print(f"The batches of {len(row['skipped'])} unstable steps were skipped.")
-        console.print(f"{arm.name}: {losses}. Model: {folder / 'model'}", soft_wrap=True)
+        write_text_atomic(folder / RESULT_FILE, json.dumps(content, indent=1))
+        if result.skipped:
+            console.print(f"The batches of {len(result.skipped)} unstable steps were skipped.")
+        losses = []
+        for name, values in result.valid.items():
+            losses += [f"{name} {key} {value:.4f}" for key, value in values.items()]
+        model = folder / MODEL_FOLDER
+        console.print(f"{arm.name}: {', '.join(losses)}. Model: {model}", soft_wrap=True)
     shutdown_distributed()
     return 0
 
 
-def free(folder: Path) -> None:
-    """Refuse a folder in which something else would be replaced: a comparison, or a model of another origin."""
-    from ..train.compare import RESULTS
-    from ..train.metrics_log import FILE
+def check_out_folder(folder: Path) -> None:
+    """Refuse a folder where a comparison, or a model of another origin, would be overwritten."""
+    from ..train.compare import RESULTS_FILE
+    from ..train.metrics_log import METRICS_FILE
 
-    if (folder / RESULTS).exists() or (
-        (folder / "model").exists() and not (folder / FILE).exists()
-    ):
+    is_comparison = (folder / RESULTS_FILE).exists()
+    has_other_model = (folder / MODEL_FOLDER).exists() and not (folder / METRICS_FILE).exists()
+    if is_comparison or has_other_model:
         raise ValueError(
-            f"{folder}: holds a comparison, or a model that no run wrote there; choose another --out"
+            f"{folder}: holds a comparison, or a model that no run wrote there; "
+            "choose another --out"
         )
 
 
-def chosen(recipe: Any, options: Any) -> Any:
-    """The arm that was asked for; of a recipe with one, that one."""
+def choose_arm(recipe: "Recipe", name: str | None) -> "Arm":
+    """The recipe's arm of this name, or an arm of this connection; without a name, the only arm."""
     from ..train.recipe import Arm
 
-    name, names = options.get("arm"), [arm.name for arm in recipe.arms]
-    if name in names:
-        return recipe.arms[names.index(name)]
-    if name is not None:
-        try:
-            return Arm.of(name)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; the recipe's arms are {', '.join(names)}{did_you_mean(name, names)}"
-            ) from None
-    if len(names) > 1:
-        raise ValueError(f"choose one of the recipe's arms with --arm: {', '.join(names)}")
-    return recipe.arms[0]
+    arms = {arm.name: arm for arm in recipe.arms}
+    if name in arms:
+        return arms[name]
+    listed = ", ".join(arms)
+    if name is None:
+        if len(arms) > 1:
+            raise ValueError(f"choose one of the recipe's arms with --arm: {listed}")
+        return recipe.arms[0]
+    try:
+        return Arm.from_row(name)
+    except ValueError as error:
+        hint = did_you_mean(name, arms)
+        raise ValueError(f"{error}; the recipe's arms are {listed}{hint}") from None

@@ -1,13 +1,19 @@
-"""Checkpoints of a run: sharded, written aside and renamed when they are whole, so that any moment is safe to die.
+"""Checkpoints of a run: sharded, and atomic, so that a run may be killed at any moment.
 
-FOLDER/step-00000100/checkpoint.json    the run's identity, its facts, and size and sha256 of every other file
-                     __0_0.distcp …     a file a rank (torch.distributed.checkpoint), which any number of ranks reads
+A checkpoint is written to a temporary folder, which is renamed when it is complete:
+
+FOLDER/step-00000100/checkpoint.json    the run's identity and state; sizes of the other files
+                     __0_0.distcp …     a file a rank (torch.distributed.checkpoint)
+
+Any number of ranks can load it.
 """
 
-import hashlib
 import json
+import logging
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,143 +25,156 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ..files import atomic_replace, write_text_atomic
 
-INDEX = "checkpoint.json"
+INDEX_FILE = "checkpoint.json"
+TEMPORARY_SUFFIX = ".part"
 
 
 class Checkpoints:
-    """The checkpoints in a folder.
+    """The checkpoints of one run.
 
     Args:
+        fabric: every rank saves and loads its shard.
         folder: of this run alone.
-        identity: what another run's checkpoint would differ in.
-        keep: how many are kept.
+        identity: a checkpoint with another identity belongs to another run and is not loaded.
+        keep: number of checkpoints kept.
     """
 
     def __init__(self, fabric: Fabric, folder: Path, identity: dict[str, Any], keep: int):
         self.fabric, self.folder, self.keep = fabric, folder, keep
-        self.identity = json.loads(json.dumps(identity))  # as it is read again
+        self.identity = json.loads(json.dumps(identity))  # with lists for tuples, as in the index
 
-    def found(self) -> list[Path]:
-        """Those that are whole, the oldest first."""
-        return sorted(
-            path.parent
-            for path in self.folder.glob(f"step-*/{INDEX}")
-            if path.parent.suffix != ".part"
-        )
+    def complete(self) -> list[Path]:
+        """The complete checkpoints, oldest first."""
+        folders = [path.parent for path in self.folder.glob(f"step-*/{INDEX_FILE}")]
+        return sorted(path for path in folders if path.suffix != TEMPORARY_SUFFIX)
 
     def newest(self) -> Path | None:
-        return self.found()[-1] if self.found() else None
+        """The newest complete checkpoint."""
+        checkpoints = self.complete()
+        return checkpoints[-1] if checkpoints else None
 
     def save(
         self,
         step: int,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        facts: dict[str, Any],
+        state: dict[str, Any],
     ) -> None:
-        """Keep the run as it is after `step` steps.
+        """Save the run after step `step`, and delete all but the newest `keep` checkpoints.
 
         Raises:
-            OSError: it cannot be written. The last one is as it was.
+            OSError: it cannot be written. The checkpoints before it are unchanged.
         """
         path = self.folder / f"step-{step:08}"
-        aside = path.with_suffix(".part")
-        self.together(lambda: self.make_way(aside))
-        try:
-            with quiet():
-                dcp.save(
-                    state_of(model, optimizers),
-                    checkpoint_id=aside,
-                    no_dist=self.fabric.world_size == 1,
-                )
-            error = ""
-        except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
-            error = reason(failure)
+        temporary = path.with_suffix(TEMPORARY_SUFFIX)
+
+        def make_folder() -> None:
+            for unfinished in self.folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
+                shutil.rmtree(unfinished)
+            temporary.mkdir(parents=True)
 
         def finish() -> None:
             if error:
                 raise OSError(error)
-            index = {"identity": self.identity, "facts": facts, "files": inventory(aside)}
-            write_text_atomic(aside / INDEX, json.dumps(index, indent=1))
+            sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+            index = {"identity": self.identity, "state": state, "files": sizes}
+            write_text_atomic(temporary / INDEX_FILE, json.dumps(index, indent=1))
             shutil.rmtree(path, ignore_errors=True)
-            atomic_replace(aside, path)
-            for old in self.found()[: -self.keep]:
+            atomic_replace(temporary, path)
+            for old in self.complete()[: -self.keep]:
                 shutil.rmtree(old)
 
+        self._on_rank_zero(make_folder)
+        error = ""
         try:
-            self.together(finish)
+            with _quiet_dcp():
+                dcp.save(
+                    _state_dict(model, optimizers),
+                    checkpoint_id=temporary,
+                    no_dist=self.fabric.world_size == 1,
+                )
+        except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
+            error = _one_line(failure)
+        try:
+            self._on_rank_zero(finish)
         except OSError as failure:
             if self.fabric.is_global_zero:
-                shutil.rmtree(aside, ignore_errors=True)
-            last = (
-                f"; the last good checkpoint is {self.newest()}"
-                if self.found()
-                else "; there is no other"
-            )
-            raise OSError(f"{path} cannot be written ({reason(failure)}){last}") from None
+                shutil.rmtree(temporary, ignore_errors=True)
+            newest = self.newest()
+            remaining = f"the last checkpoint is {newest}" if newest else "there is no other"
+            raise OSError(f"{path} cannot be written ({_one_line(failure)}); {remaining}") from None
 
     def load(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> dict[str, Any] | None:
-        """Go back to the newest; its facts, or None where there is none.
+        """Restore the newest checkpoint; the `state` it was saved with, or None without one.
 
         Raises:
-            ValueError: it is damaged, or another run's. Nothing is changed.
+            ValueError: it is damaged, or another run's.
         """
         path = self.newest()
         if path is None:
             return None
-        index = self.checked(path)
-        state = state_of(model, optimizers)
-        with quiet():
-            dcp.load(state, checkpoint_id=path, no_dist=self.fabric.world_size == 1)
-        set_state_dict(
-            model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        return index["facts"]
-
-    def checked(self, path: Path) -> dict[str, Any]:
-        """What a checkpoint says of itself, once it has been seen to be true."""
-        others = [str(other) for other in self.found() if other != path]
-        go_back = (
-            f"; remove it to go on from {others[-1]}" if others else "; remove it to begin anew"
-        )
+        index = self._read_index(path)
+        state_dict = _state_dict(model, optimizers)
         try:
-            index = json.loads((path / INDEX).read_text("utf8"))
-            identity, files, _ = index["identity"], index["files"], index["facts"]
+            with _quiet_dcp():
+                dcp.load(state_dict, checkpoint_id=path, no_dist=self.fabric.world_size == 1)
+        except (Exception, dcp.api.CheckpointException) as error:  # pickle raises any class
+            raise ValueError(
+                f"{path}: cannot be read ({_one_line(error)}){self._remedy(path)}"
+            ) from None
+        set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        return index["state"]
+
+    def _read_index(self, path: Path) -> dict[str, Any]:
+        """The index of a checkpoint of this run whose files are all there and of their sizes."""
+        remedy = self._remedy(path)
+        try:
+            index = json.loads((path / INDEX_FILE).read_text("utf8"))
+            identity, files, _ = index["identity"], index["files"], index["state"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: {INDEX} is damaged ({reason(error)}){go_back}") from None
+            raise ValueError(
+                f"{path}: {INDEX_FILE} is damaged ({_one_line(error)}){remedy}"
+            ) from None
         for key in sorted(self.identity.keys() | identity.keys()):
-            mine, its = self.identity.get(key), identity.get(key)
-            if mine != its:
+            saved, current = identity.get(key), self.identity.get(key)
+            if saved != current:
                 raise ValueError(
-                    f"{path}: of another run, with {key} {its!r} where this one has {mine!r}"
+                    f"{path}: belongs to another run, whose {key} is {saved!r}; "
+                    f"here it is {current!r}"
                 )
 
-        def verify() -> None:
-            for name, (size, digest) in files.items():
+        def check_files() -> None:
+            for name, expected in files.items():
                 if not (path / name).is_file():
-                    raise ValueError(f"{path}: {name} is missing{go_back}")
-                if (path / name).stat().st_size != size:
-                    has = (path / name).stat().st_size
-                    raise ValueError(f"{path}: {name} has {has} bytes, expected {size}{go_back}")
-                if sha256(path / name) != digest:
-                    raise ValueError(f"{path}: {name} is damaged, its checksum is another{go_back}")
+                    raise ValueError(f"{path}: {name} is missing{remedy}")
+                size = (path / name).stat().st_size
+                if size != expected:
+                    raise ValueError(
+                        f"{path}: {name} has {size} bytes, expected {expected}{remedy}"
+                    )
 
-        self.together(verify)
+        self._on_rank_zero(check_files)
         return index
 
-    def make_way(self, aside: Path) -> None:
-        for left in self.folder.glob("step-*.part"):
-            shutil.rmtree(left)
-        aside.mkdir(parents=True)
+    def _remedy(self, path: Path) -> str:
+        others = [str(other) for other in self.complete() if other != path]
+        if others:
+            return f"; remove it to resume from {others[-1]}"
+        return "; remove it to start again"
 
-    def together(self, act: Any) -> None:
-        """Rank 0 acts; all go on, or all raise what it raised."""
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Rank 0 acts. If it raises OSError or ValueError, all ranks do."""
         failure: Exception | None = None
         if self.fabric.is_global_zero:
             try:
-                act()
+                action()
             except (OSError, ValueError) as error:
                 failure = error
         failure = self.fabric.broadcast(failure)
@@ -163,32 +182,30 @@ class Checkpoints:
             raise failure
 
 
-def state_of(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-    """By parameter name, so that it does not matter which rank holds what."""
-    of_model, of_optimizers = get_state_dict(model, optimizers)
-    return {"model": of_model, "optimizer": of_optimizers}
+def _state_dict(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """By parameter name, so that any number of ranks can load it."""
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
-def inventory(folder: Path) -> dict[str, tuple[int, str]]:
-    return {path.name: (path.stat().st_size, sha256(path)) for path in sorted(folder.iterdir())}
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def reason(error: BaseException) -> str:
-    """The cause in one line: torch's checkpoints wrap what each rank met."""
+def _one_line(error: BaseException) -> str:
+    """The cause in one line. torch's CheckpointException wraps the errors of the ranks."""
     failures = getattr(error, "failures", None)
-    inner = next(iter(failures.values()))[0] if failures else error
-    text = inner.strerror if isinstance(inner, OSError) and inner.strerror else str(inner)
-    return " ".join(text.split()) or type(inner).__name__
+    cause = next(iter(failures.values()))[0] if failures else error
+    text = str(cause)
+    if isinstance(cause, OSError) and cause.strerror:
+        text = cause.strerror
+    return " ".join(text.split()) or type(cause).__name__
 
 
-class quiet(warnings.catch_warnings):
-    """torch's checkpoints warn of their own internals."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
+@contextmanager
+def _quiet_dcp() -> Iterator[None]:
+    """Silence torch's warnings of its own internals, and its log of errors that it raises too."""
+    previous_level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous_level)

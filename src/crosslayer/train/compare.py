@@ -1,7 +1,7 @@
-"""Arms × seeds on the same batches in the same order from the same body weights -> results.json -> the report.
+"""Compare arms: every arm × seed, on the same batches from the same backbone weights.
 
-results.json is written whole after every run, and a run in hand is saved when it is stopped, so a comparison that is
-started again on the same folder goes on where it was.
+results.json is rewritten after every run, and an unfinished run is saved when it is stopped. The
+same comparison, started again in the same folder, does what is missing.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,113 +20,151 @@ import torch
 from .. import __version__
 from ..files import write_text_atomic
 from .recipe import Arm, Recipe
-from .settings import OPTIONS, Model
-from .task import SHAPES, Examples, build_model, find_task
-from .trainer import Diverged, Progress, train
+from .run import launch_run, train_arm
+from .settings import GROUP_OF_OPTION, Model
+from .task import Examples, build_model
+from .trainer import Diverged, RunResult, StepResult
 
-RESULTS, RUNS = "results.json", "runs"
-Watch = Callable[[Arm, int, Progress], None]
+RESULTS_FILE, RUNS_FOLDER = "results.json", "runs"
+
+
+@dataclass
+class DivergedRun:
+    """A run that ended with a non-finite or spiking loss. The loss is text, as JSON has no NaN."""
+
+    arm: str
+    seed: int
+    step: int
+    loss: str
+
+
+@dataclass
+class ComparisonResults:
+    """The content of results.json.
+
+    Args:
+        environment: device and versions.
+        settings: options that decide what is learned, shared by the arms.
+        data: sizes and digest of the data.
+        scale: of the recipe.
+        entropy: order-0 entropy of the first validation set, in bits per byte.
+        arms: connection, options and the paper's results of each arm.
+        runs: finished runs.
+        diverged: runs without a result.
+    """
+
+    environment: dict[str, str]
+    settings: dict[str, Any]
+    data: dict[str, Any]
+    scale: str
+    entropy: float | None
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    runs: list[RunResult] = field(default_factory=list)
+    diverged: list[DivergedRun] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "ComparisonResults":
+        """The inverse of `dataclasses.asdict`."""
+        runs = [RunResult(**run) for run in content["runs"]]
+        diverged = [DivergedRun(**run) for run in content["diverged"]]
+        return cls(**{**content, "runs": runs, "diverged": diverged})
 
 
 @dataclass
 class Comparison:
-    """What is compared, and what is known of it so far.
+    """What is compared, and the results so far.
 
     Args:
         recipe: the arms and their settings.
-        seeds: runs of each arm.
-        folder: of results.json and the report.
-        corpora: the examples of each arm, by its name.
-        results: what results.json holds.
+        seeds: number of runs of each arm.
+        folder: of results.json, the report and the runs.
+        examples: the data of each arm, by its name.
+        results: content of results.json.
     """
 
     recipe: Recipe
     seeds: int
     folder: Path
-    corpora: dict[str, Examples]
-    results: dict[str, Any]
+    examples: dict[str, Examples]
+    results: ComparisonResults
 
-    @property
-    def arms(self) -> list[Arm]:
-        return self.recipe.arms
+    def missing_runs(self) -> list[tuple[Arm, int]]:
+        """Arms and seeds without a result, the first seed of every arm before the second of any."""
+        done = {(run.arm, run.seed) for run in [*self.results.runs, *self.results.diverged]}
+        missing = []
+        for seed in range(self.seeds):
+            missing += [(arm, seed) for arm in self.recipe.arms if (arm.name, seed) not in done]
+        return missing
 
-    @property
-    def missing(self) -> list[tuple[Arm, int]]:
-        """The runs still to do, every arm's first seed before any arm's second."""
-        done = {
-            (row["arm"], row["seed"]) for row in (*self.results["runs"], *self.results["diverged"])
+    def finished_runs(self, arm: Arm) -> dict[int, RunResult]:
+        """An arm's finished runs, by seed."""
+        return {
+            run.seed: run
+            for run in self.results.runs
+            if run.arm == arm.name and run.seed < self.seeds
         }
-        return [
-            (arm, seed)
-            for seed in range(self.seeds)
-            for arm in self.arms
-            if (arm.name, seed) not in done
-        ]
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        """The finished runs of this comparison's arms and seeds."""
-        names = {arm.name for arm in self.arms}
-        return [
-            row for row in self.results["runs"] if row["arm"] in names and row["seed"] < self.seeds
-        ]
 
 
-def prepare(recipe: Recipe, seeds: int, folder: Path | None) -> Comparison:
-    """Check everything a comparison needs, and read what its folder already holds.
+def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Comparison:
+    """Check all that a comparison needs, load its data, and read the results that its folder has.
+
+    Args:
+        recipe: the arms and their settings.
+        seeds: number of runs of each arm.
+        folder: by default one named after the settings, so that the same command resumes.
 
     Raises:
-        ValueError: an arm, an option, the data or the folder is not as it should be. Nothing has been written.
+        ValueError: an arm, an option, the data or the folder cannot be used. Nothing has been
+            written.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
-    for arm in recipe.arms:  # one that cannot be built says so before any other is trained
-        with torch.device("meta"):
-            build_model(recipe.settings(arm), arm.connection, 256, 0)
-    corpora, shared = {}, {}  # type: ignore[var-annotated]
+    # An arm that cannot be built must say so before any other is trained.
     for arm in recipe.arms:
-        settings = recipe.settings(arm)
-        image = [
-            settings.model.body.get(key) for keys, _ in SHAPES for key in keys
-        ]  # what pictures are cut to
-        key = json.dumps([vars(settings.data), find_task(settings.model).unit, image])
-        shared[key] = corpora[arm.name] = shared.get(key) or find_task(settings.model).examples(
-            settings
-        )
-    first = corpora[recipe.arms[0].name]
-    identity = {
-        "settings": recipe.settings().identity(),
-        "data": {**first.sizes, "sha256": first.digest},
-    }
-    if (
-        folder is None
-    ):  # one of its own for every setting, so that the same command goes on with the same folder
-        folder = Path(
-            f"compare-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
-        )
-    rows = {
-        arm.name: {"connection": arm.connection, "options": arm.options, "paper": arm.paper}
-        for arm in recipe.arms
-    }
-    before = held(folder, identity, rows)
-    results = {
-        "environment": describe_environment(),
-        **identity,
-        "scale": recipe.scale,
-        "entropy": first.entropy,
-        "arms": {**before.get("arms", {}), **rows},
-        "runs": before.get("runs", []),
-        "diverged": before.get("diverged", []),
-    }
-    return Comparison(recipe, seeds, folder, corpora, results)
+        with torch.device("meta"):
+            build_model(recipe.settings(arm), arm.connection, 256, 0, recipe.task)
+    examples = _load_examples(recipe)
+
+    first = examples[recipe.arms[0].name]
+    settings = recipe.settings().identity()
+    data = {**first.sizes, "sha256": first.digest}
+    if folder is None:
+        text = json.dumps({"settings": settings, "data": data}, sort_keys=True)
+        folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+    results = ComparisonResults(describe_environment(), settings, data, recipe.scale, first.entropy)
+    for arm in recipe.arms:
+        results.arms[arm.name] = {
+            "connection": arm.connection,
+            "options": arm.options,
+            "paper": arm.paper,
+        }
+
+    previous = _load_results(folder, results)
+    if previous is not None:
+        results.arms = {**previous.arms, **results.arms}
+        results.runs, results.diverged = previous.runs, previous.diverged
+    return Comparison(recipe, seeds, folder, examples, results)
 
 
-def describe_environment() -> dict[str, Any]:
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+def _load_examples(recipe: Recipe) -> dict[str, Examples]:
+    """The data of each arm, by its name. Arms with the same data settings share them."""
+    loaded: dict[str, Examples] = {}
+    examples = {}
+    for arm in recipe.arms:
+        model, data, _, _ = recipe.settings(arm)
+        key = json.dumps([asdict(data), model.model_config], sort_keys=True)
+        if key not in loaded:
+            loaded[key] = recipe.task.load_examples(data, model.model_config)
+        examples[arm.name] = loaded[key]
+    return examples
+
+
+def describe_environment() -> dict[str, str]:
+    """Device and versions."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"CPU, {torch.get_num_threads()} threads"
     return {
         "crosslayer": __version__,
         "device": device,
@@ -135,154 +173,192 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def held(folder: Path, identity: dict[str, Any], arms: dict[str, Any]) -> dict[str, Any]:
-    """The results a folder already holds, if they are this comparison's."""
+def _load_results(folder: Path, current: ComparisonResults) -> ComparisonResults | None:
+    """The results of a folder, or None if it has none.
+
+    Raises:
+        ValueError: the folder is not a comparison's, or that of a comparison with other settings or
+            data.
+    """
+    path = folder / RESULTS_FILE
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: a file is in the way of the output folder")
-    path = folder / RESULTS
     if not path.exists():
-        if folder.exists() and any(file.name != RUNS for file in folder.iterdir()):
+        if folder.exists() and any(file.name != RUNS_FOLDER for file in folder.iterdir()):
             raise ValueError(
-                f"{folder}: not empty and without {RESULTS}, so not a comparison's; choose another --out"
+                f"{folder}: not empty and without {RESULTS_FILE}, so not a comparison's; "
+                "choose another --out"
             )
-        return {}
+        return None
     try:
-        found = json.loads(path.read_text("utf8"))
-        same = [(found[part], expected) for part, expected in identity.items()]
-        same += [(found["arms"][name], row) for name, row in arms.items() if name in found["arms"]]
-        for its, mine in same:
-            for key, value in json.loads(json.dumps(mine)).items():
-                if its[key] != value:
-                    raise ValueError(
-                        f"{folder}: belongs to another comparison, with {key} {its[key]!r} where this one has "
-                        f"{value!r}; choose another --out"
-                    )
-        return {"runs": found["runs"], "diverged": found["diverged"], "arms": found["arms"]}
+        previous = ComparisonResults.from_json(json.loads(path.read_text("utf8")))
+        pairs = [(previous.settings, current.settings), (previous.data, current.data)]
+        for name, arm in current.arms.items():
+            if name in previous.arms:
+                pairs.append((previous.arms[name], arm))
+        differences = [_first_difference(before, now) for before, now in pairs]
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
         ) from None
+    for difference in differences:
+        if difference:
+            raise ValueError(
+                f"{folder}: belongs to another comparison, {difference}; choose another --out"
+            )
+    return previous
 
 
-def place(comparison: Comparison, arm: Arm, seed: int) -> Path:
-    """A run's own folder, of its checkpoints and metrics."""
-    name = re.sub(r"[^\w.()=+-]+", "_", f"{arm.name}-{seed}")
-    digest = hashlib.sha256(f"{arm.name} {seed}".encode()).hexdigest()[
-        :6
-    ]  # for names alike but for odd characters
-    return comparison.folder / RUNS / f"{name[:80]}-{digest}"
+def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The first key with another value, in words; empty if there is none."""
+    for key, value in json.loads(json.dumps(now)).items():
+        if before[key] != value:
+            return f"whose {key} is {before[key]!r}; here it is {value!r}"
+    return ""
 
 
-def run(comparison: Comparison, watch: Watch) -> None:
-    """Do the runs that are missing, writing results.json after each; of several ranks, the first writes."""
+def run_folder(comparison: Comparison, arm: Arm, seed: int) -> Path:
+    """The folder of one run's checkpoints and metrics."""
+    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm.name}-{seed}")[:80]
+    # names may differ in replaced characters alone
+    digest = hashlib.sha256(f"{arm.name} {seed}".encode()).hexdigest()[:6]
+    return comparison.folder / RUNS_FOLDER / f"{readable}-{digest}"
+
+
+def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]) -> None:
+    """Do the runs that are missing, and write results.json after each, on rank 0.
+
+    Args:
+        comparison: of `prepare_comparison`; its results grow.
+        on_step: called with arm, seed and result after every step.
+
+    Raises:
+        Stopped: Ctrl-C or SIGTERM; the run is saved.
+    """
     comparison.folder.mkdir(parents=True, exist_ok=True)
-    for arm, seed in comparison.missing:
-        folder, settings = place(comparison, arm, seed), comparison.recipe.settings(arm)
+    for arm, seed in comparison.missing_runs():
+        folder, settings = run_folder(comparison, arm, seed), comparison.recipe.settings(arm)
+        fabric = launch_run(settings, arm, folder)
         try:
-            row, _, fabric = train(
+            trainer = train_arm(
+                fabric,
                 settings,
                 arm,
                 seed,
-                comparison.corpora[arm.name],
-                lambda p: watch(arm, seed, p),
+                comparison.examples[arm.name],
+                comparison.recipe.task,
                 folder,
+                lambda result: on_step(arm, seed, result),
             )
-            comparison.results["runs"].append(row)
-        except Diverged as end:  # a result too, and no reason to stop the others
-            fabric = end.fabric
-            comparison.results["diverged"].append(
-                {"arm": arm.name, "seed": seed, "step": end.step, "loss": str(end.loss)}
+            comparison.results.runs.append(trainer.result())
+        except Diverged as error:  # a result too, and no reason to stop the other arms
+            comparison.results.diverged.append(
+                DivergedRun(arm.name, seed, error.step, str(error.loss))
             )
         if fabric.is_global_zero:
-            write_text_atomic(comparison.folder / RESULTS, json.dumps(comparison.results, indent=1))
-            for checkpoint in folder.glob("step-*"):  # the results are what is wanted
+            content = json.dumps(asdict(comparison.results), indent=1)
+            write_text_atomic(comparison.folder / RESULTS_FILE, content)
+            for checkpoint in folder.glob("step-*"):  # of no use once the result is written
                 shutil.rmtree(checkpoint)
         fabric.barrier()
 
 
-class Row(NamedTuple):
-    """One arm of the table. Spreads are standard deviations over seeds, None for a single one."""
+class MeanStd(NamedTuple):
+    """A mean over seeds and its standard deviation, None for a single seed."""
+
+    mean: float
+    std: float | None
+
+
+def mean_and_std(values: list[float]) -> MeanStd:
+    """Mean and standard deviation of at least one value."""
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return MeanStd(statistics.mean(values), std)
+
+
+@dataclass
+class TableRow:
+    """One arm of the result table.
+
+    Args:
+        arm: its name.
+        seeds: number of finished runs.
+        parameters: number of parameters.
+        extra: share of the connections' parameters in the backbone's.
+        loss: validation loss.
+        metrics: bits per byte, accuracy, losses on other validation sets, …
+        difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline.
+        speed: tokens (or images) per second.
+        relative_speed: to the baseline's.
+        relative_activations: stored activation memory, to the baseline's.
+        paper: what the paper states.
+    """
 
     arm: str
     seeds: int
     parameters: int
-    extra: float  # share of the body's parameters
-    loss: float
-    loss_spread: float | None
-    metrics: dict[
-        str, tuple[float, float | None]
-    ]  # bits a byte, accuracy, losses on other validation sets
-    difference: float | None  # of the loss from prenorm's, seed by seed; None without one
-    difference_spread: float | None
-    speed: float  # tokens a second
-    relative_speed: float | None  # to prenorm's
-    relative_memory: float | None
-    paper: dict[str, float]  # what the paper gives
+    extra: float
+    loss: MeanStd
+    metrics: dict[str, MeanStd]
+    difference: MeanStd | None
+    speed: float
+    relative_speed: float | None
+    relative_activations: float | None
+    paper: dict[str, float]
 
 
-def result_table(comparison: Comparison) -> list[Row]:
-    """The arms that have finished a run, in the order they were asked for."""
-    by_arm = {
-        arm.name: {r["seed"]: r for r in comparison.runs if r["arm"] == arm.name}
-        for arm in comparison.arms
-    }
+def result_table(comparison: Comparison) -> list[TableRow]:
+    """A row for each arm with a finished run, in the recipe's order."""
     rows = []
-    for arm in comparison.arms:
-        runs = by_arm[arm.name]
+    for arm in comparison.recipe.arms:
+        runs = comparison.finished_runs(arm)
         if not runs:
             continue
-        baseline = plain(comparison, arm)
-        against = by_arm[baseline.name] if baseline else {}
-        shared = sorted(runs.keys() & against.keys())
+        baseline = find_baseline(comparison.recipe, arm)
+        baseline_runs = comparison.finished_runs(baseline) if baseline else {}
+        pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
         first = next(iter(runs.values()))
-        loss, loss_spread = spread([r["valid_loss"] for r in runs.values()])
-        gap, gap_spread = spread([runs[s]["valid_loss"] - against[s]["valid_loss"] for s in shared])
+        difference = relative_speed = relative_activations = None
+        if pairs:
+            relative_speed = statistics.mean(
+                run.tokens_per_second / base.tokens_per_second for run, base in pairs
+            )
+            relative_activations = statistics.mean(
+                run.activation_bytes / base.activation_bytes for run, base in pairs
+            )
+            if arm is not baseline:
+                difference = mean_and_std([run.valid_loss - base.valid_loss for run, base in pairs])
         rows.append(
-            Row(
-                arm.name,
-                len(runs),
-                first["parameters"],
-                first["extra_parameters"] / (first["parameters"] - first["extra_parameters"]),
-                loss,
-                loss_spread,
-                {
-                    name: spread([r["metrics"][name] for r in runs.values()])
-                    for name in first["metrics"]
+            TableRow(
+                arm=arm.name,
+                seeds=len(runs),
+                parameters=first.parameters,
+                extra=first.extra_parameters / (first.parameters - first.extra_parameters),
+                loss=mean_and_std([run.valid_loss for run in runs.values()]),
+                metrics={
+                    name: mean_and_std([run.metrics[name] for run in runs.values()])
+                    for name in first.metrics
                 },
-                gap if shared and arm is not baseline else None,
-                gap_spread,
-                statistics.mean(r["tokens_per_second"] for r in runs.values()),
-                ratio(runs, against, "tokens_per_second", shared),
-                ratio(runs, against, "activation_bytes", shared),
-                arm.paper,
+                difference=difference,
+                speed=statistics.mean(run.tokens_per_second for run in runs.values()),
+                relative_speed=relative_speed,
+                relative_activations=relative_activations,
+                paper=arm.paper,
             )
         )
     return rows
 
 
-def plain(comparison: Comparison, arm: Arm) -> Arm | None:
-    """The PreNorm arm that another is measured against: that of the same body, or the first."""
-    candidates = [other for other in comparison.arms if other.connection == "prenorm"]
-    body = {
-        key: value
-        for key, value in arm.options.items()
-        if OPTIONS[key] is Model and key != "reallocate"
-    }
-    same = [
-        other
-        for other in candidates
-        if {key: value for key, value in other.options.items() if OPTIONS[key] is Model} == body
-    ]
-    return next(iter([*same, *candidates]), None)
+def find_baseline(recipe: Recipe, arm: Arm) -> Arm | None:
+    """The PreNorm arm to compare with: one with the same backbone, or else the first."""
+    candidates = [other for other in recipe.arms if other.connection == "prenorm"]
+    options = _model_options(arm)
+    options.pop("reallocate", None)  # MUDD's MLP widths belong to the method
+    for candidate in candidates:
+        if _model_options(candidate) == options:
+            return candidate
+    return candidates[0] if candidates else None
 
 
-def spread(values: list[float]) -> tuple[float, float | None]:
-    if not values:
-        return float("nan"), None
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
-
-
-def ratio(
-    runs: dict[int, dict[str, Any]], plain: dict[int, dict[str, Any]], key: str, seeds: list[int]
-) -> float | None:
-    return statistics.mean(runs[s][key] / plain[s][key] for s in seeds) if seeds else None
+def _model_options(arm: Arm) -> dict[str, Any]:
+    return {key: v for key, v in arm.options.items() if GROUP_OF_OPTION[key] is Model}

@@ -1,7 +1,6 @@
-"""What the connections of a model do on a batch: how large what they hand on is, how far their gates are open, and how
-much of each sub-layer's output arrives at the head.
+"""Diagnostics of connections: scale of the stream, openness of gates, gain of each sub-layer.
 
-Nothing is measured, and nothing costs anything, but in the steps that ask for it.
+They cost nothing but in the steps that measure them.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,42 +14,52 @@ from torch.distributed.fsdp import FSDPModule
 from ..connection import Connection, State, autocast_disabled, find_connections
 from ..hf.connect import find_backbone
 
-TOKENS = 256  # of the first example: enough for a mean
+MAX_TOKENS = 256  # of the first example: enough for a mean
 
 
 def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
-    """Scalars by name and site, from one forward pass that `run` makes.
+    """Scalars by name and site k, from one forward pass.
 
-    stream  root mean square of what the site's sub-layer reads, before its norm
-    gate    mean of what weighs the pending write, where a method has it
-    gain    how much a change of y_k, the output of sub-layer k (0: the embedding), moves what the head reads, through
-            the connections alone, in a random direction: 1 everywhere in PreNorm. That of y_0 is the composite gain.
+    stream/k    root mean square of what the sub-layer of site k reads, before its norm
+    gate/k      mean of the gate on the pending write, for methods that declare `gate_fields`
+    gain/k      how much a change of y_k, the output of sub-layer k (0: the embedding), changes what
+                the output head reads, in a random direction and through the connections alone. 1
+                for every k in PreNorm; that of y_0 is the composite gain.
+
+    Args:
+        model: connected.
+        run: makes a forward pass of the model, whatever wraps it.
     """
-    sites, outputs = find_connections(model), {}
-    body, family = find_backbone(model)
+    sites = find_connections(model)
+    outputs: dict[int, Tensor] = {}
 
-    def keep(connection: Connection, arguments: tuple[State], _: Any) -> None:
+    def store_write(connection: Connection, arguments: tuple[State], _: Any) -> None:
         outputs[connection.site.index] = arguments[0].y
 
-    def begin(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        outputs[0] = arguments[0]  # the embedding
+    def store_embedding(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        outputs[0] = arguments[0]
 
-    hooks = [site.register_forward_hook(keep) for site in sites[1:]]
-    hooks.append(getattr(body, family.layers)[0].register_forward_pre_hook(begin))
+    backbone, family = find_backbone(model)
+    first_layer = getattr(backbone, family.layers)[0]
+    hooks = [site.register_forward_hook(store_write) for site in sites[1:]]
+    hooks.append(first_layer.register_forward_pre_hook(store_embedding))
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             run()
     finally:
         for hook in hooks:
             hook.remove()
-    with whole(model if any(site.norms_its_stream for site in sites) else nn.ModuleList(sites)):
-        return replayed(sites, [outputs[k][:1, :TOKENS] for k in range(len(sites))])
+
+    # a method that norms its stream may use norms of the host, so all of the model is needed
+    needed = model if any(site.norms_its_stream for site in sites) else nn.ModuleList(sites)
+    with _unsharded(needed):
+        return _replay_connections(sites, [outputs[k][:1, :MAX_TOKENS] for k in range(len(sites))])
 
 
 @contextmanager
-def whole(modules: nn.Module) -> Iterator[None]:
-    """What FSDP has sharded is there as a whole."""
-    sharded = [module for module in modules.modules() if isinstance(module, FSDPModule)]
+def _unsharded(model: nn.Module) -> Iterator[None]:
+    """Gather the parameters that FSDP has sharded."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
     yield
@@ -58,31 +67,35 @@ def whole(modules: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
-def replayed(sites: list[Connection], outputs: list[Tensor]) -> dict[str, float]:
-    """The same pass once more without the sub-layers, whose outputs y_0 .. y_S are held."""
-    found: dict[str, float] = {}
+def _replay_connections(sites: list[Connection], outputs: list[Tensor]) -> dict[str, float]:
+    """The same pass without sub-layers: their outputs y_0 … y_S are given, so that gradients pass
+    connections alone.
+    """
+    metrics: dict[str, float] = {}
     outputs = [y.clone().requires_grad_() for y in outputs]
     state = sites[0].init(outputs[0])
     with torch.enable_grad(), autocast_disabled(state):
         for k, site in enumerate(sites):
-            (hidden, *_), after = site.mix_inputs(state)
-            found[f"stream/{k}"] = hidden.detach().float().square().mean().sqrt().item()
+            (hidden, *_), mixed_state = site.mix_inputs(state)
+            metrics[f"stream/{k}"] = hidden.detach().float().square().mean().sqrt().item()
             if site.is_readout:
                 break
-            state = (
-                site.read(state)[1] if site.norms_its_stream else after
-            )  # the norms of the others touch inputs alone
-            for weight in (getattr(state, name) for name in site.gate_fields):
-                if weight is not None:
-                    found[f"gate/{k}"] = weight.detach().float().mean().item()
+            # most methods' norms apply to the inputs alone and need not run
+            state = site.read(state)[1] if site.norms_its_stream else mixed_state
+            for name in site.gate_fields:
+                gate = getattr(state, name)
+                if gate is not None:
+                    metrics[f"gate/{k}"] = gate.detach().float().mean().item()
             state = site.write(state, outputs[k + 1])
+
         generator = torch.Generator(hidden.device).manual_seed(0)
         direction = torch.randn(hidden.shape, generator=generator, device=hidden.device)
         gradients = torch.autograd.grad(
             (hidden.float() * direction).sum(), outputs, allow_unused=True
         )
     for k, gradient in enumerate(gradients):
-        found[f"gain/{k}"] = (
-            0.0 if gradient is None else (gradient.float().norm() / direction.norm()).item()
-        )
-    return found
+        if gradient is None:
+            metrics[f"gain/{k}"] = 0.0
+        else:
+            metrics[f"gain/{k}"] = (gradient.float().norm() / direction.norm()).item()
+    return metrics

@@ -1,4 +1,4 @@
-"""Validation: means over examples that the ranks share, the same for any number of them."""
+"""Evaluation on validation sets. The result does not depend on the number of ranks."""
 
 from typing import Any
 
@@ -10,34 +10,44 @@ from torch.utils.data import default_collate
 from .task import Task
 
 
-def evenly_spaced(length: int, most: int) -> list[int]:
-    """At most so many indices, spread evenly over so many examples."""
-    count = min(length, most)
+def evenly_spaced(length: int, count: int) -> list[int]:
+    """`count` indices at equal distances below `length`, or all of them if they are fewer."""
+    count = min(length, count)
     return [index * length // count for index in range(count)]
 
 
 @torch.no_grad()
 def evaluate_examples(
-    fabric: Fabric, model: nn.Module, job: Task, part: Any, chosen: list[int], batch: int
+    fabric: Fabric, model: nn.Module, task: Task, dataset: Any, indices: list[int], batch: int
 ) -> dict[str, float]:
-    """Means over examples, whose batches the ranks share, each padded to the same number with examples of no weight."""
+    """Means of a task's metrics over examples of one validation set.
+
+    Args:
+        fabric: its ranks share the examples.
+        model: set up by Fabric; evaluated in eval mode and left in training mode.
+        task: its `evaluate` gives each example's metrics.
+        dataset: a validation set.
+        indices: the examples, the same on every rank.
+        batch: examples of all ranks at once.
+    """
     model.eval()
-    each = -(-batch // fabric.world_size)
-    mine = chosen[fabric.global_rank :: fabric.world_size]
-    rounds = -(-len(chosen) // (each * fabric.world_size))
-    mine += [-1] * (rounds * each - len(mine))
+    # Every rank evaluates the same number of full batches (FSDP's ranks must call the model
+    # together): index -1 pads, and counts nothing.
+    rank_batch = -(-batch // fabric.world_size)
+    rounds = -(-len(indices) // (rank_batch * fabric.world_size))
+    rank_indices = indices[fabric.global_rank :: fabric.world_size]
+    rank_indices += [-1] * (rounds * rank_batch - len(rank_indices))
+
     sums: dict[str, Tensor] = {}
-    for start in range(0, len(mine), each):
-        indices = mine[start : start + each]
-        numbers = [max(index, 0) for index in indices]
-        values = job.judge(
-            model, fabric.to_device(default_collate([part[number] for number in numbers])), numbers
-        )
-        weight = torch.tensor([index >= 0 for index in indices], device=fabric.device)
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0) + (value.double() * weight).sum()
+    for start in range(0, len(rank_indices), rank_batch):
+        chosen = rank_indices[start : start + rank_batch]
+        padded = [max(index, 0) for index in chosen]
+        examples = fabric.to_device(default_collate([dataset[index] for index in padded]))
+        weight = torch.tensor([index >= 0 for index in chosen], device=fabric.device)
+        for name, values in task.evaluate(model, examples, padded).items():
+            sums[name] = sums.get(name, 0) + (values.double() * weight).sum()
     model.train()
     return {
-        name: fabric.all_reduce(total, reduce_op="sum").item() / len(chosen)
+        name: fabric.all_reduce(total, reduce_op="sum").item() / len(indices)
         for name, total in sums.items()
     }

@@ -1,29 +1,45 @@
-"""A trained model as a folder that `from_pretrained`, `crosslayer eval` and `crosslayer generate` read."""
+"""Write a trained model to a folder that `from_pretrained`, `crosslayer eval` and `crosslayer
+generate` read.
+"""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ..data.tokenizing import FILE, byte_tokenizer_json
+from ..data.tokenizing import byte_tokenizer_json
+from ..files import atomic_replace
 
 
-def save_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) -> None:
-    """Write the whole model, gathered from its shards, with its tokenizer; aside, then in place of what was there."""
-    shards = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=shards)
+def export_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) -> None:
+    """Write a model of transformers, gathered from all ranks, with its tokenizer.
+
+    At any moment `folder`, or `folder.old`, is complete: the old one is moved aside, not deleted,
+    first.
+
+    Args:
+        fabric: rank 0 writes.
+        model: its parameters may be sharded.
+        folder: replaced if it exists.
+        tokenizer: a `Tokenizer` of crosslayer.data.
+    """
+    gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state_dict = get_model_state_dict(model, options=gather)
     if fabric.is_global_zero:
-        aside = folder.with_name(folder.name + ".part")
-        shutil.rmtree(aside, ignore_errors=True)
-        if tokenizer is not None and hasattr(model.config, "eos_token_id"):
-            model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.end
-        with patch.object(model, "state_dict", lambda: state):  # diffusers takes no other
-            model.save_pretrained(aside)
+        temporary, old = (folder.with_name(folder.name + suffix) for suffix in (".part", ".old"))
+        shutil.rmtree(temporary, ignore_errors=True)
         if tokenizer is not None:
-            (aside / FILE).write_text(tokenizer.definition or byte_tokenizer_json(), "utf8")
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
+            model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.end
+        model.save_pretrained(temporary, state_dict=state_dict)
+        if tokenizer is not None:
+            text = tokenizer.definition or byte_tokenizer_json()
+            (temporary / "tokenizer.json").write_text(text, "utf8")
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(folder, old)
+        atomic_replace(temporary, folder)
+        shutil.rmtree(old, ignore_errors=True)
     fabric.barrier()

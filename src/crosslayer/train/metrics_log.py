@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a line of metrics.jsonl every so often, and Fabric's loggers."""
+"""Where a run's metrics go: metrics.jsonl in its folder, and Fabric's loggers."""
 
 import hashlib
 import importlib.util
@@ -11,71 +11,69 @@ from lightning.fabric import Fabric
 
 from ..files import write_text_atomic
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
-def loggers(names: Iterable[str], folder: Path, name: str) -> list[Any]:
-    """Fabric's loggers of these names.
+def make_loggers(names: Iterable[str], folder: Path, run_name: str) -> list[Any]:
+    """Fabric's loggers called tensorboard and wandb.
 
     Raises:
-        ModuleNotFoundError: what a logger needs is not installed.
+        ValueError: the logger's package is not installed.
     """
-    for logger in names:
-        if importlib.util.find_spec(logger) is None:
-            raise ModuleNotFoundError(f"{logger} is not installed", name=logger)
-    return [LOGGERS[logger](folder, name) for logger in names]
+    loggers: list[Any] = []
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"{name} is not installed; pip install {name}")
+        if name == "tensorboard":
+            from lightning.fabric.loggers import TensorBoardLogger
+
+            loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
+        else:
+            from lightning.pytorch.loggers import WandbLogger
+
+            folder.mkdir(parents=True, exist_ok=True)
+            # a resumed run continues its run at W&B: the id is that of the folder
+            run_id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+            loggers.append(
+                WandbLogger(name=run_name, save_dir=folder, id=run_id, project="crosslayer")
+            )
+    return loggers
 
 
-def tensorboard(folder: Path, name: str) -> Any:
-    from lightning.fabric.loggers import TensorBoardLogger
-
-    return TensorBoardLogger(folder, name="tensorboard", version="")
-
-
-def wandb(folder: Path, name: str) -> Any:
-    from lightning.pytorch.loggers import WandbLogger
-
-    folder.mkdir(parents=True, exist_ok=True)
-    # the same folder is the same run, however often it goes on
-    run = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-    return WandbLogger(name=name, save_dir=folder, id=run, project="crosslayer")
-
-
-LOGGERS = {"tensorboard": tensorboard, "wandb": wandb}
-
-
-class Journal:
-    """The metrics of a run.
+class MetricsLog:
+    """Writes metrics to `folder/metrics.jsonl`, a line each time, and to Fabric's loggers.
 
     Args:
-        folder: of metrics.jsonl; None for nowhere but the loggers.
-        step: how far the run is: later lines, of a part that was lost, are taken out.
+        fabric: rank 0 writes.
+        folder: None for Fabric's loggers alone.
+        step: of the checkpoint from which the run is resumed. Later lines, which will come again,
+            are removed.
     """
 
     def __init__(self, fabric: Fabric, folder: Path | None, step: int):
         self.fabric = fabric
-        self.path = folder / FILE if folder is not None and fabric.is_global_zero else None
-        if self.path is not None and self.path.exists():
-            write_text_atomic(
-                self.path,
-                "".join(
-                    line
-                    for line in self.path.read_text("utf8").splitlines(True)
-                    if kept(line, step)
-                ),
-            )
+        self.path: Path | None = None
+        if folder is not None and fabric.is_global_zero:
+            self.path = folder / METRICS_FILE
+            if self.path.exists():
+                lines = self.path.read_text("utf8").splitlines(keepends=True)
+                kept = [line for line in lines if _step_of_line(line) <= step]
+                write_text_atomic(self.path, "".join(kept))
 
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write the metrics of a step.
+
+        None is written as null, and left out for Fabric's loggers.
+        """
         if self.path is not None:
             with open(self.path, "a", encoding="utf8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.fabric.log_dict(
-            {name: value for name, value in metrics.items() if value is not None}, step
-        )
+        known = {name: value for name, value in metrics.items() if value is not None}
+        self.fabric.log_dict(known, step)
 
 
-def kept(line: str, step: int) -> bool:
+def _step_of_line(line: str) -> float:
     try:
-        return json.loads(line)["step"] <= step
-    except ValueError:  # cut short
-        return False
+        return json.loads(line)["step"]
+    except ValueError:  # the line was cut short when the run was killed
+        return float("inf")

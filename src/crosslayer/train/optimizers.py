@@ -1,45 +1,63 @@
-"""The optimizers of a run, and the learning rate of each group at each step, a function of the step alone."""
+"""A run's optimizers and its learning rates, which depend on the step's number alone."""
+
+import math
 
 import torch
 from torch import nn
 
 from ..optim import param_groups
-from .settings import DECAYS, Optimization
+from .settings import Optimization
 
 
 def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.optim.Optimizer]:
-    """AdamW, after Muon for the 2-d matrices of the body's layers where it is asked for."""
+    """AdamW; or Muon for the 2-d matrices of the layers and, last in the list, AdamW for all other
+    parameters.
+    """
     groups = param_groups(model, settings.lr, settings.weight_decay)
-    matrices = [group for group in groups if group["muon"] and settings.optimizer == "muon"]
-    rest = [group for group in groups if group not in matrices]
-    found: list[torch.optim.Optimizer] = []
-    if matrices:
-        matrices = [{**group, "lr": settings.muon_lr} for group in matrices]
-        found.append(
-            torch.optim.Muon(matrices, settings.muon_lr, settings.weight_decay, settings.momentum)
+    if settings.optimizer == "muon":
+        muon_groups = [{**group, "lr": settings.muon_lr} for group in groups if group["muon"]]
+        adamw_groups = [group for group in groups if not group["muon"]]
+    else:
+        muon_groups, adamw_groups = [], groups
+
+    optimizers: list[torch.optim.Optimizer] = []
+    if muon_groups:
+        optimizers.append(
+            torch.optim.Muon(
+                muon_groups, settings.muon_lr, settings.weight_decay, settings.momentum
+            )
         )
-    found.append(torch.optim.AdamW(rest, settings.lr, settings.betas, settings.eps, fused=True))
-    for optimizer in found:
+    optimizers.append(
+        torch.optim.AdamW(adamw_groups, settings.lr, settings.betas, settings.eps, fused=True)
+    )
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
-    return found
+    return optimizers
 
 
-def schedule(step: int, settings: Optimization) -> float:
-    """Share of the peak learning rate: a linear warm-up, then down to `floor`."""
-    warmup = (
-        settings.warmup if settings.warmup >= 1 else max(1, int(settings.steps * settings.warmup))
-    )
+def lr_schedule(step: int, settings: Optimization) -> float:
+    """Learning rate of a step (from 0) as a share of its peak: linear warm-up, then down to
+    `floor`.
+    """
+    if settings.warmup >= 1:
+        warmup = settings.warmup
+    else:
+        warmup = max(1, int(settings.steps * settings.warmup))
     if step < warmup:
         return (step + 1) / warmup
-    left = DECAYS[settings.decay]((step - warmup) / max(1, settings.steps - warmup))
-    return settings.floor + (1 - settings.floor) * left
+    progress = (step - warmup) / max(1, settings.steps - warmup)
+    if settings.decay == "cosine":
+        share = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        share = 1 - progress
+    return settings.floor + (1 - settings.floor) * share
 
 
 def set_learning_rates(
     optimizers: list[torch.optim.Optimizer], step: int, settings: Optimization
 ) -> None:
-    """Learning rates of a step, from 0."""
+    """Set the learning rate of every group for a step (from 0)."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * schedule(step, settings)
+            group["lr"] = group["peak"] * lr_schedule(step, settings)

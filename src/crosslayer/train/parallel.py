@@ -1,4 +1,4 @@
-"""Where a run runs: the processes torchrun started, the way they share a model, and what is compiled or recomputed."""
+"""How a model runs: processes and sharding by Fabric, compilation, recomputation."""
 
 import os
 from collections.abc import Iterable
@@ -14,107 +14,138 @@ from torch.utils.checkpoint import checkpoint
 from ..class_swap import swap_class
 from ..connection import Connection, State, find_connections
 from ..hf.connect import find_backbone
-from ..recompute import RECOMPUTE_MODES, enable_recompute
+from ..recompute import enable_recompute
 from .settings import Engine
 
 
-def launch_fabric(engine: Engine, loggers: Any = ()) -> Fabric:
-    """Fabric on this process, or on all that torchrun or `fabric run` started."""
-    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
+    """Fabric on this process, or on all processes that torchrun or `fabric run` started.
+
+    Args:
+        engine: its strategy and precision.
+        loggers: Fabric's loggers.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if ranks == 1:
         strategy: Any = "auto"
     elif engine.strategy == "ddp":
         strategy = "ddp"
     else:
-        policy = torch.bfloat16 if engine.precision == "bf16-mixed" else None
+        half = torch.bfloat16 if engine.precision == "bf16-mixed" else None
         strategy = ModelParallelStrategy(
-            lambda model, mesh: shard_model(model, mesh["data_parallel"], policy), ranks, 1
+            lambda model, mesh: shard_model(model, mesh["data_parallel"], half), ranks, 1
         )
-    # a body in half precision is built so, with its buffers as they are: Fabric would cast them too
+    # bf16-true models are built in bfloat16; Fabric would also convert buffers and the connections'
+    # parameters
     precision: Any = "32-true" if engine.precision == "bf16-true" else engine.precision
     fabric = Fabric(
-        devices=here,
-        num_nodes=ranks // here,
+        devices=ranks_on_node,
+        num_nodes=ranks // ranks_on_node,
         strategy=strategy,
         precision=precision,
         loggers=list(loggers),
     )
-    if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it
+    if "LT_CLI_USED" not in os.environ:  # set by `fabric run`, which launches by itself
         fabric.launch()
     return fabric
 
 
 def shutdown_distributed() -> None:
-    """The ranks part, none while another still talks to it."""
+    """Wait for all ranks, then leave the process group."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
 def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
-    """FSDP2, layer by layer. A group of parameters has one dtype: what a layer's connections own is a float32 one."""
-    body, family = find_backbone(model)
-    narrow, wide = (
-        MixedPrecisionPolicy(d, torch.float32, cast_forward_inputs=False) for d in (half, None)
-    )
+    """Shard a connected model with FSDP2, layer by layer.
 
-    def apart(connections: Iterable[Connection], policy: MixedPrecisionPolicy) -> None:
+    All parameters of an FSDP group have one dtype, so the connections' float32 parameters are
+    groups of their own.
+
+    Args:
+        model: connected.
+        mesh: device mesh of the data-parallel ranks.
+        half: dtype in which the layers compute; None for that of their parameters.
+    """
+    backbone, family = find_backbone(model)
+    layer_policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+    full_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+
+    def shard_connections(
+        connections: Iterable[Connection], norm_policy: MixedPrecisionPolicy
+    ) -> None:
         norms = [norm for connection in connections for norm in connection.norms]
-        for part, its_policy in ((norms, policy), (connections, wide)):
-            group = [
-                module for module in part if any(p is not None for p in module._parameters.values())
-            ]
-            if group:
-                fully_shard(group, mesh=mesh, mp_policy=its_policy)
+        _shard_together(norms, mesh, norm_policy)
+        _shard_together(connections, mesh, full_policy)
 
-    for layer in getattr(body, family.layers):
-        apart(layer.connections, narrow)
-        fully_shard(layer, mesh=mesh, mp_policy=narrow)
-    # embedding, final norm, readout and head are as wide as in one process, and so is the stream
-    apart([getattr(body, family.final).connection], wide)
-    fully_shard(model, mesh=mesh, mp_policy=wide)
+    for layer in getattr(backbone, family.layers):
+        shard_connections(layer.connections, layer_policy)
+        fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
+    # embedding, final norm, readout and head compute in the dtype of their parameters, like the
+    # stream
+    shard_connections([getattr(backbone, family.final).connection], full_policy)
+    fully_shard(model, mesh=mesh, mp_policy=full_policy)
     return model
 
 
+def _shard_together(modules: Iterable[nn.Module], mesh: Any, policy: MixedPrecisionPolicy) -> None:
+    """One FSDP group of those modules that have parameters of their own."""
+    group = []
+    for module in modules:
+        if any(p is not None for p in module._parameters.values()):
+            group.append(module)
+    if group:
+        fully_shard(group, mesh=mesh, mp_policy=policy)
+
+
 def setup_model(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
-    """The model as it is called: recomputed, compiled and shared as the options say. Its parameters are `model`'s."""
+    """The module to call: `model` with recomputation and compilation, sharded by Fabric."""
     return fabric.setup_module(prepare_model(model, engine))
 
 
 def prepare_model(model: Any, engine: Engine) -> Any:
-    """The model recomputed and compiled, in this process alone."""
+    """`model` with recomputation and compilation, without Fabric."""
     if engine.recompute == "reads":
         for connection in find_connections(model):
-            swap_class(connection, Recomputed)
-    elif engine.recompute in RECOMPUTE_MODES:
-        enable_recompute(find_connections(model), engine.recompute)
+            swap_class(connection, CheckpointedRead)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
-    if engine.compile != "none":
-        torch.compiler.reset()  # of the arm before, which counts against the number of graphs a function may have
-        body, family = find_backbone(model)
-        layers = getattr(body, family.layers)
-        # a dense method's layers each have a graph of their own, as each is given another number of tensors
-        torch._dynamo.config.recompile_limit = max(
-            torch._dynamo.config.recompile_limit, 2 * len(layers)
-        )
-        for layer in layers if engine.compile == "layers" else ():
-            layer.compile()
-    return torch.compile(model) if engine.compile == "model" else model
+    elif engine.recompute != "none":
+        enable_recompute(find_connections(model), engine.recompute)
+
+    if engine.compile == "none":
+        return model
+    torch.compiler.reset()  # graphs of an arm before count towards the limit below
+    backbone, family = find_backbone(model)
+    layers = getattr(backbone, family.layers)
+    # each layer of a dense method has a graph of its own, as its state has another number of
+    # tensors
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(layers))
+    if engine.compile == "model":
+        return torch.compile(model)
+    for layer in layers:
+        layer.compile()
+    return model
 
 
 def checkpoint_layers(model: Any) -> None:
-    for name in (
-        "activation_checkpointing_enable",
-        "gradient_checkpointing_enable",
-    ):  # transformers' new name and old
+    """Recompute whole layers in the backward pass (activation checkpointing)."""
+    # transformers' current name and the one before
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):
-            return getattr(model, name)({"use_reentrant": False})
-    model.enable_gradient_checkpointing()  # diffusers'
+            getattr(model, name)({"use_reentrant": False})
+            return
+    model.enable_gradient_checkpointing()  # diffusers
 
 
-class Recomputed:
-    """A connection whose read keeps its state alone for the backward pass, and mixes and norms once more there."""
+class CheckpointedRead:
+    """Mixed into a connection's class: `read` stores its state alone, and is recomputed in the
+    backward pass.
+    """
 
     def forward(self, state: State) -> Any:
-        return checkpoint(super().forward, state, use_reentrant=False, preserve_rng_state=False)  # type: ignore[misc]
+        read = super().forward  # type: ignore[misc]
+        return checkpoint(read, state, use_reentrant=False, preserve_rng_state=False)

@@ -7,18 +7,21 @@
     - prenorm
     - {name: MUDD, connection: mudd, parameters: 126e6, paper: {loss: 2.91}, lr: 1.0e-3}
 
-An arm is a connection, or a row: its name, its connection, the parameters and results the paper gives for it, and any
-option in which it differs from the rest.
+An arm is a connection, or a mapping: its name, its connection, the parameters and results that the
+paper states, and the options in which it differs from the other arms.
 """
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..spec import make
-from ..validation import did_you_mean
-from .settings import OPTIONS, PARTS, Settings
-from .task import LANGUAGE, find_task
+from ..validation import check_choice, did_you_mean
+from .settings import GROUP_OF_OPTION, Settings, parse_options
+from .task import LANGUAGE, Task
+
+Scale = Literal["full", "tiny"]
+TINY_DIM, TINY_STEPS = 64, 160
 
 
 @dataclass
@@ -26,12 +29,12 @@ class Arm:
     """One row of an experiment.
 
     Args:
-        name: in tables; the connection where there is none.
-        connection: like "mudd(dilation=2)".
+        name: in tables; by default the connection.
+        connection: the spec, like "mudd(dilation=2)".
         parameters: of the whole model, as the paper counts them.
-        reason: why ours are more than 1 % away from that, where they are.
-        paper: results the paper gives, by name.
-        options: those of `Settings` in which the arm differs.
+        reason: why our count differs by more than 1 %, if it does.
+        paper: results that the paper states, by name.
+        options: options of `Settings` in which the arm differs.
     """
 
     name: str
@@ -45,181 +48,190 @@ class Arm:
         return self.name
 
     @classmethod
-    def of(cls, row: str | dict[str, Any]) -> "Arm":
-        """Of a connection, or of a row of a recipe.
+    def from_row(cls, row: str | dict[str, Any]) -> "Arm":
+        """The arm of a connection's spec, or of a mapping in a recipe.
 
         Raises:
-            ValueError: an unknown key or connection.
+            ValueError: an unknown key or connection, or a value of another type.
         """
-        if not isinstance(row, str | dict):
+        if isinstance(row, str):
+            row = {"connection": row}
+        if not isinstance(row, dict):
             raise ValueError(f"an arm is a connection or a mapping, got {row!r}")
-        row = {"connection": row} if isinstance(row, str) else dict(row)
-        known = {f.name for f in fields(cls)} - {"options"}
-        for key in row.keys() - known - OPTIONS.keys():
-            raise ValueError(
-                f"unknown key {key!r} of an arm{did_you_mean(str(key), [*known, *OPTIONS])}"
-            )
-        for key, kind in (
-            ("name", str),
-            ("reason", str),
-            ("paper", dict),
-        ):  # YAML takes `no` and 2 for other than words
-            if not isinstance(row.get(key, kind()), kind):
-                raise ValueError(
-                    f"{key} of an arm must be {'text' if kind is str else 'a mapping'}, got {row[key]!r}"
-                )
+        own_keys = {f.name for f in fields(cls)} - {"options"}
+        for key in row.keys() - own_keys - GROUP_OF_OPTION.keys():
+            hint = did_you_mean(str(key), [*own_keys, *GROUP_OF_OPTION])
+            raise ValueError(f"unknown key {key!r} of an arm{hint}")
         if "connection" not in row:
             raise ValueError(f"an arm needs a connection, got {row}")
-        connection = str(make(row.pop("connection")))
-        mine = {key: row.pop(key) for key in known & row.keys()}
-        if "parameters" in mine:
-            mine["parameters"] = number("parameters", mine["parameters"])
-        if "paper" in mine:
-            mine["paper"] = {
-                name: number(f"paper's {name}", value) for name, value in mine["paper"].items()
-            }
-        return cls(**{"name": connection, **mine}, connection=connection, options=row)
+
+        connection = str(make(row["connection"]))
+        name, reason, paper = (
+            row.get("name", connection),
+            row.get("reason", ""),
+            row.get("paper", {}),
+        )
+        # YAML reads `no` as False and 2 as a number
+        for key, text in (("name", name), ("reason", reason)):
+            if not isinstance(text, str):
+                raise ValueError(f"{key} of an arm must be text, got {text!r}")
+        if not isinstance(paper, dict):
+            raise ValueError(f"paper of an arm must be a mapping, got {paper!r}")
+        parameters = row.get("parameters")
+        if parameters is not None:
+            parameters = _parse_number("parameters", parameters)
+        return cls(
+            name=name,
+            connection=connection,
+            parameters=parameters,
+            reason=reason,
+            paper={key: _parse_number(f"paper's {key}", value) for key, value in paper.items()},
+            options={key: value for key, value in row.items() if key not in own_keys},
+        )
 
 
-def number(name: str, given: Any) -> float:
+def _parse_number(name: str, value: Any) -> float:
     try:
-        return float(given)  # YAML takes 405e6 for a word
+        return float(value)  # YAML reads 405e6 as text
     except (TypeError, ValueError):
-        raise ValueError(f"{name} of an arm must be a number, got {given!r}") from None
+        raise ValueError(f"{name} of an arm must be a number, got {value!r}") from None
 
 
 @dataclass
 class Recipe:
-    """Arms and what they share; the options that were given beside the file hold for every arm.
+    """Arms, and the options that they share.
 
     Args:
         arms: what is compared.
-        options: what they share.
-        scale: full, or another name in `SCALES`.
-        given: options that come before all others.
+        options: shared options; an arm's own come before them.
+        scale: "tiny" for a model small enough for a CPU, of the same structure.
+        overrides: options that come before all others, for every arm: those of the command line.
+        task: what the models are trained to do.
     """
 
     arms: list[Arm]
     options: dict[str, Any] = field(default_factory=dict)
-    scale: str = "full"
-    given: dict[str, Any] = field(default_factory=dict)
+    scale: Scale = "full"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    task: Task = LANGUAGE
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"two arms are called {twice!r}; a name tells which result is whose")
-        if self.scale not in SCALES:
-            raise ValueError(
-                f"unknown scale {self.scale!r}{did_you_mean(self.scale, SCALES)}; known: {', '.join(SCALES)}"
-            )
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two arms are called {name!r}; give each a name of its own")
+        check_choice("scale", self.scale, dict.fromkeys(get_args(Scale)))
 
     def settings(self, arm: Arm | None = None) -> Settings:
-        """An arm's settings, or those that all share."""
+        """The settings of an arm, or those that all arms share."""
         options = {**self.options, **(arm.options if arm else {})}
-        return Settings.of(
-            **{**SCALES[self.scale](Settings.of(**options).flat(), options), **self.given}
-        )
+        if self.scale == "tiny":
+            stated = Settings.from_options(**options).to_options()
+            options |= _tiny_options(stated, self.task)
+        return Settings.from_options(**{**options, **self.overrides})
 
 
-def load_recipe(path: str | Path, scale: str = "full", **given: Any) -> Recipe:
-    """The recipe of a file.
+def load_recipe(
+    path: str | Path, scale: Scale = "full", task: Task = LANGUAGE, **overrides: Any
+) -> Recipe:
+    """Read a recipe.
 
     Args:
         path: of the .yaml file.
         scale: "tiny" for a small model of the same structure.
-        given: options that hold for every arm, whatever the file says.
+        task: what the models are trained to do.
+        overrides: options that hold for every arm, whatever the file says.
 
     Raises:
-        ValueError: no such file, not YAML, or what it says is not as it should be.
+        ValueError: the file cannot be read, or it has an unknown key or a value that is not
+            allowed.
     """
     import yaml
-    from jsonargparse import ArgumentParser
 
     try:
-        found = yaml.safe_load(Path(path).read_text("utf8"))
+        options = yaml.safe_load(Path(path).read_text("utf8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path}: cannot be read as a recipe ({' '.join(str(error).split())})"
-        ) from None
-    if not isinstance(found, dict):
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None
+    if not isinstance(options, dict):
         raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
-    arms = found.pop("arms", ["prenorm"])
-    if not isinstance(arms, list) or not arms:
-        raise ValueError(f"{path}: arms must be a list of at least one, got {arms!r}")
-    parser = ArgumentParser(exit_on_error=False)
-    for part in PARTS:
-        parser.add_class_arguments(part, None)
+    rows = options.pop("arms", ["prenorm"])
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path}: arms must be a list of at least one, got {rows!r}")
 
-    def typed(options: dict[str, Any]) -> dict[str, Any]:
-        for key in options.keys() - OPTIONS.keys():
-            raise ValueError(f"{path}: unknown option {key!r}{did_you_mean(str(key), OPTIONS)}")
-        try:
-            return parser.parse_object(options, defaults=False).as_dict()
-        except Exception as error:  # argparse's, whose message has several lines
-            raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    arms = [Arm.from_row(row) for row in rows]
+    try:
+        options = parse_options(options)
+        for arm in arms:
+            arm.options = parse_options(arm.options)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    recipe = Recipe(arms, options, scale, overrides, task)
 
-    rows, shared = [Arm.of(row) for row in arms], typed(found)
-    for row in rows:
-        row.options = typed(row.options)
-    recipe = Recipe(rows, shared, scale, given)
-    if scale != "full":
-        for row in rows:
-            layers = Settings.of(**{**shared, **row.options}).model.layers
-            row.connection = shortened(row.connection, layers, recipe.settings(row).model.layers)
+    if scale == "tiny":
+        for arm in arms:
+            layers = Settings.from_options(**{**options, **arm.options}).model.layers
+            tiny_layers = recipe.settings(arm).model.layers
+            arm.connection = _shorten_connection(arm.connection, layers, tiny_layers)
     return recipe
 
 
-def full(options: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    return stated
+def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
+    """A sixth of the layers, but at least 6; width 64 and all widths in proportion; the same
+    structure otherwise.
 
-
-def tiny(options: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    """A sixth of the layers, at least 6; width 64, all widths in proportion; the rest of the structure as it is.
-
-    The tokenizer is of bytes, so the body has no special tokens.
+    Args:
+        stated: every option at full scale.
+        task: for the options without which it would not run on any machine.
     """
-    ratio = 64 / options["dim"]
-    heads = max(1, min(options["heads"], 4))
-    language = find_task(Settings.of(**options).model) is LANGUAGE
-    body = {
-        key: scaled(key, value, ratio, heads / options["heads"])
-        for key, value in options["body"].items()
+    width_ratio = TINY_DIM / stated["dim"]
+    heads = max(1, min(stated["heads"], 4))
+    heads_ratio = heads / stated["heads"]
+    model_config = {
+        key: _scale_config_value(key, value, width_ratio, heads_ratio)
+        for key, value in stated["model_config"].items()
         if key != "head_dim"
     }
-    if language:
-        body |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    small = {
-        "layers": max(min(6, options["layers"]), options["layers"] // 6), "dim": 64, "heads": heads, "vocab": None,
-        "body": body, "tokenizer": "bytes", "valid": {}, "data": "stdlib", "context": min(options["context"], 128),
-        "batch": 8, "accumulate": 1, "steps": 160, "warmup": 0.1, "delay": 0, "precision": "32-true",
-        "strategy": "ddp", "compile": "none", "workers": 0, "save_every": 0, "loggers": [],
-    }  # fmt: skip
-    if options["delay"]:  # as late in the run as it was
-        small["delay"] = round(options["delay"] / options["steps"] * small["steps"])
-    if not language:  # there are no images that every machine has
-        small["data"] = options["data"]
-    return {**stated, **small}
+    delay = round(stated["delay"] / stated["steps"] * TINY_STEPS)  # as late in the run
+    return {
+        "layers": max(min(6, stated["layers"]), stated["layers"] // 6),
+        "dim": TINY_DIM,
+        "heads": heads,
+        "vocab": None,
+        "model_config": model_config | task.tiny_model_config,
+        "context": min(stated["context"], 128),
+        "batch": 8,
+        "accumulate": 1,
+        "steps": TINY_STEPS,
+        "warmup": 0.1,
+        "delay": delay,
+        "precision": "32-true",
+        "strategy": "ddp",
+        "compile": "none",
+        "workers": 0,
+        "save_every": 0,
+        "loggers": [],
+        **task.tiny_options,
+    }
 
 
-def scaled(key: str, value: Any, width: float, heads: float) -> Any:
-    """A key of the body's configuration in a narrower one."""
-    if key.endswith(("intermediate_size", "n_inner", "expert_intermediate_size")) and value:
-        return max(16, round(value * width / 16) * 16)
+def _scale_config_value(key: str, value: Any, width_ratio: float, heads_ratio: float) -> Any:
+    """A value of `model_config` for a narrower model."""
+    if key.endswith(("intermediate_size", "n_inner")) and value:
+        return max(16, round(value * width_ratio / 16) * 16)
     if key == "num_key_value_heads":
-        return max(1, round(value * heads))
+        return max(1, round(value * heads_ratio))
     return value
 
 
-def shortened(connection: str, before: int, after: int) -> str:
-    """A connection in a body of fewer layers: as many blocks of it, and steps along depth that fit twice into it."""
-    factory = make(connection)
-    for name, length in factory.options.items():
+def _shorten_connection(connection: str, layers: int, tiny_layers: int) -> str:
+    """A connection for fewer layers: the same number of blocks, and steps along depth that fit at
+    least twice.
+    """
+    spec = make(connection)
+    for name, length in spec.options.items():
         if name == "block_size":
-            factory.options[name] = max(1, round(length * after / before))
+            spec.options[name] = max(1, round(length * tiny_layers / layers))
         elif name in ("dilation", "period", "window", "last_k") and isinstance(length, int):
-            factory.options[name] = min(length, max(1, after // 2))
-    return str(factory)
-
-
-SCALES = {"full": full, "tiny": tiny}
+            spec.options[name] = min(length, max(1, tiny_layers // 2))
+    return str(spec)

@@ -1,24 +1,30 @@
-"""What a run is made of: four groups of options, each owned by the part that reads it, flat on the command line."""
+"""The options of a run, in four groups. A function takes the group that it needs.
 
-import math
+The fields' names are the keys of a recipe and, with dashes, the options of the command line (all
+but `YAML_ONLY`).
+"""
+
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from functools import cache
+from typing import Any, Literal, NamedTuple, Self
 
-from ..validation import check_choice, check_positive, did_you_mean
+from ..validation import check_non_negative, check_positive, did_you_mean
 
 
 @dataclass
 class Model:
-    """The body.
+    """The backbone.
 
     Args:
-        family: of the body, as transformers or diffusers call it: llama, gpt_neox or another that `connect` knows.
-        layers: of the body.
-        dim: width of the stream.
-        heads: of the attention.
-        vocab: size of the vocabulary, or number of classes; the data's where it is not given.
-        body: any other keys of the family's configuration, like {"tie_word_embeddings": true}.
-        reallocate: give the MLPs MUDD's widths, narrow below and wide above.
+        family: the backbone's model type in transformers: llama, gpt_neox or another that `connect`
+            knows.
+        layers: number of layers.
+        dim: width of the residual stream.
+        heads: number of attention heads.
+        vocab: size of the vocabulary; by default that of the data's tokenizer.
+        model_config: further keys of the family's configuration, like {"tie_word_embeddings":
+            true}.
+        reallocate: give the MLPs MUDD's widths: narrower in early layers, wider in late ones.
     """
 
     family: str = "llama"
@@ -26,32 +32,31 @@ class Model:
     dim: int = 128
     heads: int = 4
     vocab: int | None = None
-    body: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = field(default_factory=dict)
     reallocate: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(
-            layers=self.layers,
-            dim=self.dim,
-            heads=self.heads,
-            vocab=1 if self.vocab is None else self.vocab,
-        )
+        check_positive(layers=self.layers, dim=self.dim, heads=self.heads)
+        if self.vocab is not None:
+            check_positive(vocab=self.vocab)
 
 
 @dataclass
 class Data:
-    """The data. A path may begin with a variable of the environment, like $DATA/pile.
+    """The data. A path may begin with an environment variable, like $DATA/pile.
 
     Args:
-        data: "stdlib", the running interpreter's own library; a text, .jsonl or .parquet file or a folder of them;
-            datasets:NAME; a folder that `crosslayer data prepare` wrote; or of images, a folder of classes or an .npz.
-        valid: validation sets by name; without any, a part of the data is held out.
-        tokenizer: bytes, bpe:SIZE to train one on the data, or a tokenizer.json.
-        context: tokens a sequence.
-        batch: sequences, or images, a step, over all ranks and accumulated micro-batches.
-        held_out: batches of each validation set that are judged.
-        augment: of training images: none, flip, or inception crop.
-        workers: processes that load data ahead.
+        data: "stdlib" (the source code of Python's standard library); a text, .jsonl or .parquet
+            file, or a folder of them; datasets:NAME; or a folder that `crosslayer data prepare`
+            wrote.
+        valid: validation sets by name; by default a part of the data is held out.
+        tokenizer: bytes; bpe:SIZE, trained on the data; or a tokenizer's name on the Hub or its
+            file.
+        context: tokens of a sequence.
+        batch: sequences of a step, over all ranks and micro-batches.
+        eval_batches: batches of each validation set that are evaluated.
+        workers: processes that load data.
+        task_options: options of a task other than language modelling.
     """
 
     data: str = "stdlib"
@@ -59,44 +64,37 @@ class Data:
     tokenizer: str = "bytes"
     context: int = 256
     batch: int = 8
-    held_out: int = 12
-    augment: str = "none"
+    eval_batches: int = 12
     workers: int = 0
+    task_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_positive(context=self.context, batch=self.batch, held_out=self.held_out)
-        check_choice("augment", self.augment, dict.fromkeys(("none", "flip", "inception crop")))
-
-
-# what is left of the learning rate after a share of the steps beyond the warm-up
-DECAYS = {
-    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
-    "linear": lambda share: 1 - share,
-}
+        check_positive(context=self.context, batch=self.batch, eval_batches=self.eval_batches)
+        check_non_negative(workers=self.workers)
 
 
 @dataclass
 class Optimization:
-    """The optimizer.
+    """The optimizer and its learning rate.
 
     Args:
         steps: optimizer steps.
-        optimizer: adamw; or muon for the 2-d matrices of the layers, with AdamW for the rest.
+        optimizer: adamw; or muon for the layers' 2-d matrices, with AdamW for all other parameters.
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
-        weight_decay: of matrices; connections declare which of their parameters take it.
+        weight_decay: of matrices; each connection declares which of its parameters decay.
         betas: of AdamW.
         eps: of AdamW.
         momentum: of Muon.
-        clip: norm to which gradients are clipped; 0 for none.
-        warmup: steps of linear warm-up, or their share of all where it is below 1.
-        decay: how the learning rate falls after the warm-up, on a cosine or linear.
-        floor: share of the learning rate at which it ends.
-        delay: steps for which connections keep their initial values.
+        clip: largest norm of the gradient; 0 for no clipping.
+        warmup: steps of linear warm-up; below 1, their share of all steps.
+        decay: shape of the learning rate after the warm-up.
+        floor: final learning rate, as a share of the peak.
+        delay: first steps in which the connections' parameters are not updated.
     """
 
     steps: int = 160
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1.5e-3
     muon_lr: float = 2e-2
     weight_decay: float = 0.1
@@ -105,91 +103,88 @@ class Optimization:
     momentum: float = 0.95
     clip: float = 1.0
     warmup: float = 0.1
-    decay: str = "cosine"
+    decay: Literal["cosine", "linear"] = "cosine"
     floor: float = 0.1
     delay: int = 0
 
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
-        natural(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
-        check_choice("optimizer", self.optimizer, dict.fromkeys(("adamw", "muon")))
-        check_choice("decay", self.decay, DECAYS)
-        self.betas = (self.betas[0], self.betas[1])  # JSON and YAML know no tuples
+        check_non_negative(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
 
 
 @dataclass
 class Engine:
-    """The run.
+    """How the run is executed, saved and logged.
 
     Args:
-        precision: 32-true; bf16-mixed, the products alone; or bf16-true, the body's weights too.
-        strategy: of several processes: ddp, or fsdp to shard parameters, gradients and optimizer (FSDP2).
-        accumulate: micro-batches a step.
-        compile: none, layers one by one, or the model whole.
-        recompute: in the backward pass, to save memory: none; reads, from the state each keeps; streams, what was read
-            and the states too, of which few are kept; inversion, the states from the last one back, of a method that
-            can (mgr, its streams in float32); or layers, whole. Neither streams nor inversion can be compiled.
-        evals: times the validation sets are judged, evenly over the steps.
-        save_every: steps between checkpoints; with 0 a run is saved when it is stopped and when it ends.
-        keep: checkpoints kept, the newest.
-        unstable: what a loss that is no number or spikes does: stop, or skip the batch.
-        spike: a loss so many nats above its running mean is a spike; 0 for none.
+        precision: 32-true; bf16-mixed (autocast); or bf16-true (the backbone's weights are bfloat16
+            too).
+        strategy: with several processes, ddp, or fsdp to shard parameters, gradients and optimizer
+            states (FSDP2).
+        accumulate: micro-batches of a step.
+        compile: compile each of the layers, or the whole model.
+        recompute: what the backward pass recomputes to save memory: reads (each from its stored
+            state); streams (reads and states, from a few stored states); inversion (states from the
+            last one; `mgr` in float32 alone); or layers (whole layers). streams and inversion
+            exclude compile.
+        evals: number of evaluations, evenly spaced over the steps.
+        save_every: steps between checkpoints; with 0 a run is saved only when it ends or is
+            stopped.
+        keep_checkpoints: number of checkpoints kept.
+        unstable: on a non-finite or spiking loss, stop the run or skip the batch.
+        spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
         log_every: steps between lines of metrics.jsonl.
-        watch_every: steps between measurements of what the connections do; 0 for none.
-        loggers: tensorboard or wandb, beside metrics.jsonl.
+        diagnostics_every: steps between diagnostics of the connections; 0 for none.
+        loggers: loggers in addition to metrics.jsonl.
     """
 
-    precision: str = "32-true"
-    strategy: str = "ddp"
+    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "32-true"
+    strategy: Literal["ddp", "fsdp"] = "ddp"
     accumulate: int = 1
-    compile: str = "none"
-    recompute: str = "none"
+    compile: Literal["none", "layers", "model"] = "none"
+    recompute: Literal["none", "reads", "streams", "inversion", "layers"] = "none"
     evals: int = 6
     save_every: int = 0
-    keep: int = 2
-    unstable: str = "stop"
+    keep_checkpoints: int = 2
+    unstable: Literal["stop", "skip"] = "stop"
     spike: float = 0.0
     log_every: int = 10
-    watch_every: int = 0
-    loggers: list[str] = field(default_factory=list)
+    diagnostics_every: int = 0
+    loggers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_positive(
-            accumulate=self.accumulate, evals=self.evals, keep=self.keep, log_every=self.log_every
+            accumulate=self.accumulate,
+            evals=self.evals,
+            keep_checkpoints=self.keep_checkpoints,
+            log_every=self.log_every,
         )
-        natural(save_every=self.save_every, spike=self.spike, watch_every=self.watch_every)
-        for name, known in CHOICES.items():
-            check_choice(name, getattr(self, name), dict.fromkeys(known))
+        check_non_negative(
+            save_every=self.save_every,
+            spike=self.spike,
+            diagnostics_every=self.diagnostics_every,
+        )
         if self.recompute in ("streams", "inversion") and self.compile != "none":
             raise ValueError(
                 f"recompute={self.recompute!r} and compile={self.compile!r} exclude each other; "
-                "what is compiled can recompute reads or layers"
+                'with compile, use recompute="reads" or "layers"'
             )
-        for logger in self.loggers:
-            check_choice("loggers", logger, dict.fromkeys(LOGGERS))
 
 
-def natural(**options: float) -> None:
-    """Raise a ValueError for an option below 0, or that is no number."""
-    for name, value in options.items():
-        if not value >= 0:
-            raise ValueError(f"{name} must be at least 0, got {value!r}")
+GROUPS: tuple[Any, ...] = (Model, Data, Optimization, Engine)
+GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
 
-
-LOGGERS = ("tensorboard", "wandb")
-CHOICES = {
-    "precision": ("32-true", "bf16-mixed", "bf16-true"),
-    "strategy": ("ddp", "fsdp"),
-    "compile": ("none", "layers", "model"),
-    "recompute": ("none", "reads", "streams", "inversion", "layers"),
-    "unstable": ("stop", "skip"),
-}
-# what may differ between the parts of one run, which it does not change beyond rounding
-FREE = {f.name for f in fields(Engine)} - {"precision"} | {"workers"}
+# options of a recipe that the command line does not have
+YAML_ONLY = frozenset(
+    {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
+    | {"log_every"}
+)
+# options that may change when a run is resumed: they change its result by rounding at most
+CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers"}
 
 
 class Settings(NamedTuple):
-    """All four. `Settings.of(layers=2, lr=1e-3)` takes any of their options."""
+    """The four groups. `Settings.from_options(layers=2, lr=1e-3)` takes any of their options."""
 
     model: Model
     data: Data
@@ -197,22 +192,58 @@ class Settings(NamedTuple):
     engine: Engine
 
     @classmethod
-    def of(cls, **options: Any) -> Self:
-        unknown = [name for name in options if name not in OPTIONS]
-        if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r}{did_you_mean(unknown[0], OPTIONS)}")
-        return cls(
-            *(part(**{k: v for k, v in options.items() if OPTIONS[k] is part}) for part in PARTS)
-        )
+    def from_options(cls, **options: Any) -> Self:
+        """Settings with these options, and defaults for all others.
 
-    def flat(self) -> dict[str, Any]:
-        """Every option by its name, as `of` takes them."""
-        return {name: value for part in self for name, value in asdict(part).items()}
+        Raises:
+            ValueError: an option is unknown, or has a value that it cannot have.
+        """
+        options = parse_options(options)
+        groups = []
+        for group in GROUPS:
+            own = {name: v for name, v in options.items() if GROUP_OF_OPTION[name] is group}
+            groups.append(group(**own))
+        return cls(*groups)
+
+    def to_options(self) -> dict[str, Any]:
+        """Every option by its name, as `from_options` takes them."""
+        options = {}
+        for group in self:
+            options |= asdict(group)
+        return options
 
     def identity(self) -> dict[str, Any]:
-        """The options that decide what is learnt: where one differs, it is another run."""
-        return {name: value for name, value in self.flat().items() if name not in FREE}
+        """The options that decide what is learned.
+
+        A run with any other value of them is another run.
+        """
+        return {
+            name: value
+            for name, value in self.to_options().items()
+            if name not in CHANGEABLE_OPTIONS
+        }
 
 
-PARTS: tuple[Any, ...] = (Model, Data, Optimization, Engine)
-OPTIONS = {f.name: part for part in PARTS for f in fields(part)}
+def parse_options(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with values of their types: YAML reads 1e-3 as text, and JSON has no tuples.
+
+    Raises:
+        ValueError: an option is unknown, or its value is not of its type. One line.
+    """
+    for name in options:
+        if name not in GROUP_OF_OPTION:
+            raise ValueError(f"unknown option {name!r}{did_you_mean(name, GROUP_OF_OPTION)}")
+    try:
+        return _option_parser().parse_object(options, defaults=False).as_dict()
+    except Exception as error:  # argparse's, of several lines
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+@cache
+def _option_parser() -> Any:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    for group in GROUPS:
+        parser.add_class_arguments(group, None)
+    return parser

@@ -4,25 +4,29 @@ import signal
 from typing import Any
 
 
-class Signals:
-    """SIGTERM and Ctrl-C ask a run to end with its step; a second Ctrl-C ends it at once."""
+class StopSignals:
+    """Within this context, SIGTERM and Ctrl-C set `received` and nothing else.
 
-    asked: int | None = None
+    A second Ctrl-C interrupts at once.
+    """
 
-    def __enter__(self) -> "Signals":
-        self.before = {}
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
-                self.before[number] = signal.signal(number, self.hear)
-        except ValueError:  # not the main thread, where nothing is heard
+                self._previous_handlers[number] = signal.signal(number, self._receive)
+        except ValueError:  # only the main thread may have handlers
             pass
         return self
 
-    def hear(self, number: int, frame: Any) -> None:
-        if self.asked == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = number
-
     def __exit__(self, *_: Any) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number

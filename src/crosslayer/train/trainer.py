@@ -1,18 +1,25 @@
-"""One arm, trained: the loop that `compare` and `train` share, on one process or many, from any checkpoint.
+"""The training loop: one model, on one process or on many, from the start or from a checkpoint.
 
-What a step does depends on its number and the seed alone (its examples, its rates, and on each rank its dropout), so a
-run that was stopped or killed goes on bit by bit as if it had not been.
+    fabric = launch_fabric(settings.engine)
+    model = build_model(settings, "mudd", examples.num_classes, seed=0)
+    trainer = Trainer(fabric, model, examples, settings, Arm.from_row("mudd"), seed=0)
+    trainer.fit([LogMetrics(folder), LogDiagnostics(folder, every=100)])
+    trainer.result().valid_loss
+
+Saving, logging, diagnostics and progress bars are callbacks (callbacks.py). A step depends on its
+number and on the seed alone: its examples, its learning rates and, on each rank, its dropout. A
+resumed run is therefore bitwise identical to one that was never interrupted.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
@@ -21,260 +28,397 @@ from torch.utils.data import DataLoader
 
 from ..cost.estimate import count_parameters
 from ..optim import zero_connection_updates
-from .checkpoint import Checkpoints
-from .diagnostics import connection_diagnostics
 from .evaluation import evaluate_examples, evenly_spaced
-from .metrics_log import Journal, loggers
 from .optimizers import build_optimizers, set_learning_rates
-from .parallel import launch_fabric, setup_model
+from .parallel import setup_model
 from .profiling import measure_forward, model_flops_utilization, peak_memory
 from .recipe import Arm
 from .settings import Settings
-from .signals import Signals
-from .task import Examples, Task, build_model, find_task, metrics
-
-
-class Progress(NamedTuple):
-    step: int
-    loss: float
-    tokens_per_second: float
-    mfu: float | None  # share of the GPU's peak that the model's FLOPs take
-    memory: int  # bytes, at the most so far
-    seconds_left: float
-
-
-class Diverged(Exception):
-    """The loss or its gradient is no longer a number, or the loss has jumped."""
-
-    def __init__(
-        self, fabric: Fabric, arm: str, step: int, loss: float, norm: float, checkpoint: Path | None
-    ):
-        what = f"the loss is {loss:.4g}"
-        if math.isfinite(loss) and not math.isfinite(norm):
-            what += f" and the norm of its gradient {norm:.4g}"
-        kept = (
-            f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
-        )
-        super().__init__(f"{arm}: {what} at step {step}; {kept}")
-        self.fabric, self.step, self.loss = fabric, step, loss
-
-
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, once the run has been saved."""
-
-    def __init__(self, step: int, checkpoint: Path | None):
-        super().__init__(
-            f"Stopped after step {step}" + (f"; saved as {checkpoint}" if checkpoint else "")
-        )
-
-
-Watch = Callable[[Progress], None]
+from .signals import StopSignals
+from .task import LANGUAGE, Batch, Examples, Task, summarize_metrics
 
 
 @dataclass
-class Facts:
-    """What a run knows beside its weights; a checkpoint has it too."""
+class StepResult:
+    """One training step.
+
+    Args:
+        step: its number, from 1.
+        loss: of the batch, the mean over all ranks.
+        lr: AdamW's learning rate.
+        grad_norm: norm of the gradient before clipping.
+        tokens_per_second: (or images, …) over all ranks, from the median time of the last steps.
+        mfu: model FLOPs utilization, the share of the GPU's peak; None where the peak is unknown.
+        memory: peak so far, in bytes.
+        seconds_left: until the last step.
+        evaluation: metrics of each validation set, if the step was followed by an evaluation.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: int
+    seconds_left: float
+    evaluation: dict[str, dict[str, float]] | None = None
+
+
+@dataclass
+class RunState:
+    """What a run knows besides weights and optimizer states. Checkpoints contain it.
+
+    Args:
+        step: number of steps taken.
+        curve: (step, metrics of each validation set) of every evaluation.
+        train_loss: of the last step.
+        running_loss: exponential moving average of the training loss.
+        skipped: steps whose batch was skipped.
+        seconds: of training, without evaluation.
+        tokens_per_second: (or images, …) over all ranks.
+    """
 
     step: int = 0
-    curve: list[Any] = field(default_factory=list)  # [step, losses of the validation sets]
+    curve: list[Any] = field(default_factory=list)
     train_loss: float = math.nan
-    usual_loss: float | None = None  # a running mean
-    skipped: list[int] = field(default_factory=list)  # steps whose batch was
+    running_loss: float | None = None
+    skipped: list[int] = field(default_factory=list)
     seconds: float = 0.0
     tokens_per_second: float = 0.0
 
-    def steady(self, loss: float, norm: float, spike: float) -> bool:
-        """Whether a step's loss and gradient are those of a run that goes well."""
-        known = self.usual_loss if self.usual_loss is not None else loss
-        if not (math.isfinite(loss) and math.isfinite(norm)) or (
-            spike and self.step > 20 and loss > known + spike
-        ):
+    def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
+        """Whether loss and gradient are finite and the loss is no spike.
+
+        A stable loss joins the running mean.
+        """
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False
-        self.usual_loss = 0.95 * known + 0.05 * loss
+        mean = loss if self.running_loss is None else self.running_loss
+        if spike and self.step > 20 and loss > mean + spike:
+            return False
+        self.running_loss = 0.95 * mean + 0.05 * loss
         return True
 
 
-def train(
-    settings: Settings,
-    arm: Arm,
-    seed: int,
-    corpus: Examples,
-    watch: Watch,
-    folder: Path | None = None,
-) -> tuple[dict[str, Any], nn.Module, Fabric]:
-    """Train one arm from one seed.
+@dataclass
+class RunResult:
+    """A finished run: one row of results.json.
 
     Args:
-        settings: the arm's.
-        arm: its name and connection.
-        seed: of the body's weights, the order of the examples, and dropout.
-        corpus: the examples.
-        watch: told of every step.
-        folder: of checkpoints and metrics.jsonl, from which a run goes on; None for neither.
-
-    Returns:
-        The row of results (sizes, curve, losses, speed and memory), the model, and Fabric, which knows its shards.
-
-    Raises:
-        Diverged: the loss is no number, or spikes.
-        Stopped: Ctrl-C or SIGTERM; the run is saved.
-        ValueError: the folder's checkpoint is another run's or damaged.
+        arm: name of the arm.
+        connection: its spec.
+        seed: of the backbone's weights and of the order of the examples.
+        parameters: number of parameters.
+        extra_parameters: those of the connections.
+        valid_loss: loss of the first validation set.
+        valid: metrics of each validation set.
+        metrics: what follows from them, like "perplexity".
+        tokens_per_second: (or images, …) over all ranks.
+        activation_bytes: what one micro-batch's forward pass stores for the backward pass.
+        train_loss: of the last step.
+        curve: (step, loss of the first validation set) of every evaluation.
+        skipped: steps whose batch was skipped.
+        seconds: of training, without evaluation.
     """
-    model_settings, data, optimization, engine = settings
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    fabric = launch_fabric(engine, loggers(engine.loggers, folder or Path(), arm.name))
-    job = find_task(model_settings)
-    bare = build_model(settings, arm.connection, corpus.classes, seed)
-    total, extra = count_parameters(bare)
-    model = setup_model(fabric, bare, engine)
-    found = fabric.setup_optimizers(*build_optimizers(bare, optimization))
-    opts = list(found) if isinstance(found, tuple) else [found]
 
-    identity = {
-        **settings.identity(),
-        "connection": arm.connection,
-        "seed": seed,
-        "data sha256": corpus.digest,
-    }
-    checkpoints = Checkpoints(fabric, folder, identity, engine.keep) if folder else None
-    plain = [optimizer.optimizer for optimizer in opts]  # without Fabric around it
-    facts = Facts(**((checkpoints and checkpoints.load(bare, plain)) or {}))
-    journal = Journal(fabric, folder, facts.step)
-    judged = {
-        name: evenly_spaced(len(part), data.batch * data.held_out)
-        for name, part in corpus.valid.items()
-    }
-    marks = {round(optimization.steps * i / engine.evals) for i in range(1, engine.evals + 1)}
-    memory, flops = measure_forward(model, job, examples(fabric, corpus, settings, seed, 0))
-    batches = examples(fabric, corpus, settings, seed, facts.step)
-    durations: list[float] = []
-    model.train()
+    arm: str
+    connection: str
+    seed: int
+    parameters: int
+    extra_parameters: int
+    valid_loss: float
+    valid: dict[str, dict[str, float]]
+    metrics: dict[str, float]
+    tokens_per_second: float
+    activation_bytes: int
+    train_loss: float
+    curve: list[list[float]]
+    skipped: list[int]
+    seconds: float
 
-    with Signals() as signals:
-        for step in range(facts.step + 1, optimization.steps + 1):
-            start = time.perf_counter()
-            torch.manual_seed(
-                hash((seed, step, fabric.global_rank)) % 2**63
-            )  # of dropout; no hash of a text
-            set_learning_rates(opts, step - 1, optimization)
-            loss, batch = backward(fabric, model, job, batches, engine.accumulate)
-            for optimizer in opts if step <= optimization.delay else ():
+    def to_json(self) -> dict[str, Any]:
+        """A mapping for `json.dumps`; `RunResult(**mapping)` is its inverse."""
+        return asdict(self)
+
+
+class Diverged(Exception):
+    """The loss or its gradient is non-finite, or the loss spiked."""
+
+    def __init__(self, arm: str, step: int, loss: float, grad_norm: float, checkpoint: Path | None):
+        problem = f"the loss is {loss:.4g}"
+        if math.isfinite(loss) and not math.isfinite(grad_norm):
+            problem += f" and the norm of its gradient {grad_norm:.4g}"
+        saved = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
+        super().__init__(f"{arm}: {problem} at step {step}; {saved}")
+        self.step, self.loss = step, loss
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended the run after a complete step."""
+
+    def __init__(self, step: int, checkpoint: Path | None):
+        saved = f"; saved as {checkpoint}" if checkpoint else ""
+        super().__init__(f"Stopped after step {step}{saved}")
+
+
+class Callback:
+    """What happens between steps. Its methods are called on every rank."""
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Called once, before the first step."""
+
+    def on_step(self, trainer: "Trainer", result: StepResult) -> None:
+        """Called after every step, and after its evaluation if it had one."""
+
+
+class Trainer:
+    """Trains one model.
+
+    Args:
+        fabric: launched; see `launch_fabric`.
+        model: connected, and not yet set up by Fabric.
+        examples: training and validation sets.
+        settings: all options of the run.
+        arm: its name and connection, for messages and results.
+        seed: of the order of the examples and of dropout.
+        task: loss and evaluation.
+
+    Attributes:
+        model: the module that owns the parameters.
+        module: the same, compiled, sharded and wrapped by Fabric: the one to call.
+        optimizers: torch's own, without Fabric's wrapper.
+        state: `RunState`.
+        stop_requested: whether a rank was asked to stop (Ctrl-C, SIGTERM).
+        last_batch: this rank's last micro-batch.
+        latest_checkpoint: set by `SaveCheckpoints`, for messages.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: nn.Module,
+        examples: Examples,
+        settings: Settings,
+        arm: Arm,
+        seed: int = 0,
+        task: Task = LANGUAGE,
+    ):
+        self.fabric, self.examples, self.settings = fabric, examples, settings
+        self.arm, self.seed, self.task = arm, seed, task
+        self.state = RunState()
+        self.stop_requested = False
+        self.latest_checkpoint: Path | None = None
+        self.activation_bytes = self.forward_flops = 0  # of a micro-batch; `fit` measures them
+
+        data, optimization, engine = settings.data, settings.optimization, settings.engine
+        self._eval_steps = {
+            round(optimization.steps * i / engine.evals) for i in range(1, engine.evals + 1)
+        }
+        self._eval_indices = {
+            name: evenly_spaced(len(dataset), data.batch * data.eval_batches)
+            for name, dataset in examples.valid.items()
+        }
+        self._batches: Iterator[Batch] | None = None
+        self.last_batch: Batch = None
+        self._durations: list[float] = []
+        self._signals = StopSignals()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.set_model(model)
+
+    def set_model(self, model: nn.Module) -> None:
+        """Train `model` from here on.
+
+        Parameters that it shares with the model before keep their optimizer states.
+        """
+        self.model = model
+        self.parameters, self.extra_parameters = count_parameters(model)
+        self.module = setup_model(self.fabric, model, self.settings.engine)
+        previous = self.optimizers
+        self.optimizers = build_optimizers(model, self.settings.optimization)
+        for before, after in zip(previous, self.optimizers, strict=False):
+            for group in after.param_groups:
+                kept = [p for p in group["params"] if p in before.state]
+                after.state.update({p: before.state[p] for p in kept})
+        wrapped = self.fabric.setup_optimizers(*self.optimizers)
+        self._fabric_optimizers = list(wrapped) if isinstance(wrapped, tuple) else [wrapped]
+
+    def fit(self, callbacks: Iterable[Callback] = ()) -> None:
+        """Train until the last step.
+
+        Args:
+            callbacks: called in this order at the start and after every step.
+
+        Raises:
+            Diverged: the loss or its gradient is non-finite, or the loss spiked.
+            Stopped: Ctrl-C or SIGTERM.
+        """
+        callbacks = list(callbacks)
+        for callback in callbacks:
+            callback.on_fit_start(self)
+        self.activation_bytes, self.forward_flops = measure_forward(
+            self.module, self.task, self.training_batches(0)
+        )
+        self.module.train()
+
+        with self._signals:
+            while self.state.step < self.settings.optimization.steps:
+                result = self.step()
+
+                if result.step in self._eval_steps:
+                    result.evaluation = self.evaluate()
+                    self.state.curve.append([result.step, result.evaluation])
+
+                for callback in callbacks:
+                    callback.on_step(self, result)
+
+                # The step is complete and, if a callback saves checkpoints, saved.
+                if self.stop_requested:
+                    raise Stopped(result.step, self.latest_checkpoint)
+
+    def step(self) -> StepResult:
+        """Take one step on the next batch.
+
+        Raises:
+            Diverged: the loss or its gradient is non-finite, or the loss spiked, and `unstable` is
+                "stop".
+        """
+        optimization, engine = self.settings.optimization, self.settings.engine
+        start = time.perf_counter()
+        step = self.state.step + 1
+
+        if self._batches is None:
+            self._batches = self.training_batches(self.state.step)
+
+        # Nothing but the step's number, the seed and the rank decides what follows.
+        entropy = np.random.SeedSequence([self.seed, step, self.fabric.global_rank])
+        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))  # of dropout
+        set_learning_rates(self.optimizers, step - 1, optimization)
+
+        # Gradients of this rank's share of the batch.
+        rank_loss = self._backward(self._batches)
+        if step <= optimization.delay:
+            for optimizer in self.optimizers:
                 zero_connection_updates(optimizer)
-            norm = clipped(bare, optimization.clip)
-            value, stopping = agreed(fabric, loss, signals)
-            if facts.steady(value, norm, engine.spike):
-                for optimizer in opts:
-                    optimizer.step()
-            elif engine.unstable == "stop":
-                raise Diverged(fabric, arm.name, step, value, norm, newest(checkpoints))
-            else:
-                facts.skipped.append(step)
-            for optimizer in opts:
-                optimizer.zero_grad()
+        grad_norm = clip_grad_norm(self.model, optimization.clip)
 
-            durations.append(time.perf_counter() - start)
-            # the first steps warm caches up
-            usual = statistics.median(durations[min(3, len(durations) - 1) :][-200:])
-            facts.step, facts.train_loss, facts.seconds = step, value, facts.seconds + durations[-1]
-            facts.tokens_per_second = (
-                job.size(batch) * fabric.world_size * engine.accumulate / usual
+        # Update. Every rank has the same mean loss here, so all of them update, skip or stop.
+        loss, self.stop_requested = self._all_reduce_loss_and_stop(rank_loss)
+        if self.state.is_stable(loss, grad_norm, engine.spike):
+            for optimizer in self._fabric_optimizers:
+                optimizer.step()
+        elif engine.unstable == "skip":
+            self.state.skipped.append(step)
+        else:
+            raise Diverged(self.arm.name, step, loss, grad_norm, self.latest_checkpoint)
+        for optimizer in self._fabric_optimizers:
+            optimizer.zero_grad()
+
+        # What the step took. The first three warm up caches and do not count.
+        self._durations.append(time.perf_counter() - start)
+        seconds = statistics.median((self._durations[3:] or self._durations)[-200:])
+        units = self.task.count_units(self.last_batch) * self.fabric.world_size * engine.accumulate
+        self.state.step = step
+        self.state.train_loss = loss
+        self.state.seconds += self._durations[-1]
+        self.state.tokens_per_second = units / seconds
+        return StepResult(
+            step=step,
+            loss=loss,
+            lr=self.optimizers[-1].param_groups[0]["lr"],
+            grad_norm=grad_norm,
+            tokens_per_second=self.state.tokens_per_second,
+            mfu=model_flops_utilization(self.forward_flops * engine.accumulate, seconds),
+            memory=peak_memory(),
+            seconds_left=seconds * (optimization.steps - step),
+        )
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Metrics of each validation set: means over examples, whatever the number of ranks."""
+        batch = self.settings.data.batch
+        return {
+            name: evaluate_examples(
+                self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
             )
-            now = Progress(
-                step, value, facts.tokens_per_second, model_flops_utilization(flops * engine.accumulate, usual), peak_memory(),
-                usual * (optimization.steps - step),
-            )  # fmt: skip
-            if step % engine.log_every == 0:
-                journal.log(
-                    step, {**now._asdict(), "lr": opts[-1].param_groups[0]["lr"], "grad_norm": norm}
-                )
-            if engine.watch_every and step % engine.watch_every == 0:
-                journal.log(step, connection_diagnostics(bare, partial(job.loss, model, batch)))
-            if step in marks:
-                valid = {
-                    n: evaluate_examples(fabric, model, job, part, judged[n], data.batch)
-                    for n, part in corpus.valid.items()
-                }
-                facts.curve.append([step, valid])
-                journal.log(
-                    step,
-                    {
-                        f"{name} {key}": v
-                        for name, values in valid.items()
-                        for key, v in values.items()
-                    },
-                )
-            watch(now)
-            due = engine.save_every and step % engine.save_every == 0
-            if checkpoints and (due or stopping or step == optimization.steps):
-                checkpoints.save(step, bare, plain, vars(facts))
-            if stopping:
-                raise Stopped(step, newest(checkpoints))
+            for name, dataset in self.examples.valid.items()
+        }
 
-    last = facts.curve[-1][1]
-    lead = next(iter(last))
-    row = {
-        "arm": arm.name,
-        "connection": arm.connection,
-        "seed": seed,
-        "parameters": total,
-        "extra_parameters": extra,
-        "valid_loss": last[lead]["loss"],
-        "valid": last,
-        "metrics": metrics(corpus, last),
-        "tokens_per_second": facts.tokens_per_second,
-        "activation_bytes": memory,
-        "train_loss": facts.train_loss,
-        "curve": [[step, valid[lead]["loss"]] for step, valid in facts.curve],
-        "skipped": facts.skipped,
-        "seconds": facts.seconds,
-    }
-    return row, bare, fabric
+    def result(self) -> RunResult:
+        """Sizes, losses and speed of the run, with the last evaluation's metrics."""
+        if not self.state.curve:
+            self.state.curve.append([self.state.step, self.evaluate()])
+        evaluation = self.state.curve[-1][1]
+        first = next(iter(evaluation))
+        return RunResult(
+            arm=self.arm.name,
+            connection=self.arm.connection,
+            seed=self.seed,
+            parameters=self.parameters,
+            extra_parameters=self.extra_parameters,
+            valid_loss=evaluation[first]["loss"],
+            valid=evaluation,
+            metrics=summarize_metrics(self.examples, evaluation),
+            tokens_per_second=self.state.tokens_per_second,
+            activation_bytes=self.activation_bytes,
+            train_loss=self.state.train_loss,
+            curve=[[step, valid[first]["loss"]] for step, valid in self.state.curve],
+            skipped=self.state.skipped,
+            seconds=self.state.seconds,
+        )
 
+    def identity(self) -> dict[str, Any]:
+        """What decides the run's losses: with any other value it would be another run."""
+        return {
+            **self.settings.identity(),
+            "connection": self.arm.connection,
+            "seed": self.seed,
+            "data sha256": self.examples.digest,
+        }
 
-def newest(checkpoints: Checkpoints | None) -> Path | None:
-    return checkpoints.newest() if checkpoints else None
+    def training_batches(self, step: int) -> Iterator[Batch]:
+        """This rank's micro-batches, endless, from the first one after step `step`.
 
+        Raises:
+            ValueError: the ranks and micro-batches cannot share the batch equally.
+        """
+        data, ranks = self.settings.data, self.fabric.world_size
+        shares = ranks * self.settings.engine.accumulate
+        if data.batch % shares:
+            raise ValueError(
+                f"batch must be a multiple of ranks × accumulate, got {data.batch} for {shares}"
+            )
+        sampler = self.examples.sampler(
+            len(self.examples.train), self.seed, data.batch, self.fabric.global_rank, ranks, step
+        )
+        loader = DataLoader(
+            self.examples.train, data.batch // shares, sampler=sampler, num_workers=data.workers
+        )
+        return (self.fabric.to_device(batch) for batch in loader)
 
-def backward(
-    fabric: Fabric, model: nn.Module, job: Task, batches: Iterator[Any], accumulate: int
-) -> tuple[Tensor, Any]:
-    """Gradients of one step: this rank's mean loss, and its last micro-batch."""
-    loss = torch.zeros((), device=fabric.device)
-    for part in range(accumulate):
-        batch = next(batches)
-        with fabric.no_backward_sync(model, enabled=part < accumulate - 1):
-            share = job.loss(model, batch) / accumulate
-            fabric.backward(share)
-        loss += share.detach()
-    return loss, batch
+    def _backward(self, batches: Iterator[Batch]) -> Tensor:
+        """Accumulate the gradients of a step; this rank's mean loss []."""
+        accumulate = self.settings.engine.accumulate
+        loss = torch.zeros((), device=self.fabric.device)
+        for number in range(1, accumulate + 1):
+            self.last_batch = next(batches)
+            # ranks exchange gradients once, in the last backward pass
+            with self.fabric.no_backward_sync(self.module, enabled=number < accumulate):
+                micro_loss = self.task.loss(self.module, self.last_batch) / accumulate
+                self.fabric.backward(micro_loss)
+            loss += micro_loss.detach()
+        return loss
 
-
-def clipped(model: nn.Module, most: float) -> float:
-    """The gradients' norm over all ranks, before they are clipped to `most`."""
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), most or math.inf)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-
-
-def agreed(fabric: Fabric, loss: Tensor, signals: Signals) -> tuple[float, bool]:
-    """The mean loss of all ranks, and whether any of them was asked to stop."""
-    asked = torch.tensor(float(signals.asked is not None), device=loss.device)
-    both: Any = fabric.all_reduce(torch.stack([loss, asked]))
-    value, share = both.tolist()
-    return value, share > 0
+    def _all_reduce_loss_and_stop(self, loss: Tensor) -> tuple[float, bool]:
+        """The mean loss of all ranks, and whether any of them was asked to stop."""
+        stop = torch.tensor(float(self._signals.received is not None), device=loss.device)
+        means: Any = self.fabric.all_reduce(torch.stack([loss, stop]))
+        mean_loss, stop_share = means.tolist()
+        return mean_loss, stop_share > 0
 
 
-def examples(
-    fabric: Fabric, corpus: Examples, settings: Settings, seed: int, step: int
-) -> Iterator[Any]:
-    """This rank's micro-batches, endless, from those of the step after `step`."""
-    batch, ways = settings.data.batch, fabric.world_size * settings.engine.accumulate
-    if batch % ways:
-        raise ValueError(f"batch must be a multiple of ranks × accumulate, got {batch} for {ways}")
-    order = corpus.order(
-        len(corpus.train), seed, batch, fabric.global_rank, fabric.world_size, step
-    )
-    loader = DataLoader(
-        corpus.train, batch // ways, sampler=order, num_workers=settings.data.workers
-    )
-    return (fabric.to_device(micro) for micro in loader)
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Clip the gradient to `max_norm` (0: no clipping); its norm over all ranks before that."""
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return norm.item()

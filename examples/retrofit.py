@@ -1,0 +1,257 @@
+"""When to connect: from the start, late in training, or never.
+
+Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, Table 5. A 4x5-DenseFormer starts
+after N of 40k iterations of a model on OpenWebText2; the learning-rate schedule does not change:
+
+    N            never   0      1k     2k     4k     6k     10k    20k    30k
+    perplexity   18.61   17.87  17.99  18.07  18.13  18.17  18.23  18.33  18.40
+
+Here: any connection, on a model small enough for minutes. A run trains with PreNorm up to the
+switch, connects the trained model, and continues with the same schedule, batches and optimizer
+states. The results contain the change of the validation loss at the switch itself. Expected, as in
+the paper: the later the switch, the smaller the gain. docs/retrofit.md has results, with hardware
+and settings. The same command resumes.
+
+    python examples/retrofit.py run --out retrofit --connections '[prenorm, mudd]'
+    python examples/retrofit.py report --results '[retrofit]' --page docs/retrofit.md
+"""
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from crosslayer.files import write_text_atomic
+from crosslayer.train.callbacks import ConnectAtStep
+from crosslayer.train.compare import describe_environment, mean_and_std
+from crosslayer.train.parallel import launch_fabric
+from crosslayer.train.recipe import Arm
+from crosslayer.train.report import COLOURS, NOT_KNOWN, format_mean_std
+from crosslayer.train.settings import Settings
+from crosslayer.train.task import LANGUAGE, Examples, build_model
+from crosslayer.train.trainer import Trainer
+
+SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 connects from the start
+INTRODUCTION = """\
+Results of `examples/retrofit.py`, whose docstring describes a run. At the switch, DenseFormer and
+MUDD change nothing, hyper-connections and attention residuals change the loss by what the eps of a
+norm does, and MGR, which cannot start as PreNorm, changes it much. Two seeds of the smaller model
+end 0.18 apart, so only differences within a seed count there. On the larger model, with one seed,
+differences below 0.01 are chance, and no connection is told from another."""
+COLUMNS = (
+    "connection",
+    "connected at step",
+    "at the switch",
+    "validation loss",
+    "against prenorm",
+    "runs",
+)
+
+
+@dataclass
+class RetrofitRun:
+    """The result of one run.
+
+    Args:
+        connection: from the switch on.
+        switch: number of steps with PreNorm.
+        seed: of the initial weights and of the batches.
+        loss_change: change of the validation loss at the switch; None without one.
+        valid_loss: after the last step.
+        curve: (step, validation loss).
+        seconds: of training.
+        settings: all options.
+        environment: device and versions.
+    """
+
+    connection: str
+    switch: int
+    seed: int
+    loss_change: float | None
+    valid_loss: float
+    curve: list[list[float]]
+    seconds: float
+    settings: dict[str, Any]
+    environment: dict[str, str]
+
+
+def run(
+    out: str,
+    connections: list[str],
+    switches: tuple[float, ...] = SWITCHES,
+    seed: int = 0,
+    settings: dict[str, Any] = {"steps": 320},  # noqa: B006
+) -> None:
+    """Train every connection with every switch whose result is not in `out` yet.
+
+    Args:
+        out: folder with one result a run.
+        connections: like mudd "attnres(block_size=4)"; prenorm is never switched.
+        switches: when to connect, as shares of the steps.
+        seed: of the initial weights and of the batches.
+        settings: options of `crosslayer train`, which all runs share.
+    """
+    steps = Settings.from_options(**settings).optimization.steps
+    options = Settings.from_options(**{"evals": min(20, steps), **settings})
+    examples = LANGUAGE.load_examples(options.data, options.model.model_config)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for connection in connections:
+        for share in (0.0,) if connection == "prenorm" else switches:
+            file = Path(out) / f"{connection} {share} {seed}.json".replace("/", "-")
+            if file.exists():
+                continue
+            result = train_retrofit(options, examples, connection, round(share * steps), seed)
+            write_text_atomic(file, json.dumps(asdict(result)))
+            print(
+                f"{connection}, from step {result.switch}: {result.valid_loss:.4f} "
+                f"in {result.seconds:.0f} s",
+                flush=True,
+            )
+
+
+def train_retrofit(
+    settings: Settings, examples: Examples, connection: str, switch: int, seed: int
+) -> RetrofitRun:
+    """One run: PreNorm for `switch` steps, then the connection."""
+    start = "prenorm" if switch else connection
+    fabric = launch_fabric(settings.engine)
+    model = build_model(settings, start, examples.num_classes, seed)
+    trainer = Trainer(fabric, model, examples, settings, Arm.from_row(connection), seed)
+    connecting = ConnectAtStep(switch, connection)
+    trainer.fit([connecting])
+    result = trainer.result()
+    return RetrofitRun(
+        connection=connection,
+        switch=switch,
+        seed=seed,
+        loss_change=connecting.loss_change,
+        valid_loss=result.valid_loss,
+        curve=result.curve,
+        seconds=result.seconds,
+        settings=settings.to_options() | {"data": Path(settings.data.data).name},
+        environment=describe_environment(),
+    )
+
+
+def report(results: list[str], page: str) -> None:
+    """Write a page with a table and a figure for each folder of results.
+
+    Args:
+        results: folders of `run`.
+        page: a .md file to write; its figures are .svg files in the same folder.
+    """
+    title = (__doc__ or "").splitlines()[0]
+    sections = [f"# {title}", "", INTRODUCTION]
+    for number, folder in enumerate(results, start=1):
+        files = sorted(Path(folder).glob("*.json"))
+        runs = [RetrofitRun(**json.loads(file.read_text())) for file in files]
+        figure = Path(page).with_name(f"{Path(page).stem}{number}.svg")
+        draw_figure(runs, figure)
+        sections += ["", *report_section(runs, figure.name)]
+    Path(page).write_text("\n".join(sections) + "\n")
+
+
+def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
+    """Lines of markdown: setup, figure and table."""
+    options, environment = runs[0].settings, runs[0].environment
+    lines = [
+        f"## {options['steps']} steps of {options['batch']} × {options['context']} bytes of "
+        f"{options['data']}",
+        "",
+        f"A {options['family']} backbone of {options['layers']} layers, width {options['dim']}, "
+        f"{options['heads']} heads; AdamW at {options['lr']:g}, {options['precision']}; on "
+        f"{environment['device']}, torch {environment['torch']}, crosslayer "
+        f"{environment['crosslayer']}. Losses in nats per byte on held-out text; differences seed "
+        "by seed, ± their standard deviation.",
+        "",
+        f"![Validation loss of late switches]({figure})",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "| --- |" + " ---: |" * (len(COLUMNS) - 1),
+    ]
+    groups = group_runs(runs)
+    baseline = groups["prenorm", 0]
+    # PreNorm first
+    for connection, switch in sorted(groups, key=lambda key: (key[0] != "prenorm", key)):
+        group = groups[connection, switch]
+        is_baseline = connection == "prenorm"
+        changes = [run.loss_change for run in group.values() if run.loss_change is not None]
+        differences = loss_differences(group, baseline)
+        cells = [
+            f"`{connection}`",
+            "never" if is_baseline else str(switch),
+            f"{max(changes, key=abs):+.1e}" if changes else NOT_KNOWN,
+            format_mean_std(mean_and_std([run.valid_loss for run in group.values()]), ".4f"),
+            NOT_KNOWN,
+            str(len(group)),
+        ]
+        if differences and not is_baseline:
+            cells[4] = format_mean_std(mean_and_std(differences), "+.4f")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def group_runs(runs: list[RetrofitRun]) -> dict[tuple[str, int], dict[int, RetrofitRun]]:
+    """Runs by (connection, switch) and then by seed."""
+    groups: dict[tuple[str, int], dict[int, RetrofitRun]] = defaultdict(dict)
+    for run in runs:
+        groups[run.connection, run.switch][run.seed] = run
+    return groups
+
+
+def loss_differences(
+    group: dict[int, RetrofitRun], baseline: dict[int, RetrofitRun]
+) -> list[float]:
+    """Final losses minus the baseline's, of the seeds that both have."""
+    seeds = group.keys() & baseline.keys()
+    return [group[seed].valid_loss - baseline[seed].valid_loss for seed in sorted(seeds)]
+
+
+def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
+    """Left: final loss against the switch, a line a connection. Right: curves of one connection."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    steps = runs[0].settings["steps"]
+    groups = group_runs(runs)
+    baseline = groups["prenorm", 0]
+    connections = sorted({run.connection for run in runs} - {"prenorm"})
+    with matplotlib.rc_context({"svg.hashsalt": "crosslayer"}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+
+        left.axhline(0, color=COLOURS[0], label="prenorm (never)", linewidth=1.2)
+        for colour, connection in zip(COLOURS[1:], connections, strict=False):
+            shares, means = [], []
+            for key in sorted(groups):
+                differences = loss_differences(groups[key], baseline)
+                if key[0] == connection and differences:
+                    shares.append(key[1] / steps)
+                    means.append(mean_and_std(differences).mean)
+            left.plot(shares, means, color=colour, label=connection, marker="o", markersize=4)
+        left.set_xlabel("connected after this share of the steps")
+        left.set_ylabel("final loss minus prenorm's, nats per byte")
+
+        shown = "mudd" if "mudd" in connections else connections[0]
+        curves = {"prenorm": baseline[0].curve}
+        for connection, switch in sorted(groups):
+            if connection == shown and 0 in groups[connection, switch]:
+                curves[f"{shown} from step {switch}"] = groups[connection, switch][0].curve
+        for colour, (label, curve) in zip(COLOURS, curves.items(), strict=False):
+            right.plot(*zip(*curve, strict=True), color=colour, label=label, linewidth=1.4)
+        # the first quarter's steep fall would hide the rest
+        right.set_ylim(top=baseline[0].curve[len(baseline[0].curve) // 4][1] * 1.05)
+        right.set_xlabel("step")
+        right.set_ylabel("validation loss")
+
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize=8)
+        figure.savefig(file, format="svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli([run, report], as_positional=False)

@@ -1,0 +1,134 @@
+"""What a run does between steps: save, log, show its progress, change its connection."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import crosslayer
+
+from .checkpoint import Checkpoints
+from .diagnostics import connection_diagnostics
+from .metrics_log import MetricsLog
+from .trainer import Callback, RunState, StepResult, Trainer
+
+
+class SaveCheckpoints(Callback):
+    """Saves the run every so many steps, when it is stopped, and when it ends.
+
+    Args:
+        folder: of this run alone.
+        every: steps between checkpoints; 0 for none but the last.
+        keep: number of checkpoints kept.
+    """
+
+    def __init__(self, folder: Path, every: int = 0, keep: int = 2):
+        self.folder, self.every, self.keep = folder, every, keep
+
+    def resume(self, trainer: Trainer) -> None:
+        """Restore the newest checkpoint of the folder, if it has one. Call it before `Trainer.fit`.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or another run's.
+        """
+        checkpoints = self._checkpoints(trainer)
+        state = checkpoints.load(trainer.model, trainer.optimizers)
+        if state is not None:
+            trainer.state = RunState(**state)
+            trainer.latest_checkpoint = checkpoints.newest()
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        is_due = self.every > 0 and result.step % self.every == 0
+        is_last = result.step == trainer.settings.optimization.steps
+        if is_due or is_last or trainer.stop_requested:
+            checkpoints = self._checkpoints(trainer)
+            checkpoints.save(result.step, trainer.model, trainer.optimizers, vars(trainer.state))
+            trainer.latest_checkpoint = checkpoints.newest()
+
+    def _checkpoints(self, trainer: Trainer) -> Checkpoints:
+        return Checkpoints(trainer.fabric, self.folder, trainer.identity(), self.keep)
+
+
+class LogMetrics(Callback):
+    """Writes the results of steps and evaluations to metrics.jsonl and to Fabric's loggers.
+
+    Args:
+        folder: of metrics.jsonl; None for Fabric's loggers alone.
+        every: steps between lines. An evaluation has a line of its own.
+    """
+
+    def __init__(self, folder: Path | None, every: int = 10):
+        self.folder, self.every = folder, every
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step % self.every == 0:
+            metrics = {
+                key: v for key, v in vars(result).items() if key not in ("step", "evaluation")
+            }
+            self.log.write(result.step, metrics)
+        if result.evaluation is not None:
+            metrics = {}
+            for name, values in result.evaluation.items():
+                metrics |= {f"{name} {key}": value for key, value in values.items()}
+            self.log.write(result.step, metrics)
+
+
+class LogDiagnostics(Callback):
+    """Writes `connection_diagnostics` of a training batch to the same places as `LogMetrics`.
+
+    Args:
+        folder: of metrics.jsonl; None for Fabric's loggers alone.
+        every: steps between measurements; 0 for none.
+    """
+
+    def __init__(self, folder: Path | None, every: int):
+        self.folder, self.every = folder, every
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self.every and result.step % self.every == 0:
+            run = partial(trainer.task.loss, trainer.module, trainer.last_batch)
+            self.log.write(result.step, connection_diagnostics(trainer.model, run))
+
+
+class OnStep(Callback):
+    """Calls a function with every `StepResult`: a progress bar, for example."""
+
+    def __init__(self, function: Callable[[StepResult], Any]):
+        self.function = function
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        self.function(result)
+
+
+class ConnectAtStep(Callback):
+    """Replaces the model's connection after a step. Optimizer states of the backbone are kept.
+
+    Args:
+        step: the step after which it happens.
+        spec: the new connection, like "mudd(dilation=2)".
+
+    Attributes:
+        loss_change: change of the first validation set's loss at the switch; None before it.
+    """
+
+    def __init__(self, step: int, spec: str):
+        self.step, self.spec = step, spec
+        self.loss_change: float | None = None
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step != self.step:
+            return
+        first = next(iter(trainer.examples.valid))
+        before = trainer.evaluate()[first]["loss"]
+        model: Any = crosslayer.disconnect(trainer.model)
+        torch.manual_seed(trainer.seed)  # of the connection's initial parameters
+        trainer.set_model(crosslayer.connect(model, self.spec))
+        self.loss_change = trainer.evaluate()[first]["loss"] - before

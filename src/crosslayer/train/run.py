@@ -1,0 +1,65 @@
+"""One arm of a recipe, trained in a folder: what the commands `train` and `compare` share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric import Fabric
+
+from .callbacks import LogDiagnostics, LogMetrics, OnStep, SaveCheckpoints
+from .metrics_log import make_loggers
+from .parallel import launch_fabric
+from .recipe import Arm
+from .settings import Settings
+from .task import LANGUAGE, Examples, Task, build_model
+from .trainer import StepResult, Trainer
+
+
+def launch_run(settings: Settings, arm: Arm, folder: Path | None = None) -> Fabric:
+    """Fabric with the loggers of a run."""
+    loggers = make_loggers(settings.engine.loggers, folder or Path(), arm.name)
+    return launch_fabric(settings.engine, loggers)
+
+
+def train_arm(
+    fabric: Fabric,
+    settings: Settings,
+    arm: Arm,
+    seed: int,
+    examples: Examples,
+    task: Task = LANGUAGE,
+    folder: Path | None = None,
+    on_step: Callable[[StepResult], Any] = lambda result: None,
+) -> Trainer:
+    """Train an arm from one seed, or resume it.
+
+    Args:
+        fabric: of `launch_run`.
+        settings: the arm's.
+        arm: its name and connection.
+        seed: of the backbone's weights, the order of the examples, and dropout.
+        examples: training and validation sets.
+        task: what the model is trained to do.
+        folder: of checkpoints and metrics.jsonl; None for neither.
+        on_step: called after every step.
+
+    Raises:
+        Diverged: the loss or its gradient is non-finite, or the loss spiked.
+        Stopped: Ctrl-C or SIGTERM; the run is saved.
+        ValueError: the folder's checkpoint is another run's or damaged.
+    """
+    engine = settings.engine
+    model = build_model(settings, arm.connection, examples.num_classes, seed, task)
+    trainer = Trainer(fabric, model, examples, settings, arm, seed, task)
+    callbacks = [
+        LogMetrics(folder, engine.log_every),
+        LogDiagnostics(folder, engine.diagnostics_every),
+        OnStep(on_step),
+    ]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        saving = SaveCheckpoints(folder, engine.save_every, engine.keep_checkpoints)
+        saving.resume(trainer)
+        callbacks.append(saving)
+    trainer.fit(callbacks)
+    return trainer
