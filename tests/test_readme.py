@@ -128,14 +128,14 @@ def tiny(command: str) -> list[str]:
 
 
 @pytest.mark.xdist_group("readme")  # a command reads what those before it wrote
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=[f"line{i}" for i in range(len(COMMANDS))])
 def test_commands_run(command, checkout, capsys):
     from crosslayer.cli.main import main
 
     code = main(tiny(command))
     output = capsys.readouterr()
     assert code == 0, output.err
-    assert output.out.strip()
+    assert output.out
 
 
 @pytest.mark.slow
