@@ -123,9 +123,10 @@ def report_notes(comparison: Comparison) -> list[str]:
     else:
         notes.append("One seed each: --seeds 3 shows how much of a difference is chance.")
 
-    for run in results.diverged:
+    for diverged in results.diverged:
         notes.append(
-            f"{run.arm}, seed {run.seed}: diverged with the loss {run.loss} at step {run.step}."
+            f"{diverged.arm}, seed {diverged.seed}: diverged with the loss {diverged.loss} at "
+            f"step {diverged.step}."
         )
     for arm in comparison.recipe.arms:
         for seed, run in comparison.finished_runs(arm).items():
@@ -203,7 +204,10 @@ def plot_curves(axes: Any, comparison: Comparison) -> None:
     """Validation loss against step: the mean over seeds, with their range shaded."""
     axes.set_xlabel("step")
     for arm, colour in zip(comparison.recipe.arms, _arm_colours(comparison), strict=True):
-        curves = [dict(run.curve) for run in comparison.finished_runs(arm).values()]
+        curves: list[dict[Any, Any]] = [
+            dict(run.curve)  # type: ignore[arg-type]
+            for run in comparison.finished_runs(arm).values()
+        ]
         if not curves:
             continue
         # seeds may have been evaluated at different steps
