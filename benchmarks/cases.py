@@ -1,11 +1,12 @@
-"""An op with its kernel, as tests and benchmarks call it: on what tensors, and the bytes it says it must move.
+"""Ops with inputs to call them on, as the tests and benchmarks of kernels do.
 
-case = carries(4)
-rows, weights = case.make(N=1024, D=512, dtype=torch.float32)
-outs = case.run(references(), rows, weights)
+case = width_connection_case(n=4)
+rows, weights = case.make_tensors(N=1024, D=512, dtype=torch.float32)
+outs = case.run(reference_ops(), rows, weights)
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,165 +15,204 @@ from torch import Tensor
 
 from crosslayer import ops
 from crosslayer.norms import NormSpec
+from crosslayer.ops.dispatch import registered_kernels
 
-# one number by itself, normed, is its sign but for eps: where that is small its gradient is lost in rounding
+# Of the norms. Normalising a single number gives its sign, up to eps; with a small eps its gradient
+# would be lost in rounding.
 EPS = 1e-1
-BATCH = 2  # tokens are laid out [BATCH, N // BATCH], or [1, N] where N is odd
+BATCH = 2  # tokens are laid out as [BATCH, N // BATCH], or as [1, N] where N is odd
+
+Shapes = Callable[[int], list[tuple[int, ...]]]  # of tensors, given D
 
 
 class Case(NamedTuple):
-    module: str  # of crosslayer.kernels
-    run: Callable[
-        [Any, list[Tensor], list[Tensor]], tuple[Tensor, ...]
-    ]  # given the ops, the kernels' or torch's
-    rows: Callable[[int], list[tuple[int, ...]]]  # D -> shapes after [B T], in the streams' dtype
-    weights: Callable[
-        [int], list[tuple[int, ...]]
-    ]  # D -> shapes in float32; a leading 0 stands for B T
-    moves: Callable[
-        [Any, int, int, int], tuple[int, int]
-    ]  # module, N, D, bytes an element -> forward, backward
-    tame: Callable[[list[Tensor]], list[Tensor]] = list  # N(0, 1) -> weights as a model has them
+    """An op with fixed options, and the shapes of its inputs.
 
-    def make(self, N: int, D: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Random tensors in float64, already rounded to the dtypes the kernel is given."""
+    Args:
+        module: the name of the op's file in `crosslayer.kernels`.
+        run: calls the op, given a namespace of ops (the references or the kernels), rows, weights.
+        row_shapes: shapes after [B T] of the tensors in the streams' dtype.
+        weight_shapes: shapes of the float32 tensors; a leading 0 stands for B T.
+        traffic: the arguments of the kernel's `memory_traffic_bytes`, given N, D, bytes an element.
+        scale_weights: turns weights drawn from N(0, 1) into weights that a model could have.
+    """
+
+    module: str
+    run: Callable[[Any, list[Tensor], list[Tensor]], tuple[Tensor, ...]]
+    row_shapes: Shapes
+    weight_shapes: Shapes
+    traffic: Callable[[int, int, int], tuple[Any, ...]]
+    scale_weights: Callable[[list[Tensor]], list[Tensor]] = list
+
+    def make_tensors(self, N: int, D: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Random rows and weights in float64, rounded to the dtypes that the op takes.
+
+        Args:
+            N: the number of tokens.
+            D: the width.
+            dtype: of the rows.
+        """
         lead = (BATCH, N // BATCH) if N % BATCH == 0 else (1, N)
-        rows = [torch.randn(*lead, *shape, dtype=torch.float64) for shape in self.rows(D)]
-        shapes = [(*lead, *shape[1:]) if shape[:1] == (0,) else shape for shape in self.weights(D)]
-        weights = self.tame([torch.randn(shape, dtype=torch.float64) for shape in shapes])
+        rows = [torch.randn(*lead, *shape, dtype=torch.float64) for shape in self.row_shapes(D)]
+        weights = []
+        for shape in self.weight_shapes(D):
+            if shape[:1] == (0,):
+                shape = (*lead, *shape[1:])
+            weights.append(torch.randn(shape, dtype=torch.float64))
+        weights = self.scale_weights(weights)
         return [x.to(dtype).double() for x in rows], [w.float().double() for w in weights]
 
+    def memory_traffic_bytes(self, N: int, D: int, size: int) -> tuple[int, int]:
+        """Bytes that forward and backward must move, for N tokens and `size` bytes an element."""
+        kernels = import_module(f"crosslayer.kernels.{self.module}")
+        return kernels.memory_traffic_bytes(*self.traffic(N, D, size))
 
-def query(w: Tensor) -> Tensor:
-    """Scores of about 1 with what is normed."""
-    return w * w.shape[-1] ** -0.5
 
+def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0) -> Case:
+    """`depth_mix`: C mixtures of L sources, and the norms of the first `normed` of them.
 
-def mixes(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0) -> Case:
-    """And the norms of the first so many, of 1 or 2 parameters; of mixtures the last alone is read beside them then."""
+    With norms only the last mixture is an output, as well as the norms.
+
+    Args:
+        L: the number of sources.
+        C: the number of mixtures.
+        static: all tokens share the weights.
+        normed: the number of norms.
+        parameters: tensors of each norm, 1 (weight) or 2 (and bias).
+    """
 
     def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        each = [following(weights[1 + i * parameters :][:parameters]) for i in range(normed)]
-        S = op.mix(tuple(X), weights[0], tuple((c, norm) for c, norm in enumerate(each) if norm))
-        return S[C - 1 :] if normed else S
+        norms = []
+        for c in range(normed):
+            spec = _norm_spec(weights[1 + c * parameters :][:parameters])
+            if spec is not None:
+                norms.append((c, spec))
+        outs = op.depth_mix(tuple(X), weights[0], tuple(norms))
+        return outs[C - 1 :] if normed else outs
 
+    w = (C, L) if static else (0, C, L)
+    gradients = 1 + normed if normed else 0
     return Case(
         "mix",
         run,
         lambda D: [(D,)] * L,
-        lambda D: [(C, L) if static else (0, C, L), *[(D,)] * (normed * parameters)],
-        lambda kernels, N, D, size: kernels.moves(
-            N, D, L, C, size, static, normed, parameters, normed and 1 + normed
-        ),
+        lambda D: [w, *[(D,)] * (normed * parameters)],
+        lambda N, D, size: (N, D, L, C, size, static, normed, parameters, gradients),
     )
 
 
-def gates(n: int, scored: bool, parameters: int = 0) -> Case:
-    """And, with 1 or 2 parameters, the norm that follows."""
-    own = 2 + scored
+def gate_case(n: int, scored: bool, parameters: int = 0) -> Case:
+    """`gate_pool` of n streams, with the next gate's scores if `scored`, and a norm."""
+    queries = 1 + scored
 
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        beta, pool, score = (*weights[:own], None)[:3]
-        S, h, q = op.gate_pool(
-            tuple(rows[:n]), rows[n], beta, pool, score, EPS, following(weights[own:])
-        )
-        return *S, h, *([] if q is None else [q])
+        beta, pool = weights[:2]
+        score = weights[2] if scored else None
+        norm = _norm_spec(weights[1 + queries :])
+        gated, h, q = op.gate_pool(tuple(rows[:n]), rows[n], beta, pool, score, EPS, norm)
+        return (*gated, h, q) if scored else (*gated, h)
+
+    def scale_weights(weights: list[Tensor]) -> list[Tensor]:
+        beta, *vectors = weights
+        scaled = [_scale_query(q) for q in vectors[:queries]]
+        return [beta.sigmoid(), *scaled, *vectors[queries:]]
 
     return Case(
         "gate",
         run,
         lambda D: [(D,)] * (n + 1),
-        lambda D: [(0, n), *[(D,)] * (1 + scored + parameters)],
-        lambda kernels, N, D, size: kernels.moves(N, D, n, size, scored, parameters),
-        lambda weights: [weights[0].sigmoid(), *map(query, weights[1:own]), *weights[own:]],
+        lambda D: [(0, n), *[(D,)] * (queries + parameters)],
+        lambda N, D, size: (N, D, n, size, scored, parameters),
+        scale_weights,
     )
 
 
-def attends(L: int, S: int | None = None, parameters: int = 0) -> Case:
-    """One query, and with 1 or 2 parameters the norm that follows; or S of them ahead."""
+def attention_case(L: int, parameters: int = 0) -> Case:
+    """`depth_attention` over L sources, and a norm of 0, 1 or 2 parameters."""
 
     def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        if S is not None:
-            return op.attend_ahead(tuple(X), *weights)
-        return (op.attend(tuple(X), weights[0], norm=following(weights[1:])),)
+        return (op.depth_attention(tuple(X), weights[0], norm=_norm_spec(weights[1:])),)
 
     return Case(
-        "attend",
+        "attention",
         run,
         lambda D: [(D,)] * L,
-        lambda D: [(D,) if S is None else (S, D), *[(D,)] * parameters],
-        lambda kernels, N, D, size: kernels.moves(N, D, L, S or 1, size, parameters),
-        lambda weights: [query(weights[0]), *weights[1:]],
+        lambda D: [(D,)] * (1 + parameters),
+        lambda N, D, size: (N, D, L, size, parameters),
+        lambda weights: [_scale_query(weights[0]), *weights[1:]],
     )
 
 
-def merges(parameters: int = 0) -> Case:
-    """And, with 1 or 2 parameters, the norm that follows."""
+def width_connection_case(n: int, static: bool = False, parameters: int = 0) -> Case:
+    """`width_connection` of n streams, and a norm of 0, 1 or 2 parameters."""
+    lead = () if static else (0,)
 
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        lse, q, *norm = weights
-        return (op.attend_merge(rows[0], lse[..., 0], rows[1], q, norm=following(norm)),)
+        return op.width_connection(*rows, *weights[:2], _norm_spec(weights[2:]))
 
-    return Case(
-        "merge",
-        run,
-        lambda D: [(D,)] * 2,
-        lambda D: [(0, 1), (D,), *[(D,)] * parameters],
-        lambda kernels, N, D, size: kernels.moves(N, D, size, parameters),
-        lambda weights: [weights[0], query(weights[1]), *weights[2:]],
-    )
-
-
-def carries(n: int, static: bool = False, parameters: int = 0) -> Case:
-    """And, with 1 or 2 parameters, the norm that follows."""
-    lead = () if static else (0,)
     return Case(
         "streams",
-        lambda op, rows, weights: op.carry(*rows, *weights[:2], following(weights[2:])),
+        run,
         lambda D: [(n, D)],
         lambda D: [(*lead, n), (*lead, n, n), *[(D,)] * parameters],
-        lambda kernels, N, D, size: kernels.moves(N, D, n, size, parameters),
+        lambda N, D, size: (N, D, n, size, parameters),
     )
 
 
-def probes(n: int, K: int, joint: bool = False, centred: bool = False, pending: int = 1) -> Case:
-    """With a write of so many rows pending: n, or one for all streams, or none as at the first site."""
+def project_case(
+    n: int, K: int, joint: bool = False, centred: bool = False, pending: int = 1
+) -> Case:
+    """`write_norm_project` of n streams to K columns.
+
+    Args:
+        n: the number of streams.
+        K: the number of columns.
+        joint: norm and project all streams of a token as one vector.
+        centred: the norm subtracts the mean.
+        pending: rows of the pending write: n, 1 for all streams, or 0 as at the first site.
+    """
 
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        write: tuple[Any, Any] = (rows[1], weights[0]) if pending else (None, None)
-        return op.probe(rows[0], *write, weights[-1], EPS, centred)
+        Y, beta = (rows[1], weights[0]) if pending else (None, None)
+        return op.write_norm_project(rows[0], Y, beta, weights[-1], EPS, centred)
 
     return Case(
-        "probe",
+        "project",
         run,
-        lambda D: [(n, D), *[(pending, D)] * (pending > 0)],
+        lambda D: [(n, D), (pending, D)] if pending else [(n, D)],
         lambda D: [*[(0, n)] * (pending > 0), (n * D if joint else D, K)],
-        lambda kernels, N, D, size: kernels.moves(N, D, n, K, joint, size, pending),
+        lambda N, D, size: (N, D, n, K, joint, size, pending),
     )
 
 
-def sinkhorns(n: int, rounds: int) -> Case:
+def sinkhorn_case(n: int, rounds: int) -> Case:
     return Case(
         "sinkhorn",
-        lambda op, _, logits: (op.sinkhorn(logits[0], rounds),),
+        lambda op, _, weights: (op.sinkhorn(weights[0], rounds),),
         lambda D: [],
         lambda D: [(0, n, n)],
-        lambda kernels, N, D, size: kernels.moves(N, n),
+        lambda N, D, size: (N, n),
     )
 
 
-def norms(parameters: int) -> Case:
+def norm_case(parameters: int) -> Case:
+    """`add_norm`: 1 parameter for RMSNorm, 2 for LayerNorm."""
     return Case(
         "norm",
-        lambda op, rows, weights: op.add_norm(*rows, following(weights)),
+        lambda op, rows, weights: op.add_norm(*rows, _norm_spec(weights)),
         lambda D: [(D,)] * 2,
         lambda D: [(D,)] * parameters,
-        lambda kernels, N, D, size: kernels.moves(N, D, size, parameters),
+        lambda N, D, size: (N, D, size, parameters),
     )
 
 
-def following(parameters: list[Tensor]) -> NormSpec | None:
-    """The norm that follows: an RMSNorm's weight, a LayerNorm's weight and bias, or none."""
+def _scale_query(w: Tensor) -> Tensor:
+    """So that its scores with normalised rows are about 1."""
+    return w * w.shape[-1] ** -0.5
+
+
+def _norm_spec(parameters: list[Tensor]) -> NormSpec | None:
+    """An RMSNorm of [weight], a LayerNorm of [weight, bias], or None."""
     if not parameters:
         return None
     bias = parameters[1] if len(parameters) > 1 else None
@@ -180,45 +220,51 @@ def following(parameters: list[Tensor]) -> NormSpec | None:
 
 
 class Op(NamedTuple):
-    """What is measured of an op: a row of `OPS`."""
+    """A row of the benchmark of ops."""
 
     case: Callable[[int], Case]  # given the number of streams or sources
-    counts: bool = True  # whether there is such a number
+    counts: bool = True  # whether the op has such a number
 
 
 OPS = {
-    "add_norm": Op(lambda n: norms(1), counts=False),
-    "add_layer_norm": Op(lambda n: norms(2), counts=False),
-    "mix": Op(lambda n: mixes(n, 4, False)),
-    "mix static": Op(lambda n: mixes(n, 1, True)),
-    "mix normed": Op(lambda n: mixes(n, 4, False, 3, 1)),
-    "mix static normed": Op(lambda n: mixes(n, 1, True, 1, 1)),
-    "attend": Op(attends),
-    "attend_ahead": Op(lambda n: attends(n, 4)),
-    "attend_merge": Op(lambda n: merges(), counts=False),
-    "probe": Op(lambda n: probes(n, n + 2, centred=True)),
-    "probe jointly": Op(lambda n: probes(n, n * n + 2 * n, joint=True)),
-    "carry": Op(carries),
-    "gate_pool": Op(lambda n: gates(n, True)),
-    "sinkhorn": Op(lambda n: sinkhorns(n, 20)),
+    "add_norm": Op(lambda n: norm_case(1), counts=False),
+    "add_norm layer": Op(lambda n: norm_case(2), counts=False),
+    "depth_mix": Op(lambda n: mix_case(n, 4, False)),
+    "depth_mix static": Op(lambda n: mix_case(n, 1, True)),
+    "depth_mix normed": Op(lambda n: mix_case(n, 4, False, 3, 1)),
+    "depth_mix static normed": Op(lambda n: mix_case(n, 1, True, 1, 1)),
+    "depth_attention": Op(attention_case),
+    "write_norm_project": Op(lambda n: project_case(n, n + 2, centred=True)),
+    "write_norm_project joint": Op(lambda n: project_case(n, n * n + 2 * n, joint=True)),
+    "width_connection": Op(width_connection_case),
+    "gate_pool": Op(lambda n: gate_case(n, True)),
+    "sinkhorn": Op(lambda n: sinkhorn_case(n, 20)),
 }
 
 
-def references() -> SimpleNamespace:
-    """The ops as torch's own functions; what one calls inside goes where `dispatch.DEVICES` sends it."""
+def reference_ops() -> SimpleNamespace:
+    """The torch references. An op that they call inside still uses its kernel if kernels are on."""
+    functions = {name: getattr(ops, name) for name in ops.__all__}
     return SimpleNamespace(
-        **{
-            name: getattr(getattr(ops, name), "reference", getattr(ops, name))
-            for name in ops.__all__
-        }
+        **{name: getattr(function, "reference", function) for name, function in functions.items()}
     )
 
 
-def kernels() -> SimpleNamespace:
-    """All kernels' functions, under the names `ops` has them."""
-    from crosslayer import kernels
+def kernel_ops() -> SimpleNamespace:
+    """The kernels, under the names of the ops.
 
-    modules = [getattr(kernels, name) for name in kernels.__all__]
-    return SimpleNamespace(
-        **{name: getattr(m, name) for m in modules for name in ops.__all__ if hasattr(m, name)}
-    )
+    Calling one with arguments it does not support raises a ValueError.
+    """
+    import_module("crosslayer.kernels")
+    return SimpleNamespace(**{name: _checked_kernel(name) for name in registered_kernels})
+
+
+def _checked_kernel(name: str) -> Callable[..., Any]:
+    kernel = registered_kernels[name]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not kernel.supports(*args, **kwargs):
+            raise ValueError(f"{name} has no kernel for these sizes; its reference would run")
+        return kernel.run(*args, **kwargs)
+
+    return run

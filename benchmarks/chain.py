@@ -1,7 +1,8 @@
-"""Connections alone: a row of them around sub-layers that only copy, forward and backward, beside PreNorm's.
+"""Connections alone: a chain of them around sub-layers that only copy.
 
-A sub-layer is opaque to the compiler both ways, as a real one is to the connections: else it would inline all of depth.
-Norms are left out, as every method has the same.
+A sub-layer is opaque to the compiler in both passes. A real one is opaque to the connections too,
+and without this the compiler would fuse over depth. Norms are left out, because every method has
+the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,84 +12,88 @@ import torch
 from torch import Tensor, nn
 
 import crosslayer
-from benchmarks.beside import pairs
-from benchmarks.clock import PASSES, Calls, passes
+from benchmarks.paired import time_with_prenorm
 from benchmarks.peers import DEPTHS
-from benchmarks.rows import Row
+from benchmarks.results import Row
 from benchmarks.settings import Settings
+from benchmarks.timing import PASSES, Calls, forward_and_backward
 
 COLUMNS = (
-    "arm", "layers", "tokens", "D", "dtype", "variant", *(f"{call} {what}" for call in PASSES for what in (
-        "ms", "spread ms", "PreNorms"
-    )), "rounds",
-)  # fmt: skip
+    *("connection", "layers", "tokens", "D", "dtype", "variant"),
+    *("forward ms", "forward half IQR ms", "forward / PreNorm"),
+    *("forward+backward ms", "forward+backward half IQR ms", "forward+backward / PreNorm"),
+    "rounds",
+)
 
 
 @torch.library.custom_op("crosslayer::sublayer", mutates_args=())
-def sublayer(inputs: Sequence[Tensor]) -> Tensor:
-    """The first of the inputs, copied; each has the output's gradient, copied."""
+def copy_sublayer(inputs: Sequence[Tensor]) -> Tensor:
+    """A copy of the first input. The gradient of every input is a copy of the output's."""
     return inputs[0].clone()
 
 
 @torch.library.custom_op("crosslayer::sublayer_backward", mutates_args=())
-def sublayer_backward(dy: Tensor, ports: int) -> list[Tensor]:
+def copy_sublayer_backward(dy: Tensor, ports: int) -> list[Tensor]:
     return [dy.clone() for _ in range(ports)]
 
 
-sublayer.register_fake(lambda inputs: torch.empty_like(inputs[0]))
-sublayer_backward.register_fake(lambda dy, ports: [torch.empty_like(dy) for _ in range(ports)])
-sublayer.register_autograd(
-    lambda ctx, dy: sublayer_backward(dy, ctx.ports),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "ports", len(inputs[0])),
+def _save_port_count(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
+    ctx.ports = len(inputs[0])
+
+
+copy_sublayer.register_fake(lambda inputs: torch.empty_like(inputs[0]))
+copy_sublayer_backward.register_fake(lambda dy, ports: [torch.empty_like(dy)] * ports)
+copy_sublayer.register_autograd(
+    lambda ctx, dy: copy_sublayer_backward(dy, ctx.ports), setup_context=_save_port_count
 )
 
 
-class Depth(nn.Module):
-    """Every site of so many layers, and the sub-layers between them: [B T D] -> [B T D]."""
+class ConnectionChain(nn.Module):
+    """All sites of a model, around sub-layers that copy: [B T D] -> [B T D]."""
 
-    def __init__(self, arm: str, dim: int, layers: int):
+    def __init__(self, spec: str, dim: int, layers: int):
         super().__init__()
-        make = crosslayer.make(arm)
+        make_connection = crosslayer.make(spec)
         self.sites: Any = nn.ModuleList(
-            make(site, dim, lambda port: nn.Identity()) for site in crosslayer.plan(layers)
+            make_connection(site, dim, lambda port: nn.Identity())
+            for site in crosslayer.plan(layers)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         state = self.sites[0].init(x)
         for site in self.sites[:-1]:
             inputs, state = site(state)
-            state = site.write(state, sublayer(inputs))
+            state = site.write(state, copy_sublayer(inputs))
         return self.sites[-1].readout(state)
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    arms = [*settings.arms, *(DEPTHS if "peers" in settings.variants else ())]
-    for shape, _, own, prenorm in pairs(
-        settings, build, arms, {"layers": "reads", "model": "row"}[settings.compile]
-    ):
-        row: Row = shape | {"tokens": f"{settings.batch} x {settings.context}"}
+    """The rows of the benchmark."""
+    names = list(settings.specs)
+    if "peers" in settings.variants:
+        names += DEPTHS
+    compiled_part = "reads" if settings.compile == "layers" else "row"
+    for pair in time_with_prenorm(settings, build_calls, names, compiled_part):
+        row: Row = pair.row | {"tokens": f"{settings.batch} x {settings.context}"}
         for call in PASSES:
-            row |= {f"{call} ms": own.ms(call), f"{call} spread ms": own.spread(call)}
-            row |= {f"{call} PreNorms": own.ratio(prenorm, call)}
+            row[f"{call} ms"] = pair.timings.median_ms(call)
+            row[f"{call} half IQR ms"] = pair.timings.half_iqr_ms(call)
+            row[f"{call} / PreNorm"] = pair.timings.paired_ratio(pair.prenorm, call)
         yield row
 
 
-def build(arm: str, D: int, settings: Settings, variant: str) -> Calls:
-    settings.hurry()
-    with torch.device(settings.on):
-        model = (
-            DEPTHS[arm](D, 2 * settings.layers, sublayer)
-            if arm in DEPTHS
-            else Depth(arm, D, settings.layers)
-        )
-        x = torch.randn(
-            settings.batch, settings.context, D, dtype=settings.type, requires_grad=True
-        )
-    if arm in DEPTHS:  # what is a connection's stays float32
-        model = model.to(settings.type)
+def build_calls(name: str, D: int, settings: Settings, variant: str) -> Calls:
+    """Args: name: a connection's spec, or a key of `DEPTHS`."""
+    with torch.device(settings.torch_device):
+        if name in DEPTHS:
+            model = DEPTHS[name](D, 2 * settings.layers, copy_sublayer).to(settings.torch_dtype)
+        else:
+            model = ConnectionChain(name, D, settings.layers)
+        shape = (settings.batch, settings.context, D)
+        x = torch.randn(shape, dtype=settings.torch_dtype, requires_grad=True)
     if variant == "compiled" and settings.compile == "model":
         model.compile(fullgraph=True)
     elif variant == "compiled":
         for site in getattr(model, "sites", ()):
             site.compile(fullgraph=True)
-    return passes(lambda *_: (model(x),), [x, *model.parameters()])
+    return forward_and_backward(lambda *_: (model(x),), [x, *model.parameters()])

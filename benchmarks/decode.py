@@ -1,51 +1,58 @@
-"""Decoding one sequence with a static cache, a token a call, beside PreNorm's."""
+"""Decoding of one sequence with a static cache, one token a call."""
 
 from collections.abc import Iterator
 
 import torch
 from transformers import StaticCache
 
-from benchmarks.beside import pairs
-from benchmarks.body import model, tokens
-from benchmarks.clock import Calls
-from benchmarks.rows import Row
+from benchmarks.model import build_connected_llama
+from benchmarks.paired import time_with_prenorm
+from benchmarks.results import Row
 from benchmarks.settings import Settings
+from benchmarks.timing import WARMUP_CALLS, Calls, ratio_or_none
 
 COLUMNS = (
-    "arm", "layers", "cache", "D", "dtype", "variant", "ms a token", "spread ms", "tokens/s", "of PreNorm", "rounds",
-)  # fmt: skip
-PROMPT, TOKENS = 16, 32  # before the first measured token, and in one measured call
+    *("connection", "layers", "cache", "D", "dtype", "variant"),
+    *("ms a token", "half IQR ms", "tokens/s", "of PreNorm", "rounds"),
+)
+PROMPT_TOKENS = 16
+TOKENS_PER_CALL = 32
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    for shape, _, own, prenorm in pairs(settings, build, settings.arms, "model"):
-        ms, spread, slower = own.ms("tokens"), own.spread("tokens"), own.ratio(prenorm, "tokens")
-        yield shape | {
-            "cache": settings.context, "ms a token": ms and ms / TOKENS, "spread ms": spread and spread / TOKENS,
-            "tokens/s": ms and TOKENS / (1e-3 * ms), "of PreNorm": slower and 1 / slower,
-        }  # fmt: skip
+    """The rows of the benchmark."""
+    for pair in time_with_prenorm(settings, build_calls, settings.specs, "model"):
+        ms = pair.timings.median_ms("decode")
+        half_iqr_ms = pair.timings.half_iqr_ms("decode")
+        yield pair.row | {
+            "cache": settings.context,
+            "ms a token": ratio_or_none(ms, TOKENS_PER_CALL),
+            "half IQR ms": ratio_or_none(half_iqr_ms, TOKENS_PER_CALL),
+            "tokens/s": ratio_or_none(1e3 * TOKENS_PER_CALL, ms),
+            "of PreNorm": ratio_or_none(1, pair.timings.paired_ratio(pair.prenorm, "decode")),
+        }
 
 
-def build(arm: str, D: int, settings: Settings, variant: str) -> Calls:
-    settings.hurry()
-    talker = model(arm, D, settings).eval()
-    step = talker
-    if variant == "compiled":  # as transformers' own `generate` does on a GPU
-        step = torch.compile(
-            talker, fullgraph=True, mode="reduce-overhead" if settings.device == "cuda" else None
-        )
-    # a call goes on where the one before it stopped; the attention runs over all of the cache wherever that is
-    room = PROMPT + TOKENS * (settings.rounds + 3)
-    cache = StaticCache(config=talker.config, max_cache_len=max(settings.context, room))
+def build_calls(spec: str, D: int, settings: Settings, variant: str) -> Calls:
+    model = build_connected_llama(spec, D, settings).eval()
+    next_logits = model
+    if variant == "compiled":  # in transformers' own way on a GPU
+        mode = "reduce-overhead" if settings.device == "cuda" else None
+        next_logits = torch.compile(model, fullgraph=True, mode=mode)
+    # Each call continues the sequence. Attention always runs over the whole cache.
+    most_tokens = PROMPT_TOKENS + TOKENS_PER_CALL * (settings.rounds + WARMUP_CALLS + 1)
+    cache = StaticCache(config=model.config, max_cache_len=max(settings.context, most_tokens))
     with torch.no_grad():
-        token = talker(tokens(settings, 1, PROMPT), past_key_values=cache).logits[:, -1:].argmax(-1)
-    at = torch.full((1, 1), PROMPT, device=settings.on)
+        prompt = torch.randint(settings.vocab, (1, PROMPT_TOKENS), device=settings.torch_device)
+        token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+    position = torch.full((1, 1), PROMPT_TOKENS, device=settings.torch_device)
 
     @torch.no_grad()
     def decode() -> None:
         nonlocal token
-        for _ in range(TOKENS):
-            token = step(token, past_key_values=cache, position_ids=at).logits[:, -1:].argmax(-1)
-            at.add_(1)
+        for _ in range(TOKENS_PER_CALL):
+            out = next_logits(token, past_key_values=cache, position_ids=position)
+            token = out.logits[:, -1:].argmax(-1)
+            position.add_(1)
 
-    return {"tokens": decode}
+    return {"decode": decode}

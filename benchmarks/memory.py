@@ -1,68 +1,78 @@
-"""The most memory a training step's activations take, plain and recomputed in the backward pass in every way.
+"""Peak activation memory of a training step: stored, or recomputed in the backward pass.
 
-Measured by torch's allocator on a GPU. Elsewhere the step runs on the meta device, by the references, and what would be
-held is added up: that takes no memory, so a CPU can tell of a GPU's sizes.
+On a GPU, torch's allocator measures it. Elsewhere the step runs on the meta device with the
+references, and live storages are counted. That takes no memory, so a CPU can simulate a GPU's
+sizes.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from benchmarks.body import config
-from benchmarks.clock import line
-from benchmarks.rows import Row
+from benchmarks.model import make_llama_config
+from benchmarks.results import Row
 from benchmarks.settings import Settings
-from benchmarks.step import build
-from crosslayer.cost.estimate import build_on_meta
-from crosslayer.cost.memory import measure_peak_memory
+from benchmarks.step import build_calls
+from benchmarks.timing import describe_error, ratio_or_none
+from crosslayer.cost import build_on_meta, measure_peak_memory
 from crosslayer.train.parallel import prepare_model
 from crosslayer.train.settings import Engine
 
-COLUMNS = ("arm", "layers", "tokens", "D", "dtype", "recompute", "MiB", "of PreNorm", "how")
+COLUMNS = (
+    *("connection", "layers", "tokens", "D", "dtype"),
+    *("recompute", "MiB", "of PreNorm", "how"),
+)
 
 
 def measure(settings: Settings) -> Iterator[Row]:
+    """The rows of the benchmark."""
+    on_gpu = settings.device == "cuda"
+    peak_bytes = allocated_peak if on_gpu else simulated_peak
     for D in settings.dims:
-        plain: float | None = None
-        for arm in dict.fromkeys(("prenorm", *settings.arms)):
+        prenorm_mib: float | None = None
+        for spec in dict.fromkeys(("prenorm", *settings.specs)):
             for recompute in ("none", "reads", "streams"):
-                peak, note = None, ""
+                mib, note = None, ""
                 try:
-                    peak = HOW[settings.device](arm, D, settings, recompute) / 2**20
+                    mib = peak_bytes(spec, D, settings, recompute) / 2**20
                 except Exception as error:
-                    note = line(error)
-                plain = peak if (arm, recompute) == ("prenorm", "none") else plain
+                    note = describe_error(error)
+                if spec == "prenorm" and recompute == "none":
+                    prenorm_mib = mib
                 yield {
-                    "arm": arm, "layers": settings.layers, "tokens": f"{settings.batch} x {settings.context}", "D": D,
-                    "dtype": settings.dtype, "recompute": recompute, "MiB": peak,
-                    "of PreNorm": peak and plain and peak / plain, "how": HOW[settings.device].__name__, "note": note,
-                }  # fmt: skip
+                    "connection": spec,
+                    "layers": settings.layers,
+                    "tokens": f"{settings.batch} x {settings.context}",
+                    "D": D,
+                    "dtype": settings.dtype,
+                    "recompute": recompute,
+                    "MiB": mib,
+                    "of PreNorm": ratio_or_none(mib, prenorm_mib),
+                    "how": "allocated" if on_gpu else "tracked",
+                    "note": note,
+                }
 
 
-def allocated(arm: str, D: int, settings: Settings, recompute: str) -> int:
-    """Bytes, as the GPU's allocator counts them, beside parameters, their moments and their gradients."""
+def allocated_peak(spec: str, D: int, settings: Settings, recompute: str) -> int:
+    """Bytes by the GPU's allocator, without parameters, gradients and optimizer states."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    step = build(arm, D, settings, "eager", recompute)["step"]
+    step = build_calls(spec, D, settings, "eager", recompute)["step"]
     step()
-    held = torch.cuda.memory_allocated()
+    between_steps = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
-    # parameters and AdamW's two moments are held; there are a third as many gradients
-    return torch.cuda.max_memory_allocated() - held - (held - before) // 3
+    # Parameters and AdamW's two moments stay allocated; the gradients are a third of that.
+    gradients = (between_steps - before) // 3
+    return torch.cuda.max_memory_allocated() - between_steps - gradients
 
 
-def tracked(arm: str, D: int, settings: Settings, recompute: str) -> int:
-    """Bytes of the storages alive, beside parameters and their gradients."""
-    host = build_on_meta(arm, config(D, settings), settings.context, settings.type).train()
-    batch = torch.zeros(settings.batch, settings.context + 1, dtype=torch.long, device="meta")
-    return measure_peak_memory(prepare_model(host, Engine(recompute=recompute)), batch).peak
-
-
-HOW: dict[str, Callable[[str, int, Settings, str], int]] = {
-    "cuda": allocated,
-    "cpu": tracked,
-    "none": tracked,
-}
+def simulated_peak(spec: str, D: int, settings: Settings, recompute: str) -> int:
+    """Bytes of live storages on the meta device, without parameters and gradients."""
+    config = make_llama_config(D, settings)
+    model = build_on_meta(spec, config, settings.context, settings.torch_dtype).train()
+    tokens = torch.zeros(settings.batch, settings.context + 1, dtype=torch.long, device="meta")
+    engine = Engine(recompute=recompute)  # type: ignore[arg-type]
+    return measure_peak_memory(prepare_model(model, engine), tokens).peak_bytes

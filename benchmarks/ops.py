@@ -1,117 +1,144 @@
-"""Each op alone: the kernel beside its reference, eager and compiled, beside peers, and against the bytes it must move.
+"""Each op alone: the kernel, its torch reference (eager and compiled), peers, and the bytes it must
+move.
 
-Times are of the device: Python's launches are hidden, as a model's compiled step or CUDA graph hides them.
+Times are of the device: launches by Python are hidden, as in a compiled step or a CUDA graph.
 """
 
 import functools
 import os
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OPS, Case, kernels, references
-from benchmarks.clock import PASSES, Calls, Clock, NotMeasured, alternate, copy_bandwidth, passes
-from benchmarks.peers import PEERS, Peer, module_of
-from benchmarks.rows import Row
+from benchmarks.cases import OPS, Case, kernel_ops, reference_ops
+from benchmarks.peers import PEERS, Peer, import_peer
+from benchmarks.results import Row
 from benchmarks.settings import Settings
+from benchmarks.timing import (
+    PASSES,
+    Calls,
+    NotMeasured,
+    Timer,
+    copy_bandwidth,
+    forward_and_backward,
+    ratio_or_none,
+    reset_compiler,
+    time_interleaved,
+)
 from crosslayer.ops import dispatch
 
+
+def _pass_columns(call: str) -> tuple[str, ...]:
+    return (
+        *(f"{call} ms", f"{call} half IQR ms"),
+        *(f"{call} bound MB", f"{call} GB/s", f"{call} of copy"),
+    )
+
+
 COLUMNS = (
-    "op", "n", "tokens", "D", "dtype", "variant", *(
-        f"{call} {what}" for call in PASSES for what in ("ms", "spread ms", "floor MB", "GB/s", "of copy")
-    ), "copy GB/s", "rounds",
-)  # fmt: skip
+    *("op", "n", "tokens", "D", "dtype", "variant"),
+    *(_pass_columns("forward") + _pass_columns("forward+backward")),
+    *("copy GB/s", "rounds"),
+)
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    N, copied = settings.batch * settings.context, copy_bandwidth(settings.on)
+    """The rows of the benchmark."""
+    bandwidth = copy_bandwidth(settings.torch_device)
+    N = settings.batch * settings.context
     for name in settings.ops or OPS:
         op = OPS[name]
         for D in settings.dims:
             for n in settings.streams if op.counts else [1]:
-                shape = {
-                    "op": name,
-                    "n": n if op.counts else "",
-                    "tokens": N,
-                    "D": D,
-                    "dtype": settings.dtype,
-                }
-                for row in rows(name, op.case(n), N, D, copied, settings):
+                shape = {"op": name, "n": n if op.counts else "", "tokens": N, "D": D}
+                shape["dtype"] = settings.dtype
+                for row in measure_op(name, op.case(n), N, D, bandwidth, settings):
                     yield shape | row
 
 
-def rows(
-    name: str, case: Case, N: int, D: int, copied: float | None, settings: Settings
+def measure_op(
+    name: str, case: Case, N: int, D: int, bandwidth: float, settings: Settings
 ) -> Iterator[Row]:
-    """Of one op on one shape: every variant's, given the bytes a second of a copy."""
-    chosen: dict[str, str | Peer] = {v: v for v in OWN if v in settings.variants}
+    """All variants of one op on one shape.
+
+    Args:
+        name: a key of `OPS`.
+        case: the op's inputs.
+        N: number of tokens.
+        D: width.
+        bandwidth: bytes per second of a copy.
+        settings: of the benchmark.
+    """
+    variants: dict[str, str | Peer] = {
+        variant: variant
+        for variant in ("kernel", "eager", "compiled")
+        if variant in settings.variants
+    }
     if "peers" in settings.variants:
-        chosen |= {peer.package: peer for peer in PEERS if peer.op == name}
-    builds = {v: functools.partial(build, case, N, D, settings, what) for v, what in chosen.items()}
-    settings.forget()
-    # the references are asked for by name, and what they call inside is to be torch too
-    with mock.patch.object(dispatch, "DEVICES", ()):
-        found = alternate(builds, Clock(settings.on, ahead=True), settings.rounds, settings.seconds)
-    floors = floor(case, N, D, settings.type.itemsize)
-    for variant, measured in found.items():
+        variants |= {peer.package: peer for peer in PEERS if peer.op == name}
+    builds = {
+        label: functools.partial(build_calls, case, N, D, settings, variant)
+        for label, variant in variants.items()
+    }
+    if "compiled" in settings.variants:
+        reset_compiler(settings.layers)
+    # The references call other ops, which must run as references too.
+    timer = Timer(settings.torch_device, hide_launches=True)
+    with mock.patch.object(dispatch, "kernel_devices", ()):
+        timings = time_interleaved(builds, timer, settings.rounds, settings.seconds)
+    bound_bytes = least_bytes(case, N, D, settings.torch_dtype.itemsize)
+    for label, timing in timings.items():
         row: Row = {
-            "variant": variant, "copy GB/s": copied and copied / 1e9, "rounds": measured.rounds, "note": measured.note
-        }  # fmt: skip
+            "variant": label,
+            "copy GB/s": bandwidth / 1e9,
+            "rounds": timing.rounds,
+            "note": timing.note,
+        }
         for call in PASSES:
-            ms, least = measured.ms(call), floors[call]
-            speed = least / (1e-3 * ms) if ms and least else None
-            row |= {
-                f"{call} ms": ms, f"{call} spread ms": measured.spread(call), f"{call} floor MB": least and least / 1e6,
-                f"{call} GB/s": speed and speed / 1e9, f"{call} of copy": speed and copied and speed / copied,
-            }  # fmt: skip
+            ms = timing.median_ms(call)
+            bound = bound_bytes[call]
+            bytes_per_ms = ratio_or_none(bound, ms)
+            row[f"{call} ms"] = ms
+            row[f"{call} half IQR ms"] = timing.half_iqr_ms(call)
+            row[f"{call} bound MB"] = ratio_or_none(bound, 1e6)
+            row[f"{call} GB/s"] = ratio_or_none(bytes_per_ms, 1e6)
+            row[f"{call} of copy"] = ratio_or_none(bytes_per_ms, 1e-3 * bandwidth)
         yield row
 
 
-def floor(case: Case, N: int, D: int, size: int) -> dict[str, int | None]:
-    """Bytes that must move, forward, and forward and backward; unknown where triton is not."""
+def least_bytes(case: Case, N: int, D: int, itemsize: int) -> dict[str, int | None]:
+    """Bytes that an op must move in each of `PASSES`; None if triton is not installed."""
     try:
-        forward, backward = case.moves(
-            import_module(f"crosslayer.kernels.{case.module}"), N, D, size
-        )
+        forward, backward = case.memory_traffic_bytes(N, D, itemsize)
     except ModuleNotFoundError:
         return dict.fromkeys(PASSES)
-    return dict(zip(PASSES, (forward, forward + backward), strict=True))
+    return {"forward": forward, "forward+backward": forward + backward}
 
 
-def build(case: Case, N: int, D: int, settings: Settings, variant: "str | Peer") -> Calls:
-    settings.hurry()
-    with torch.device(settings.on):
-        rows, weights = case.make(N, D, settings.type)
-    rows, weights = [x.to(settings.type) for x in rows], [w.float() for w in weights]
+def build_calls(case: Case, N: int, D: int, settings: Settings, variant: str | Peer) -> Calls:
+    """Args: variant: "kernel", "eager", "compiled", or a peer."""
+    with torch.device(settings.torch_device):
+        rows, weights = case.make_tensors(N, D, settings.torch_dtype)
+    rows = [x.to(settings.torch_dtype) for x in rows]
+    weights = [w.float() for w in weights]
+    run: Callable[..., Any]
     if isinstance(variant, Peer):
-        rows, weights = variant.laid(rows, weights)
-        run: Callable[..., Any] = functools.partial(variant.run, module_of(variant))
+        rows, weights = variant.change_layout(rows, weights)
+        run = functools.partial(variant.run, import_peer(variant))
+    elif variant == "kernel":
+        if settings.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise NotMeasured("kernels run on a GPU")
+        run = functools.partial(case.run, kernel_ops())
     else:
-        run = functools.partial(case.run, OWN[variant](settings))
+        run = functools.partial(case.run, reference_ops())
 
     def call(*leaves: Tensor) -> tuple[Tensor, ...]:
         return run(leaves[: len(rows)], leaves[len(rows) :])
 
-    leaves = [t.requires_grad_() for t in (*rows, *weights)]
-    return passes(
-        torch.compile(call, fullgraph=True, dynamic=False) if variant == "compiled" else call,
-        leaves,
-    )
-
-
-def launched(settings: Settings) -> Any:
-    if settings.on.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise NotMeasured("kernels run on a GPU")
-    return kernels()
-
-
-# our own variants: by name, whose functions they are
-OWN: dict[str, Callable[[Settings], Any]] = {
-    "kernel": launched,
-    "eager": lambda settings: references(),
-    "compiled": lambda settings: references(),
-}
+    leaves = [x.requires_grad_() for x in (*rows, *weights)]
+    if variant == "compiled":
+        call = torch.compile(call, fullgraph=True, dynamic=False)
+    return forward_and_backward(call, leaves)

@@ -1,6 +1,7 @@
-"""What other packages have for the same work: a row each, imported when it is measured.
+"""Other packages' implementations of the same ops: one row each, imported when it is measured.
 
-A peer is given what our op is given, in the layout it asks for, made beforehand: no copy of ours is in its time.
+A peer gets the tensors that our op gets, laid out beforehand as it expects them: no copy of ours is
+in its time.
 """
 
 import importlib
@@ -10,68 +11,93 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.clock import NotMeasured
+from benchmarks.timing import NotMeasured
 
-Leaves = list[Tensor]
+Tensors = list[Tensor]
+Layout = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+
+
+def _same_layout(rows: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
+    return rows, weights
+
+
+def _append_key_norm(rows: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
+    """Append the weight of the keys' norm, all ones: ours is multiplied into the query."""
+    return rows, [*weights, torch.ones_like(weights[0])]
+
+
+def _stack_and_append_key_norm(rows: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
+    return [torch.stack(rows)], [*weights, torch.ones_like(weights[0])]
+
+
+def _append_write(rows: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
+    """Append a pending write and its coefficients."""
+    y = rows[0][..., 0, :].clone()
+    return [*rows, y], [*weights, weights[0].clone()]
 
 
 class Peer(NamedTuple):
-    op: str  # of ours
-    package: str  # on PyPI
-    module: str  # to import
-    run: Callable[
-        [Any, Leaves, Leaves], tuple[Tensor, ...]
-    ]  # given the module, and the case's rows and weights
-    laid: Callable[[Leaves, Leaves], tuple[Leaves, Leaves]] = lambda rows, weights: (rows, weights)
+    """Another package's implementation of one of our ops.
 
+    Args:
+        op: a key of `benchmarks.cases.OPS`.
+        package: its name on PyPI.
+        module: the module to import.
+        run: calls it, given the module, rows and weights.
+        change_layout: turns our rows and weights into those that `run` takes.
+    """
 
-def stacked(rows: Leaves, weights: Leaves) -> tuple[Leaves, Leaves]:
-    return [torch.stack(rows)], weights
-
-
-def normed(rows: Leaves, weights: Leaves) -> tuple[Leaves, Leaves]:
-    """With a weight of the key's norm, all ones, which ours has multiplied into the query."""
-    return rows, [*weights, torch.ones_like(weights[0])]
+    op: str
+    package: str
+    module: str
+    run: Callable[[Any, Tensors, Tensors], tuple[Tensor, ...]]
+    change_layout: Layout = _same_layout
 
 
 PEERS = (
     Peer(
-        "add_norm", "liger-kernel", "liger_kernel.transformers.functional",
+        "add_norm",
+        "liger-kernel",
+        "liger_kernel.transformers.functional",
         lambda m, x, w: m.liger_fused_add_rms_norm(x[1], x[0], w[0], 1e-6, in_place=False),
     ),
     Peer(
-        "attend", "liger-kernel", "liger_kernel.transformers.functional",
+        "depth_attention",
+        "liger-kernel",
+        "liger_kernel.transformers.functional",
         lambda m, x, w: (m.liger_attn_res(x[0], w[0], w[1]),),
-        lambda rows, weights: stacked(*normed(rows, weights)),
+        _stack_and_append_key_norm,
     ),
     Peer(
-        "attend", "flash-linear-attention", "fla.ops.attnres",
+        "depth_attention",
+        "flash-linear-attention",
+        "fla.ops.attnres",
         lambda m, x, w: (m.fused_attnres(w[0], x, w[1]),),
-        normed,
+        _append_key_norm,
     ),
+    # Their mixtures include the pending write, which our `write_norm_project` does.
     Peer(
-        "attend_ahead", "flash-attn-res", "flash_attn_res",
-        lambda m, x, w: m.phase_1_batched_attention_triton_op(x[0], w[0], 1e-6),
-        stacked,
-    ),
-    Peer(
-        "attend_merge", "flash-attn-res", "flash_attn_res",
-        lambda m, x, w: (m.phase_2_online_softmax_merge_triton_op(x[1], w[1], x[0], w[0][..., 0], 1e-6),),
-    ),
-    # their mixtures take the pending write with them, which ours have from `probe`
-    Peer(
-        "carry", "liger-kernel", "liger_kernel.transformers.functional",
+        "width_connection",
+        "liger-kernel",
+        "liger_kernel.transformers.functional",
         lambda m, x, w: (m.liger_mhc_pre(x[0], w[0]), m.liger_mhc_post_res(x[0], x[1], w[2], w[1])),
-        lambda rows, weights: ([*rows, rows[0][..., 0, :].clone()], [*weights, weights[0].clone()]),
+        _append_write,
     ),
     Peer(
-        "sinkhorn", "hyper-connections", "hyper_connections.manifold_constrained_hyper_connections",
+        "sinkhorn",
+        "hyper-connections",
+        "hyper_connections.manifold_constrained_hyper_connections",
         lambda m, _, w: (m.sinkhorn_knopps(w[0], 20),),
     ),
-)  # fmt: skip
+)
 
 
-def module_of(peer: Peer) -> Any:
+def import_peer(peer: Peer) -> Any:
+    """The peer's module.
+
+    Raises:
+        NotMeasured: it is not installed.
+    """
     try:
         return importlib.import_module(peer.module)
     except ModuleNotFoundError as error:
@@ -79,18 +105,20 @@ def module_of(peer: Peer) -> Any:
 
 
 class HyperConnections(nn.Module):
-    """The `hyper-connections` package around every sub-layer, four streams, as its README wires them."""
+    """The `hyper-connections` package around every sub-layer, as in its README; four streams."""
 
     def __init__(self, dim: int, depth: int, sublayer: Callable[..., Tensor], streams: int = 4):
         super().__init__()
         try:
-            from hyper_connections import HyperConnections as Theirs
+            from hyper_connections import HyperConnections as PeerConnections
         except ModuleNotFoundError as error:
             raise NotMeasured(
                 f"not installed: hyper-connections, for want of {error.name}"
             ) from None
-        self.expand, self.reduce = Theirs.get_expand_reduce_stream_functions(streams)
-        self.sites = nn.ModuleList(Theirs(streams, dim=dim, layer_index=k) for k in range(depth))
+        self.expand, self.reduce = PeerConnections.get_expand_reduce_stream_functions(streams)
+        self.sites = nn.ModuleList(
+            PeerConnections(streams, dim=dim, layer_index=k) for k in range(depth)
+        )
         self.sublayer = sublayer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,9 +130,10 @@ class HyperConnections(nn.Module):
 
 
 class DenseFormer(nn.Module):
-    """DenseFormer 1×1 as its authors' package runs it: all blocks' outputs in one tensor, contracted after each block.
+    """DenseFormer 1×1 as its authors' package computes it.
 
-    Two sub-layers a block, each with a residual of its own.
+    All blocks' outputs are in one tensor, contracted after each block. A block has two sub-layers,
+    each with a residual connection.
     """
 
     def __init__(self, dim: int, depth: int, sublayer: Callable[..., Tensor]):
@@ -114,22 +143,22 @@ class DenseFormer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = x.new_empty(len(self.weights) + 1, *x.shape)
-        past = Append.apply(outputs, None, x)
+        past = _AppendOutput.apply(outputs, None, x)
         for w in self.weights:
             x = x + self.sublayer([x])
             x = x + self.sublayer([x])
-            past = Append.apply(outputs, past, x)
+            past = _AppendOutput.apply(outputs, past, x)
             x = torch.tensordot(w, past, 1)
         return x
 
 
-class Append(torch.autograd.Function):
-    """outputs[: l + 1] once x is in its last place, without a copy of those before, which `past` are."""
+class _AppendOutput(torch.autograd.Function):
+    """Write x into outputs[l] and return outputs[: l + 1] without a copy; `past` is outputs[:l]."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, past: Tensor | None, x: Tensor) -> Tensor:
         l = 0 if past is None else len(past)
-        # `data` has a version of its own: autograd is not to see that what it keeps is written beside
+        # `data` has its own version counter: autograd must not see this write to saved memory.
         outputs.data[l].copy_(x)
         return outputs.data[: l + 1]
 
@@ -139,7 +168,7 @@ class Append(torch.autograd.Function):
         return None, grad[:-1] if len(grad) > 1 else None, grad[-1]
 
 
-# whole depths of other packages: by name, made of a width, a number of sub-layers, and the sub-layer
+# Other packages' connections for the whole depth, given width, number of sub-layers, sub-layer.
 DEPTHS: dict[str, Callable[..., nn.Module]] = {
     "hyper-connections": HyperConnections,
     "denseformer's": DenseFormer,

@@ -1,58 +1,79 @@
-"""A whole training step: forward, loss, backward and AdamW, beside PreNorm's, and the best its traffic allows."""
+"""A training step of a llama: forward, loss, backward, clipping and AdamW, by the `Trainer`.
+
+The bound is the step that pre-norm's time and the connection's least memory traffic allow.
+"""
 
 from collections.abc import Iterator
 
-from benchmarks.beside import pairs
-from benchmarks.body import config, model, tokens
-from benchmarks.clock import Calls, copy_bandwidth
-from benchmarks.rows import Row
+import torch
+from lightning.fabric import Fabric
+
+from benchmarks.model import build_connected_llama, make_llama_config
+from benchmarks.paired import time_with_prenorm
+from benchmarks.results import Row
 from benchmarks.settings import Settings
-from crosslayer.cost.estimate import estimate_cost, language_model_loss
-from crosslayer.train.optimizers import build_optimizers
-from crosslayer.train.parallel import prepare_model
-from crosslayer.train.settings import Engine, Optimization
+from benchmarks.timing import Calls, copy_bandwidth, ratio_or_none
+from crosslayer.cost import estimate_cost
+from crosslayer.train.recipe import Arm
+from crosslayer.train.settings import Settings as TrainSettings
+from crosslayer.train.task import Examples
+from crosslayer.train.trainer import Trainer
 
 COLUMNS = (
-    "arm", "layers", "tokens", "D", "dtype", "variant", "ms", "spread ms", "tokens/s", "of PreNorm", "floor MB",
-    "floor ms", "of PreNorm at the floor", "copy GB/s", "rounds",
-)  # fmt: skip
+    *("connection", "layers", "tokens", "D", "dtype", "variant"),
+    *("ms", "half IQR ms", "tokens/s", "of PreNorm"),
+    *("bound MB", "bound ms", "of PreNorm at bound", "copy GB/s", "rounds"),
+)
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    copied, count = copy_bandwidth(settings.on), settings.batch * settings.context
-    for shape, D, own, prenorm in pairs(settings, build, settings.arms, settings.compile):
+    """The rows of the benchmark."""
+    bandwidth = copy_bandwidth(settings.torch_device)
+    tokens = settings.batch * settings.context
+    for pair in time_with_prenorm(settings, build_calls, settings.specs, settings.compile):
         cost = estimate_cost(
-            shape["arm"], config(D, settings), settings.batch, settings.context, settings.type
+            pair.row["connection"],
+            make_llama_config(pair.row["D"], settings),
+            settings.batch,
+            settings.context,
+            settings.torch_dtype,
         )
-        ms, slower, plain = own.ms("step"), own.ratio(prenorm, "step"), prenorm.ms("step")
-        floor, least = (
-            1e3 * part.moved / copied if copied else None for part in (cost.model, cost.body)
-        )
-        yield shape | {
-            "tokens": f"{settings.batch} x {settings.context}", "ms": ms, "spread ms": own.spread("step"),
-            "tokens/s": ms and count / (1e-3 * ms), "of PreNorm": slower and 1 / slower,
-            "floor MB": cost.model.moved / 1e6, "floor ms": floor,
-            "of PreNorm at the floor": plain and floor and least and plain / (plain + floor - least),
-            "copy GB/s": copied and copied / 1e9,
-        }  # fmt: skip
+        bound_ms = 1e3 * cost.model.bytes_moved / bandwidth
+        prenorm_bound_ms = 1e3 * cost.baseline.bytes_moved / bandwidth
+        ms = pair.timings.median_ms("step")
+        prenorm_ms = pair.prenorm.median_ms("step")
+        speed_at_bound = None
+        if prenorm_ms is not None:
+            speed_at_bound = prenorm_ms / (prenorm_ms + bound_ms - prenorm_bound_ms)
+        yield pair.row | {
+            "tokens": f"{settings.batch} x {settings.context}",
+            "ms": ms,
+            "half IQR ms": pair.timings.half_iqr_ms("step"),
+            "tokens/s": ratio_or_none(1e3 * tokens, ms),
+            "of PreNorm": ratio_or_none(1, pair.timings.paired_ratio(pair.prenorm, "step")),
+            "bound MB": cost.model.bytes_moved / 1e6,
+            "bound ms": bound_ms,
+            "of PreNorm at bound": speed_at_bound,
+            "copy GB/s": bandwidth / 1e9,
+        }
 
 
-def build(arm: str, D: int, settings: Settings, variant: str, recompute: str = "none") -> Calls:
-    """A step of `crosslayer train`, on one batch over and over."""
-    settings.hurry()
-    host = model(arm, D, settings).train()
-    engine = Engine(
-        compile=settings.compile if variant == "compiled" else "none", recompute=recompute
+def build_calls(
+    spec: str, D: int, settings: Settings, variant: str, recompute: str = "none"
+) -> Calls:
+    """A step of crosslayer's `Trainer`, on one batch."""
+    train_settings = TrainSettings.from_options(
+        batch=settings.batch,
+        compile=settings.compile if variant == "compiled" else "none",
+        recompute=recompute,
+        lr=1e-4,
     )
-    called, batch = (
-        prepare_model(host, engine),
-        tokens(settings, settings.batch, settings.context + 1),
+    sequences = torch.randint(settings.vocab, (settings.batch, settings.context + 1))
+    trainer = Trainer(
+        Fabric(accelerator=settings.device, devices=1),
+        build_connected_llama(spec, D, settings),
+        Examples(sequences, {}, settings.vocab, digest="", sizes={}),  # type: ignore[arg-type]
+        train_settings,
+        Arm.from_row(spec),
     )
-    (optimizer,) = build_optimizers(host, Optimization(lr=1e-4))
-
-    def step() -> None:
-        language_model_loss(called, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return {"step": step}
+    return {"step": trainer.step}

@@ -1,6 +1,11 @@
-"""A whole GPT in plain PyTorch on the four verbs: the model never writes `+` on the stream.
+"""A GPT in plain PyTorch whose residual connections are crosslayer's.
 
-python examples/gpt.py "mudd(dilation=2)"        trains a tiny one on this file, byte by byte
+    python examples/gpt.py prenorm              # the usual residual connection
+    python examples/gpt.py "mudd(dilation=2)"   # any other, by its name and options
+
+It trains a tiny model on the bytes of this file, in seconds on a CPU. The model never adds
+anything to a residual stream: the connections decide what each sub-layer reads and where its
+output goes, and they own the norms. `crosslayer.Stack` is the loop of `GPT.forward` as a module.
 """
 
 import sys
@@ -9,124 +14,114 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 
 
 class Attention(nn.Module):
+    """Causal self-attention without a norm and without a residual connection."""
+
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = nn.Linear(dim, dim, bias=False)
+        self.v = nn.Linear(dim, dim, bias=False)
+        self.o = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        k, v = q if k is None else k, q if v is None else v
-        q, k, v = (
-            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for f, x in ((self.q, q), (self.k, k), (self.v, v))
-        )
-        return self.o(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+    def forward(self, x: Tensor, x_k: Tensor | None = None, x_v: Tensor | None = None) -> Tensor:
+        # Most connections give the attention one input. MUDD gives q, k and v one each.
+        if x_k is None or x_v is None:
+            x_k = x_v = x
+        q = self.split_heads(self.q(x))
+        k = self.split_heads(self.k(x_k))
+        v = self.split_heads(self.v(x_v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B T D] -> [B heads T D/heads]."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class MLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(dim, 4 * dim, bias=False),
-            nn.Linear(4 * dim, dim, bias=False),
-        )
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
 
 
-class Parallel(nn.Module):
-    """Attention and MLP side by side, as in GPT-J and Pythia: one sub-layer, whose last input is the MLP's."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.attn, self.mlp = Attention(dim, heads), MLP(dim)
-
-    def forward(self, *xs: Tensor) -> Tensor:
-        return self.attn(*xs[:-1]) + self.mlp(xs[-1])
-
-
-class Block(nn.Module):
-    def __init__(self, sublayers: list[nn.Module], connections: list[crosslayer.Connection]):
-        super().__init__()
-        self.sublayers, self.connections = nn.ModuleList(sublayers), nn.ModuleList(connections)
-
-    def forward(self, state):
-        for connection, sublayer in zip(self.connections, self.sublayers, strict=True):
-            inputs, state = connection.read(state)
-            state = connection.write(state, sublayer(*inputs))
-        return state
-
-
 class GPT(nn.Module):
-    """arm: any connection's string. Computes logits [B T vocab] from ids [B T]."""
+    """Logits [B T vocab] of token ids [B T].
+
+    Args:
+        spec: a connection, like "mudd(dilation=2)".
+    """
 
     def __init__(
         self,
-        arm="prenorm",
-        vocab=256,
-        dim=64,
-        layers=4,
-        heads=4,
-        context=128,
-        parallel=False,
-        eps=1e-6,
+        spec: str,
+        vocab: int = 256,
+        dim: int = 64,
+        layers: int = 4,
+        heads: int = 4,
+        context: int = 128,
     ):
         super().__init__()
-        make = crosslayer.make(arm)
-        sites = crosslayer.plan(layers, parallel)
-
-        def norm(port: str) -> nn.Module:
-            return nn.RMSNorm(dim, eps=eps)
-
-        def sublayers() -> list[nn.Module]:
-            return [Parallel(dim, heads)] if parallel else [Attention(dim, heads), MLP(dim)]
-
-        self.embed, self.position = nn.Embedding(vocab, dim), nn.Embedding(context, dim)
-        # the body first, so that every arm starts from the same weights
-        bodies = [sublayers() for _ in range(layers)]
+        self.embed = nn.Embedding(vocab, dim)
+        self.position = nn.Embedding(context, dim)
         self.head = nn.Linear(dim, vocab, bias=False)
-        self.blocks = nn.ModuleList(
-            Block(body, [make(site, dim, norm) for site in sites if site.layer == layer])
-            for layer, body in enumerate(bodies)
-        )
-        self.readout = make(sites[-1], dim, norm)
-        self.checkpointing = False
+
+        # The sub-layers in the order of depth: attention, MLP, attention, MLP, ...
+        self.sublayers = nn.ModuleList()
+        for _ in range(layers):
+            self.sublayers.append(Attention(dim, heads))
+            self.sublayers.append(MLP(dim))
+
+        # One connection in front of every sub-layer, and one at the end: the readout.
+        make_connection = crosslayer.make(spec)
+        self.connections = nn.ModuleList()
+        for site in crosslayer.plan(layers):
+            self.connections.append(make_connection(site, dim, lambda port: nn.RMSNorm(dim)))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
-        state = self.readout.init(x)
-        for block in self.blocks:
-            state = (
-                checkpoint(block, state, use_reentrant=False)
-                if self.checkpointing
-                else block(state)
-            )
-        return self.head(self.readout.readout(state))
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.embed(ids) + self.position(positions)
+
+        state = self.connections[0].init(x)
+        for connection, sublayer in zip(self.connections, self.sublayers, strict=False):
+            inputs, state = connection.read(state)  # normed inputs: one, or three for q, k and v
+            state = connection.write(state, sublayer(*inputs))
+        hidden = self.connections[-1].readout(state)  # after the final norm
+
+        return self.head(hidden)
 
 
-def main(arm: str = "mudd", steps: int = 30) -> float:
+def main(spec: str = "mudd", steps: int = 30) -> float:
+    """Train a tiny GPT on this file, byte by byte. Returns the last loss."""
     torch.manual_seed(0)
     text = torch.tensor(list(Path(__file__).read_bytes()))
-    model = GPT(arm)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(steps):
+    model = GPT(spec)
+
+    # Some connection parameters take no weight decay or a smaller learning rate: `param_groups`
+    # knows which.
+    groups = crosslayer.param_groups(model, lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups)
+
+    loss = torch.tensor(0.0)
+    for step in range(1, steps + 1):
         starts = torch.randint(len(text) - 65, (8, 1))
         batch = text[starts + torch.arange(65)]
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        logits = model(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 == 9:
-            print(f"{arm}  step {step + 1}  loss {loss.item():.3f}")
+        if step % 10 == 0:
+            print(f"{spec}  step {step}  loss {loss.item():.3f}")
     return loss.item()
 
 

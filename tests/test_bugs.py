@@ -1,6 +1,6 @@
-"""The bugs that users of these methods meet, put back one by one: the suite must see each.
+"""Bugs that users of these methods meet, planted one by one: the suite must see each.
 
-A bug is planted into the library; the check that guards against it, which is one of the suite's own, passes before
+The check that guards against a bug is one of the suite's own. It passes before the bug is planted
 and fails after.
 """
 
@@ -10,13 +10,11 @@ from functools import partial
 
 import pytest
 import torch
-from connections import test_golden as golden
-from connections import test_loops as loops
-from connections.test_loops import Case, Manifold
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
 import crosslayer
+from crosslayer import optim
 from crosslayer.connection import Connection
 from crosslayer.connections import attnres, denseformer, hyper, mgr, mhc, mhc_lite, mudd, skip_gain
 from crosslayer.connections.denseformer import DenseFormer, History
@@ -26,7 +24,11 @@ from crosslayer.connections.skip_gain import Gained, SkipGain
 from crosslayer.norms import add_write
 from crosslayer.ops import depth_mix, depth_scores
 from tests import test_laws as laws
-from tests.support.tiny import ARMS, gpt
+from tests import test_optim as optim_tests
+from tests.connections import test_golden as golden
+from tests.connections import test_loops as loops
+from tests.connections.test_loops import Case, MHCOptions
+from tests.support.tiny import DEFAULTS
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Check = Callable[[], None]
@@ -44,69 +46,30 @@ def bug(**checks: Check) -> Callable[[Plant], Plant]:
     return register
 
 
-# ---- the checks that are no test of another file
+# ---- checks that are no test of another file
 
 
-DECAYED = {
-    "frac": {"dynamic_alpha_fn", "dynamic_beta_fn"},
-    "highway": {"W"},
-    "hyper": {"dynamic_alpha_fn", "dynamic_beta_fn"},
-    "mhc": {"fn"},
-    "mhc_lite": {"dynamic_alpha_fn", "dynamic_beta_fn"},
-    "mudd": {"W1", "W2"},
-}  # of the others nothing is
-
-
-def decays_what_the_papers_decay(arm: str) -> None:
-    """Static weights take no weight decay, generated ones do; nor does a norm, and the body's matrices do."""
-    from crosslayer.train.optimizers import build_optimizers
-    from crosslayer.train.settings import Optimization
-
-    model = gpt(arm)
-    (adamw,) = build_optimizers(model, Optimization())
-    decay = {p: g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
-    assert decay.keys() == {p for p in model.parameters() if p.requires_grad}
-    own = {
-        p: n
-        for m in model.modules()
-        if isinstance(m, Connection)
-        for n, p in m.named_parameters(recurse=False)
-    }
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        takes = own[p] in DECAYED.get(crosslayer.make(arm).name, ()) if p in own else p.dim() >= 2
-        assert decay[p] == (0.1 if takes else 0.0), name
-
-
-def two_depths_at_once(arm: str) -> None:
-    """Two inputs that go through one model by turns, sub-layer by sub-layer, are as two that go one after the other."""
-    sites = laws.chain(arm, parallel=False)
+def two_depths_at_once(spec: str) -> None:
+    """Two inputs that take turns in one model, sub-layer by sub-layer, do not see each other."""
+    sites = laws.chain(spec, parallel=False)
     x = torch.randn(2, 1, 4, 6, dtype=torch.float64)
-    alone = [laws.run(sites, each) for each in x]
-    states = [sites[0].init(each) for each in x]
+    alone = [laws.run(sites, one_input) for one_input in x]
+    states = [sites[0].init(one_input) for one_input in x]
     for k, site in enumerate(sites[:-1]):
         for i in range(2):
             inputs, states[i] = site.read(states[i])
-            y = sum(torch.tanh((j + k + 1) * h.roll(j, -1)) for j, h in enumerate(inputs))
-            states[i] = site.write(states[i], y)
-    assert all(
-        torch.equal(sites[-1].readout(state), out) for state, out in zip(states, alone, strict=True)
-    )
+            states[i] = site.write(states[i], laws.sublayer(k, inputs))
+    for state, expected in zip(states, alone, strict=True):
+        assert torch.equal(sites[-1].readout(state), expected)
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_weight_decay(arm):
-    decays_what_the_papers_decay(arm)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_two_depths_at_once(arm):
-    two_depths_at_once(arm)
+@pytest.mark.parametrize("spec", DEFAULTS)
+def test_two_depths_at_once(spec):
+    two_depths_at_once(spec)
 
 
 def gradcheck_sinkhorn() -> None:
-    """Of logits far from the identity: of those the methods start from, the law of gradients sees next to nothing."""
+    """On logits far from the identity: near it, where methods start, gradients are too small."""
     logits = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
     for rounds in (2, 20):
         assert torch.autograd.gradcheck(lambda z: mhc.sinkhorn(z, rounds, 1e-6), logits)
@@ -127,13 +90,13 @@ golden_attnres = row("attnres_full_8sublayers")
 golden_mgr = row("mgr_competitive_n4_10sublayers")
 
 
-def loop(arm: str, reference: loops.Loop) -> Check:
-    return partial(loops.check, arm, reference, Case(layers=3, seed=1))
+def loop(spec: str, reference: loops.Loop) -> Check:
+    return partial(loops.check, spec, reference, Case(layers=3, seed=1))
 
 
 def loop_mhc(**options: object) -> Check:
-    o = Manifold(**{"iterations": 3} | options)
-    return loop(o.arm, loops.mhc(o))
+    mhc_options = MHCOptions(**{"iterations": 3} | options)
+    return loop(mhc_options.spec, loops.mhc(mhc_options))
 
 
 loop_hyper = loop("hyper", loops.hyper(4))
@@ -145,8 +108,8 @@ loop_mhc_lite = loop("mhc_lite(streams=3)", loops.mhc_lite(3))
 
 @bug(golden=golden_mhc, loop=loop_mhc(), loop_dst_src=loop_mhc(orientation="dst src"))
 def mhc_transposes_its_residual_matrix(patch):
-    right = MHC.mixture
-    patch.setattr(MHC, "mixture", lambda self, logits: right(self, logits).mT)
+    right = MHC.residual_matrix
+    patch.setattr(MHC, "residual_matrix", lambda self, logits: right(self, logits).mT)
 
 
 @bug(golden=golden_mhc, loop=loop_mhc())
@@ -157,20 +120,20 @@ def mhc_normalises_in_the_other_order(patch):
 
 @bug(golden=golden_mhc_lite, loop=loop_mhc_lite)
 def mhc_lite_transposes_its_residual_matrix(patch):
-    right = mhc_lite.carry
-    patch.setattr(mhc_lite, "carry", lambda H, pre, res: right(H, pre, res.mT))
+    right = mhc_lite.width_connection
+    patch.setattr(mhc_lite, "width_connection", lambda H, pre, res: right(H, pre, res.mT))
 
 
 @bug(golden_static=golden_static, golden=golden_hyper, loop=loop_hyper)
 def hyper_transposes_its_width_connections(patch):
-    right = hyper.carry
-    patch.setattr(hyper, "carry", lambda H, pre, res: right(H, pre, res.mT))
+    right = hyper.width_connection
+    patch.setattr(hyper, "width_connection", lambda H, pre, res: right(H, pre, res.mT))
 
 
 @bug(golden=golden_mhc, loop=loop_mhc())
 def mhc_never_applies_its_residual_matrix(patch):
-    right = mhc.carry
-    patch.setattr(mhc, "carry", lambda H, pre, res: (right(H, pre, res)[0], H))
+    right = mhc.width_connection
+    patch.setattr(mhc, "width_connection", lambda H, pre, res: (right(H, pre, res)[0], H))
 
 
 @bug(
@@ -179,14 +142,16 @@ def mhc_never_applies_its_residual_matrix(patch):
     no_dead_parameter=lambda: laws.test_no_parameter_is_dead("mhc_lite", False),
 )
 def mhc_lite_never_applies_its_residual_matrix(patch):
-    right = mhc_lite.carry
-    patch.setattr(mhc_lite, "carry", lambda H, pre, res: (right(H, pre, res)[0], H))
+    right = mhc_lite.width_connection
+    patch.setattr(mhc_lite, "width_connection", lambda H, pre, res: (right(H, pre, res)[0], H))
 
 
 @bug(golden=golden_mhc, loop=loop_mhc())
 def mhc_norm_has_another_eps(patch):
-    right = mhc.probe
-    patch.setattr(mhc, "probe", lambda H, Y, post, fn, eps: right(H, Y, post, fn, 1e-5))
+    right = mhc.write_norm_project
+    patch.setattr(
+        mhc, "write_norm_project", lambda H, Y, post, fn, eps: right(H, Y, post, fn, 1e-5)
+    )
 
 
 @bug(golden=golden_mhc, loop=loop_mhc())
@@ -202,8 +167,8 @@ def mhc_gate_has_no_eps(patch):
 
 @bug(golden=golden_attnres, loop=loop("attnres(block_size=2)", loops.attnres(2)))
 def attnres_norm_has_another_eps(patch):
-    right = attnres.attend
-    patch.setattr(attnres, "attend", lambda X, q, norm: right(X, q, eps=1e-5))
+    right = attnres.depth_attention
+    patch.setattr(attnres, "depth_attention", lambda X, q, norm: right(X, q, eps=1e-5))
 
 
 @bug(golden=golden_mgr, loop=loop("mgr", loops.mgr(4, "competitive")))
@@ -217,7 +182,7 @@ def mgr_gate_norm_has_another_eps(patch):
     patch.setattr(mgr, "gate_pool", gate_pool)
 
 
-@bug(golden=golden_mudd, loop=loop(loops.Ways().arm, loops.mudd(loops.Ways())))
+@bug(golden=golden_mudd, loop=loop("mudd", loops.LOOPS["mudd"]))
 def mudd_norm_has_another_eps(patch):
     right = mudd.rms
     patch.setattr(mudd, "rms", lambda x: right(x, 1e-5))
@@ -225,7 +190,8 @@ def mudd_norm_has_another_eps(patch):
 
 @bug(golden=golden_hyper, loop=loop_hyper)
 def hyper_layernorm_has_another_eps(patch):
-    patch.setitem(hyper.STATS, "layernorm", hyper.STATS["layernorm"]._replace(eps=1e-6))
+    statistics = hyper.STATISTICS["layernorm"]._replace(eps=1e-6)
+    patch.setitem(hyper.STATISTICS, "layernorm", statistics)
 
 
 @bug(
@@ -234,19 +200,30 @@ def hyper_layernorm_has_another_eps(patch):
     loop=partial(loops.check, "hyper", loops.hyper(4), Case(normed=False)),
 )
 def hyper_reads_out_the_mean(patch):
-    patch.setattr(Hyper, "collapse", lambda self, H: H.mean(-2))
+    right = Hyper.fused_read
+
+    def fused_read(self, state, norms):
+        (x,), after = right(self, state, norms)
+        return (x / self.n if self.is_readout else x,), after
+
+    patch.setattr(Hyper, "fused_read", fused_read)
 
 
 @bug(
     loop=partial(
         loops.check,
-        Manifold(readout="sum").arm,
-        loops.mhc(Manifold(readout="sum")),
+        MHCOptions(readout="sum").spec,
+        loops.mhc(MHCOptions(readout="sum")),
         Case(layers=2, normed=False),
     )
 )
 def mhc_reads_out_the_mean(patch):
-    patch.setitem(mhc.READOUTS, "sum", mhc.mean)
+    right = MHC.collapse_streams
+
+    def collapse_streams(self, H, pre):
+        return H.mean(-2) if pre is None else right(self, H, pre)
+
+    patch.setattr(MHC, "collapse_streams", collapse_streams)
 
 
 @bug(
@@ -254,11 +231,11 @@ def mhc_reads_out_the_mean(patch):
     house_rules=lambda: laws.test_parameters_keep_the_house_rules("hyper", False),
 )
 def hyper_draws_its_layer_index(patch):
-    def identity(self):
-        read = torch.randint(self.n, (), device="cpu").item()
-        return [[float(s == read), *(float(s == t) for t in range(self.n))] for s in range(self.n)]
+    def initial_alpha(site, n):
+        read_stream = torch.randint(n, (), device="cpu").item()
+        return [[float(s == read_stream), *(float(s == t) for t in range(n))] for s in range(n)]
 
-    patch.setattr(Hyper, "identity", identity)
+    patch.setattr(hyper, "_initial_alpha", initial_alpha)
 
 
 @bug(start=partial(loops.starts_on_its_own_stream, "mhc"))
@@ -276,7 +253,7 @@ def mhc_draws_its_layer_index(patch):
 
 
 class Converged(torch.autograd.Function):
-    """Sinkhorn whose backward holds for a matrix that is doubly stochastic, which 20 rounds give all but exactly."""
+    """Sinkhorn with the gradient of an exactly doubly stochastic matrix, which it never gives."""
 
     @staticmethod
     def forward(ctx, logits, rounds, eps):
@@ -352,8 +329,8 @@ def zero_dim(*shape: int) -> nn.Parameter:
     hyper=lambda: laws.test_parameters_keep_the_house_rules("hyper", False),
 )
 def scalars_are_parameters_without_a_dimension(patch):
-    patch.setattr(skip_gain, "weight", zero_dim)
-    patch.setattr(hyper, "weight", zero_dim)
+    patch.setattr(skip_gain, "float32_parameter", zero_dim)
+    patch.setattr(hyper, "float32_parameter", zero_dim)
 
 
 @bug(law=lambda: laws.test_forward_stores_nothing("denseformer", False))
@@ -370,16 +347,17 @@ def denseformer_keeps_its_history_on_the_module(patch):
 
 @bug(two_depths=partial(two_depths_at_once, "denseformer"))
 def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
-    kept: list[Tensor] = []  # what the law of attributes cannot see: the same list all along
+    # The law on attributes cannot see it: the list is the same object all the time.
+    history: list[Tensor] = []
 
     def mix_inputs(self, state):
         h = add_write(state.h, state.y)
         if not self.site.index:
-            kept.clear()
+            history.clear()
         if self.opens_layer:
-            kept.append(h)
+            history.append(h)
         if self.alpha is not None:
-            (h,) = depth_mix(tuple(kept[j] for j in self.sources), self.alpha[None])
+            (h,) = depth_mix(tuple(history[j] for j in self.sources), self.alpha[None])
         return (h,), History((), h)
 
     patch.setattr(denseformer.DenseFormer, "mix_inputs", mix_inputs)
@@ -408,21 +386,23 @@ def static_beta_itself_travels_in_the_state(patch):
 # ---- 3. the optimizer
 
 
-@bug(hyper=partial(decays_what_the_papers_decay, "hyper"))
+def weight_decay(spec: str) -> Check:
+    return partial(laws.test_weight_decay_keeps_the_initial_function, spec, False)
+
+
+@bug(hyper=weight_decay("hyper"))
 def static_weights_are_decayed(patch):
-    patch.setattr(
-        Hyper, "weight_decay_params", Hyper.weight_decay_params | {"static_alpha", "static_beta"}
-    )
+    decayed = Hyper.weight_decay_params | {"static_alpha", "static_beta"}
+    patch.setattr(Hyper, "weight_decay_params", decayed)
 
 
 @bug(
-    hyper=partial(decays_what_the_papers_decay, "hyper"),
-    mudd=partial(decays_what_the_papers_decay, "mudd"),
-    altup=partial(decays_what_the_papers_decay, "altup"),
+    hyper=weight_decay("hyper"),
+    mudd=weight_decay("mudd"),
+    altup=partial(optim_tests.test_connections_are_treated_as_they_say, "altup"),
 )
 def whatever_is_a_matrix_is_decayed(patch):
-    """The usual rule of training scripts, which knows nothing of connections."""
-    from crosslayer import optim
+    """The usual rule of training scripts, which knows no connections."""
 
     class NoConnection:
         pass

@@ -1,9 +1,14 @@
-"""The ops' own identities."""
+"""Identities of the ops, and the switch between references and kernels."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from crosslayer.ops import attend_ahead, attend_merge, depth_attention, depth_mix, sinkhorn
+import crosslayer
+from crosslayer.ops import add_norm, depth_mix, dispatch, sinkhorn
 from crosslayer.ops.products import (
     mix_streams,
     project_back,
@@ -11,61 +16,143 @@ from crosslayer.ops.products import (
     row_dots,
     stream_gram,
 )
+from tests.support import chain
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("complete", [1, 2, 5])
-def test_two_phases_are_one(dtype, complete):
-    X = tuple(torch.randn(2, 3, 7, dtype=torch.float64).to(dtype) for _ in range(complete + 1))
-    Q = torch.randn(4, 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    out, lse = attend_ahead(X[:-1], Q)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    for s in range(4):
-        torch.testing.assert_close(out[s], depth_attention(X[:-1], Q[s]), rtol=0, atol=tolerance)
-        merged = attend_merge(out[s], lse[s], X[-1], Q[s])
-        torch.testing.assert_close(merged, depth_attention(X, Q[s]), rtol=0, atol=tolerance)
-
-
-def test_two_phases_have_one_gradient():
-    X = tuple(torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True) for _ in range(4))
-    q = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    out, lse = attend_ahead(X[:-1], q[None])
-    two = torch.autograd.grad(attend_merge(out[0], lse[0], X[-1], q).square().sum(), (*X, q))
-    one = torch.autograd.grad(depth_attention(X, q).square().sum(), (*X, q))
-    for a, b in zip(two, one, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def test_sinkhorn_ends_with_columns_and_differentiates_every_round():
+def test_sinkhorn_normalises_columns_and_differentiates_every_round():
     logits = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True)
     M = sinkhorn(logits, 20)
     torch.testing.assert_close(M.sum(-2), torch.ones(3, 4, dtype=torch.float64), rtol=0, atol=2e-6)
     assert torch.autograd.gradcheck(lambda x: sinkhorn(x, 3, 1e-2), (logits,))
 
 
-def test_mix_counts_its_weights():
+def test_depth_mix_checks_the_number_of_weights():
     with pytest.raises(ValueError, match="2 sources but weights for 3"):
         depth_mix((torch.ones(1, 1, 2),) * 2, torch.ones(1, 3))
 
 
-@pytest.mark.parametrize("few", [2, 4, 5, 17])
-def test_products_are_the_same_as_sums(few):
-    """What a compiler is given, on both sides of how many products it is given as sums."""
-    H, Y, w = torch.randn(2, 3, few, 7), torch.randn(2, 3, 1, 7), torch.randn(2, 3, few, few)
-    W, g = torch.randn(7, few), torch.randn(2, 3, few)
+@pytest.mark.parametrize("streams", [2, 4, 5, 17])
+def test_products_equal_sums(streams):
+    """What a compiler gets, on both sides of the number of products that become sums."""
+    H, Y = torch.randn(2, 3, streams, 7), torch.randn(2, 3, 1, 7)
+    w, W = torch.randn(2, 3, streams, streams), torch.randn(7, streams)
+    g = torch.randn(2, 3, streams)
 
     def products(H, Y, w, W, g):
-        both = row_dots(Y, H), row_dots(H, H)
         return (
             project_manual_grad(H, W),
             project_back(g, W),
             mix_streams(H, w),
             mix_streams(H, w[0, 0]),
             stream_gram(H, H),
-            *both,
+            row_dots(Y, H),
+            row_dots(H, H),
         )
 
-    given = [t.double() for t in (H, Y, w, W, g)]
-    compiled = torch.compile(products, backend="eager", fullgraph=True)(*given)
-    for a, b in zip(compiled, products(*given), strict=True):
+    tensors = [t.double() for t in (H, Y, w, W, g)]
+    compiled = torch.compile(products, backend="eager", fullgraph=True)(*tensors)
+    for a, b in zip(compiled, products(*tensors), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# use_kernels
+
+
+@pytest.fixture
+def restore_kernels(monkeypatch):
+    """Restore the global that `use_kernels` changes, and start without the environment variable."""
+    monkeypatch.setattr(dispatch, "kernel_devices", dispatch.kernel_devices)
+    monkeypatch.delenv("CROSSLAYER_KERNELS", raising=False)
+
+
+def kernels_are_on() -> bool:
+    return dispatch.kernel_devices == ("cuda",)
+
+
+def test_kernels_are_off_by_default(restore_kernels):
+    crosslayer.use_kernels(None)
+    assert not kernels_are_on()
+
+
+def test_importing_crosslayer_imports_no_kernel():
+    code = """
+import sys, crosslayer, crosslayer.ops
+assert not {"triton", "crosslayer.kernels"} & set(sys.modules)
+"""
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
+def test_environment_variable_sets_the_default(value, on, restore_kernels, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CROSSLAYER_KERNELS", value)
+    crosslayer.use_kernels(None)
+    assert kernels_are_on() == on
+
+
+def test_environment_variable_without_triton_is_ignored(restore_kernels, monkeypatch):
+    monkeypatch.setenv("CROSSLAYER_KERNELS", "1")
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    crosslayer.use_kernels(None)
+    assert not kernels_are_on()
+
+
+def test_kernels_without_triton_are_an_error(restore_kernels, monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] == "triton" or name.startswith("crosslayer.kernels"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ModuleNotFoundError, match="triton"):
+        crosslayer.use_kernels(True)
+    assert not kernels_are_on()
+
+
+def test_use_kernels_as_a_function_and_as_a_context_manager(restore_kernels):
+    pytest.importorskip("triton")
+    crosslayer.use_kernels(True)
+    assert kernels_are_on()
+    with crosslayer.use_kernels(False):
+        assert not kernels_are_on()
+        with crosslayer.use_kernels(True):
+            assert kernels_are_on()
+        assert not kernels_are_on()
+    assert kernels_are_on()
+    with pytest.raises(ZeroDivisionError), crosslayer.use_kernels(False):
+        raise ZeroDivisionError
+    assert kernels_are_on()
+    crosslayer.use_kernels(False)
+    assert not kernels_are_on()
+
+
+def test_importing_the_kernels_registers_one_for_every_op():
+    pytest.importorskip("triton")
+    import crosslayer.kernels
+
+    ops = crosslayer.ops
+    with_reference = {name for name in ops.__all__ if hasattr(getattr(ops, name), "reference")}
+    assert dispatch.registered_kernels.keys() == with_reference
+
+
+def test_a_kernel_runs_only_on_its_devices_and_dtypes(restore_kernels, monkeypatch):
+    """With kernels on, a CPU tensor still runs the reference."""
+    pytest.importorskip("triton")
+    h, y = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    crosslayer.use_kernels(True)
+    assert torch.equal(add_norm(h, y)[0], h + y)
+    monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
+    monkeypatch.setattr(dispatch, "registered_kernels", {})
+    dispatch.register_kernel("add_norm", lambda h, y: (h, h))
+    assert torch.equal(add_norm(h, y)[0], h)
+    assert torch.equal(add_norm(h.double(), y)[0], h.double() + y)  # no kernel for float64
+    dispatch.register_kernel("add_norm", lambda h, y: (h, h), supports=lambda h, y: False)
+    assert torch.equal(add_norm(h, y)[0], h + y)
+
+
+def test_a_connection_compiles_to_one_graph_with_kernels_off(restore_kernels):
+    sites = chain.row("hyper(streams=2)", layers=1)
+    x = chain.randn(2, 3, chain.D)
+    expected = chain.run(sites, x)
+    with crosslayer.use_kernels(False):
+        compiled = torch.compile(chain.run, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(sites, x), expected)

@@ -1,31 +1,186 @@
-"""README's blocks run, and its table is the docstrings'."""
+"""README's blocks run as a stranger would run them: no environment variable, no file of our own.
 
+Every Python block is executed. Every line of a shell block is run through the command line's entry
+point, in a folder with the recipes alone. Two things differ from a stranger's machine.
+`TINY_OPTIONS` are appended to a command, so that it takes seconds. Names of the Hub are resolved
+from a cache (tests/support/hub.py), because tests have no network. `.ci/run` runs the lines of
+`pip`; here their extras and the versions of torch are checked.
+"""
+
+import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.hf.backbones import build
-from tools import readme
+import crosslayer
+from tests.support.hub import save_dataset, snapshot_folder
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf8"), re.DOTALL)
+README = (ROOT / "README.md").read_text("utf8")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
+
+RUN_OPTIONS = (
+    "--layers 1 --dim 32 --heads 2 --steps 2 --batch 2 --context 32 --evals 1"
+    " --precision 32-true --accumulate 1 --compile none"
+)
+# What is appended to a command of README: the first entry that it begins with.
+TINY_OPTIONS = {
+    "crosslayer compare": f"{RUN_OPTIONS} --seeds 1",
+    "crosslayer train": RUN_OPTIONS,
+    "crosslayer generate": "--max-new-tokens 4",
+    "crosslayer eval": "--limit 2",
+    "crosslayer cost": "--layers 2 --dim 64 --heads 4 --batch 1 --context 128",
+    "crosslayer": "",
+}
 
 
-def test_generated_pages_are_fresh():
-    for path, text in readme.pages().items():
-        assert path.read_text("utf8") == text, "run python tools/readme.py"
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["connect", "retrofit", "loop", "memory"])
-def test_blocks_run(block, tmp_path, monkeypatch):
-    # a folder of that name stands in for the hub
-    build("neox-parallel").save_pretrained(tmp_path / "EleutherAI" / "pythia-1.4b")
-    monkeypatch.chdir(tmp_path)
+def shell_lines() -> list[str]:
+    """The commands of README's shell blocks, without comments; a backslash joins two lines."""
+    text = "".join(blocks("sh")).replace("\\\n", " ")
+    return [re.sub(r"\s+#.*", "", line) for line in text.splitlines() if line.strip()]
+
+
+COMMANDS = [line for line in shell_lines() if not line.startswith("pip")]
+INSTALLS = [line for line in shell_lines() if line.startswith("pip")]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A folder with the recipes and a published checkpoint, and caches instead of the Hub."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    write_published_checkpoint(folder / "MUDDFormer-2.8B")
+    fill_hub(folder / "hub", folder / "datasets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+        patch.chdir(folder)
+        yield folder
+
+
+def fill_hub(hub_cache: Path, datasets_cache: Path) -> None:
+    from tests.hf.backbones import build
+
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts = [(library / f"{name}.py").read_text("utf8") for name in ("ast", "argparse", "typing")]
+    rows = [{"text": part} for text in texts for part in text.split("\n\n")]
+    build("neox-parallel").save_pretrained(snapshot_folder(hub_cache, "EleutherAI/pythia-160m"))
+    tokenizer = snapshot_folder(hub_cache, "openai-community/gpt2") / "tokenizer.json"
+    train_tokenizer(texts).save(str(tokenizer))
+    save_dataset(
+        datasets_cache, "Salesforce/wikitext", "wikitext-2-raw-v1",
+        {"train": rows, "validation": rows[:200]},
+    )  # fmt: skip
+    save_dataset(datasets_cache, "HuggingFaceFW/fineweb", "sample-10BT", {"train": rows})
+    sentences = [{"text": "A connection reads the state and writes it"}] * 3
+    save_dataset(datasets_cache, "EleutherAI/lambada_openai", "default", {"test": sentences})
+    question = {"goal": "Open a jar", "sol1": "Turn its lid", "sol2": "Sing to it", "label": 0}
+    splits = {"train": [question] * 3, "validation": [question] * 3}
+    save_dataset(datasets_cache, "baber/piqa", "default", splits)
+
+
+def train_tokenizer(texts: list[str]):
+    """A small byte-level BPE with GPT-2's end of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def write_published_checkpoint(folder: Path) -> None:
+    """A checkpoint in the published layout of MUDDFormer-2.8B, four layers of width 64."""
+    golden = ROOT / "tests" / "golden" / "muddformer_llama_L4_D64_qknorm_round64_expandlast"
+    folder.mkdir()
+    shutil.copyfile(f"{golden}.params.safetensors", folder / "model.safetensors")
+    config = json.loads(Path(f"{golden}.json").read_text())["config"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def tiny(command: str) -> list[str]:
+    """The command's arguments after `crosslayer`, with its tiny options."""
+    command = re.sub(r"^torchrun .*? -m crosslayer", "crosslayer", command)
+    options = next(found for start, found in TINY_OPTIONS.items() if command.startswith(start))
+    return shlex.split(f"{command} {options}")[1:]
+
+
+@pytest.mark.xdist_group("readme")  # a command reads what those before it wrote
+@pytest.mark.parametrize("command", COMMANDS, ids=[f"line{i}" for i in range(len(COMMANDS))])
+def test_commands_run(command, checkout, capsys):
+    from crosslayer.cli.main import main
+
+    code = main(tiny(command))
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert output.out
+
+
+@pytest.mark.slow
+def test_the_entry_point_runs_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "crosslayer", *tiny("crosslayer compare")]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+
+
+@pytest.mark.xdist_group("readme")
+@pytest.mark.parametrize("block", blocks("python"), ids=["connect", "stack", "loop"])
+def test_python_blocks_run(block, checkout):
     names: dict = {}
     exec(block, names)
     assert any(isinstance(value, torch.Tensor | torch.nn.Module) for value in names.values())
+
+
+def test_install_lines_name_what_pyproject_has():
+    (torch_versions,) = (line for line in PYPROJECT["dependencies"] if line.startswith("torch"))
+    extras = set(PYPROJECT["optional-dependencies"])
+    for line in INSTALLS:
+        if "torch" in line:
+            assert f"'{torch_versions}'" in line
+        else:
+            assert set(re.search(r"\.\[(.*)\]", line)[1].split(",")) <= extras
+
+
+def test_table_of_connections_is_true():
+    rows = re.findall(r"^\| `(\w+)` \|.*abs/([\d.]+)\) \| (yes|no) \|$", README, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| `\w+` \|.*abs/", README, re.MULTILINE)) > 0
+    for name, arxiv, starts_as_prenorm in rows:
+        method = crosslayer.make(name).method
+        assert arxiv in sys.modules[method.__module__].__doc__
+        assert method.starts_as_prenorm == (starts_as_prenorm == "yes")
+
+
+def test_table_of_results_is_that_of_results_json():
+    from tools.update_results import RESULTS, read_comparison, replace_table, results_table
+
+    assert replace_table(README, results_table(read_comparison(RESULTS))) == README
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    assert len(README.splitlines()) <= 150
+    for target in re.findall(r"\]\(([^)#]+)", README):
+        assert target.startswith("https://arxiv.org/") or (ROOT / target).exists(), target
 
 
 def test_the_example_trains():

@@ -1,30 +1,31 @@
-"""One string names an arm everywhere."""
+"""The public interface: names, specs, what they print, and how they fail."""
 
 import pickle
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import crosslayer
+from crosslayer import ConnectionSpec, make
+from crosslayer.connection import Connection
 from crosslayer.spec import split_specs
+from tests.hf.backbones import llama
+
+
+def build(spec: str | ConnectionSpec, index: int = 0, layers: int = 3) -> Connection:
+    """The connection of one site, 8 wide."""
+    return make(spec)(crosslayer.plan(layers)[index], 8, lambda port: nn.RMSNorm(8))
 
 
 def test_public_names():
-    assert crosslayer.__all__ == [
-        "Connection",
-        "Site",
-        "__version__",
-        "available",
-        "connect",
-        "disconnect",
-        "from_pretrained",
-        "make",
-        "param_groups",
-        "plan",
-    ]
     assert all(hasattr(crosslayer, name) for name in crosslayer.__all__)
+    assert len(crosslayer.__all__) <= 14
+    with pytest.raises(AttributeError, match="has no attribute 'conect'"):
+        _ = crosslayer.conect
 
 
 def test_import_is_light():
@@ -47,41 +48,55 @@ print(sorted({{name.split(".")[0] for name in set(sys.modules) - before}} & {hea
     assert out.stdout.strip() == "[]"
 
 
-def test_available():
-    assert {
-        "attnres",
-        "denseformer",
-        "skip_gain",
-        "hyper",
-        "mgr",
-        "mudd",
-        "postnorm",
-        "prenorm",
-    } <= set(crosslayer.available())
+# ---- specs
 
 
 @pytest.mark.parametrize(
-    "arm",
+    "text",
     ["mudd", "mudd(dilation=2)", "mudd(ways='k v r', dynamic=False)", " hyper ( streams = 2 ) "],
 )
-def test_a_string_and_back(arm):
-    factory = crosslayer.make(arm)
-    assert crosslayer.make(str(factory)) == factory == pickle.loads(pickle.dumps(factory))
-    connection = factory(crosslayer.plan(3)[2], 8, lambda port: nn.RMSNorm(8))
-    assert isinstance(connection, crosslayer.Connection) and isinstance(connection, factory.method)
+def test_a_string_and_back(text):
+    spec = make(text)
+    assert make(str(spec)) == spec == pickle.loads(pickle.dumps(spec))
+    connection = build(spec, 2)
+    assert isinstance(connection, spec.method)
+    assert connection.name == spec.name and connection.options == spec.options
+
+
+def test_options_by_keyword():
+    spec = make("mudd", dilation=2)
+    assert spec == make("mudd(dilation=2)") == make(spec) == make(make("mudd"), dilation=2)
+    assert str(spec) == "mudd(dilation=2)" and hash(spec) == hash(make("mudd(dilation=2)"))
+    assert spec != make("mudd") and len({spec, make("mudd(dilation=2)"), make("mudd")}) == 2
+    assert make("mudd(period=2)", dilation=2).options == {"period": 2, "dilation": 2}
+    # Options need not be hashable, and a spec made from another does not change it.
+    matrix = make("hyper", streams=1, matrix=[[0, 1], [1, 1]])
+    assert hash(matrix) == hash(make(str(matrix)))
+    base = make("hyper(streams=2)")
+    make(base, tanh=False)
+    assert base == make("hyper(streams=2)")
+
+
+def test_equal_options_in_another_order_are_one_spec():
+    a, b = make("mudd", dilation=2, period=3), make("mudd", period=3, dilation=2)
+    assert a == b and hash(a) == hash(b)
+
+
+def test_former_names():
+    assert make("gains") == make("skip_gain") and make("residual_dual") == make("resi_dual")
 
 
 @pytest.mark.parametrize(
-    ("arm", "message"),
+    ("text", "message"),
     [
         (
             "denseforme",
-            r"^unknown connection 'denseforme' \(did you mean 'denseformer'\?\); known: altup, .*resi_dual$",
+            r"^unknown connection 'denseforme' \(did you mean 'denseformer'\?\); known: altup, ",
         ),
         ("xyz", "^unknown connection 'xyz'; known: altup, attnres"),
         (
             "hyper(stream=2)",
-            r"^unknown option 'stream' of 'hyper' \(did you mean 'streams'\?\); its options: streams=4,",
+            r"^unknown option 'stream' of 'hyper' \(did you mean 'streams'\?\); its options: str",
         ),
         ("prenorm(x=1)", "^unknown option 'x' of 'prenorm'; its options: stream_dtype=None$"),
         ("mudd(2)", r"^cannot read the connection 'mudd\(2\)': expected a name, or like"),
@@ -92,13 +107,20 @@ def test_a_string_and_back(arm):
         ("", "^cannot read the connection"),
     ],
 )
-def test_bad_strings(arm, message):
+def test_bad_strings(text, message):
     with pytest.raises(ValueError, match=message):
-        crosslayer.make(arm)
+        make(text)
+
+
+def test_bad_keywords():
+    with pytest.raises(ValueError, match=r"^unknown option 'dilaton' .*did you mean 'dilation'"):
+        make("mudd", dilaton=2)
+    with pytest.raises(ValueError, match="the option 'dilation' is given twice, as 2 and 3"):
+        make("mudd(dilation=2)", dilation=3)
 
 
 @pytest.mark.parametrize(
-    ("arm", "message"),
+    ("text", "message"),
     [
         (
             "mudd(ways='q k k')",
@@ -113,7 +135,7 @@ def test_bad_strings(arm, message):
         ("hyper(matrix=[])", r"cannot build hyper\(matrix=\[\]\) with these values"),
         ("hyper(matrix=[[0, 1], [1]], streams=1)", "matrix must be 2 by 2 for 1 streams"),
         ("hyper(beta='x')", "could not convert string to float: 'x'"),
-        ("hyper(frozen=3)", "with these values"),
+        ("hyper(frozen=3)", "frozen must be 'B', 'WC' or 'B WC', got 3"),
         ("hyper(frozen='C')", "frozen must be 'B', 'WC' or 'B WC', got 'C'"),
         ("highway(bias='a')", "with these values"),
         ("denseformer(last_k='x')", "last_k must be a whole number of at least 1, got 'x'"),
@@ -133,15 +155,17 @@ def test_bad_strings(arm, message):
             "stream_dtype must be one of float32, bfloat16, float16, got 'int8'",
         ),
         ("mgr(gate='soft')", "gate must be one of competitive, independent, got 'soft'"),
+        ("mgr(eq14='litteral')", r"got 'litteral' \(did you mean 'literal'\?\)"),
+        ("mhc(order='src')", "order must be one of src last, dst last, got 'src'"),
         ("mgr(streams=6)", "Eq. 14 has no bias for 6 streams and 1 gated sub-layers"),
     ],
 )
-def test_bad_options(arm, message):
+def test_bad_options(text, message):
     with pytest.raises(ValueError, match=message):
-        [crosslayer.make(arm)(site, 8, lambda port: nn.RMSNorm(8)) for site in crosslayer.plan(3)]
+        [build(text, site.index) for site in crosslayer.plan(3)]
 
 
-def test_separate():
+def test_split_specs():
     assert split_specs("a, b(x=1, y='p q') c(z=\"(\"),d") == [
         "a",
         "b(x=1, y='p q')",
@@ -166,6 +190,85 @@ def test_plan():
         crosslayer.plan(0)
 
 
-def test_no_attribute():
-    with pytest.raises(AttributeError, match="has no attribute 'conect'"):
-        _ = crosslayer.conect
+# ---- what is printed
+
+
+def test_a_connection_prints_its_options_and_parameters():
+    text = repr(build("mudd(dilation=2)", index=4, layers=6))
+    first_line = text.splitlines()[1].strip()
+    # Blocks 0 and 2, each with four ways.
+    assert first_line == "mudd(dilation=2), site 4 of 12, a [4, 2], W1 [8, 8], W2 [8, 8]"
+    assert "prenorm, readout" in repr(build("prenorm", index=6))
+
+
+def test_a_stack_and_a_connected_model_print_their_connections():
+    sublayers = [nn.Linear(8, 8) for _ in range(4)]
+    assert "skip_gain, site 1 of 4, gain [1]" in repr(crosslayer.Stack("skip_gain", sublayers, 8))
+    model = crosslayer.connect(llama(), "attnres(block_size=2)")
+    assert "attnres(block_size=2), site 1 of 6, query [32], key_norm [32]" in repr(model)
+
+
+# ---- Stack
+
+
+@pytest.mark.parametrize("spec", ["prenorm", "hyper"])
+def test_stack_is_the_loop(spec):
+    sublayers = [nn.Linear(8, 8) for _ in range(4)]
+    stack = crosslayer.Stack(spec, sublayers, 8)
+    x = torch.randn(2, 3, 8)
+    sites = stack.connections
+    state = sites[0].init(x)
+    for site, sublayer in zip(sites, sublayers, strict=False):
+        inputs, state = site.read(state)
+        state = site.write(state, sublayer(*inputs))
+    assert torch.equal(stack(x), sites[-1].readout(state))
+    recomputed = crosslayer.Stack(spec, sublayers, 8, recompute="streams")
+    recomputed.load_state_dict(stack.state_dict())
+    assert torch.equal(recomputed(x), stack(x))
+
+
+def test_stack_needs_attention_and_mlp_by_turns():
+    with pytest.raises(ValueError, match=r"attention and MLP by turns, an even number .* got 3"):
+        crosslayer.Stack("prenorm", [nn.Linear(8, 8) for _ in range(3)], 8)
+
+
+# ---- a method of one's own
+
+
+class NoWrite(NamedTuple):
+    h: Tensor
+
+
+class Pending(NamedTuple):
+    h: Tensor
+    y: Tensor | None = None
+
+
+def test_a_state_needs_a_field_for_the_write():
+    with pytest.raises(TypeError, match="must be a NamedTuple with a field `y"):
+
+        class Typed(Connection[NoWrite]):
+            pass
+
+    class Untyped(Connection):
+        def initial_state(self, x):
+            return NoWrite(x)
+
+    connection = Untyped(crosslayer.plan(1)[0], 8, lambda port: nn.Identity())
+    with pytest.raises(TypeError, match="Untyped: its state NoWrite has no field `y`"):
+        connection.write(connection.init(torch.randn(1, 2, 8)), torch.randn(1, 2, 8))
+
+
+def test_gate_fields_are_fields_of_the_state():
+    with pytest.raises(TypeError, match=r"gate_fields names 'gate', but the fields .* are h, y"):
+
+        class Gated(Connection[Pending]):
+            gate_fields = ("gate",)
+
+
+def test_a_class_outside_the_package_has_no_name():
+    class Mine(Connection[Pending]):
+        pass
+
+    assert Mine.name == ""
+    assert "Mine, site 1 of 2" in repr(Mine(crosslayer.plan(1)[1], 8, lambda port: nn.Identity()))

@@ -3,8 +3,8 @@
     y_0 ──► site 0 ──► attention ──► site 1 ──► mlp ──► … ──► site `depth`: the readout
              read                     write(y_1), read                write(y_S), read
 
-A connection decides what a sub-layer reads and where its output goes. It processes every token alone, so it is causal
-by construction and needs no cache when decoding. A whole model:
+A connection decides what a sub-layer reads and where its output goes. It processes every token
+alone, so it is causal by construction and needs no cache when decoding. A whole model:
 
     state = sites[0].init(embed(tokens))
     for connection, sublayer in zip(sites, sublayers):
@@ -17,13 +17,14 @@ Axes: B batch, T token, D width, L sources, C ways, n streams.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-# A state is a NamedTuple of tensors, tuples and None. Its first field is a tensor. Only its own method looks inside.
+# A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only its own
+# method looks inside.
 State = Any
 StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
@@ -47,7 +48,8 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
 
     Args:
         layers: the number of layers.
-        parallel: attention and MLP of a layer read the same state and write their sum (GPT-J, Pythia).
+        parallel: attention and MLP of a layer read the same state and write their sum (GPT-J,
+            Pythia).
 
     Returns:
         One site a sub-layer, and the readout.
@@ -56,7 +58,7 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
         raise ValueError(f"plan: layers must be at least 1, got {layers}")
     ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
     depth = layers * len(ports_of_layer)
-    sites = []
+    sites: list[Site] = []
     for layer in range(layers):
         for i, ports in enumerate(ports_of_layer):
             is_first = i == 0
@@ -68,52 +70,58 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
 class Connection(nn.Module, Generic[StateT]):
     """The interface of every method: four verbs on an immutable state.
 
-    `init(x) -> state`, `read(state) -> (inputs, state)`, `write(state, y) -> state`, `readout(state) -> hidden`.
+    `init(x) -> state`, `read(state) -> (inputs, state)`, `write(state, y) -> state`,
+    `readout(state) -> hidden`.
 
-    Writes are lazy: `write` records y, and the `read` of the next site applies it. A method implements two functions:
-    `initial_state`, and `mix_inputs`, which applies the pending write and mixes the next inputs. `forward` stores
-    nothing on the module, so a state survives checkpointing, `deepcopy` and a pipeline cut. A state contains no
-    parameter (a clone may travel), because FSDP frees a parameter as soon as its block has run.
+    Writes are lazy: `write` records y, and the `read` of the next site applies it. A method
+    implements two functions: `initial_state`, and `mix_inputs`, which applies the pending write and
+    mixes the next inputs. `forward` stores nothing on the module, so a state survives
+    checkpointing, `deepcopy` and a pipeline cut. A state contains no parameter (a clone may
+    travel), because FSDP frees a parameter as soon as its block has run.
 
-    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32, or float64 in a float64 model.
+    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32, or float64
+    in a float64 model.
 
     Args:
         site: where this connection sits.
         dim: D, the width of the stream.
         norm: returns the norm of a port: a new module, or a reference to one of a host model.
-        ports: names of the sub-layer's inputs; `site.ports` unless the method feeds q, k and v separately.
+        ports: names of the sub-layer's inputs; `site.ports` unless the method feeds q, k and v
+            separately.
+
+    Attributes:
+        name: the name that `make` knows, which is the name of the file in `connections/`.
+        starts_as_prenorm: equivalent to pre-norm at initialisation, up to the eps of the norms.
+        bitwise_prenorm: bitwise equal to pre-norm at initialisation with the default options: the
+            first input and every write are exactly those of pre-norm.
+        prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
+            sub-layer's norm removes. A host without such norms is not equal.
+        norms_its_stream: applies the sub-layers' norms to its streams, so the host must have them.
+        gate_fields: fields of the state that weight the pending write. Diagnostics log them.
+        weight_decay_params: own parameters that take weight decay. The others take none.
+        lr_factors: own parameters whose learning rate is a multiple of the model's.
+        test_variants: specs, in addition to the default one, that the suite of laws covers.
+        options: the options of the spec that built this connection.
+        stream_dtype: dtype of the streams; None for that of the embedding. Every spec accepts it
+            as an option.
     """
 
-    name: ClassVar[str] = ""  # the name that `make` knows: the name of the file in connections/
-    starts_as_prenorm: ClassVar[bool] = (
-        True  # equivalent to pre-norm at initialisation, up to the eps of the norms
-    )
-    # ... and bitwise equal to it: the first input and every write are exactly those of pre-norm
+    name: ClassVar[str] = ""
+    starts_as_prenorm: ClassVar[bool] = True
     bitwise_prenorm: ClassVar[bool] = False
-    # equal to pre-norm up to a scale of the sub-layer's input, which the sub-layer's norm removes
     prenorm_up_to_scale: ClassVar[bool] = False
-    norms_its_stream: ClassVar[bool] = (
-        False  # applies the sub-layers' norms to its streams; needs those norms
-    )
-    test_variants: ClassVar[
-        tuple[str, ...]
-    ] = ()  # specs besides the default one that the suite of laws covers
-    weight_decay_params: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # own parameters that take weight decay
-    lr_factors: ClassVar[
-        dict[str, float]
-    ] = {}  # own parameters whose learning rate is a multiple of the model's
-    gate_fields: ClassVar[tuple[str, ...]] = ()  # fields of the state that weight the pending write
-    # dtype of the streams; that of the embedding where None. Every spec accepts it as an option
-    stream_dtype: torch.dtype | None = None
-    options: dict[str, Any] = {}  # noqa: RUF012  # as the spec that built it has them
+    norms_its_stream: ClassVar[bool] = False
+    gate_fields: ClassVar[tuple[str, ...]] = ()
+    weight_decay_params: ClassVar[frozenset[str]] = frozenset()
+    lr_factors: ClassVar[dict[str, float]] = {}
+    test_variants: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         package, _, module = cls.__module__.rpartition(".")
         if package == "crosslayer.connections":
             cls.name = module
+        _check_state_class(cls)
 
     def __init__(
         self, site: Site, dim: int, norm: NormFactory, ports: tuple[str, ...] | None = None
@@ -122,32 +130,39 @@ class Connection(nn.Module, Generic[StateT]):
         self.site = site
         self.dim = dim
         self.ports = ports or site.ports
-        # forward branches on booleans alone: an integer that differs between layers would compile one graph per layer.
+        self.options: dict[str, Any] = {}
+        self.stream_dtype: torch.dtype | None = None
+        # `forward` branches on booleans alone: an integer that differs between layers would
+        # compile one graph per layer.
         self.opens_layer = site.opens_layer
         self.is_readout = site.index == site.depth
         self.norms = nn.ModuleList(norm(port) for port in self.ports)
 
     def reset_parameters(self) -> None:
-        """Set the connection's own parameters, but not its norms, to the method's initial values."""
+        """Set the connection's own parameters, but not its norms, to their initial values."""
 
     def init(self, x: Tensor) -> StateT:
         """The state before the first sub-layer. x: the embedding y_0, [B T D]."""
         return self.initial_state(self.to_stream_dtype(x))
 
     def initial_state(self, x: Tensor) -> StateT:
-        """The state before the first sub-layer, given the embedding [B T D] in the dtype of the streams."""
+        """The state before the first sub-layer. x: [B T D], in the dtype of the streams."""
         raise NotImplementedError
 
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         """Apply the pending write and mix.
 
         Returns:
-            The inputs before their norms, one [B T D] for all ports or one a port, and the state to write to.
+            The inputs before their norms, one [B T D] for all ports or one a port, and the state to
+            write to.
         """
         raise NotImplementedError
 
     def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
-        """The sub-layer's inputs, one [B T D] a port, and the state to write to. Pure, so it may be recomputed."""
+        """The sub-layer's inputs, one [B T D] a port, and the state to write to.
+
+        Pure, so it may be recomputed.
+        """
         with autocast_disabled(state):
             inputs, state = self.mix_inputs(state)
             return self.apply_port_norms(*inputs), state
@@ -157,12 +172,17 @@ class Connection(nn.Module, Generic[StateT]):
         return self.read(state)
 
     def hidden_state(self, state: StateT) -> Tensor:
-        """The input of the sub-layer's first port before its norm, [B T D]: the hidden state at this depth."""
+        """The hidden state at this depth, [B T D]: the input of the first port before its norm."""
         with autocast_disabled(state):
             return self.mix_inputs(state)[0][0]
 
     def write(self, state: StateT, y: Tensor) -> StateT:
         """Record the sub-layer's output y [B T D]. The next `read` applies it."""
+        if not hasattr(state, "y"):
+            raise TypeError(
+                f"{type(self).__name__}: its state {type(state).__name__} has no field `y`; "
+                "add `y: Tensor | None = None`, where `write` records the sub-layer's output"
+            )
         return state._replace(y=self.to_stream_dtype(y))  # type: ignore[attr-defined]
 
     def readout(self, state: StateT) -> Tensor:
@@ -173,8 +193,8 @@ class Connection(nn.Module, Generic[StateT]):
     def memory_traffic(self) -> float:
         """The least that this site's `read` moves in a forward pass, the pending write included.
 
-        In elements of D a token. The default is that of a single stream: the stream and y are read, the stream and the
-        normed inputs are written.
+        In elements of D a token. The default is that of a single stream: the stream and y are read,
+        the stream and the normed inputs are written.
         """
         if self.site.index == 0:  # The embedding is in memory already, and no write is pending.
             return 1 + len(self.site.ports)
@@ -196,23 +216,24 @@ class Connection(nn.Module, Generic[StateT]):
         return x if self.stream_dtype is None else x.to(self.stream_dtype)
 
     def extra_repr(self) -> str:
-        listed = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
-        parts = [f"{self.name}({listed})" if listed else self.name]
-        parts.append(
-            "readout" if self.is_readout else f"site {self.site.index} of {self.site.depth}"
-        )
-        parts += [f"{name} {list(p.shape)}" for name, p in self.named_parameters(recurse=False)]
+        """Name and options, place, and the shapes of the connection's own parameters."""
+        place = "readout" if self.is_readout else f"site {self.site.index} of {self.site.depth}"
+        parts = [format_spec(self.name or type(self).__name__, self.options), place]
+        for name, parameter in self.named_parameters(recurse=False):
+            parts.append(f"{name} {list(parameter.shape)}")
         return ", ".join(parts)
 
     def __getattr__(self, name: str) -> Any:
-        # Others may have cast the connection's own parameters (FSDP's mixed precision, a loader): use them in float32.
+        # Others may have cast the connection's own parameters (FSDP's mixed precision, a loader):
+        # use them in float32.
         value = super().__getattr__(name)
         if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
             return value.float()
         return value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay float32.
+        # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay
+        # float32.
         def apply_in_float32(t: Tensor) -> Tensor:
             new = fn(t)
             return t.to(new.device, torch.float32) if new.dtype in HALF_DTYPES else new
@@ -223,18 +244,45 @@ class Connection(nn.Module, Generic[StateT]):
         return super()._apply(apply_in_float32, recurse=False)
 
 
-def find_connections(model: nn.Module) -> list["Connection[Any]"]:
+def _check_state_class(cls: type[Connection[Any]]) -> None:
+    """Check the state that a method names, as in `class Hyper(Connection[Streams])`."""
+    for base in vars(cls).get("__orig_bases__", ()):
+        for state in get_args(base):
+            if isinstance(state, TypeVar):  # an abstract class, whose methods name the state
+                continue
+            fields = getattr(state, "_fields", ())
+            if "y" not in fields:
+                raise TypeError(
+                    f"{cls.__name__}: its state {state!r} must be a NamedTuple with a field "
+                    "`y: Tensor | None = None`, where `write` records the sub-layer's output"
+                )
+            for field in cls.gate_fields:
+                if field not in fields:
+                    raise TypeError(
+                        f"{cls.__name__}: gate_fields names {field!r}, but the fields of its "
+                        f"state {state.__name__} are {', '.join(fields)}"
+                    )
+
+
+def format_spec(name: str, options: dict[str, Any]) -> str:
+    """The string that `make` reads, like "mudd(dilation=2)"."""
+    if not options:
+        return name
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+
+
+def find_connections(model: nn.Module) -> list[Connection[Any]]:
     """The connections of a model, in the order of depth."""
-    found = [module for module in model.modules() if isinstance(module, Connection)]
-    return sorted(found, key=lambda connection: connection.site.index)
+    connections = [module for module in model.modules() if isinstance(module, Connection)]
+    return sorted(connections, key=lambda connection: connection.site.index)
 
 
 def autocast_disabled(state: State) -> torch.autocast:
     """A context without autocast, which would compute coefficients in half precision."""
     device = tree_leaves(state)[0].device.type
-    return torch.autocast(
-        "cpu" if device == "meta" else device, enabled=False
-    )  # meta has no autocast
+    if device == "meta":  # which has no autocast
+        device = "cpu"
+    return torch.autocast(device, enabled=False)
 
 
 def norm_dtype(norm: nn.Module, default: torch.dtype) -> torch.dtype:
@@ -251,7 +299,10 @@ def float32_parameter(*shape: int) -> nn.Parameter:
 
 
 def init_normal_(parameter: Tensor, std: float, site: Site) -> None:
-    """Fill with N(0, std²), seeded by torch's seed and the site, without changing the global random state."""
+    """Fill with N(0, std²), seeded by torch's seed and the site.
+
+    The global random state does not change.
+    """
     if parameter.is_meta:
         return
     generator = torch.Generator(parameter.device).manual_seed(torch.initial_seed() + site.index)

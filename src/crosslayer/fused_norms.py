@@ -1,7 +1,7 @@
 """Fusing the norm of a sub-layer's input into the op before it, where kernels run.
 
-Only methods whose last op has a kernel need this file: they are a `FusedNormConnection`. Every other connection is a
-plain `Connection` and never meets it.
+Only methods whose last op has a kernel need this file: they are a `FusedNormConnection`. Every
+other connection is a plain `Connection` and never meets it.
 """
 
 from typing import Any, Generic
@@ -24,17 +24,17 @@ FUSABLE_NORMS: dict[type, tuple[str, bool]] = {
 class FusedNormConnection(Connection[StateT], Generic[StateT]):
     """A connection whose last op can apply the ports' norms in its kernel.
 
-    A subclass implements `fused_read`. `mix_inputs` follows from it, and `read` chooses between the two.
+    A subclass implements `fused_read`. `mix_inputs` follows from it, and `read` chooses between the
+    two.
     """
 
-    can_fuse_norms: bool = (
-        True  # an instance sets it to False where its last op makes none of the ports' inputs
-    )
+    # An instance sets it to False where its last op makes none of the ports' inputs.
+    can_fuse_norms: bool = True
 
     def fused_read(
         self, state: StateT, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], StateT]:
-        """`mix_inputs`, with `norms` applied to the inputs it returns: one norm a port, or none at all."""
+        """`mix_inputs`, and `norms` applied to its inputs: one norm a port, or none at all."""
         raise NotImplementedError
 
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
@@ -49,7 +49,7 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
             return self.fused_read(state, norms)
 
     def fused_norm_specs(self) -> tuple[NormSpec, ...]:
-        """The norms of all ports; empty where one of them cannot be fused and all have to run as modules."""
+        """The norms of all ports; empty where one cannot be fused, so that all run as modules."""
         # In a parallel block, two ports with a norm each read one tensor.
         ports_share_input = len(self.ports) > 1 and len(self.ports) == len(self.site.ports)
         if not self.can_fuse_norms or ports_share_input or self.stream_dtype is not None:
@@ -64,9 +64,12 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
 
 
 def norm_spec_of(norm: Any) -> NormSpec | None:
-    """The norm as kernels take it; None where it has hooks, is of an unknown class, or its weight is no parameter.
+    """The norm as kernels take it; None where a kernel cannot replace the module.
 
-    A module that refers to a norm of the host model returns that norm from its method `host_norm_module`.
+    That is a norm with hooks, of an unknown class, or with a weight that is no parameter.
+
+    A module that refers to a norm of the host model returns that norm from its method
+    `host_norm_module`.
     """
     host = norm.host_norm_module() if hasattr(norm, "host_norm_module") else norm
     if has_hooks(norm) or has_hooks(host):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def upcast(x: Tensor) -> Tensor:
-    """x in the precision that coefficients are computed in: float32, or float64 where x is float64."""
+    """x in the precision of coefficients: float32, or float64 where x is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -18,7 +18,7 @@ def add_write(h: Tensor, y: Tensor | None) -> Tensor:
 
 
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, without a weight. Computed and returned in float32."""
+    """RMS(x) = x · rsqrt(mean(x²) + eps) over the last axis, without a weight. Returns float32."""
     return F.rms_norm(upcast(x), x.shape[-1:], eps=eps)
 
 
@@ -28,7 +28,7 @@ def rstd(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class NormSpec(NamedTuple):
-    """An RMSNorm, or a LayerNorm where `centred`, as a kernel needs it to fuse the norm into the op before it."""
+    """An RMSNorm, or a LayerNorm where `centred`, for a kernel to fuse into the op before it."""
 
     weight: Tensor  # [D]
     bias: Tensor | None  # [D]

@@ -1,73 +1,91 @@
 """How an optimizer should treat a model with connections."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .connection import Connection
 
 
-def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of `model` for any torch optimizer, each `{name, params, lr, weight_decay, muon}`.
+class _Group(NamedTuple):
+    name: str
+    lr: float
+    weight_decay: float
+    muon: bool
 
-    The body's matrices take weight decay, its vectors none. Of a connection, what the class names in `decayed` (what
-    depends on the input) takes it and the static rest does not, and a class's `lr_factors` multiply the learning rate.
-    `muon` marks the 2-d matrices of the body's layers: no embedding, no output head, and nothing of a connection, whose
-    tables are 2-d without being maps between activations. Frozen parameters are left out.
+
+def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of `model` for any torch optimizer.
+
+    Matrices of the backbone take weight decay, its vectors take none. Of a connection, the
+    parameters in its class's `weight_decay_params` take it, and its `lr_factors` multiply the
+    learning rate. Frozen parameters are left out.
 
     Args:
         model: any module; its connections are found.
         lr: the model's learning rate.
-        weight_decay: of what takes it.
+        weight_decay: the weight decay of those that take it.
+
+    Returns:
+        Dicts `{name, params, lr, weight_decay, muon}`. `muon` marks 2-d matrices of the backbone's
+        layers, which an optimizer like Muon may orthogonalise. It excludes embeddings, output heads
+        and connection parameters, which are no linear maps between activations.
     """
-    groups: dict[tuple[str, float, float, bool], list[nn.Parameter]] = {}
-    own = {
-        id(p)
-        for m in model.modules()
-        if isinstance(m, Connection)
-        for p in m.parameters(recurse=False)
-    }
-    maps = {id(p) for p in layer_matrices(model)}
-    seen: set[int] = set()
+    muon_ids = {id(parameter) for parameter in layer_matrices(model)}
+    groups: dict[_Group, list[nn.Parameter]] = {}
+    seen_ids: set[int] = set()
     for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if id(p) in seen or not p.requires_grad:
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen_ids or not parameter.requires_grad:
                 continue
-            seen.add(id(p))
-            if id(p) in own and isinstance(module, Connection):
-                decays, factor = (
-                    name in module.weight_decay_params,
-                    module.lr_factors.get(name, 1.0),
+            seen_ids.add(id(parameter))
+            if isinstance(module, Connection):
+                decays = name in module.weight_decay_params
+                group = _Group(
+                    "connection dynamic" if decays else "connection static",
+                    lr * module.lr_factors.get(name, 1.0),
+                    weight_decay if decays else 0.0,
+                    muon=False,
                 )
-                kind, muon = "connection " + ("dynamic" if decays else "static"), False
+            elif id(parameter) in muon_ids:
+                group = _Group("matrices", lr, weight_decay, muon=True)
+            elif parameter.dim() >= 2:
+                group = _Group("embeddings", lr, weight_decay, muon=False)
             else:
-                decays, factor, muon = p.dim() >= 2, 1.0, id(p) in maps
-                kind = "matrices" if muon else "embeddings" if decays else "vectors"
-            groups.setdefault((kind, lr * factor, weight_decay * decays, muon), []).append(p)
-    return [
-        {"name": kind, "params": params, "lr": rate, "weight_decay": decay, "muon": muon}
-        for (kind, rate, decay, muon), params in groups.items()
-    ]
+                group = _Group("vectors", lr, 0.0, muon=False)
+            groups.setdefault(group, []).append(parameter)
+    return [{**group._asdict(), "params": params} for group, params in groups.items()]
 
 
-def layer_matrices(model: nn.Module) -> list[Tensor]:
-    """The 2-d weights in a model's lists of layers, but for embeddings there (DiT's blocks have one of the classes)."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    inside = [m for layers in lists for m in layers.modules() if not isinstance(m, nn.Embedding)]
-    return [p for m in inside for p in m.parameters(recurse=False) if p.dim() == 2]
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The 2-d weights inside a model's lists of layers.
+
+    Embeddings inside layers are excluded (DiT's blocks have one of the classes), and so are the
+    connections' parameters.
+    """
+    matrices = []
+    for layers in model.modules():
+        if not isinstance(layers, nn.ModuleList | nn.Sequential):
+            continue
+        for module in layers.modules():
+            if isinstance(module, nn.Embedding | Connection):
+                continue
+            matrices += [p for p in module.parameters(recurse=False) if p.dim() == 2]
+    return matrices
 
 
 def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Keep connections as they are in this step, to start them later than the model (DenseFormer, Table 5).
+    """Keep connections unchanged in this step, to start them later than the model.
 
-    For an optimizer made of `param_groups`; call it between the backward pass and clipping. Gradient and rate are zero,
-    which moves nothing, rather than switched off, which FSDP, DDP and compile would have to learn of; so neither
-    clipping nor the optimizer's moments see them, and what decays waits too. The schedule is to set the rate anew.
+    DenseFormer trains so (Table 5). The optimizer's groups must come from `param_groups`. Call it
+    between the backward pass and clipping. It sets gradients and learning rates to zero, so FSDP,
+    DDP and compilation see the same parameters in every step, and neither clipping nor the
+    optimizer's moments are affected. The schedule must set the learning rate again afterwards.
     """
     for group in optimizer.param_groups:
         if group["name"].startswith("connection"):
             group["lr"] = 0.0
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.zero_()
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()

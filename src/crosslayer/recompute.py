@@ -1,33 +1,34 @@
-"""n streams in the memory of one: in the backward pass a site's state is had back, not kept.
+"""Activation recomputation for connection states: n streams or dense sources in the memory of one.
 
-    retrace(sites)                                   # once; then, in anyone's code, as ever but for `recalled`
+    enable_recompute(sites)                          # once
     state = sites[0].init(embed(tokens))
     for connection, sublayer in zip(sites, sublayers):
         inputs, state = connection.read(state)
-        with recalled(inputs, state):
+        with recompute_inputs(inputs, state):        # the only change to the loop
             y = sublayer(*inputs)
         state = connection.write(state, y)
     hidden = sites[-1].readout(state)
 
-What a read keeps for the backward is a function of its state, and so is what it hands to the sub-layer: both are made
-once more when they are asked for. The state itself comes
+What a read saves for its backward, and the inputs it returns, are functions of the site's state.
+The backward pass recomputes both. The state itself is recovered in one of two ways:
 
-    onward    from an earlier one and the outputs written since, as no sub-layer is needed for that:
-              H_{k+1} = write(gather(H_k), y_k)
-    inverted  from the next one, where the method can undo a write (MGR)
+    streams      from a state saved at an earlier site and the outputs written since. This runs no
+                 sub-layer: H_{k+1} = write(mix_inputs(H_k), y_k)
+    inversion    from the state of the next site, for a method that can undo a write (MGR)
 
-so that of a site y alone is kept, in the place of the norm's input that PreNorm keeps. The graph is that of the plain
-loop, and onward every gradient is too, to the last bit.
+So a site saves y alone, where PreNorm saves the norm's input. The autograd graph is that of the
+plain loop. With "streams" every gradient is bitwise identical too.
 
-A state on its way is `Traced`, and carries all there is to know: nothing is stored on a module. What is kept is kept
-as autograd keeps its own, and hooks on saved tensors count or offload it. A sub-layer may be checkpointed; a block with
-reads in it may not. Over a pipeline cut goes `traced.state`, and the next stage begins with a state that it keeps.
+In the forward pass a state is wrapped in a `TracedState`, which has all that its recovery needs: no
+tensor is stored on a module. Saved tensors are saved as autograd saves its own, so that hooks on
+saved tensors count or offload them. A sub-layer may be checkpointed; a block that contains reads
+may not. A pipeline stage sends `traced.state`, and the next stage starts from it as a saved state.
 """
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,32 +39,33 @@ from .class_swap import swap_class
 from .connection import Connection, State, autocast_disabled
 from .validation import check_choice
 
+RecomputeMode = Literal["streams", "inversion"]
+
 
 class TracedState(NamedTuple):
-    """A state on its way, and how the sites previous it have theirs back."""
+    """A state, and how to recover it in the backward pass."""
 
     state: State
-    previous: "_RecomputedRead | None" = None  # the site it comes from
-    y: Tensor | None = None  # written since
+    previous: "_RecomputedRead | None" = None  # the read that returned the state
+    y: Tensor | None = None  # the output written since
 
 
 class _SavedTree:
-    """A tree of tensors, kept as autograd keeps its own."""
+    """A tree of tensors, saved as autograd saves its own."""
 
     def __init__(self, tree: Any):
         leaves, self.spec = tree_flatten(tree)
+        detached = [x if x is None else x.detach() for x in leaves]
         with torch.enable_grad():
             key = torch.empty(0, requires_grad=True)
-            self.node: Any = _SaveTensors.apply(
-                key, *(x if x is None else x.detach() for x in leaves)
-            ).grad_fn
+            self.node: Any = _SaveTensors.apply(key, *detached).grad_fn
 
-    def tree(self) -> Any:
+    def unpack_tree(self) -> Any:
         return tree_unflatten(list(self.node.saved_tensors), self.spec)
 
 
 class _SaveTensors(torch.autograd.Function):
-    """A node of no graph, for what it saves."""
+    """A node outside every graph that only saves its inputs. `key` makes autograd create it."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, *leaves: Tensor | None) -> Tensor:
@@ -72,184 +74,181 @@ class _SaveTensors(torch.autograd.Function):
 
 
 class _RecomputedRead:
-    """One read of one site, to be made once more. How its state is had back, its kind knows."""
+    """Recomputes one `read` of one site in the backward pass.
+
+    Subclasses define how the site's state is recovered.
+
+    Args:
+        connection: the site.
+        read: its plain `read`.
+        keeps_state: save the state instead of recovering it. The first read always does.
+        traced: the state that `read` gets.
+    """
 
     def __init__(
-        self, connection: Connection, read: Callable[[State], Any], whole: bool, traced: TracedState
+        self,
+        connection: Connection,
+        read: Callable[[State], Any],
+        keeps_state: bool,
+        traced: TracedState,
     ):
-        self.connection, self.read = connection, read
+        self.connection = connection
+        self.read = read
         self.previous = traced.previous
-        self.whole = whole or self.previous is None
-        self.needs = tree_map(lambda x: x is not None and x.requires_grad, traced.state)
-        self.kept = _SavedTree(traced.state if self.whole else self.tensors_to_keep(traced))
-        self.packed = 0  # tensors that the read would have kept ...
-        self.saved: dict[
-            int, Tensor
-        ] = {}  # ... and those of them that the backward has still to take
-        self.inputs: tuple[Tensor, ...] = ()  # of the sub-layer, while its backward runs
+        self.keeps_state = keeps_state or self.previous is None
+        self.requires_grad = tree_map(lambda x: x is not None and x.requires_grad, traced.state)
+        to_keep = traced.state if self.keeps_state else self.tensors_to_keep(traced)
+        self.kept_tensors = _SavedTree(to_keep)
+        self.packed_count = 0  # tensors that the read would have saved
+        # Those of them that the backward has not taken yet, by their index.
+        self.recomputed_tensors: dict[int, Tensor] = {}
+        # The sub-layer's inputs, while the backward of the sub-layer runs.
+        self.recomputed_inputs: tuple[Tensor, ...] = ()
 
     def tensors_to_keep(self, traced: TracedState) -> Any:
-        """What is kept of a state that is not kept whole."""
+        """The tree of tensors to save where the state is not saved."""
         raise NotImplementedError
 
-    def state(self) -> State:
+    def recover_state(self) -> State:
+        """The state that the read got. Called once for each backward pass."""
         raise NotImplementedError
 
-    def pack(self, _: Tensor) -> int:
-        self.packed += 1
-        return self.packed - 1
+    def pack_index(self, _: Tensor) -> int:
+        """Hook on tensors that the read saves: save an index instead."""
+        self.packed_count += 1
+        return self.packed_count - 1
 
-    def unpack(self, index: int) -> Tensor:
-        if index not in self.saved:
-            self.again()
-        self.inputs = ()  # the sub-layer is previous us
-        return self.saved.pop(index)
+    def unpack_index(self, index: int) -> Tensor:
+        """Hook on tensors that the backward of the read needs."""
+        if index not in self.recomputed_tensors:
+            self.recompute_read()
+        self.recomputed_inputs = ()  # the backward of the sub-layer is over
+        return self.recomputed_tensors.pop(index)
 
-    def input(self, port: int) -> Tensor:
-        if not self.inputs:
-            self.again()
-        return self.inputs[port]
+    def recompute_input(self, port: int) -> Tensor:
+        """The sub-layer's input at a port."""
+        if not self.recomputed_inputs:
+            self.recompute_read()
+        return self.recomputed_inputs[port]
 
-    def again(self) -> None:
-        found: list[Tensor] = []
-        state = self.state()
-        state = tree_map(
-            lambda x, needs: x if x is None else x.detach().requires_grad_(needs), state, self.needs
-        )
-        _unshard(self.connection)  # and so it stays, as its own backward is next
-        with (
-            torch.enable_grad(),
-            saved_tensors_hooks(lambda x: found.append(x.detach()), lambda x: x),
-        ):
+    def recompute_read(self) -> None:
+        """Run the read on the recovered state, and collect what it saves and returns."""
+        saved: list[Tensor] = []
+
+        def collect(x: Tensor) -> None:
+            # Return nothing: a node that saved its own output through a hook would never be freed.
+            saved.append(x.detach())
+
+        def as_in_forward(x: Tensor | None, requires_grad: bool) -> Tensor | None:
+            return x if x is None else x.detach().requires_grad_(requires_grad)
+
+        state = tree_map(as_in_forward, self.recover_state(), self.requires_grad)
+        _unshard(self.connection)  # stays unsharded, because its own backward is next
+        with torch.enable_grad(), saved_tensors_hooks(collect, lambda x: x):
             inputs, _ = self.read(state)
-        assert len(found) == self.packed, "a read must be pure"
-        self.saved, self.inputs = dict(enumerate(found)), tuple(x.detach() for x in inputs)
+        assert len(saved) == self.packed_count, "a read must be pure"
+        self.recomputed_tensors = dict(enumerate(saved))
+        self.recomputed_inputs = tuple(x.detach() for x in inputs)
 
 
 class _ReplayFromCheckpoint(_RecomputedRead):
-    """Its state is that of the nearest site previous it that keeps one, moved on; y is kept.
+    """Recovers its state from the nearest earlier site that saved one, by replaying writes.
 
-    The sites between have theirs then too, and give them up one by one, last to first.
+    Keeps y. The sites in between get their states by the way. They cache them for their own
+    backward, which runs last to first, and each then frees its own.
     """
 
-    held: State = None
+    cached_state: State = None
 
-    def __init__(self, *read: Any):
-        super().__init__(*read)
-        if self.whole:
-            self.previous = None  # nobody goes further back, so that what is there may be freed
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        if self.keeps_state:
+            self.previous = None  # nothing replays from further back, so free what is there
 
     def tensors_to_keep(self, traced: TracedState) -> Any:
         return traced.y
 
-    def state(self) -> State:
+    def recover_state(self) -> State:
+        # Walk back to a site whose state is there, then forward again.
         path: list[_ReplayFromCheckpoint] = [self]
-        while not path[-1].whole and path[-1].held is None:
+        while not path[-1].keeps_state and path[-1].cached_state is None:
             path.append(path[-1].previous)  # type: ignore[arg-type]
         start = path.pop()
-        state = start.kept.tree() if start.whole else start.held
+        state = start.kept_tensors.unpack_tree() if start.keeps_state else start.cached_state
         for read in reversed(path):
-            state = read.held = _advance_state(read.previous.connection, state, read.kept.tree())  # type: ignore[union-attr]
-        self.held = None
+            y = read.kept_tensors.unpack_tree()
+            state = _advance_state(read.previous.connection, state, y)  # type: ignore[union-attr]
+            read.cached_state = state
+        self.cached_state = None
         return state
 
 
 class _InvertFromNext(_RecomputedRead):
-    """Its state is that of the next site with the write undone; y and what the method spares are kept.
+    """Recovers its state from that of the next site, by undoing the write.
 
-    The next site hands its own down when it has it back, and the last one keeps it whole.
+    Keeps y and the method's `inversion_context`. The next site passes its state down once it has
+    recovered it, and the last site saves its own.
     """
 
-    after: State = None
+    next_state: State = None
 
-    def __init__(self, *read: Any):
-        super().__init__(*read)
-        self.ahead: Callable[[], _InvertFromNext | None] = lambda: None
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.next_read: Callable[[], _InvertFromNext | None] = lambda: None
         if isinstance(self.previous, _InvertFromNext):
-            self.previous.ahead = weakref.ref(self)
+            self.previous.next_read = weakref.ref(self)
 
     def tensors_to_keep(self, traced: TracedState) -> Any:
         return traced.y, self.connection.inversion_context(traced.state)
 
-    def state(self) -> State:
-        if self.whole:
-            state = self.kept.tree()
-        else:
-            after, self.after = self.after, None
-            if after is None and (ahead := self.ahead()) is not None:
-                after, self.after = ahead.state(), None
-            if after is None:
-                raise RuntimeError(
-                    "inversion goes from the readout back: no backward pass may begin before it"
-                )
-            y, spared = self.kept.tree()
-            state = self.connection.invert(
-                after, None if y is None else self.connection.to_stream_dtype(y), spared
-            )
+    def recover_state(self) -> State:
+        state = self.kept_tensors.unpack_tree() if self.keeps_state else self._invert_write()
         if isinstance(self.previous, _InvertFromNext):
-            self.previous.after = state
+            self.previous.next_state = state
         return state
+
+    def _invert_write(self) -> State:
+        next_state = self.next_state
+        self.next_state = None
+        if next_state is None:
+            next_read = self.next_read()
+            if next_read is None:
+                raise RuntimeError(
+                    'recompute="inversion" needs the backward pass to start at the readout'
+                )
+            next_state = next_read.recover_state()
+            self.next_state = None
+        y, context = self.kept_tensors.unpack_tree()
+        y = None if y is None else self.connection.to_stream_dtype(y)
+        return self.connection.invert(next_state, y, context)
 
 
 class RecomputedConnection:
-    """A connection whose reads are made once more in the backward pass."""
+    """Mixin of a connection whose reads are recomputed in the backward pass."""
 
-    kind: type[_RecomputedRead]
-    whole: bool  # its state is kept
+    recomputed_read: type[_RecomputedRead]
+    keeps_state: bool
 
     def read(self, state: State) -> Any:
-        if not isinstance(state, TracedState):  # the first, or one that came over a pipeline cut
+        if not isinstance(state, TracedState):  # the first site, or the first after a pipeline cut
             if not torch.is_grad_enabled():
                 return super().read(state)  # type: ignore[misc]
             state = TracedState(state)
-        read = self.kind(self, super().read, self.whole, state)  # type: ignore[arg-type, misc]
-        with saved_tensors_hooks(read.pack, read.unpack):
-            inputs, after = super().read(state.state)  # type: ignore[misc]
-        return inputs, TracedState(after, read)
+        plain_read = super().read  # type: ignore[misc]
+        read = self.recomputed_read(self, plain_read, self.keeps_state, state)  # type: ignore[arg-type]
+        with saved_tensors_hooks(read.pack_index, read.unpack_index):
+            inputs, next_state = plain_read(state.state)
+        return inputs, TracedState(next_state, read)
 
     def write(self, state: State, y: Tensor) -> State:
         if not isinstance(state, TracedState):
             return super().write(state, y)  # type: ignore[misc]
-        return TracedState(super().write(state.state, y), state.previous, y.detach())  # type: ignore[misc]
+        written = super().write(state.state, y)  # type: ignore[misc]
+        return TracedState(written, state.previous, y.detach())
 
     def hidden_state(self, state: State) -> Tensor:
-        return super().hidden_state(state.state if isinstance(state, TracedState) else state)  # type: ignore[misc]
-
-
-def enable_recompute(
-    sites: Sequence[Connection], how: str = "streams", kept: Collection[int] | None = None
-) -> None:
-    """From now on the reads of a model's sites are made once more in its backward pass, and their states had back.
-
-    Args:
-        sites: all of them, in the order of depth.
-        how: "streams", onward from the states that are kept; or "inversion", backward from the last.
-        kept: the layers, of which the readout is one, before which "streams" keeps a state; `doubling`'s by default.
-
-    Raises:
-        ValueError: the method has no such way back.
-    """
-    kind, name = (
-        check_choice("how", how, RECOMPUTE_MODES),
-        type(sites[0]).__module__.rpartition(".")[2],
-    )
-    if kind is _InvertFromNext and not hasattr(sites[0], "invert"):
-        raise ValueError(
-            f"{name} has no inversion, as its writes cannot be undone; recompute streams, reads or layers"
-        )
-    if kind is _ReplayFromCheckpoint and sites[0].norms_its_stream:
-        raise ValueError(
-            f"{name}'s stream goes through the layers' norms, which are not moved on; recompute layers"
-        )
-    kept = checkpoint_layers_log2(sites[-1].site.layer) if kept is None else kept
-    for connection in sites:
-        whole = (
-            connection.is_readout
-            if kind is _InvertFromNext
-            else connection.site.opens_layer and connection.site.layer in kept
-        )
-        swap_class(connection, RecomputedConnection)
-        vars(connection).update(kind=kind, whole=whole)
+        plain_state = state.state if isinstance(state, TracedState) else state
+        return super().hidden_state(plain_state)  # type: ignore[misc]
 
 
 RECOMPUTE_MODES: dict[str, type[_RecomputedRead]] = {
@@ -258,86 +257,127 @@ RECOMPUTE_MODES: dict[str, type[_RecomputedRead]] = {
 }
 
 
-def checkpoint_layers_log2(layers: int) -> set[int]:
-    """The layers before which a state is kept: 1, 2, 4, … layers apart, from the last to the first.
+def enable_recompute(
+    sites: Sequence[Connection],
+    how: RecomputeMode = "streams",
+    kept: Collection[int] | None = None,
+) -> None:
+    """Recompute the reads and the states of a model's sites in its backward pass.
 
-    Of S sites, a state of n·D a token kept every s of them, and s states held while such a segment has its backward
-    pass, are n·D·(S/s + s): least at s = √S. But all of that is there at once for the last segment alone. Once the
-    backward pass is at another, every layer after it has given up what its sub-layers kept, 17·D in a Llama, against
-    the 2n·D of a layer's two states. So a segment may be as long as all after it together: log₂ many states are kept
-    instead of √ many, and the peak is where the backward pass begins, with the states of one layer held.
+    Args:
+        sites: all sites of the model, in the order of depth.
+        how: "streams" replays writes from saved states; "inversion" undoes them from the readout
+            on.
+        kept: for "streams", the layers before which a state is saved; the readout counts as a
+            layer. Those of `checkpoint_layers_log2` by default.
+
+    Raises:
+        ValueError: the method does not support `how`.
+    """
+    recomputed_read = check_choice("how", how, RECOMPUTE_MODES)
+    inverts = recomputed_read is _InvertFromNext
+    name = sites[0].name or type(sites[0]).__name__
+    if inverts and not hasattr(sites[0], "invert"):
+        raise ValueError(
+            f'recompute="inversion" is not supported by {name}; use "streams", "reads" or "layers"'
+        )
+    if not inverts and sites[0].norms_its_stream:
+        raise ValueError(
+            f'recompute="streams" is not supported by {name}, whose stream is normed by the '
+            'layers\' norms; use "layers"'
+        )
+    if kept is None:
+        kept = checkpoint_layers_log2(sites[-1].site.layer)
+    for connection in sites:
+        if inverts:
+            keeps_state = connection.is_readout
+        else:
+            keeps_state = connection.site.opens_layer and connection.site.layer in kept
+        swap_class(connection, RecomputedConnection)
+        vars(connection).update(recomputed_read=recomputed_read, keeps_state=keeps_state)
+
+
+def checkpoint_layers_log2(layers: int) -> set[int]:
+    """The layers before which a state is saved: 1, 2, 4, … layers apart, from the last on.
+
+    Saving a state of n·D a token every s of S sites, and caching s states while the backward pass
+    is within such a segment, takes n·D·(S/s + s): least at s = √S. But only the last segment meets
+    all of that at once. When the backward pass reaches another segment, every layer after it has
+    freed what its sub-layers saved, 17·D in a Llama, more than the 2n·D of a layer's two states. So
+    a segment may be as long as all segments after it together. That saves log₂ S states instead of
+    √S, and memory peaks where the backward pass begins, with the states of one layer cached.
     """
     return {max(layers - (2**i - 1), 0) for i in range(1, layers.bit_length() + 1)}
 
 
 def recompute_inputs(inputs: tuple[Tensor, ...], state: State) -> AbstractContextManager[Any]:
-    """Around a sub-layer: its inputs, wherever it would keep them whole, are had back from the read that made them."""
-    return (
-        _recompute_inputs(inputs, state.previous)
-        if isinstance(state, TracedState) and state.previous
-        else nullcontext()
-    )
+    """A context for calling a sub-layer: inputs that it saves are recomputed in the backward pass.
+
+    Args:
+        inputs: as `read` returned them.
+        state: as `read` returned it. Without `enable_recompute` the context does nothing.
+    """
+    if isinstance(state, TracedState) and state.previous is not None:
+        return _recompute_inputs(inputs, state.previous)
+    return nullcontext()
 
 
-class _SavedPort(NamedTuple):
-    """A saved tensor that is an input of the sub-layer."""
+class _SavedInput(NamedTuple):
+    """Stands for a saved tensor that is an input of the sub-layer."""
 
-    number: int
+    port: int
     shape: torch.Size
 
 
 @contextmanager
 def _recompute_inputs(inputs: tuple[Tensor, ...], read: _RecomputedRead) -> Iterator[None]:
-    # of hooks on saved tensors the innermost alone are called: what is no input goes to those around
-    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(False) or (
-        Tensor.detach,
-        lambda x: x,
-    )
-    ports = {_storage_key(x): i for i, x in enumerate(inputs) if x.is_contiguous()}
+    # Autograd calls only the innermost hooks, so tensors that are no inputs go to the outer ones.
+    outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer_pack, outer_unpack = outer_hooks or (Tensor.detach, lambda x: x)
+    ports = {_storage_key(x): port for port, x in enumerate(inputs) if x.is_contiguous()}
 
     def pack(x: Tensor) -> Any:
         port = ports.get(_storage_key(x)) if x.is_contiguous() else None
-        return keep(x) if port is None else _SavedPort(port, x.shape)
+        return outer_pack(x) if port is None else _SavedInput(port, x.shape)
 
     def unpack(packed: Any) -> Tensor:
-        return (
-            read.input(packed.number).view(packed.shape)
-            if isinstance(packed, _SavedPort)
-            else give(packed)
-        )
+        if isinstance(packed, _SavedInput):
+            return read.recompute_input(packed.port).view(packed.shape)
+        return outer_unpack(packed)
 
     with saved_tensors_hooks(pack, unpack):
         yield
 
 
 def _storage_key(x: Tensor) -> tuple[Any, ...]:
-    """What a tensor shares with its views of another shape, until it is written into."""
-    # the storage itself, as meta tensors have no address
+    """Equal for a tensor and its views of another shape, until one of them is written into."""
+    # The storage object itself, because meta tensors have no address.
     return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x._version
 
 
 def _advance_state(connection: Connection, state: State, y: Tensor) -> State:
-    """The state that the next site reads."""
-    sharded = _unshard(connection)
+    """The state of the next site, given that of this one and the sub-layer's output."""
+    unsharded = _unshard(connection)
     with torch.no_grad(), autocast_disabled(state):
-        state = connection.write(connection.mix_inputs(state)[1], y)
-    for module in sharded:
+        _, state = connection.mix_inputs(state)
+        state = connection.write(state, y)
+    for module in unsharded:
         module.reshard()
     return state
 
 
 def _unshard(connection: Connection) -> list[Any]:
-    """What of it FSDP2 had sharded, which is there as a whole now."""
-    sharded: list[Any] = [
-        m
-        for m in connection.modules()
-        if any(hasattr(p, "to_local") for p in m._parameters.values())
-    ]
+    """Gather the parameters of the connection that FSDP2 has sharded; returns their modules."""
+    sharded: list[Any] = []
+    for module in connection.modules():
+        if any(hasattr(p, "to_local") for p in module._parameters.values()):
+            sharded.append(module)
     for module in sharded:
         if not hasattr(module, "unshard"):
             raise ValueError(
-                "FSDP2 sharded a connection with its layer, but another's state needs it: shard connections apart, or "
-                "keep every layer's state, retrace(sites, kept=range(layers + 1))"
+                "FSDP2 sharded a connection together with its layer, but another site's state "
+                "needs its parameters: shard connections separately, or save every layer's state "
+                "with enable_recompute(sites, kept=range(layers + 1))"
             )
         module.unshard()
     return sharded

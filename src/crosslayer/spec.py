@@ -1,7 +1,9 @@
-"""Connections by name: "mudd(dilation=2)" on the command line, in config.json, in a table of results, in a test id.
+"""Connections by name: "mudd(dilation=2)".
 
-The file name is the registry and the constructor's signature is the configuration: "mudd(dilation=2)" is the class in
-`connections/mudd.py` with its keyword argument `dilation`.
+The same string stands on the command line, in config.json, in a table of results and in a test id.
+
+The file name is the registry and the constructor's signature is the configuration:
+"mudd(dilation=2)" is the class in `connections/mudd.py` with its keyword argument `dilation`.
 """
 
 import ast
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import connections
-from .connection import Connection, NormFactory, Site
+from .connection import Connection, NormFactory, Site, format_spec
 from .validation import did_you_mean, parse_dtype
 
 # Names under which connections were saved before they had their papers' names.
@@ -22,7 +24,7 @@ COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every co
 
 @dataclass(frozen=True)
 class ConnectionSpec:
-    """A connection's name and options. Calling it builds the connection of one site; `str` gives its string.
+    """A connection's name and options. Calling it builds one site; `str` gives its string.
 
     Args:
         name: one of `available()`.
@@ -58,11 +60,8 @@ class ConnectionSpec:
         }
         try:
             connection = self.method(site, dim, norm, **method_options)
-        except (
-            TypeError,
-            IndexError,
-            AttributeError,
-        ) as error:  # a value of the wrong kind, like a word for a number
+        except (TypeError, IndexError, AttributeError) as error:
+            # A value of the wrong kind, like a word for a number.
             raise ValueError(f"cannot build {self} with these values ({error})") from error
         connection.options = self.options
         stream_dtype = self.options.get("stream_dtype")
@@ -71,11 +70,11 @@ class ConnectionSpec:
         return connection
 
     def __str__(self) -> str:
-        listed = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
-        return f"{self.name}({listed})" if listed else self.name
+        return format_spec(self.name, self.options)
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        # Options may be lists, which have no hash; their order does not matter, as in `==`.
+        return hash((self.name, frozenset(map(repr, self.options.items()))))
 
 
 def available() -> tuple[str, ...]:
@@ -84,7 +83,7 @@ def available() -> tuple[str, ...]:
 
 
 def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
-    """A method's own options and their defaults. Every connection has those of `COMMON_OPTIONS` too."""
+    """A method's own options and their defaults, without those of `COMMON_OPTIONS`."""
     inherited = inspect.signature(Connection).parameters
     parameters = inspect.signature(method).parameters.items()
     return {name: parameter.default for name, parameter in parameters if name not in inherited}
@@ -98,32 +97,35 @@ def make(connection: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
         options: options by keyword, added to those of the string.
 
     Raises:
-        ValueError: the string is no name with keyword literals, the name or an option is unknown, or an option is
-            given twice.
+        ValueError: the string is no name with keyword literals, the name or an option is unknown,
+            or an option is given twice.
     """
     if isinstance(connection, ConnectionSpec):
-        name, given = connection.name, dict(connection.options)
+        name, spec_options = connection.name, dict(connection.options)
     else:
-        name, given = _parse_spec(connection)
+        name, spec_options = _parse_spec(connection)
         name = FORMER_NAMES.get(name, name)
     if name not in available():
         raise ValueError(
-            f"unknown connection {name!r}{did_you_mean(name, available())}; known: {', '.join(available())}"
+            f"unknown connection {name!r}{did_you_mean(name, available())}; "
+            f"known: {', '.join(available())}"
         )
     for key in options:
-        if key in given:
+        if key in spec_options:
             raise ValueError(
-                f"{name}: the option {key!r} is given twice, as {given[key]!r} and {options[key]!r}"
+                f"{name}: the option {key!r} is given twice, "
+                f"as {spec_options[key]!r} and {options[key]!r}"
             )
-    given |= options
+    spec_options |= options
     known = default_options(ConnectionSpec(name).method) | COMMON_OPTIONS
-    for key in given:
+    for key in spec_options:
         if key not in known:
             listed = ", ".join(f"{k}={v!r}" for k, v in known.items())
             raise ValueError(
-                f"unknown option {key!r} of {name!r}{did_you_mean(key, known)}; its options: {listed}"
+                f"unknown option {key!r} of {name!r}{did_you_mean(key, known)}; "
+                f"its options: {listed}"
             )
-    return ConnectionSpec(name, given)
+    return ConnectionSpec(name, spec_options)
 
 
 def split_specs(line: str) -> list[str]:
@@ -149,16 +151,17 @@ def split_specs(line: str) -> list[str]:
 
 
 def _parse_spec(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a string. Values are literals, so nothing in the string is executed."""
     try:
         match ast.parse(text.strip(), mode="eval").body:
             case ast.Name(id=name):
                 return name, {}
-            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(
-                k.arg for k in keywords
-            ):
-                return name, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+                if all(keyword.arg for keyword in keywords):  # `**options` has no name
+                    return name, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
     except (SyntaxError, ValueError, AttributeError):
         pass
     raise ValueError(
-        f"cannot read the connection {text!r}: expected a name, or like \"mudd(dilation=2, ways='qkvr')\""
+        f"cannot read the connection {text!r}: expected a name, "
+        "or like \"mudd(dilation=2, ways='qkvr')\""
     )

@@ -1,37 +1,42 @@
 """`Stack`: the loop over sites and sub-layers as a module, for a model of one's own."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .connection import plan
-from .recompute import enable_recompute, recompute_inputs
+from .connection import Connection, plan
+from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .spec import ConnectionSpec, make
 
 
 class Stack(nn.Module):
-    """Sub-layers joined by a connection: from the embedding to the hidden state after the final norm.
+    """Sub-layers joined by a connection, from the embedding to the state after the final norm.
 
         stack = crosslayer.Stack("mudd", [attention_0, mlp_0, attention_1, mlp_1], dim=512)
         hidden = stack(embedding, mask=mask)
 
     Args:
         spec: like "mudd(dilation=2)", or what `make` returns.
-        sublayers: attention and MLP modules in the order of depth: attention, MLP, attention, MLP, … Each is called
-            with one [B T D] a port and returns [B T D]. An attention is called with three inputs, for q, k and v, where
-            the method feeds them separately (`mudd`), otherwise with one. The connections own the norms, so sub-layers
-            have no norm before them and add no residual.
+        sublayers: attention and MLP modules in the order of depth: attention, MLP, attention, MLP,
+            … Each is called with one [B T D] a port and returns [B T D]. An attention is called
+            with three inputs, for q, k and v, where the method feeds them separately (`mudd`),
+            otherwise with one. The connections own the norms, so sub-layers have no norm before
+            them and add no residual.
         dim: D, the width.
-        norm: makes a norm of a width; called once a port. `nn.RMSNorm` or `nn.LayerNorm`, for example.
-        parallel: every sub-layer is a parallel block, called with the inputs of its attention and of its MLP.
-        recompute: None, "streams" or "inversion": recompute states in the backward pass (see `crosslayer.recompute`).
+        norm: makes a norm of a width; called once a port. `nn.RMSNorm` or `nn.LayerNorm`, for
+            example.
+        parallel: every sub-layer is a parallel block, called with the inputs of its attention and
+            of its MLP.
+        recompute: None, "streams" or "inversion": recompute states in the backward pass (see
+            `crosslayer.recompute`).
 
     Shapes: embedding [B T D] -> hidden state [B T D].
 
     Raises:
-        ValueError: the spec is unknown, or `sublayers` has an odd number of sub-layers that are not parallel.
+        ValueError: the spec is unknown, or `sublayers` has an odd number of sub-layers that are not
+            parallel.
     """
 
     def __init__(
@@ -39,16 +44,17 @@ class Stack(nn.Module):
         spec: str | ConnectionSpec,
         sublayers: Iterable[nn.Module],
         dim: int,
-        norm: Any = nn.RMSNorm,
+        norm: Callable[[int], nn.Module] = nn.RMSNorm,
         parallel: bool = False,
-        recompute: str | None = None,
+        recompute: RecomputeMode | None = None,
     ):
         super().__init__()
         self.sublayers = nn.ModuleList(sublayers)
         count = len(self.sublayers)
         if not parallel and count % 2:
             raise ValueError(
-                f"Stack: sublayers must be attention and MLP by turns, an even number of them, got {count}"
+                "Stack: sublayers must be attention and MLP by turns, an even number of them, "
+                f"got {count}"
             )
         sites = plan(count if parallel else count // 2, parallel)
         make_connection = make(spec)
@@ -57,15 +63,27 @@ class Stack(nn.Module):
         )
         self.recompute = recompute
         if recompute is not None:
-            enable_recompute(list(self.connections), recompute)  # type: ignore[arg-type]
+            enable_recompute(self._sites(), recompute)
+
+    def _sites(self) -> list[Connection[Any]]:
+        return cast(list[Connection[Any]], list(self.connections))
 
     def forward(self, embedding: Tensor, **attention_options: Any) -> Tensor:
-        """The hidden state [B T D]. `attention_options` are passed to every attention (or parallel block) alone."""
-        state = self.connections[0].init(embedding)  # type: ignore[operator]
-        for connection, sublayer in zip(self.connections, self.sublayers, strict=False):
+        """The hidden state after the final norm.
+
+        Args:
+            embedding: [B T D].
+            attention_options: passed to every attention or parallel block, but to no MLP.
+
+        Returns:
+            [B T D].
+        """
+        *sites, readout = self._sites()
+        state = sites[0].init(embedding)
+        for connection, sublayer in zip(sites, self.sublayers, strict=True):
             inputs, state = connection(state)
             options = {} if connection.ports == ("mlp",) else attention_options
             with recompute_inputs(inputs, state) if self.recompute else nullcontext():
                 y = sublayer(*inputs, **options)
-            state = connection.write(state, y)  # type: ignore[operator]
-        return self.connections[-1].readout(state)  # type: ignore[operator]
+            state = connection.write(state, y)
+        return readout.readout(state)

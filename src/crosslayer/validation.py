@@ -1,8 +1,11 @@
-"""Checks of what users write. Each raises a ValueError of one line: what was expected, what was given, the remedy."""
+"""Checks of what users write.
+
+Each raises a ValueError of one line: what was expected, what was given, the remedy.
+"""
 
 import difflib
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -26,12 +29,27 @@ def check_non_negative(**options: float) -> None:
 
 
 def check_choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
-    """The value of `choices` for the word `given`; a ValueError that lists the words where it is none of them."""
+    """The value of `choices` for the word `given`.
+
+    Raises:
+        ValueError: `given` is none of the words; the message lists them.
+    """
     if not isinstance(given, str) or given not in choices:
         raise ValueError(
-            f"{name} must be one of {', '.join(choices)}, got {given!r}{did_you_mean(given, choices)}"
+            f"{name} must be one of {', '.join(choices)}, got {given!r}"
+            f"{did_you_mean(given, choices)}"
         )
     return choices[given]
+
+
+def check_literal(name: str, given: object, literal: Any) -> None:
+    """Raise a ValueError for an option that is none of the words of a `Literal` type."""
+    words = get_args(literal)
+    if given not in words:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(str, words))}, got {given!r}"
+            f"{did_you_mean(given, words)}"
+        )
 
 
 def parse_dtype(name: str, option: str = "dtype") -> torch.dtype:

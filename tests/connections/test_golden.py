@@ -1,4 +1,7 @@
-"""Every connection against numbers from reference implementations: outputs and every gradient, float64 to 1e-9."""
+"""Every connection against numbers from reference implementations.
+
+Outputs and every gradient agree in float64 to 1e-9.
+"""
 
 import json
 from pathlib import Path
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 import crosslayer
 from crosslayer import Site
 from crosslayer.connections.denseformer import History
+from crosslayer.connections.mgr import competitive_gate, independent_gate
 from crosslayer.ops import depth_attention, depth_scores, gate_streams
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -22,27 +26,41 @@ def close(ours: Tensor, golden: Tensor) -> None:
     torch.testing.assert_close(ours.reshape(golden.shape), golden, rtol=1e-9, atol=1e-9)
 
 
-def built(arm: str, sites: list[Site], dim: int) -> list[crosslayer.Connection]:
+def built(spec: str, sites: list[Site], dim: int) -> list[crosslayer.Connection]:
     """Connections without norms, as the golden runs have none."""
-    make = crosslayer.make(arm)
+    make = crosslayer.make(spec)
     return [make(site, dim, lambda port: nn.Identity()).double() for site in sites]
 
 
-# what a site's parameters are called in the golden file
-NAMES = {
-    "hyper": lambda site: {
-        name: f"hc{site.index}.{name.replace('norm_', 'layer_norm.')}"
-        for name in (
-            "static_alpha", "static_beta", "dynamic_alpha_fn", "dynamic_alpha_scale",
-            "dynamic_beta_fn", "dynamic_beta_scale", "norm_weight", "norm_bias",
-        )
-    },
-    "attnres": lambda site: {
-        "query": f"{f'sublayer{site.index}' if site.index < site.depth else 'final'}.query",
-        "key_norm": f"{f'sublayer{site.index}' if site.index < site.depth else 'final'}.key_norm_weight",
-    },
-    "mgr": lambda site: {"w2": f"mgr{site.index}.w2", "w1": f"mgr{site.index + 1}.w1", "b": f"mgr{site.index + 1}.b1"},
-}  # fmt: skip
+# The names of a site's parameters in the golden files, by the connection's name.
+HYPER_NAMES = (
+    "static_alpha",
+    "static_beta",
+    "dynamic_alpha_fn",
+    "dynamic_alpha_scale",
+    "dynamic_beta_fn",
+    "dynamic_beta_scale",
+    "norm_weight",
+    "norm_bias",
+)
+
+
+def hyper_names(site: Site) -> dict[str, str]:
+    return {n: f"hc{site.index}.{n.replace('norm_', 'layer_norm.')}" for n in HYPER_NAMES}
+
+
+def frac_names(site: Site) -> dict[str, str]:
+    return {n: f"fc{site.index}.{n}" for n in ("static_alpha", "static_beta")}
+
+
+def attnres_names(site: Site) -> dict[str, str]:
+    prefix = f"sublayer{site.index}" if site.index < site.depth else "final"
+    return {"query": f"{prefix}.query", "key_norm": f"{prefix}.key_norm_weight"}
+
+
+def mgr_names(site: Site) -> dict[str, str]:
+    k = site.index
+    return {"w2": f"mgr{k}.w2", "w1": f"mgr{k + 1}.w1", "b": f"mgr{k + 1}.b1"}
 
 
 def mhc_names(site: Site) -> dict[str, str]:
@@ -59,10 +77,11 @@ def mhc_lite_names(site: Site) -> dict[str, str]:
     }
 
 
-NAMES |= {
-    "frac": lambda site: {
-        name: f"fc{site.index}.{name}" for name in ("static_alpha", "static_beta")
-    },
+NAMES = {
+    "attnres": attnres_names,
+    "frac": frac_names,
+    "hyper": hyper_names,
+    "mgr": mgr_names,
     "mhc": mhc_names,
     "mhc_lite": mhc_lite_names,
 }
@@ -79,12 +98,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{arm}-{case}" for case, arm in CASES.items()])
+@pytest.mark.parametrize("case", CASES, ids=[f"{spec}-{case}" for case, spec in CASES.items()])
 def test_a_row_of_linear_sublayers(case):
-    arm, file = CASES[case], load_file(GOLDEN / f"{case}.safetensors")
+    spec, file = CASES[case], load_file(GOLDEN / f"{case}.safetensors")
     depth = json.loads((GOLDEN / f"{case}.json").read_text())["config"]["sub_layers"]
     sites = built(
-        arm,
+        spec,
         [Site(k, k, ("mlp",), True, True, depth) for k in range(depth + 1)],
         file["input/x"].shape[-1],
     )
@@ -95,7 +114,7 @@ def test_a_row_of_linear_sublayers(case):
     }
     used = set()
     for site in sites:
-        for ours, theirs in NAMES[crosslayer.make(arm).name](site.site).items():
+        for ours, theirs in NAMES[crosslayer.make(spec).name](site.site).items():
             if getattr(site, ours, None) is not None:
                 used.add(theirs)
                 getattr(site, ours).data.copy_(
@@ -133,7 +152,7 @@ def test_a_row_of_linear_sublayers(case):
         if name.startswith("layer"):
             close(p.grad, file[f"f64/grad/param/{name}"])
     for site in sites:
-        for ours, theirs in NAMES[crosslayer.make(arm).name](site.site).items():
+        for ours, theirs in NAMES[crosslayer.make(spec).name](site.site).items():
             if getattr(site, ours, None) is not None:
                 close(getattr(site, ours).grad, file[f"f64/grad/param/{theirs}"])
     unused = {name for name in golden if not name.startswith("layer")} - used
@@ -142,10 +161,11 @@ def test_a_row_of_linear_sublayers(case):
     )
 
 
-@pytest.mark.parametrize("gating", ["competitive", "independent"])
-def test_mgr_op(gating):
-    from crosslayer.connections.mgr import GATES
+GATES = {"competitive": competitive_gate, "independent": independent_gate}
 
+
+@pytest.mark.parametrize("gating", GATES)
+def test_mgr_op(gating):
     file = load_file(GOLDEN / f"mgr_op_{gating}_n4.safetensors")
     leaf = {
         k: file[k].double().requires_grad_()
@@ -154,7 +174,7 @@ def test_mgr_op(gating):
     }
     S, y = leaf["input/streams"].unbind(-2), leaf["input/layer_output"]
     scale = y.shape[-1] ** -0.5
-    beta = GATES[gating].beta(depth_scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
+    beta = GATES[gating](depth_scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
     close(beta, file["f64/intermediate/beta"])
     S = gate_streams(S, y, beta)
     out = depth_attention(S, leaf["param/w2"] * scale)
@@ -187,7 +207,7 @@ def test_mgr_biases_follow_equation_14():
 
 
 @pytest.mark.parametrize(
-    ("case", "arm"),
+    ("case", "spec"),
     [
         ("denseformer_dwa_k1_p1_12blocks", "denseformer"),
         ("denseformer_dwa_k4_p5_12blocks", "denseformer(dilation=4, period=5)"),
@@ -198,9 +218,9 @@ def test_mgr_biases_follow_equation_14():
         ),
     ],
 )
-def test_denseformer(case, arm):
+def test_denseformer(case, spec):
     file = load_file(GOLDEN / f"{case}.float64.safetensors")
-    sites = built(arm, crosslayer.plan(12, parallel=True), 16)
+    sites = built(spec, crosslayer.plan(12, parallel=True), 16)
     alphas = {}
     for depth, site in enumerate(sites):
         own = dict(site.named_parameters())
@@ -233,7 +253,7 @@ def test_denseformer(case, arm):
 
 
 @pytest.mark.parametrize(
-    ("arm", "case"),
+    ("spec", "case"),
     [
         ("mudd", "muddformer_llama_L4_D64_noqknorm_noround_noexpand"),
         (
@@ -242,11 +262,11 @@ def test_denseformer(case, arm):
         ),
     ],
 )
-def test_mudd_streams(arm, case):
+def test_mudd_streams(spec, case):
     """Every depth aggregation of the golden model, given its recorded block outputs."""
     file = load_file(GOLDEN / f"{case}.forward_float64_exactrope.safetensors")
     weights = load_file(GOLDEN / f"{case}.params.safetensors")
-    sites = built(arm, crosslayer.plan(4), 64)
+    sites = built(spec, crosslayer.plan(4), 64)
     assert sites[0].ports == ("attn",)
     for l, site in enumerate(sites[2::2], start=1):
         for p, value in (
@@ -257,7 +277,10 @@ def test_mudd_streams(arm, case):
             assert p.shape == value.shape
             p.data.copy_(value)
         X = tuple(file[f"X.{j}"] for j in range(l))
-        close(site.weights(file[f"X.{l}"], site.a).movedim(-2, 0), file[f"da_weights.{l - 1}"])
+        close(
+            site.aggregation_weights(file[f"X.{l}"], site.a).movedim(-2, 0),
+            file[f"da_weights.{l - 1}"],
+        )
         inputs, state = site.read(History(X, file[f"X.{l}"]))
         if l == 4:
             close(inputs[0], file["final_hidden"])
@@ -268,7 +291,7 @@ def test_mudd_streams(arm, case):
 
 
 def test_prenorm_streams():
-    """The golden Transformer++: the residual stream from its recorded attention outputs and block outputs."""
+    """The residual stream of the golden Transformer++, from its recorded outputs."""
     file = load_file(
         GOLDEN / "transformerpp_baseline_dense_false_L4_D64.forward_float64_exactrope.safetensors"
     )

@@ -1,7 +1,7 @@
-"""The methods that transformers ships, against its own classes: a second reading of each, by other hands.
+"""The methods that transformers ships, against its own classes.
 
-Those classes cast to float32 whatever they are given; here their `.float()` gives float64, so that 1e-9 can be asked.
-Every module's decoder layer is run as it is, with its attention and MLP replaced, so that the wiring is theirs too.
+These classes cast everything to float32. Here their `.float()` gives float64, so that the tolerance
+can be 1e-9. The decoder layers are theirs too, with their attention and MLP replaced.
 """
 
 import types
@@ -44,8 +44,8 @@ def config(n: int = 4, **own: object) -> types.SimpleNamespace:
     return types.SimpleNamespace(**(shared | own))
 
 
-def chain(arm: str) -> list[crosslayer.Connection]:
-    make = crosslayer.make(arm)
+def chain(spec: str) -> list[crosslayer.Connection]:
+    make = crosslayer.make(spec)
     sites = [make(site, D, lambda port: nn.Identity()).double() for site in crosslayer.plan(LAYERS)]
     for k, site in enumerate(sites):
         shake(site, 0.3 + 0.05 * k)
@@ -160,17 +160,17 @@ def test_mhc_coefficients(model, n):
     _, _, logits = site.coefficients(
         write_norm_project(H, None, None, site.fn.mT, site.norm_eps)[1][..., 0, :]
     )
-    close(site.mixture(logits), comb)
+    close(site.residual_matrix(logits), comb)
     if n == 2:
         return  # every doubly stochastic matrix of two streams is symmetric
     transposed = chain(f"mhc(streams={n}, orientation='dst src')")[1]
-    assert (transposed.mixture(logits) - comb).abs().max() > 1e-2, (
+    assert (transposed.residual_matrix(logits) - comb).abs().max() > 1e-2, (
         "the orientation must show in these numbers"
     )
 
 
 def test_mhc_of_deepseek_v4():
-    """Two decoder layers' wiring and the learnt head."""
+    """Two decoder layers' wiring and the learned head."""
     theirs, sites = shipped("deepseek_v4"), chain("mhc")
     head = given(
         theirs.DeepseekV4HyperHead(config()),
@@ -211,7 +211,10 @@ def test_mhc_of_glm_5():
 
 @pytest.mark.parametrize("model", ["glm5_next", "hy_v4"])
 def test_released_models_have_two_eps(model):
-    """Their configurations' defaults: 1e-5 for the norm, 1e-6 for the gates. It shows where the streams are small."""
+    """The configurations' defaults: 1e-5 for the norm, 1e-6 for the gates.
+
+    The difference shows where the streams are small.
+    """
     hc = getattr(
         shipped(model),
         {"glm5_next": "Glm5NextTextHyperConnection", "hy_v4": "HYV4HyperConnection"}[model],
@@ -228,7 +231,7 @@ def test_released_models_have_two_eps(model):
 
 @pytest.mark.parametrize("magnitude", [2.0, 1.5])
 def test_identity_mhc_of_hy_v4(magnitude):
-    """R = I. Their post has a magnitude, 2 in the released configuration, and eps is added to it."""
+    """R = I. Their post has a magnitude, 2 in the released configuration, and an eps."""
     theirs, sites = (
         shipped("hy_v4"),
         chain(f"mhc(residual='identity', magnitude={magnitude}, post_eps=1e-6)"),
@@ -277,7 +280,7 @@ def test_identity_mhc_of_hy_v4_over_depth():
 
 
 def test_attention_residual_of_inkling_2():
-    """Their scores are 1/√D of ours and without a key norm's weight; their values are normalised where ours are raw."""
+    """Their scores have 1/√D and no key norm weight, and their values are normalised."""
     theirs = shipped("inkling2")
     site = chain("attnres")[4]
     sources = tuple(torch.randn(B, T, D) * (1 + i) for i in range(4))
@@ -299,7 +302,7 @@ def test_attention_residual_of_inkling_2():
 
 @pytest.mark.parametrize("per", [1, 2])
 def test_attention_residual_blocks_of_inkling_2(per):
-    """Which sums are attended to, of which sub-layers: their decoder layers, given our pooling and ours."""
+    """Which sums are attended to: their decoder layers, with our pooling and sub-layers."""
     theirs, sites = shipped("inkling2"), chain(f"attnres(block_size={2 * per})")
 
     def pooling(k: int) -> Callable:
@@ -337,12 +340,3 @@ def test_attention_residual_blocks_of_inkling_2(per):
         (h,), state = site.read(state)
         state = site.write(state, sublayer(k, h))
     close(sites[-1].readout(state), out)
-
-
-def test_gated_residual_of_qwen_4():
-    shipped("qwen4_exp")
-    if not any("gated" in name for name in crosslayer.available()):
-        pytest.skip(
-            "Qwen4ExpTextGatedResidual (4 streams, low-rank read gate, scalar write gates) is no method of ours"
-        )
-    raise AssertionError("compare the new method with Qwen4ExpTextGatedResidual here")

@@ -1,4 +1,4 @@
-"""Small host models of every family, as the tests connect them."""
+"""Small host models of every family, connected, and which family is tested with which method."""
 
 from typing import Any, NamedTuple
 
@@ -7,16 +7,20 @@ import transformers
 from torch import nn
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
+import crosslayer
+from tests.support.tiny import shake
+
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 SHARED = {"num_key_value_heads": 2}
 SLIDING = {**SHARED, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
 
 
 class Host(NamedTuple):
-    name: str  # of transformers' classes
+    name: str  # prefix of transformers' classes
     options: dict[str, Any]
     head: str = "ForCausalLM"
     config: str = "Config"
@@ -41,6 +45,34 @@ LANGUAGE = {
 }
 VISION = ("vit", "dit")
 FAMILIES = (*LANGUAGE, *VISION)
+# One family of each kind of wiring: pre-norm layers, one fused projection, parallel blocks, norms
+# before and after sub-layers, norms after them alone, experts, Conv1D, a vision model, layers
+# conditioned on a timestep.
+KINDS = ("llama", "phi3", "neox-parallel", "gemma2", "olmo2", "mixtral", "gpt2", "vit", "dit")
+METHODS = crosslayer.available()
+TWO_METHODS = ("prenorm", "mudd")
+
+
+def is_refused(family: str, spec: str) -> bool:
+    """Whether the method needs norms before sub-layers, which the family does not have."""
+    return family == "olmo2" and crosslayer.make(spec).method.norms_its_stream
+
+
+def each_kind(families: tuple[str, ...] = FAMILIES) -> list[tuple[str, str]]:
+    """(family, spec): every kind of wiring with every method, every other family with two
+    methods.
+    """
+    pairs = []
+    for family in families:
+        for spec in METHODS if family in KINDS else TWO_METHODS:
+            if not is_refused(family, spec):
+                pairs.append((family, spec))
+    return pairs
+
+
+def each_family(families: tuple[str, ...] = FAMILIES) -> list[tuple[str, str]]:
+    """(family, spec): every family with two methods, llama with every method."""
+    return [(f, spec) for f, spec in each_kind(families) if f == "llama" or spec in TWO_METHODS]
 
 
 def build(family: str, **options: Any) -> Any:
@@ -57,12 +89,23 @@ def build(family: str, **options: Any) -> Any:
     return model(config(**{**SIZES, **host.options, **options})).eval()
 
 
+def connected(family: str, spec: str, shaken: bool = True, **options: Any) -> Any:
+    """A connected model of the family, by default with all weights away from their initial
+    values.
+    """
+    model = crosslayer.connect(build(family, **options), spec)
+    return shake(model, 0.05) if shaken else model
+
+
+def trained(family: str, **options: Any) -> Any:
+    """A host model with all weights away from their initial values."""
+    return shake(build(family, **options), 0.05)
+
+
 def vit(**options: Any) -> nn.Module:
-    known = {
-        k: SIZES[k]
-        for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    }
-    sizes = {**known, "image_size": 12, "patch_size": 4, "num_labels": 5, **options}
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shared = {name: SIZES[name] for name in names}
+    sizes = {**shared, "image_size": 12, "patch_size": 4, "num_labels": 5, **options}
     return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
 
 
@@ -71,9 +114,16 @@ def dit(**options: Any) -> nn.Module:
 
     layers = options.pop("num_hidden_layers", 3)
     return DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=layers, sample_size=8, patch_size=2,
-        num_embeds_ada_norm=10, norm_num_groups=4, **options,
-    )  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=layers,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=4,
+        **options,
+    )
 
 
 class WithoutEps(OlmoLayerNorm):
@@ -82,12 +132,12 @@ class WithoutEps(OlmoLayerNorm):
 
 
 def without_eps(model: nn.Module) -> nn.Module:
-    """The model with norms whose eps is as good as zero."""
+    """The model with norms whose eps is practically zero."""
     for module in model.modules():
         for name in ("eps", "variance_epsilon"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 1e-20)
-        if isinstance(module, OlmoLayerNorm):  # whose eps is written into its forward
+        if isinstance(module, OlmoLayerNorm):  # its eps is a literal in its forward
             module.__class__ = WithoutEps
     return model
 
@@ -108,7 +158,7 @@ def inputs(family: str) -> dict[str, torch.Tensor]:
 
 
 def output(model: nn.Module, family: str, **options: Any) -> torch.Tensor:
-    """What the model says about the family's inputs: logits, or DiT's noise."""
+    """The model's output for the family's inputs: logits, or DiT's noise."""
     out = model(**inputs(family), **options)
     return out.sample if family == "dit" else out.logits
 
@@ -117,11 +167,17 @@ def loss(model: nn.Module, family: str) -> torch.Tensor:
     return output(model, family).float().square().mean()
 
 
+def gradients(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss(model, family).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def checkpoint(model: Any, family: str, reentrant: bool = False) -> None:
     """Switch gradient checkpointing on."""
     if family == "dit":
         return model.enable_gradient_checkpointing()
-    # the name it has in newer versions of transformers, and in older ones
+    # Newer versions of transformers have another name for it.
     return getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
         {"use_reentrant": reentrant}
     )

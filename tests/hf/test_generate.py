@@ -1,79 +1,79 @@
-"""Every way of decoding gives the tokens that no cache gives."""
+"""Every way of decoding gives the tokens of decoding without a cache."""
 
 import pytest
 import torch
-from test_connect import compiled_cells, connected
 from transformers import StaticCache
 
-import crosslayer
-from tests.hf.backbones import LANGUAGE, ids
+from tests.hf.backbones import LANGUAGE, connected, each_family, each_kind, ids
+from tests.hf.test_connect import compiled_cells
 from tests.support.tiny import shake
 
-families = pytest.mark.parametrize("family", LANGUAGE)
-methods = pytest.mark.parametrize("arm", crosslayer.available())
-NEW = {"max_new_tokens": 6, "min_new_tokens": 6}
+NEW_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
+CACHES = {
+    "none": {"use_cache": False},
+    "dynamic": {"use_cache": True},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+}
+language_families = pytest.mark.parametrize(("family", "spec"), each_family(tuple(LANGUAGE)))
 
 
-def talker(family: str, arm: str) -> torch.nn.Module:
-    return shake(connected(family, arm), 0.2)
+def generator(family: str, spec: str) -> torch.nn.Module:
+    return shake(connected(family, spec), 0.2)
 
 
-@families
-@methods
-def test_with_every_cache(family, arm):
-    model = talker(family, arm)
-    outs = {
-        cache: model.generate(
+@pytest.mark.parametrize(("family", "spec"), each_kind(tuple(LANGUAGE)))
+def test_with_every_cache(family, spec):
+    model = generator(family, spec)
+    outs = {}
+    for cache, options in CACHES.items():
+        outs[cache] = model.generate(
             ids(),
             do_sample=False,
             return_dict_in_generate=True,
             output_logits=True,
-            **NEW,
+            **NEW_TOKENS,
             **options,
         )
-        for cache, options in {
-            "none": {"use_cache": False},
-            "dynamic": {"use_cache": True},
-            "static": {"cache_implementation": "static", "disable_compile": True},
-        }.items()
-    }
-    plain = outs["none"]
+    expected = torch.stack(outs["none"].logits)
     for out in outs.values():
-        assert torch.equal(out.sequences, plain.sequences)
-        torch.testing.assert_close(
-            torch.stack(out.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4
-        )
+        assert torch.equal(out.sequences, outs["none"].sequences)
+        torch.testing.assert_close(torch.stack(out.logits), expected, rtol=1e-4, atol=1e-4)
 
 
-@families
-@methods
-def test_sampling_and_beams(family, arm):
-    model = talker(family, arm)
-    for how in ({"do_sample": True, "top_k": 20}, {"do_sample": False, "num_beams": 3}):
-        found = []
-        for cache in (True, False):
-            torch.manual_seed(5)
-            found.append(model.generate(ids(), use_cache=cache, **NEW, **how))
-        assert torch.equal(*found), how
+@language_families
+@pytest.mark.parametrize(
+    "strategy",
+    [{"do_sample": True, "top_k": 20}, {"do_sample": False, "num_beams": 3}],
+    ids=["sampling", "beams"],
+)
+def test_sampling_and_beams(family, spec, strategy):
+    model = generator(family, spec)
+    sequences = []
+    for use_cache in (True, False):
+        torch.manual_seed(5)
+        sequences.append(model.generate(ids(), use_cache=use_cache, **NEW_TOKENS, **strategy))
+    assert torch.equal(*sequences)
 
 
-@families
-@methods
-def test_left_padding_changes_nothing(family, arm):
-    model, prompt = talker(family, arm), ids(1, 6)
-    other = ids(1, 9)
-    padded = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), prompt], 1), other])
-    out = model.generate(padded, attention_mask=(padded > 0).long(), do_sample=False, **NEW)
-    for row, asked in zip(out, (prompt, other), strict=True):
-        plain = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, **NEW)
-        assert torch.equal(row[-plain.shape[1] :], plain[0])
+@language_families
+def test_left_padding_changes_nothing(family, spec):
+    model = generator(family, spec)
+    short, long = ids(1, 6), ids(1, 9)
+    padding = torch.zeros(1, 3, dtype=torch.long)
+    batch = torch.cat([torch.cat([padding, short], 1), long])
+    mask = (batch > 0).long()
+    out = model.generate(batch, attention_mask=mask, do_sample=False, **NEW_TOKENS)
+    for row, prompt in zip(out, (short, long), strict=True):
+        mask = torch.ones_like(prompt)
+        alone = model.generate(prompt, attention_mask=mask, do_sample=False, **NEW_TOKENS)
+        assert torch.equal(row[-alone.shape[1] :], alone[0])
 
 
-@pytest.mark.parametrize(("family", "arm"), compiled_cells(LANGUAGE))
-def test_a_compiled_step_is_compiled_once(family, arm):
+@pytest.mark.parametrize(("family", "spec"), compiled_cells(tuple(LANGUAGE)))
+def test_a_compiled_step_is_compiled_once(family, spec):
     """Decoding with a static cache: no recompilation from token to token, and the same tokens."""
-    model = talker(family, arm)
-    expected = model.generate(ids(), do_sample=False, use_cache=False, **NEW)
+    model = generator(family, spec)
+    expected = model.generate(ids(), do_sample=False, use_cache=False, **NEW_TOKENS)
     cache = StaticCache(config=model.config, max_cache_len=16)
     graphs = []
 
@@ -87,9 +87,11 @@ def test_a_compiled_step_is_compiled_once(family, arm):
         token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
         tokens = [prompt, token]
         for position in range(prompt.shape[1], prompt.shape[1] + 5):
-            at = torch.full((2, 1), position)
-            token = step(token, past_key_values=cache, position_ids=at).logits[:, -1:].argmax(-1)
+            positions = torch.full((2, 1), position)
+            out = step(token, past_key_values=cache, position_ids=positions)
+            token = out.logits[:, -1:].argmax(-1)
             tokens.append(token)
     assert torch.equal(torch.cat(tokens, 1), expected)
-    # a cache with a sliding window counts tokens in a Python int, so that the host's own step is compiled twice
+    # A cache with a sliding window counts tokens in a Python int: the host's own step is compiled
+    # twice.
     assert len(graphs) == (2 if "sliding_window" in LANGUAGE[family].options else 1)

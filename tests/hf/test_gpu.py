@@ -1,23 +1,19 @@
-"""What only a GPU can show: half precision on its kernels, compiled decoding with CUDA graphs, flex's backward.
-
-Skipped elsewhere.
-"""
+"""What needs a GPU: half precision, compiled decoding with CUDA graphs, flex's backward."""
 
 import copy
 
 import pytest
 import torch
-from test_connect import EXACT
 
 import crosslayer
-from tests.hf.backbones import LANGUAGE, build, ids
+from tests.hf.backbones import LANGUAGE, METHODS, build, ids
 from tests.support.tiny import shake
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
-methods = pytest.mark.parametrize("arm", crosslayer.available())
+BITWISE = [m for m in METHODS if crosslayer.make(m).method.bitwise_prenorm]
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -26,7 +22,7 @@ SIZES = {
 }
 
 
-def model(family: str, arm: str, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
+def model(family: str, spec: str, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
     sizes = {
         k: v
         for k, v in SIZES.items()
@@ -35,39 +31,39 @@ def model(family: str, arm: str, dtype: torch.dtype = torch.float32, **options) 
     if "head_dim" in LANGUAGE[family].options:
         sizes["head_dim"] = 16
     host = build(family, **sizes, **options)
-    return shake(crosslayer.connect(host, arm), 0.05).to("cuda", dtype)
+    return shake(crosslayer.connect(host, spec), 0.05).to("cuda", dtype)
 
 
 @pytest.mark.parametrize("family", LANGUAGE)
-@pytest.mark.parametrize("arm", sorted(EXACT))
-def test_starts_where_the_host_is_in_bf16(family, arm):
+@pytest.mark.parametrize("spec", BITWISE)
+def test_starts_where_the_host_is_in_bf16(family, spec):
     plain = shake(build(family), 0.05).to("cuda", torch.bfloat16)
-    connected = crosslayer.connect(copy.deepcopy(plain), arm)
+    connected = crosslayer.connect(copy.deepcopy(plain), spec)
     assert torch.equal(connected(ids().cuda()).logits, plain(ids().cuda()).logits)
 
 
-DECODED = [("llama", arm) for arm in crosslayer.available()]
+DECODED = [("llama", spec) for spec in METHODS]
 DECODED += [(family, "mudd") for family in LANGUAGE if family not in ("llama", "mixtral", "olmoe")]
 
 
-@pytest.mark.parametrize(("family", "arm"), DECODED)
-def test_generate_compiles_its_own_step(family, arm):
+@pytest.mark.parametrize(("family", "spec"), DECODED)
+def test_generate_compiles_its_own_step(family, spec):
     """transformers compiles the decoding step by itself on a GPU where the cache is static."""
-    talker = model(family, arm)
-    asked = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
-    expected = talker.generate(ids().cuda(), use_cache=False, **asked)
+    generating = model(family, spec)
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    expected = generating.generate(ids().cuda(), use_cache=False, **options)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found = talker.generate(ids().cuda(), cache_implementation="static", **asked)
+    sequences = generating.generate(ids().cuda(), cache_implementation="static", **options)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert torch.equal(found, expected)
+    assert torch.equal(sequences, expected)
     assert 1 <= graphs <= (2 if "sliding_window" in LANGUAGE[family].options else 1)
 
 
 @pytest.mark.parametrize("family", [f for f in LANGUAGE if f != "gpt2"])
-@pytest.mark.parametrize("arm", ["mudd", "hyper"])
-def test_flex_attention_has_gradients(family, arm):
-    trained = model(family, arm, attn_implementation="eager")
+@pytest.mark.parametrize("spec", ["mudd", "hyper"])
+def test_flex_attention_has_gradients(family, spec):
+    trained = model(family, spec, attn_implementation="eager")
     if not trained._supports_flex_attn:
         pytest.skip("the host does not have it")
     grads = {}
@@ -81,9 +77,9 @@ def test_flex_attention_has_gradients(family, arm):
     torch.testing.assert_close(grads["flex_attention"], grads["eager"], rtol=2e-2, atol=1e-4)
 
 
-@methods
-def test_a_bf16_step_under_autocast(arm):
-    trained = model("llama", arm).train()
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_bf16_step_under_autocast(spec):
+    trained = model("llama", spec).train()
     optimizer = torch.optim.AdamW(crosslayer.param_groups(trained, 1e-3, 0.1), fused=True)
     losses = []
     for _ in range(5):
@@ -96,11 +92,11 @@ def test_a_bf16_step_under_autocast(arm):
     assert losses[-1] < losses[0]
 
 
-@methods
-def test_weights_that_wait_on_the_cpu(arm):
+@pytest.mark.parametrize("spec", METHODS)
+def test_weights_that_wait_on_the_cpu(spec):
     from accelerate import cpu_offload
 
-    offloaded = model("llama", arm)
+    offloaded = model("llama", spec)
     expected = offloaded(ids().cuda()).logits
     offloaded = cpu_offload(offloaded.cpu(), execution_device=torch.device("cuda"))
     torch.testing.assert_close(offloaded(ids().cuda()).logits, expected)

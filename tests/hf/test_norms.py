@@ -1,4 +1,4 @@
-"""What kernels take of a host's norms to run them themselves is what these are."""
+"""`norm_spec_of` recognises exactly the host norms that kernels can fuse."""
 
 import pytest
 import torch
@@ -10,40 +10,42 @@ from crosslayer.fused_norms import norm_spec_of
 from crosslayer.norms import apply_norm
 from tests.hf.backbones import LANGUAGE, VISION, build
 
-# norms of their own kinds, or none before a sub-layer
-OTHERS = {"gemma2", "gemma3", "olmo", "olmo2", "dit"}
+# Families whose norms are of their own kinds.
+UNKNOWN_NORMS = {"gemma2", "gemma3", "olmo", "dit"}
 
 
-def test_a_norm_that_only_looks_known_is_not():
+def test_a_norm_that_only_resembles_a_known_one_is_not_fused():
     model = build("llama")
     for layer in model.model.layers:
         layer.input_layernorm = CohereLayerNorm(model.config.hidden_size)
-    model = crosslayer.connect(model, "prenorm")
-    taken = [norm_spec_of(site.norms[0]) for site in find_connections(model)]
-    assert not any(taken[0:-1:2]) and all(taken[1::2])
+    connections = find_connections(crosslayer.connect(model, "prenorm"))
+    specs = [norm_spec_of(connection.norms[0]) for connection in connections]
+    assert not any(specs[0:-1:2])
+    assert all(specs[1::2])
 
 
-def test_a_hooked_norm_is_a_module():
-    site = find_connections(crosslayer.connect(build("llama"), "prenorm"))[0]
-    for norm in (site.norms[0], site.norms[0].lent()):
+def test_a_norm_with_hooks_runs_as_a_module():
+    connection = find_connections(crosslayer.connect(build("llama"), "prenorm"))[0]
+    for norm in (connection.norms[0], connection.norms[0].host_norm_module()):
         for hook in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
             handle = getattr(norm, f"register_{hook}_hook")(lambda *_: None)
-            assert norm_spec_of(site.norms[0]) is None
+            assert norm_spec_of(connection.norms[0]) is None
             handle.remove()
-    assert norm_spec_of(site.norms[0])
+    assert norm_spec_of(connection.norms[0])
 
 
 @pytest.mark.parametrize("family", [*LANGUAGE, *VISION])
-def test_a_known_norm_is_what_it_is_taken_for(family):
+def test_a_norm_spec_computes_what_the_norm_does(family):
     torch.manual_seed(0)
     model = crosslayer.connect(build(family), "mudd" if family in LANGUAGE else "prenorm")
-    known = 0
-    for site in find_connections(model):
-        for norm in site.norms:
-            taken = norm_spec_of(norm)
-            if taken is not None:
-                torch.nn.init.normal_(taken.weight)
-                x = torch.randn(2, 3, len(taken.weight))
-                torch.testing.assert_close(apply_norm(x, taken), norm(x), rtol=1e-6, atol=1e-6)
-                known += 1
-    assert bool(known) == (family not in OTHERS)
+    fused_norms = 0
+    for connection in find_connections(model):
+        for norm in connection.norms:
+            spec = norm_spec_of(norm)
+            if spec is None:
+                continue
+            fused_norms += 1
+            torch.nn.init.normal_(spec.weight)
+            x = torch.randn(2, 3, len(spec.weight))
+            torch.testing.assert_close(apply_norm(x, spec), norm(x), rtol=1e-6, atol=1e-6)
+    assert bool(fused_norms) == (family not in UNKNOWN_NORMS)

@@ -1,54 +1,60 @@
-"""Training people already do: checkpointing, Trainer, accelerate and PEFT on a connected model."""
+"""Training with other libraries: checkpointing, Trainer, accelerate, PEFT and FSDP2 on a connected
+model.
+"""
 
 import copy
 import json
 
 import pytest
 import torch
-from test_connect import connected, trained
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import crosslayer
 from crosslayer import Connection
-from tests.hf.backbones import FAMILIES, build, checkpoint, ids, inputs, loss, output
+from tests.hf import sharded
+from tests.hf.backbones import (
+    FAMILIES,
+    build,
+    checkpoint,
+    connected,
+    each_family,
+    each_kind,
+    gradients,
+    ids,
+    inputs,
+    loss,
+    output,
+    trained,
+)
 from tests.support.tiny import shake
 
-families = pytest.mark.parametrize("family", FAMILIES)
-methods = pytest.mark.parametrize("arm", crosslayer.available())
-# what trainers and adapters ask of newer versions of transformers
+# What trainers and adapters call in newer versions of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+# Families with parameters that no gradient reaches: unused experts and heads.
+PARTLY_TRAINED = ("vit", "dit", "mixtral", "olmoe")
+# diffusers passes the layers' own tuples, which reentrant checkpointing does not look into.
+REENTRANT = [(family, "mudd", True) for family in FAMILIES if family != "dit"]
 
 
-def gradients(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss(model, family).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-@families
-@methods
-@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
-def test_gradient_checkpointing(family, arm, reentrant):
-    if family == "dit" and reentrant:
-        pytest.skip(
-            "diffusers passes the layers' own tuples, which reentrant checkpointing does not look into"
-        )
-    model = connected(family, arm)
+@pytest.mark.parametrize(
+    ("family", "spec", "reentrant"), [*((*pair, False) for pair in each_kind()), *REENTRANT]
+)
+def test_gradient_checkpointing(family, spec, reentrant):
+    model = connected(family, spec)
     model.train()
     if family != "dit":
-        model.config.use_cache = False  # with which a host takes another path
+        model.config.use_cache = False  # A host with a cache takes another path.
     torch.manual_seed(0)
     expected = gradients(model, family)
     checkpoint(model, family, reentrant)
     torch.manual_seed(0)
-    again = gradients(model, family)
-    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert again.keys() == expected.keys()
-    assert expected.keys() == trainable or family in ("vit", "dit", "mixtral", "olmoe"), (
-        "every parameter has a gradient"
-    )
-    assert all(torch.equal(again[n], g) for n, g in expected.items())
+    recomputed = gradients(model, family)
+    assert recomputed.keys() == expected.keys()
+    if family not in PARTLY_TRAINED:
+        assert expected.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    for name, gradient in expected.items():
+        assert torch.equal(recomputed[name], gradient), name
 
 
 class Lines(torch.utils.data.Dataset):
@@ -62,36 +68,44 @@ class Lines(torch.utils.data.Dataset):
 
 def trainer(model: nn.Module, folder, steps: int) -> Trainer:
     arguments = TrainingArguments(
-        str(folder), max_steps=steps, save_steps=10, per_device_train_batch_size=4, learning_rate=1e-2, seed=1,
-        lr_scheduler_type="constant", report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=5,
+        str(folder),
+        max_steps=steps,
+        save_steps=10,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        seed=1,
+        lr_scheduler_type="constant",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_steps=5,
         dataloader_pin_memory=False,
-    )  # fmt: skip
+    )
     return Trainer(model, arguments, train_dataset=Lines())
 
 
-@methods
-def test_trainer_resumes_to_the_last_bit(arm, tmp_path):
-    through = trainer(connected("llama", arm), tmp_path / "through", 20)
-    through.train()
-    stopped = trainer(connected("llama", arm), tmp_path / "stopped", 10)
+@pytest.mark.parametrize("spec", ["prenorm", "mudd", "hyper"])
+def test_trainer_resumes_bitwise(spec, tmp_path):
+    uninterrupted = trainer(connected("llama", spec), tmp_path / "uninterrupted", 20)
+    uninterrupted.train()
+    stopped = trainer(connected("llama", spec), tmp_path / "stopped", 10)
     stopped.train()
-    resumed = trainer(connected("llama", arm), tmp_path / "resumed", 20)
+    resumed = trainer(connected("llama", spec), tmp_path / "resumed", 20)
     resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-10"))
-    for (name, a), (_, b) in zip(
-        through.model.named_parameters(), resumed.model.named_parameters(), strict=True
-    ):
-        assert torch.equal(a, b), name
-    saved = crosslayer.from_pretrained(tmp_path / "through" / "checkpoint-20")
-    assert torch.equal(saved(ids()).logits, through.model.eval()(ids()).logits)
+    expected = dict(uninterrupted.model.named_parameters())
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    saved = crosslayer.from_pretrained(tmp_path / "uninterrupted" / "checkpoint-20")
+    assert torch.equal(saved(ids()).logits, uninterrupted.model.eval()(ids()).logits)
 
 
-@methods
-def test_accelerate(arm, tmp_path):
-    """Its training loop, its state on disk, and weights that are brought in for the time they are used."""
+@pytest.mark.parametrize("spec", ["prenorm", "mudd", "hyper"])
+def test_accelerate(spec, tmp_path):
+    """Its training loop, its saved state, and weights that are loaded only while they are used."""
     from accelerate import Accelerator, cpu_offload
 
     accelerator = Accelerator(cpu=True)
-    model = connected("llama", arm)
+    model = connected("llama", spec)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def step() -> None:
@@ -114,46 +128,40 @@ def test_accelerate(arm, tmp_path):
     accelerator.free_memory()
 
 
-TARGETS = {
+LORA_TARGETS = {
     "gpt2": ["c_attn", "c_fc"],
     "phi3": ["qkv_proj", "o_proj"],
     "neox-parallel": ["query_key_value"],
     "neox-sequential": ["query_key_value"],
     "dit": ["to_q", "to_v"],
 }
-# every connection on one body of each way to project q, k and v, and one connection on the others
-ADAPTED = [
-    (f, a)
-    for f in ("llama", "vit", *TARGETS)
-    for a in crosslayer.available()
-    if f != "neox-sequential"
-]
-ADAPTED += [(family, "mudd") for family in FAMILIES if (family, "mudd") not in ADAPTED]
 
 
-def targets(family: str) -> list[str]:
-    return TARGETS.get(family, ["q_proj", "k_proj", "v_proj"])
+def lora_targets(family: str) -> list[str]:
+    return LORA_TARGETS.get(family, ["q_proj", "k_proj", "v_proj"])
 
 
-@pytest.mark.parametrize(("family", "arm"), ADAPTED)
-def test_peft(family, arm, tmp_path):
-    """LoRA on q, k and v after `connect`; the connections trained in full, saved, loaded, merged."""
+@pytest.mark.parametrize(("family", "spec"), [p for p in each_family() if p[1] != "prenorm"])
+def test_peft(family, spec, tmp_path):
+    """LoRA on q, k and v after `connect`: trained, saved, loaded, merged."""
     import peft
 
-    model = connected(family, arm)
+    model = connected(family, spec)
     before = output(model, family)
     config = peft.LoraConfig(
-        r=2, target_modules=targets(family), init_lora_weights=True, fan_in_fan_out=family == "gpt2"
+        r=2,
+        target_modules=lora_targets(family),
+        init_lora_weights=True,
+        fan_in_fan_out=family == "gpt2",
     )
     adapted = peft.get_peft_model(copy.deepcopy(model), config)
     torch.testing.assert_close(output(adapted, family), before)
-    lora = [n for n, _ in adapted.named_parameters() if "lora_" in n]
-    assert lora
-    shaken(adapted, "lora_")
+    lora_names = {n for n, _ in adapted.named_parameters() if "lora_" in n}
+    assert lora_names
+    shake_parameters(adapted, "lora_")
     expected = output(adapted, family)
     assert not torch.allclose(expected, before, atol=1e-4)
-    found = gradients(adapted, family)
-    assert found.keys() == set(lora)
+    assert gradients(adapted, family).keys() == lora_names
     adapted.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path)
     assert torch.equal(output(loaded.eval(), family), expected)
@@ -162,7 +170,8 @@ def test_peft(family, arm, tmp_path):
     assert [type(m) for m in merged.modules()] == [type(m) for m in model.modules()]
 
 
-def shaken(model: nn.Module, part: str) -> None:
+def shake_parameters(model: nn.Module, part: str) -> None:
+    """Move the parameters whose names contain `part`."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -170,20 +179,20 @@ def shaken(model: nn.Module, part: str) -> None:
                 p.add_(torch.randn(p.shape, generator=generator) * 0.1)
 
 
-def test_peft_before_connect_is_the_same():
-    """An adapted host, connected: the projections are adapters already."""
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_peft_before_connect_is_the_same(family):
+    """An adapted host, connected: its projections are adapters already."""
     import peft
 
-    for family in ("llama", "gpt2", "phi3"):
-        config = peft.LoraConfig(
-            r=2, target_modules=targets(family), fan_in_fan_out=family == "gpt2"
-        )
-        first = peft.get_peft_model(connected(family, "mudd"), config)
-        second = peft.get_peft_model(build(family), config)
-        crosslayer.connect(second.base_model.model, "mudd")
-        shake(second.base_model.model)
-        first.load_state_dict(second.state_dict())
-        assert torch.equal(output(first, family), output(second, family))
+    config = peft.LoraConfig(
+        r=2, target_modules=lora_targets(family), fan_in_fan_out=family == "gpt2"
+    )
+    first = peft.get_peft_model(connected(family, "mudd"), config)
+    second = peft.get_peft_model(build(family), config)
+    crosslayer.connect(second.base_model.model, "mudd")
+    shake(second.base_model.model)
+    first.load_state_dict(second.state_dict())
+    assert torch.equal(output(first, family), output(second, family))
 
 
 def test_peft_trains_the_connections_too(tmp_path):
@@ -191,73 +200,64 @@ def test_peft_trains_the_connections_too(tmp_path):
 
     model = connected("llama", "mudd")
     names = [f"connections.{i}" for i in range(2)] + ["norm.connection"]
-    adapted = peft.get_peft_model(
-        copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names)
-    )
-    shaken(adapted, "modules_to_save")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names)
+    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    shake_parameters(adapted, "modules_to_save")
     expected = output(adapted, "llama")
-    assert {n for n in gradients(adapted, "llama") if n.endswith("W1")}
+    assert any(name.endswith("W1") for name in gradients(adapted, "llama"))
     adapted.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(model, tmp_path)
     assert torch.equal(output(loaded.eval(), "llama"), expected)
 
 
-def test_a_connected_model_trains():
-    for family in FAMILIES:
-        model = crosslayer.connect(trained(family), "mudd").train()
-        optimizer = torch.optim.AdamW(crosslayer.param_groups(model, lr=1e-3, weight_decay=0.1))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_connected_model_trains(family):
+    model = crosslayer.connect(trained(family), "mudd").train()
+    optimizer = torch.optim.AdamW(crosslayer.param_groups(model, lr=1e-3, weight_decay=0.1))
+    losses = []
+    for _ in range(6):
         torch.manual_seed(0)
-        first = loss(model, family)
-        for _ in range(5):
-            torch.manual_seed(0)
-            loss(model, family).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.manual_seed(0)
-        assert loss(model, family) < first
-        moved = [
-            m
-            for m in model.modules()
-            if isinstance(m, Connection) and getattr(m, "W2", None) is not None
-        ]
-        assert all(m.W2.any() for m in moved)
+        losses.append(loss(model, family))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    for module in model.modules():
+        if isinstance(module, Connection) and getattr(module, "W2", None) is not None:
+            assert module.W2.any()
 
 
 def test_fsdp2_with_mixed_precision(tmp_path):
-    """Parameters cast to bf16 with their layers, the connections' too, or those sharded apart and left wide."""
-    from tests.hf import sharded
-
+    """Connections in bf16 with their layers, or sharded on their own and left in float32."""
     torch.multiprocessing.spawn(sharded.train, (str(tmp_path),), nprocs=2)
     errors = json.loads((tmp_path / "errors.json").read_text())
-    assert len(errors) == 2 * len(crosslayer.available())
+    assert len(errors) == 2 * len(sharded.SPECS)
     assert {case: error for case, error in errors.items() if not error < 0.05} == {}
 
 
-@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT's, of every RMSNorm
-def test_a_norm_that_is_replaced_is_used():
-    import peft
-
+def test_a_replaced_norm_is_used():
     model = crosslayer.connect(trained("llama"), "prenorm")
     for layer in model.model.layers:
         layer.input_layernorm = copy.deepcopy(layer.input_layernorm)
         layer.input_layernorm.weight.data += 1
     changed = output(model, "llama")
     assert torch.equal(output(crosslayer.disconnect(model), "llama"), changed)
-    adapted = peft.get_peft_model(
-        connected("llama", "mudd"),
-        peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], task_type="CAUSAL_LM"),
-    )
-    found = gradients(adapted, "llama")
-    assert (
-        all(g.any() for g in found.values())
-        and sum(n.endswith("default.weight") for n in found) == 4
-    )
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT's, of every RMSNorm
+def test_adapted_norms_have_gradients():
+    import peft
+
+    tuning = peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], task_type="CAUSAL_LM")
+    adapted = gradients(peft.get_peft_model(connected("llama", "mudd"), tuning), "llama")
+    assert all(gradient.any() for gradient in adapted.values())
+    assert sum(name.endswith("default.weight") for name in adapted) == 4
     saved = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"])
-    found = gradients(peft.get_peft_model(connected("llama", "mudd"), saved), "llama")
-    assert sum("layernorm" in n and bool(g.any()) for n, g in found.items()) == 3
+    adapted = gradients(peft.get_peft_model(connected("llama", "mudd"), saved), "llama")
+    assert sum("layernorm" in name and bool(g.any()) for name, g in adapted.items()) == 3
 
 
-def test_a_dispatched_model_is_connected_first():
+def test_a_dispatched_model_is_refused():
     from accelerate import cpu_offload
 
     model = cpu_offload(trained("llama"), execution_device=torch.device("cpu"))
@@ -268,22 +268,40 @@ def test_a_dispatched_model_is_connected_first():
         crosslayer.disconnect(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("arm", ["prenorm", "mudd", "hyper", "mhc"])
-def test_a_wide_stream_and_a_float64_body(family, arm):
-    wide = crosslayer.connect(build(family).bfloat16(), f"{arm}(stream_dtype='float32')")
-    cast = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs(family).items()}
-    out = wide(**cast)
-    assert (out.sample if family == "dit" else out.logits).dtype == torch.bfloat16
+FLOAT_PAIRS = [(family, "mudd") for family in FAMILIES]
+FLOAT_PAIRS += [("llama", spec) for spec in ("prenorm", "hyper", "mhc")]
+
+
+def cast_inputs(family: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(family).items()}
+
+
+def model_output(model: nn.Module, family: str, dtype: torch.dtype) -> torch.Tensor:
+    out = model(**cast_inputs(family, dtype))
+    return out.sample if family == "dit" else out.logits
+
+
+@pytest.mark.parametrize(("family", "spec"), FLOAT_PAIRS)
+def test_float32_streams_in_a_bfloat16_model(family, spec):
+    model = crosslayer.connect(build(family).bfloat16(), f"{spec}(stream_dtype='float32')")
+    assert model_output(model, family, torch.bfloat16).dtype == torch.bfloat16
     if family != "dit":
-        states = wide(**cast, output_hidden_states=True).hidden_states
-        assert all(state.dtype == torch.bfloat16 for state in states[:-1])
-    if family in ("mixtral", "olmoe"):  # whose experts have no kernel for it
-        return
-    double = shake(crosslayer.connect(build(family).double(), arm), 0.05)
-    cast = {k: v.double() if v.is_floating_point() else v for k, v in inputs(family).items()}
-    assert all(p.dtype == torch.float64 for p in double.parameters())
-    again = shake(crosslayer.connect(build(family), arm).double(), 0.05)
-    assert_close = torch.testing.assert_close
-    read = (lambda out: out.sample) if family == "dit" else (lambda out: out.logits)
-    assert_close(read(double(**cast)), read(again(**cast)), rtol=1e-3, atol=1e-3)
+        cast = cast_inputs(family, torch.bfloat16)
+        hidden_states = model(**cast, output_hidden_states=True).hidden_states
+        assert all(state.dtype == torch.bfloat16 for state in hidden_states[:-1])
+
+
+# Experts have no kernel for float64.
+@pytest.mark.parametrize(
+    ("family", "spec"), [p for p in FLOAT_PAIRS if p[0] not in ("mixtral", "olmoe")]
+)
+def test_a_float64_model_has_float64_connections(family, spec):
+    first = shake(crosslayer.connect(build(family).double(), spec), 0.05)
+    assert all(p.dtype == torch.float64 for p in first.parameters())
+    second = shake(crosslayer.connect(build(family), spec).double(), 0.05)
+    torch.testing.assert_close(
+        model_output(first, family, torch.float64),
+        model_output(second, family, torch.float64),
+        rtol=1e-3,
+        atol=1e-3,
+    )

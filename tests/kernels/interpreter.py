@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to round as GPUs do, and to count the bytes a kernel loads and stores."""
+"""Triton's interpreter: rounding as GPUs do, and counting the bytes that kernels load and store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,21 +9,21 @@ import numpy as np
 
 
 @contextmanager
-def rounding() -> Iterator[None]:
-    """Within it, float32 becomes bfloat16 by rounding to the nearest, ties to even; the interpreter cuts digits off."""
+def round_to_nearest() -> Iterator[None]:
+    """Make float32 -> bfloat16 round to nearest, ties to even; the interpreter truncates."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
 
-    def nearest(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+    def convert_rounding(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(data, source, target, mode)
         bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         return np.where(np.isnan(data), np.uint16(0x7FC0), rounded)
 
-    interpreter._convert_float = nearest
+    interpreter._convert_float = convert_rounding
     try:
         yield
     finally:
@@ -31,29 +31,30 @@ def rounding() -> Iterator[None]:
 
 
 @contextmanager
-def counted() -> Iterator[SimpleNamespace]:
-    """Within it, `.bytes` counts what kernels load and store; lanes that are masked off move nothing."""
+def count_traffic() -> Iterator[SimpleNamespace]:
+    """Count in `.bytes` what kernels load and store; masked lanes move nothing."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    count = SimpleNamespace(bytes=0)
+    traffic = SimpleNamespace(bytes=0)
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
-    def note(pointers: Any, mask: Any) -> None:
-        count.bytes += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+    def count(pointers: Any, mask: Any) -> None:
+        traffic.bytes += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
 
-    def create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        note(ptrs, mask)
-        return load(self, ptrs, mask, *rest, **named)
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        count(ptrs, mask)
+        return load(self, ptrs, mask, *args, **kwargs)
 
     def create_masked_store(
-        self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any
+        self: Any, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        note(ptrs, mask)
-        return store(self, ptrs, value, mask, *rest, **named)
+        count(ptrs, mask)
+        return store(self, ptrs, value, mask, *args, **kwargs)
 
     InterpreterBuilder.create_masked_load = create_masked_load
     InterpreterBuilder.create_masked_store = create_masked_store
     try:
-        yield count
+        yield traffic
     finally:
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        InterpreterBuilder.create_masked_load = load
+        InterpreterBuilder.create_masked_store = store

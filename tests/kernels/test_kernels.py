@@ -1,7 +1,7 @@
-"""Runs `suite.py` under triton's interpreter and `ptx.py` without it, each in a process of its own.
+"""Runs `suite.py` under triton's interpreter and `ptx.py` without it, each in its own process.
 
-The interpreter is chosen by an environment variable that triton reads when it is imported, which other tests of the
-same worker may already have done.
+triton reads the environment variable of its interpreter when it is imported, which other tests of
+the same worker may already have done.
 """
 
 import os
@@ -11,87 +11,59 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cases import CASES, SLOW
+from tests.kernels.cases import CASES, FAST
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-GROUPS = (
-    "mix norm",
-    "gate sinkhorn",
-    "attend merge streams",
-    "probe",
-)  # of modules, about as long each
+MODULES = sorted({case.module for case in CASES.values()})
 
 
-def python(*args: str, **environment: str) -> str:
-    paths = os.pathsep.join([str(HERE), *(path for path in sys.path if path)])
+def run_python(*args: str, **environment: str) -> str:
+    paths = os.pathsep.join(path for path in sys.path if path)
     env = {**os.environ, "PYTHONPATH": paths, **environment}
     env.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *args], capture_output=True, text=True, cwd=HERE.parent.parent, env=env
     )
-    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
-    return ran.stdout
+    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-4000:]
+    return process.stdout
 
 
-# the first in a plain run, the others take longer
-@pytest.mark.parametrize(
-    "modules", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])]
-)
-def test_interpreted(modules):
-    interpret("not slow", [name for name, case in CASES.items() if case.module in modules.split()])
+def run_suite(expression: str) -> None:
+    options = ("-m", "pytest", "-q", "-n", "0", str(HERE / "suite.py"), "-k", expression)
+    assert "passed" in run_python(*options, TRITON_INTERPRET="1")
 
 
-@pytest.mark.slow
-def test_in_connections():
-    interpret("not slow", ["connections", "columns", "taken_along", "hooked", "model"])
+def test_every_kernel_in_the_interpreter():
+    """Forward and backward of a case for each kernel."""
+    run_suite(f"test_accuracy and 2x1000 and fp32 and ({' or '.join(FAST)})")
 
 
-def test_every_module_is_in_a_group():
-    assert sorted(" ".join(GROUPS).split()) == sorted({case.module for case in CASES.values()})
+def test_fast_cases_cover_every_module():
+    assert sorted({CASES[name].module for name in FAST}) == MODULES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SLOW))
-def test_interpreted_slowly(name):
-    interpret("slow", [name])
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_in_the_interpreter(module):
+    run_suite(" or ".join(name for name, case in CASES.items() if case.module == module))
 
 
-def interpret(marks, names):
-    suite = (
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        str(HERE / "suite.py"),
-        "-m",
-        marks,
-        "-k",
-        " or ".join(names),
-    )
-    assert "passed" in python(*suite, TRITON_INTERPRET="1")
+@pytest.mark.slow
+def test_connections_in_the_interpreter():
+    run_suite("connections or fused_norms or hook or model or disconnect or does_not_support")
 
 
 @pytest.mark.parametrize(
     "capability",
     [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
 )
-def test_compiles(capability, tmp_path):
-    # in a plain run, kernels with fewer sources
-    cases = [name for name in CASES if capability != 90 or name not in SLOW]
-    out = python(
+def test_compiles_for_gpus(capability, tmp_path):
+    cases = FAST if capability == 90 else CASES
+    run_python(
         str(HERE / "ptx.py"),
         str(capability),
         *cases,
         TRITON_INTERPRET="0",
         TRITON_CACHE_DIR=str(tmp_path),
-    )
-    assert out
-
-
-def test_import_is_free_of_triton():
-    python(
-        "-c",
-        "import sys, crosslayer, crosslayer.ops; assert not {'triton', 'crosslayer.kernels'} & set(sys.modules)",
     )

@@ -1,4 +1,4 @@
-"""A row of connections outside any model: `D` wide, `LAYERS` layers, sub-layers that no symmetry hides in."""
+"""A row of connections outside any model: width `D`, `LAYERS` layers, asymmetric sub-layers."""
 
 import torch
 from torch import nn
@@ -8,8 +8,8 @@ import crosslayer
 D, LAYERS = 12, 3
 
 
-def row(arm: str, parallel: bool = False, layers: int = LAYERS) -> list[crosslayer.Connection]:
-    make = crosslayer.make(arm)
+def row(spec: str, parallel: bool = False, layers: int = LAYERS) -> list[crosslayer.Connection]:
+    make = crosslayer.make(spec)
     return [make(site, D, lambda port: nn.Identity()) for site in crosslayer.plan(layers, parallel)]
 
 

@@ -1,43 +1,108 @@
-"""What many tests share: every arm, a small model of it, and weights shaken off their initial values."""
+"""Helpers of many tests: every spec, a small model of it, and perturbed weights."""
 
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import crosslayer
+from crosslayer.connection import find_connections
 from crosslayer.spec import default_options
-from examples.gpt import GPT
+from examples.gpt import MLP, Attention
 
-ARMS = [
-    arm
-    for name in crosslayer.available()
-    for arm in (name, *crosslayer.make(name).method.test_variants)
-]
+# Every connection with its default options, and every variant that its class names.
+DEFAULTS = list(crosslayer.available())
+VARIANTS = [spec for name in DEFAULTS for spec in crosslayer.make(name).method.test_variants]
+SPECS = DEFAULTS + VARIANTS
+ARMS = SPECS  # the former name
 
 
-def without_eps(arm: str) -> str:
-    """The arm with its own eps, where it has one, as good as zero."""
-    factory = crosslayer.make(arm)
-    return (
-        str(replace(factory, options={**factory.options, "eps": 1e-300}))
-        if "eps" in default_options(factory.method)
-        else arm
-    )
+class Block(nn.Module):
+    """A layer: a connection before each of its sub-layers."""
+
+    def __init__(self, sublayers: list[nn.Module], connections: list[crosslayer.Connection]):
+        super().__init__()
+        self.sublayers = nn.ModuleList(sublayers)
+        self.connections = nn.ModuleList(connections)
+
+    def forward(self, state):
+        for connection, sublayer in zip(self.connections, self.sublayers, strict=True):
+            inputs, state = connection.read(state)
+            state = connection.write(state, sublayer(*inputs))
+        return state
+
+
+class ParallelSublayer(nn.Module):
+    """Attention and MLP of a parallel block (GPT-J, Pythia): one sub-layer of both."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.attn = Attention(dim, heads)
+        self.mlp = MLP(dim)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        *attention_inputs, mlp_input = inputs
+        return self.attn(*attention_inputs) + self.mlp(mlp_input)
+
+
+class TinyGPT(nn.Module):
+    """The GPT of examples/gpt.py in blocks, which can be parallel, checkpointed and sharded."""
+
+    def __init__(self, spec: str, parallel: bool, layers: int, eps: float):
+        super().__init__()
+        vocab, dim, heads, context = 31, 12, 3, 16
+        make_connection = crosslayer.make(spec)
+        sites = crosslayer.plan(layers, parallel)
+
+        def norm(port: str) -> nn.Module:
+            return nn.RMSNorm(dim, eps=eps)
+
+        self.embed = nn.Embedding(vocab, dim)
+        self.position = nn.Embedding(context, dim)
+        self.blocks = nn.ModuleList()
+        for layer in range(layers):
+            sublayers = [Attention(dim, heads), MLP(dim)]
+            if parallel:
+                sublayers = [ParallelSublayer(dim, heads)]
+            layer_sites = [site for site in sites if site.layer == layer]
+            connections = [make_connection(site, dim, norm) for site in layer_sites]
+            self.blocks.append(Block(sublayers, connections))
+        self.readout = make_connection(sites[-1], dim, norm)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.checkpointing = False
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        return self.embed(ids) + self.position(torch.arange(ids.shape[1]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state = self.readout.init(self.embed_tokens(ids))
+        for block in self.blocks:
+            if self.checkpointing:
+                state = checkpoint(block, state, use_reentrant=False)
+            else:
+                state = block(state)
+        return self.head(self.readout.readout(state))
 
 
 def gpt(
-    arm: str, parallel: bool = False, layers: int = 4, eps: float = 1e-6, shaken: bool = True
-) -> GPT:
+    spec: str, parallel: bool = False, layers: int = 4, eps: float = 1e-6, shaken: bool = True
+) -> TinyGPT:
     torch.manual_seed(1)
-    model = GPT(
-        arm, vocab=31, dim=12, layers=layers, heads=3, context=16, parallel=parallel, eps=eps
-    )
+    model = TinyGPT(spec, parallel, layers, eps)
     return shake(model) if shaken else model
 
 
+def without_eps(spec: str) -> str:
+    """The spec with its own eps, where it has one, practically zero."""
+    parsed = crosslayer.make(spec)
+    if "eps" not in default_options(parsed.method):
+        return spec
+    return str(replace(parsed, options={**parsed.options, "eps": 1e-300}))
+
+
 def shake(model: nn.Module, scale: float = 0.1) -> nn.Module:
-    """Move every weight, so that nothing hides behind an initial zero or one."""
+    """Perturb every weight, so that no error hides behind an initial zero or one."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
@@ -45,24 +110,21 @@ def shake(model: nn.Module, scale: float = 0.1) -> nn.Module:
     return model
 
 
-def tokens(batch: int = 2, length: int = 7) -> torch.Tensor:
+def tokens(batch: int = 2, length: int = 7) -> Tensor:
     return torch.randint(31, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
-def loss_and_gradients(
-    model: nn.Module, ids: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
     loss = model(ids).logsumexp(-1).square().mean()
     loss.backward()
-    return loss.detach(), {
-        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    }
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def connections(model: nn.Module) -> list[crosslayer.Connection]:
-    return [m for m in model.modules() if isinstance(m, crosslayer.Connection)]
+    return find_connections(model)

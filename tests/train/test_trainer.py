@@ -360,7 +360,7 @@ def test_inversion_is_as_good_as_streams_that_are_kept(text):
 def test_recomputation_that_is_not_supported(text):
     with pytest.raises(
         ValueError,
-        match="hyper has no inversion, as its writes cannot be undone; recompute streams,",
+        match='"inversion" is not supported by hyper',
     ):
         run({"data": text, "recompute": "inversion"}, "hyper")
     with pytest.raises(

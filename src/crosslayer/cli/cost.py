@@ -1,25 +1,41 @@
-"""`crosslayer cost`: what connections cost on a body before it is trained."""
+"""`crosslayer cost`: what connections cost in a model, before training."""
 
+import inspect
 from typing import Any
 
 from ..spec import split_specs
-from ..validation import did_you_mean
+from ..validation import check_choice
 from .console import add_arms, make_console, make_parser, make_table, print_table, silence_libraries
+
+COLUMNS = (
+    "connection",
+    "parameters",
+    "extra",
+    "forward GFLOPs",
+    "extra",
+    "activations",
+    "traffic",
+    "bound, ms",
+    "beyond pre-norm",
+)
 
 
 def parser() -> Any:
-    from ..cost.estimate import GPUS
+    from ..cost import GPUS
     from ..hf.config import make_config
 
     command = make_parser(
-        "What connections cost on a body before it is trained: parameters, FLOPs, memory, and the least "
-        "time their traffic takes."
+        "Estimate what connections cost before training: parameters, FLOPs, activation memory, and "
+        "the least time that their memory traffic takes."
     )
     command.add_function_arguments(make_config, None)
     command.add_argument("--batch", type=int, default=8, help="sequences a step on one GPU")
     command.add_argument("--context", type=int, default=2048, help="tokens a sequence")
     command.add_argument(
-        "--gpu", type=str, default="H100", help="whose memory sets the floor: " + ", ".join(GPUS)
+        "--gpu",
+        type=str,
+        default="H100",
+        help="the GPU whose memory bandwidth is used: " + ", ".join(GPUS),
     )
     add_arms(command)
     return command
@@ -27,21 +43,48 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    from ..cost import estimate
+    from ..cost import GPUS, estimate_costs
+    from ..hf.config import make_config
 
-    if options.gpu not in estimate.GPUS:
-        raise ValueError(
-            f"unknown GPU {options.gpu!r}{did_you_mean(options.gpu, estimate.GPUS)}; known: {', '.join(estimate.GPUS)}"
-        )
-    sizes = {name: options[name] for name in ("family", "layers", "dim", "heads", "vocab", "body")}
-    arms = split_specs(" ".join(options.arms))
-    rows = estimate.estimate_costs(
-        arms, estimate.make_config(**sizes), options.batch, options.context
+    gpu = check_choice("gpu", options.gpu, GPUS)
+    specs = split_specs(" ".join(options.arms))
+    config = make_config(
+        **{name: options[name] for name in inspect.signature(make_config).parameters}
     )
-    gpu = estimate.GPUS[options.gpu]
-    console, table = make_console(), make_table("crosslayer cost", estimate.HEAD)
-    for row in rows:
-        table.add_row(*estimate.cells(row, gpu))
+    costs = estimate_costs(specs, config, options.batch, options.context)
+    console = make_console()
+    table = make_table("crosslayer cost", COLUMNS)
+    for cost in costs:
+        table.add_row(*_table_row(cost, gpu))
     print_table(table, console)
-    console.print(estimate.legend(rows[0], gpu), soft_wrap=True)
+    console.print(_legend(costs[0], gpu), soft_wrap=True)
     return 0
+
+
+def _table_row(cost: Any, gpu: Any) -> list[str]:
+    """The cells of `COLUMNS`."""
+    bound = cost.bandwidth_bound_seconds(gpu)
+    return [
+        cost.spec,
+        f"{cost.model.parameters:,}",
+        f"{cost.extra_parameters:.3%}",
+        f"{cost.model.forward_flops / 1e9:,.0f}",
+        f"{cost.extra_flops:.2%}",
+        f"{cost.activation_ratio:.2f}×",
+        f"{sum(cost.model.site_traffic):g}",
+        f"{1e3 * bound:.2f}",
+        f"{1e3 * cost.extra_seconds(gpu):+.2f} ms, {cost.relative_slowdown(gpu):+.1%}",
+    ]
+
+
+def _legend(cost: Any, gpu: Any) -> str:
+    flops_ms = 3e3 * cost.baseline.forward_flops / gpu.flops
+    activations = cost.baseline.activation_bytes / 2**30
+    return (
+        f"One training step on one {gpu.name}: {gpu.bandwidth / 1e9:,.0f} GB/s, "
+        f"{gpu.flops / 1e12:,.0f} bf16 TFLOP/s. At that peak the FLOPs of pre-norm take "
+        f"{flops_ms:,.1f} ms. Activations: saved for the backward pass by the reference "
+        f"implementation; pre-norm saves {activations:,.1f} GiB. Traffic: elements of D a token, "
+        "forward, summed over depth. Bound: the least time of that traffic, forward and backward; "
+        "no kernel is faster."
+    )

@@ -1,149 +1,116 @@
-"""`crosslayer data`: tokenise a corpus once into a folder that training maps into memory; look at it; check it."""
+"""`crosslayer data`: tokenise a corpus once into a folder that training maps into memory."""
 
 import logging
 import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from . import console as shared
-from .console import make_parser
+from .console import make_console, make_parser, make_table, print_table
 
-HEAD = ("set", "documents", "tokens", "bytes", "bytes per token", "dtype", "shards", "checksum")
+if TYPE_CHECKING:
+    from ..data.streams import ProgressCallback, StreamCounts
+
+COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")
 
 
 def parser() -> Any:
-    return make_parser(
-        "Tokenise training data once into a folder that `--data FOLDER` then maps into memory."
-    )
+    return make_parser("Tokenise training data once into a folder for `--data FOLDER`.")
 
 
 def actions(parser: Any) -> list[Any]:
     commands = parser.add_subcommands(required=True, dest="action")
-    prepare = make_parser(
-        "Tokenise a source into a folder, in bounded memory. One that was interrupted starts over."
-    )
+    prepare = make_parser("Tokenise a source into a new folder.")
     prepare.add_argument(
-        "source", type=str, help="stdlib; a text, .jsonl (each also .gz) or .parquet file or a folder of them; or "
-        "datasets:NAME[,CONFIG][@SPLIT] of the Hub or a local folder",
+        "source", type=str, help="stdlib; a text, .jsonl (each also .gz) or .parquet file or a "
+        "folder of them; or datasets:NAME[,CONFIG][@SPLIT] of the Hub or a local folder",
     )  # fmt: skip
     prepare.add_argument(
-        "--tokenizer", type=str, default="bytes", help="bytes, bpe:SIZE (trained on the data), or a path to a "
-        "tokenizer.json",
+        "--tokenizer", type=str, default="bytes", help="bytes, bpe:SIZE (trained on the data), a "
+        "path to a tokenizer.json, or a name on the Hub like openai-community/gpt2",
     )  # fmt: skip
     prepare.add_argument("--out", type=str, required=True, help="the folder, new or empty")
     prepare.add_argument(
         "--valid", nargs="+", type=str, default=[], metavar="NAME=SOURCE",
         help="validation sets; without any, a part of the source is held out",
     )  # fmt: skip
-    prepare.add_argument(
-        "--workers",
-        type=int | None,
-        default=None,
-        help="threads of the tokenizer; all cores' by default",
-    )
-    show, verify = (
-        make_parser(what)
-        for what in (
-            "What a prepared folder holds.",
-            "Read all of a prepared folder and compare checksums.",
-        )
-    )
-    for action in (show, verify):
-        action.add_argument("folder", type=str, help="a prepared folder")
-    for name, action in (("prepare", prepare), ("show", show), ("verify", verify)):
-        commands.add_subcommand(name, action)
-    return [prepare, show, verify]
+    show = make_parser("Show what a prepared folder holds.")
+    show.add_argument("folder", type=str, help="a prepared folder")
+    commands.add_subcommand("prepare", prepare)
+    commands.add_subcommand("show", show)
+    return [prepare, show]
 
 
 def run(options: Any) -> int:
-    return {"prepare": prepare, "show": table_of, "verify": verify}[options.action](
-        options[options.action]
-    )
-
-
-def prepare(options: Any) -> int:
-    if options.workers is not None:
-        if options.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {options.workers}")
-        os.environ["RAYON_NUM_THREADS"] = str(options.workers)
-    valid = {}
-    for given in options.valid:
-        name, equals, source = given.partition("=")
-        if not (name and equals and source):
-            raise ValueError(f"--valid {given}: expected NAME=SOURCE")
-        if name in valid:
-            raise ValueError(f"--valid {given}: there are two validation sets {name}")
-        valid[name] = source
-    for name in ("datasets", "huggingface_hub"):  # their retries would tear the progress bar
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from ..data.prepared import prepare_corpus
-
-    console = shared.make_console()
-    try:
-        with progress(console) as watch:
-            prepare_corpus(options.source, options.tokenizer, options.out, valid, watch)
-    except KeyboardInterrupt:
-        console.print("Stopped; nothing is left of it.")
-        return 130
-    shown(options.out, console)
+    if options.action == "prepare":
+        _prepare(options.prepare)
+        _show(options.prepare.out)
+    else:
+        _show(options.show.folder)
     return 0
 
 
-def progress(console: Any) -> Any:
-    """A line for each set that is being read: documents and bytes so far."""
-    from contextlib import contextmanager
+def _prepare(options: Any) -> None:
+    valid = _parse_valid(options.valid)
+    # the libraries' own bars and retry messages would tear the progress bar
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    for name in ("datasets", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    from ..data.prepared import prepare_corpus
 
+    with _progress_lines() as show_progress:
+        prepare_corpus(options.source, options.tokenizer, options.out, valid, show_progress)
+
+
+def _parse_valid(options: list[str]) -> dict[str, str]:
+    valid: dict[str, str] = {}
+    for option in options:
+        name, _, source = option.partition("=")
+        if not name or not source:
+            raise ValueError(f"--valid {option}: expected NAME=SOURCE")
+        if name in valid:
+            raise ValueError(f"--valid {option}: there are two validation sets {name}")
+        valid[name] = source
+    return valid
+
+
+@contextmanager
+def _progress_lines() -> Iterator["ProgressCallback"]:
+    """A line for each set: documents and bytes so far."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.fields[documents]:,} documents"),
-        TextColumn("{task.fields[megabytes]:,.1f} MB"), TimeElapsedColumn(),
-    )  # fmt: skip
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TextColumn("{task.fields[documents]:,} documents"),
+        TextColumn("{task.fields[megabytes]:,.1f} MB"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=make_console(), refresh_per_second=4) as progress:
+        # the first line is there while the source is opened and a BPE is trained
+        tasks = {"train": progress.add_task("train", total=None, documents=0, megabytes=0.0)}
 
-    @contextmanager
-    def bars() -> Any:
-        with Progress(*columns, console=console, refresh_per_second=4) as lines:
-            tasks: dict[str, Any] = {}
+        def show_progress(name: str, counts: "StreamCounts") -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=None, documents=0, megabytes=0.0)
+            megabytes = counts.text_bytes / 1e6
+            progress.update(tasks[name], documents=counts.documents, megabytes=megabytes)
 
-            def watch(name: str, documents: int, text_bytes: int) -> None:
-                if name not in tasks:
-                    tasks[name] = lines.add_task(name, total=None, documents=0, megabytes=0.0)
-                lines.update(tasks[name], documents=documents, megabytes=text_bytes / 1e6)
-
-            yield watch
-
-    return bars()
-
-
-def table_of(options: Any) -> int:
-    shown(options.folder, shared.make_console())
-    return 0
+        yield show_progress
 
 
-def shown(folder: str, console: Any) -> None:
+def _show(folder: str) -> None:
     from ..data.prepared import open_prepared
 
     prepared = open_prepared(folder)
-    kind = prepared.tokenizer
-    table = shared.make_table(f"{folder}: {prepared.source}", HEAD)
-    for name, tokens in prepared.sets.items():
-        documents = sum(len(shard.documents) for shard in tokens.shards)
-        dtype = tokens.shards[0].header["dtype"]
-        sizes = (
-            f"{documents:,}",
-            f"{len(tokens):,}",
-            f"{tokens.text_bytes:,}",
-            f"{tokens.text_bytes / len(tokens):.3f}",
-        )
-        table.add_row(name, *sizes, dtype, str(len(tokens.shards)), tokens.digest)
-    shared.print_table(table, console)
+    table = make_table(f"{folder}: {prepared.source}", COLUMNS)
+    for name, counts in prepared.counts.items():
+        ratio = f"{counts.text_bytes / counts.tokens:.3f}"
+        table.add_row(name, *(f"{count:,}" for count in counts), ratio)
+    console = make_console()
+    print_table(table, console)
+    tokenizer = prepared.tokenizer
     console.print(
-        f"Tokenizer: {kind.name}, vocabulary {kind.vocab:,}, {kind.digest}.", soft_wrap=True
+        f"Tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocab:,}, {tokenizer.digest}.",
+        soft_wrap=True,
     )
-
-
-def verify(options: Any) -> int:
-    from ..data.prepared import verify_corpus
-
-    count = verify_corpus(options.folder)
-    print(f"{options.folder}: {count} shards are as they were written")
-    return 0

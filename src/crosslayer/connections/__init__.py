@@ -1,1 +1,1 @@
-"""One method, one file. The file's name is the connection's name; nothing needs to be registered."""
+"""One method, one file. The file's name is the connection's name, and nothing is registered."""

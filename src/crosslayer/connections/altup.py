@@ -1,16 +1,19 @@
-"""AltUp: K streams of which each layer runs on one, by turns, and corrects the others from a prediction.
+"""AltUp: K streams; each layer runs on one of them, by turns, and corrects the others from a
+prediction.
 
 Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 
     X = the embedding, repeated K times;  at layer l, on block j = l mod K:
     predict  X̂_i = Σ_k P_{i,k} X_k           P [K, K]
     compute  o = L(X_j), the whole layer with its residuals
-    correct  X_i ← X̂_i + g_i (o − X̂_j)       g [K];   readout: the sum of the blocks, then the final norm
+    correct  X_i ← X̂_i + g_i (o − X̂_j)       g [K]
+    readout: the sum of the blocks, then the final norm
 
-The embedding is repeated and the blocks summed as in the paper's Recycled-AltUp, for the host's width is D. P = I and
-g = 1 at the start: the blocks are then equal copies of the plain residual, which the final norm reads up to its eps.
-State: the prediction's K blocks, the stream inside the layer, and g of the pending correction. Parameters: K² + K a
-layer. Traffic: (2K + 4)D a token where a layer opens, 4D inside.
+The embedding is repeated and the blocks are summed as in the paper's Recycled-AltUp, because the
+model's width is D. P = I and g = 1 at initialisation: the blocks are equal copies of the plain
+residual, and the final norm removes the factor K up to its eps.
+State: the prediction's K blocks, the stream inside the layer, and g of the pending correction.
+Parameters: K² + K a layer. Traffic: (2K + 4)D a token where a layer opens, 4D inside.
 """
 
 from typing import NamedTuple
@@ -28,24 +31,31 @@ class Alternating(NamedTuple):
     X: Tensor  # [B T K D]: predicted blocks, or the embedding's before the first layer
     h: Tensor  # the stream inside the layer
     y: Tensor | None = None  # pending write
-    g: Tensor | None = None  # what each block takes of the correction, [K]
-    active: Tensor | None = None  # X̂_j, against which the layer's output is measured
+    g: Tensor | None = None  # weight of the correction in each block, [K]
+    active: Tensor | None = None  # X̂_j, which the correction is measured from
 
 
 class AltUp(Connection[Alternating]):
+    """AltUp: K streams; each layer runs on one of them and corrects the others from a prediction.
+
+    Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
+
+    Args:
+        streams: K, the number of blocks. The paper's models have 2 or 4.
+    """
+
     gate_fields = ("g",)
     test_variants = ("altup(streams=3)",)
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, streams: int = 2):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
-        self.K, self.j = (
-            streams,
-            site.layer % streams,
-        )  # j makes K graphs of per-block compile, one a turn
-        begins = site.opens_layer and not self.is_readout
-        self.P = float32_parameter(streams, streams) if begins else None
-        self.g = float32_parameter(streams) if begins else None
+        self.K = streams
+        # An integer that differs between layers: compiled layer by layer, there are K graphs.
+        self.j = site.layer % streams
+        opens_update = site.opens_layer and not self.is_readout
+        self.P = float32_parameter(streams, streams) if opens_update else None
+        self.g = float32_parameter(streams) if opens_update else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -57,19 +67,26 @@ class AltUp(Connection[Alternating]):
     def initial_state(self, x: Tensor) -> Alternating:
         return Alternating(expand_to_streams(x, self.K), x)
 
+    def mix_inputs(self, state: Alternating) -> tuple[tuple[Tensor, ...], Alternating]:
+        h = add_write(state.h, state.y)
+        if not self.opens_layer:
+            return (h,), state._replace(h=h, y=None)
+        # The layer has ended: h is its output o.
+        X = state.X
+        if state.g is not None and state.active is not None:
+            correction = upcast(h - state.active)
+            X = depth_connection(X, correction[..., None, :], state.g)
+        if self.P is None or self.g is None:  # the readout
+            return (X.sum(-2),), Alternating(X, h)
+        h = X[..., self.j, :]
+        predicted = mix_streams(X, self.P.mT)
+        active = predicted[..., self.j, :]
+        return (h,), Alternating(predicted, h, g=self.g.clone(), active=active)
+
     def memory_traffic(self) -> float:
         if not self.opens_layer:
             return super().memory_traffic()
-        read = self.K + 2 if self.site.index else 1  # the prediction, h and y
-        return read + len(self.ports) + (0 if self.is_readout else self.K + 1)
-
-    def mix_inputs(self, state: Alternating) -> tuple[tuple[Tensor, ...], Alternating]:
-        h, X = add_write(state.h, state.y), state.X
-        if not self.opens_layer:
-            return (h,), state._replace(h=h, y=None)
-        if state.g is not None and state.active is not None:
-            X = depth_connection(X, upcast(h - state.active)[..., None, :], state.g)
-        if self.P is None or self.g is None:
-            return (X.sum(-2),), Alternating(X, h)
-        h, predicted = X[..., self.j, :], mix_streams(X, self.P.mT)
-        return (h,), Alternating(predicted, h, g=self.g.clone(), active=predicted[..., self.j, :])
+        # Read: the prediction, h and y. Written: the next prediction and h.
+        read = self.K + 2 if self.site.index else 1
+        written = 0 if self.is_readout else self.K + 1
+        return read + written + len(self.ports)

@@ -3,14 +3,16 @@
 Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 2-5.
 
     input_k = Σ_i p_i v_i,   p = softmax_i ⟨w_k, RMSNorm(v_i; g_k)⟩
-    full:   v = [y_0, y_1, …, y_{k−1}]                 y_0 the embedding, y_k the output of sub-layer k
-    block:  v = [y_0, sums of the completed blocks …, the current block's sum so far when it has one]
+            y_0 the embedding, y_k the output of sub-layer k
+    full:   v = [y_0, y_1, …, y_{k−1}]
+    block:  v = [y_0, sums of the completed blocks …, the current block's sum so far if it has one]
 
-`block_size` counts sub-layers (attention and MLP one each; a parallel block is one); 1 is full attention, and the last
-block may be short. The values are raw, there is no 1/√D, and the readout has a query of its own. The first sub-layer
-has one source and so no parameters. w = 0 and g = 1 at the start: the uniform average is the plain residual stream
-divided by the number of sources, which the norms remove up to their eps (visible where embeddings are tiny).
-State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token when full.
+The values are raw, there is no 1/√D, and the readout has a query of its own. The first sub-layer
+has one source and so no parameters. w = 0 and g = 1 at initialisation: the uniform average is the
+plain residual stream divided by the number of sources. The norms remove this factor up to their
+eps, which is visible where embeddings are tiny.
+State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token
+when full.
 """
 
 from typing import NamedTuple
@@ -31,16 +33,26 @@ class Values(NamedTuple):
 
 
 class AttnRes(FusedNormConnection[Values]):
+    """Attention residuals: every sub-layer attends over the outputs before it.
+
+    Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 2-5.
+
+    Args:
+        block_size: the number of sub-layers in a block, whose outputs are summed to one source.
+            Attention and MLP count one each, a parallel block counts one. 1 is full attention. The
+            last block may be short.
+    """
+
     prenorm_up_to_scale = True
     test_variants = ("attnres(block_size=3)", "attnres(block_size=4)")
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, block_size: int = 1):
         super().__init__(site, dim, norm)
         check_positive(block_size=block_size)
-        self.completes = site.index % block_size == 0  # the pending write was the last of its block
-        self.sources = (
-            site.index - 1
-        ) // block_size + 2  # y_0, the completed blocks and the current one's sum
+        # The pending write is the last of its block.
+        self.completes_block = site.index % block_size == 0
+        # y_0, the completed blocks and the current block.
+        self.sources = (site.index - 1) // block_size + 2
         self.query = float32_parameter(dim) if site.index else None
         self.key_norm = float32_parameter(dim) if site.index else None
         self.reset_parameters()
@@ -53,16 +65,18 @@ class AttnRes(FusedNormConnection[Values]):
     def initial_state(self, x: Tensor) -> Values:
         return Values((x,))
 
-    def memory_traffic(self) -> float:
-        return self.sources + len(self.ports)
-
     def fused_read(
         self, state: Values, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], Values]:
         norm = norms[0] if norms else None
-        if self.query is None or self.key_norm is None or state.y is None:
+        if self.query is None or self.key_norm is None or state.y is None:  # the first sub-layer
             return (apply_norm(state.done[0], norm),), state
         partial = add_write(state.y, state.partial)
         sources = (*state.done, partial)
         h = depth_attention(sources, self.query * self.key_norm, norm=norm)
-        return (h,), Values(sources) if self.completes else Values(state.done, partial)
+        if self.completes_block:
+            return (h,), Values(sources)
+        return (h,), Values(state.done, partial)
+
+    def memory_traffic(self) -> float:
+        return self.sources + len(self.ports)

@@ -6,13 +6,11 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2
     Y_i = Σ_{j ≤ i, j ≡ i mod k} α_{i,j} X_j   where p divides i, else Y_i = X_i
     block i + 1 reads Y_i; the readout reads Y_L
 
-k is the `dilation` and p the `period`, counted in blocks as the paper defines them (its experiment code counts the
-dilation in groups of blocks). No softmax, no normalisation; α starts one-hot on X_i, which is the plain Transformer.
-    last_k=K            only the last K blocks and the embedding are averaged ("Last K", Table 4)
-    period="last"       one average alone, after the last block ("Connect to Last", Table 4)
-    prune(threshold)    after training: small weights to zero (section 5, Figure 7)
-State: the outputs of all blocks so far. Parameters: ⌊i/k⌋ + 1 at each averaged depth i, L(L + 3)/2 for 1 × 1.
-Traffic: (i + 2)D a token at depth i, over k·p.
+k is the `dilation` and p the `period`, counted in blocks as the paper defines them (its experiment
+code counts the dilation in groups of blocks). No softmax, no normalisation; α starts one-hot on
+X_i, which is the plain Transformer.
+State: the outputs of all blocks so far. Parameters: ⌊i/k⌋ + 1 at each averaged depth i,
+L(L + 3)/2 for 1 × 1. Traffic: (i + 2)D a token at depth i, over k·p.
 """
 
 from typing import Literal, NamedTuple
@@ -34,6 +32,18 @@ class History(NamedTuple):
 
 
 class DenseFormer(FusedNormConnection[History]):
+    """DenseFormer: every block reads a learned average of the outputs of the blocks before it.
+
+    Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2 and 3.3.
+
+    Args:
+        dilation: k, averages over every k-th block. 1 is the paper's best; its large models use 4.
+        period: p, averages after every p-th block. "last" averages once, after the last block
+            ("Connect to Last", Table 4).
+        last_k: averages over the last `last_k` blocks and the embedding alone ("Last K", Table 4);
+            None for all blocks, the paper's method.
+    """
+
     bitwise_prenorm = True
     test_variants = (
         "denseformer(dilation=2, period=3)",
@@ -54,7 +64,7 @@ class DenseFormer(FusedNormConnection[History]):
         super().__init__(site, dim, norm)
         if last_k is not None:
             check_positive(last_k=last_k)
-        self.sources = mixed_sources(site, dilation, period, last_k)
+        self.sources = averaged_blocks(site, dilation, period, window=last_k)
         self.alpha = float32_parameter(len(self.sources)) if self.sources else None
         self.reset_parameters()
 
@@ -66,53 +76,52 @@ class DenseFormer(FusedNormConnection[History]):
     def initial_state(self, x: Tensor) -> History:
         return History((), x)
 
-    def memory_traffic(self) -> float:
-        return super().memory_traffic() if self.alpha is None else len(self.alpha) + len(self.ports)
-
     def fused_read(
         self, state: History, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], History]:
-        X, alpha = state.X, self.alpha
-        h, x = add_norm(state.h, state.y, *(norms if alpha is None else ()))
-        if self.opens_layer:
-            X = (*X, h)
-        if alpha is not None:
-            S = depth_mix(
-                tuple(X[j] for j in self.sources), alpha[None], tuple((0, norm) for norm in norms)
-            )
-            h, x = S[0], S[-1]
-        return (x,), History(X, h)
-
-    @torch.no_grad()
-    def prune(self, threshold: float) -> int:
-        """Set weights below the threshold in magnitude to zero, and return how many those were."""
         if self.alpha is None:
-            return 0
-        small = self.alpha.abs() < threshold
-        self.alpha[small] = 0
-        return int(small.sum())
+            h, x = add_norm(state.h, state.y, *norms)
+            return (x,), History(self._finished_blocks(state, h), h)
+        # A block ends here: its output X_i joins the history, and the average Y_i replaces it.
+        h, _ = add_norm(state.h, state.y)
+        X = self._finished_blocks(state, h)
+        averaged = tuple(X[j] for j in self.sources)
+        Y, *normed = depth_mix(averaged, self.alpha[None], tuple((0, norm) for norm in norms))
+        x = normed[0] if normed else Y
+        return (x,), History(X, Y)
+
+    def _finished_blocks(self, state: History, h: Tensor) -> tuple[Tensor, ...]:
+        return (*state.X, h) if self.opens_layer else state.X
+
+    def memory_traffic(self) -> float:
+        if self.alpha is None:
+            return super().memory_traffic()
+        return len(self.alpha) + len(self.ports)
 
 
-def mixed_sources(
+def averaged_blocks(
     site: Site, dilation: int, period: int | Literal["last"], window: int | None
 ) -> tuple[int, ...]:
-    """Which blocks' outputs are averaged where a layer opens; none at a site without an average.
+    """The blocks j whose outputs X_j are averaged at this site; none at a site without an average.
 
-    Those at a distance that the dilation divides; with a window, of those only the nearest, and the embedding.
+    Args:
+        site: an average follows block i = `site.layer`, where the next layer opens.
+        dilation: k; only blocks with j ≡ i mod k.
+        period: p; averages only where p divides i, or after the last block alone for "last".
+        window: only the last `window` blocks and the embedding; None for all blocks.
     """
     check_positive(dilation=dilation)
     if period != "last":
         check_positive(period=period)
-    if window is not None:
-        check_positive(window=window)
     i = site.layer
-    if (
-        not site.opens_layer
-        or i == 0
-        or (site.index < site.depth if period == "last" else i % period)
-    ):
+    if i == 0 or not site.opens_layer:
         return ()
-    near = [
-        j for j in range(i + 1) if (i - j) % dilation == 0 and (window is None or i - j < window)
-    ]
-    return tuple(near if window is None or near[0] == 0 else [0, *near])
+    is_averaged = site.index == site.depth if period == "last" else i % period == 0
+    if not is_averaged:
+        return ()
+    blocks = list(range(i % dilation, i + 1, dilation))
+    if window is not None:
+        blocks = [j for j in blocks if j > i - window]
+        if blocks[0] != 0:
+            blocks = [0, *blocks]
+    return tuple(blocks)

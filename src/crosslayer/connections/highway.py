@@ -1,12 +1,14 @@
-"""Highway: a learnt gate between carrying the stream and taking the output.
+"""Highway: a learned gate between carrying the stream and taking the output.
 
-Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3 with the carry gate 1 − T.
+Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3 (carry gate 1 − T).
 
-    x ← (1 − g) ⊙ x + g ⊙ F(Norm(x)),   g = σ(x W + b)      W [D, D], b [D] = `bias`, negative: carry at the start
+    x ← (1 − g) ⊙ x + g ⊙ F(Norm(x)),   g = σ(x W + b)      W [D, D], b [D]
 
-W = 0 at the start, so g = σ(bias) everywhere. It carries less of the stream at each write, so it neither starts as
-PreNorm nor can represent it. The gate depends on the stream alone, so the read computes it and the state carries it.
-State: one stream, and the gate of the pending write. Parameters: D² + D a sub-layer. Traffic: 6D a token and boundary.
+W = 0 and b is negative at initialisation, so that g = σ(b) everywhere and the stream is carried. It
+carries less of the stream at each write, so it neither starts as pre-norm nor can represent it. The
+gate depends on the stream alone, so the read computes it and the state carries it.
+State: one stream, and the gate of the pending write. Parameters: D² + D a sub-layer. Traffic: 6D a
+token and boundary.
 """
 
 from typing import NamedTuple
@@ -21,12 +23,21 @@ from ..norms import upcast
 class Carried(NamedTuple):
     h: Tensor  # [B T D]
     y: Tensor | None = None  # pending write ...
-    g: Tensor | None = None  # ... and how far the stream goes to it, [B T D]
+    g: Tensor | None = None  # ... and how far the stream moves to it, [B T D]
 
 
 class Highway(Connection[Carried]):
-    gate_fields = ("g",)
+    """Highway: a learned gate between carrying the stream and taking the output.
+
+    Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3.
+
+    Args:
+        bias: initial value of b. The paper suggests −1 to −10, more negative for deeper models, so
+            that training starts by carrying the stream.
+    """
+
     starts_as_prenorm = False
+    gate_fields = ("g",)
     weight_decay_params = frozenset({"W"})
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, bias: float = -2.0):
@@ -44,14 +55,17 @@ class Highway(Connection[Carried]):
     def initial_state(self, x: Tensor) -> Carried:
         return Carried(x)
 
-    def memory_traffic(self) -> float:
-        # beside a single stream's, the gate of the pending write is read and the next one written
-        return super().memory_traffic() + bool(self.site.index) + (not self.is_readout)
-
     def mix_inputs(self, state: Carried) -> tuple[tuple[Tensor, ...], Carried]:
         h, y, g = state
         if y is not None and g is not None:
             h = torch.lerp(upcast(h), upcast(y), upcast(g)).to(h.dtype)
         if self.W is None or self.b is None:
             return (h,), Carried(h)
-        return (h,), Carried(h, g=(upcast(h) @ self.W + self.b).sigmoid())
+        gate = (upcast(h) @ self.W + self.b).sigmoid()
+        return (h,), Carried(h, g=gate)
+
+    def memory_traffic(self) -> float:
+        # In addition to a single stream's: the gate of the pending write is read, the next written.
+        reads_gate = self.site.index > 0
+        writes_gate = not self.is_readout
+        return super().memory_traffic() + reads_gate + writes_gate

@@ -3,26 +3,21 @@
 Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 and Algorithm 2.
 
     H_0 = the embedding, repeated n times;  at sub-layer k, counted from 1:
-    alpha = s_a · tanh(N(H) W_a) + static_alpha      [B T n n+1]     static_alpha = [e_{(k−1) mod n} | I]
-    beta  = s_b · tanh(N(H) w_b) + static_beta       [B T n]         static_beta = 1
-    mixed = alphaᵀ H                                 [B T n+1 D]     row 0 is the input, rows 1..n are carried
-    H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n};    readout: the sum of the streams, then the final norm
+    alpha = s_a · tanh(N(H) W_a) + static_alpha   [B T n n+1]   static_alpha = [e_{(k−1) mod n} | I]
+    beta  = s_b · tanh(N(H) w_b) + static_beta    [B T n]       static_beta = 1
+    mixed = alphaᵀ H                              [B T n+1 D]   row 0 is the input
+    H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n}
+    readout: the sum of the streams, then the final norm
 
-Row s of the dynamic part depends on stream s alone. W_a = w_b = 0 and s = 0.01 at the start: the streams are then
-equal copies of the plain residual, and the readout n times it, which the final norm removes up to its eps.
-    dynamic=False     the static part alone (SHC); `tanh=False` drops the tanh
-    stats             N: "layernorm" with weight and bias as in the listing, "rmsnorm", or "unweighted" LayerNorm (OLMo)
-    matrix            where the static part starts, as the paper writes it: [[0, B], [A_m, A_r]], one for every
-                      sub-layer or a list of them taken in turn (Eq. 17-19, 54)
-    beta              what static_beta starts at; 1/√n or √n is the paper's scaling of the output projections, whose
-                      direction it does not state
-    frozen            "B", "WC" or "B WC": the depth or width connections keep their initial values (Table 4)
-State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2), and when dynamic D(n+2) + |N| + 2.
-Traffic: (2n + 2)D a token and boundary at the least.
+Row s of the dynamic part depends on stream s alone. W_a = w_b = 0 and s_a = s_b = 0.01 at
+initialisation: the streams are equal copies of the plain residual, and the readout is n times it,
+a factor that the final norm removes up to its eps.
+State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2), and when dynamic
+D(n+2) + |N| + 2 more. Traffic: at least (2n + 2)D a token and boundary.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +27,9 @@ from ..fused_norms import FusedNormConnection
 from ..norms import NormSpec, apply_norm
 from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
 from ..validation import check_choice, check_positive
+
+Stats = Literal["layernorm", "rmsnorm", "unweighted"]
+Frozen = Literal["", "B", "WC", "B WC"]
 
 
 class Streams(NamedTuple):
@@ -49,15 +47,18 @@ class Hyper(FusedNormConnection[Streams]):
         streams: n, the number of streams (the paper's expansion rate).
         dynamic: the wiring depends on the input (DHC); False for the static part alone (SHC).
         tanh: bounds the dynamic part by tanh.
-        stats: the norm of the streams: "layernorm" as in the paper's listing, "rmsnorm", or "unweighted" LayerNorm.
-        beta: initial value of static_beta.
-        matrix: initial values of the static part as the paper writes it, [[0, B], [A_m, A_r]] (Eq. 17-19, 54): one
-            for every sub-layer, or a list of them taken in turn.
-        frozen: "B", "WC" or "B WC": these connections keep their initial values (Table 4).
+        stats: N, the norm of the streams: "layernorm" with weight and bias as in the paper's
+            listing, "rmsnorm", or "unweighted" LayerNorm as in OLMo.
+        beta: initial value of static_beta. 1/√n or √n is the paper's scaling of the output
+            projections, whose direction it does not state.
+        matrix: initial values of the static part as the paper writes it, [[0, B], [A_m, A_r]]
+            (Eq. 17-19, 54): one for every sub-layer, or a list of them taken in turn.
+        frozen: "B", "WC" or "B WC": the depth connections B or the width connections WC keep their
+            initial values (Table 4).
     """
 
     gate_fields = ("beta",)
-    test_variants: ClassVar[tuple[str, ...]] = (
+    test_variants = (
         "hyper(streams=2, dynamic=False)",
         "hyper(streams=3, tanh=False, stats='rmsnorm')",
         "hyper(stats='unweighted', frozen='B')",
@@ -73,33 +74,30 @@ class Hyper(FusedNormConnection[Streams]):
         streams: int = 4,
         dynamic: bool = True,
         tanh: bool = True,
-        stats: str = "layernorm",
+        stats: Stats = "layernorm",
         beta: float = 1.0,
         matrix: Sequence[Any] | None = None,
-        frozen: str = "",
+        frozen: Frozen = "",
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
         if not (dynamic or tanh):
             raise ValueError(
-                "tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone"
+                "tanh=False and dynamic=False exclude each other: "
+                "tanh bounds the dynamic part alone"
             )
         if matrix is not None and beta != 1.0:
             raise ValueError(
                 "matrix and beta exclude each other: the first row of the matrix is beta"
             )
+        if frozen not in get_args(Frozen):
+            raise ValueError(f"frozen must be 'B', 'WC' or 'B WC', got {frozen!r}")
         self.n = streams
         self.dynamic = dynamic
         self.bound = torch.tanh if tanh else nn.Identity()
         self.statistics = check_choice("stats", stats, STATISTICS)
         if matrix is None:
-            read_stream = (
-                site.index % streams
-            )  # at initialisation each sub-layer reads one stream, by turns
-            self.initial_alpha = [
-                [float(s == read_stream), *(float(s == t) for t in range(streams))]
-                for s in range(streams)
-            ]
+            self.initial_alpha = _initial_alpha(site, streams)
             self.initial_beta = [float(beta)] * streams
         else:
             self.initial_alpha, self.initial_beta = _split_matrix(matrix, site, streams)
@@ -108,14 +106,16 @@ class Hyper(FusedNormConnection[Streams]):
             self._freeze(frozen)
         self.reset_parameters()
 
-    def _freeze(self, frozen: str) -> None:
-        words = frozen.split()
-        if not set(words) <= {"B", "WC"}:
-            raise ValueError(f"frozen must be 'B', 'WC' or 'B WC', got {frozen!r}")
+    def _freeze(self, frozen: Frozen) -> None:
+        frozen_kinds = frozen.split()
         for name, parameter in self.named_parameters(recurse=False):
-            is_frozen = ("beta" in name and "B" in words) or ("alpha" in name and "WC" in words)
-            if is_frozen or ("norm" in name and len(words) == 2):
-                parameter.requires_grad_(False)
+            if "beta" in name:
+                is_frozen = "B" in frozen_kinds
+            elif "alpha" in name:
+                is_frozen = "WC" in frozen_kinds
+            else:  # the norm that both are computed from
+                is_frozen = len(frozen_kinds) == 2
+            parameter.requires_grad_(not is_frozen)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -141,6 +141,16 @@ class Hyper(FusedNormConnection[Streams]):
         return streams_memory_traffic(self, self.n)
 
 
+def _initial_alpha(site: Site, n: int) -> list[list[float]]:
+    """[e | I]: the sub-layer reads one stream, by turns, and every stream is kept."""
+    read_stream = site.index % n
+    rows = []
+    for s in range(n):
+        identity_row = [float(s == t) for t in range(n)]
+        rows.append([float(s == read_stream), *identity_row])
+    return rows
+
+
 def _split_matrix(
     matrix: Sequence[Any], site: Site, n: int
 ) -> tuple[list[list[float]], list[float]]:
@@ -149,16 +159,25 @@ def _split_matrix(
     rows = matrices[site.index % len(matrices)]
     if [len(row) for row in rows] != [n + 1] * (n + 1):
         raise ValueError(f"matrix must be {n + 1} by {n + 1} for {n} streams, got {matrix!r}")
-    (_, *beta), *alpha = rows
+    beta = list(rows[0][1:])
+    alpha = [list(row) for row in rows[1:]]
     return alpha, beta
 
 
-# What hyper-connections and frac-connections share: parameters of the same names, and how coefficients follow from
-# them. `connection` is one of the two, with the attributes `dynamic`, `bound` and `statistics`.
+# What hyper-connections and frac-connections share: parameters of the same names, and how
+# coefficients follow from them. `connection` is one of the two, with the attributes `dynamic`,
+# `bound` and `statistics`.
 
 
 def add_wiring_parameters(connection: Any, width: int, streams: int, columns: int) -> None:
-    """Register static_alpha [streams columns], static_beta [streams], and the dynamic part's for rows of `width`."""
+    """Register the parameters of the static part and, if `connection.dynamic`, of the dynamic one.
+
+    Args:
+        connection: gets static_alpha [streams columns], static_beta [streams], and so on.
+        width: of the rows that coefficients are computed from: D of each stream or fraction.
+        streams: the number of streams or fractions.
+        columns: what is mixed from them: the inputs and the next streams.
+    """
     connection.static_alpha = float32_parameter(streams, columns)
     connection.static_beta = float32_parameter(streams)
     if not connection.dynamic:
@@ -175,7 +194,7 @@ def add_wiring_parameters(connection: Any, width: int, streams: int, columns: in
 def reset_wiring_parameters(
     connection: Any, static_alpha: list[list[float]], static_beta: list[float]
 ) -> None:
-    """The static part at the given values; the dynamic part at zero."""
+    """Set the static part to the given values and the dynamic part to zero."""
     connection.static_alpha.copy_(torch.tensor(static_alpha, device=connection.static_alpha.device))
     connection.static_beta.copy_(torch.tensor(static_beta, device=connection.static_beta.device))
     if not connection.dynamic:
@@ -193,14 +212,15 @@ def reset_wiring_parameters(
 def wire_streams(
     connection: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the pending write; then alpha and beta of the next.
+    """Apply the pending write, then compute the next alpha and beta.
 
     H: [B T n D].  Y: [B T n D] or [B T 1 D].  beta: [n] or [B T n].
     ->  H, alpha [B T n columns], beta [B T n]; without leading axes where they are static.
     """
     if not connection.dynamic:
         return depth_connection(H, Y, beta), connection.static_alpha, connection.static_beta.clone()
-    # N(H) W, with the norm's weight multiplied into W and its bias added after; laid out by output for BLAS.
+    # N(H) W, with the norm's weight multiplied into W and its bias added after it. W is laid out by
+    # output, which is faster in BLAS.
     W = torch.cat([connection.dynamic_alpha_fn.mT, connection.dynamic_beta_fn[None]])
     bias = W.new_zeros(len(W))
     if connection.norm_bias is not None:
@@ -217,7 +237,7 @@ def wire_streams(
 
 
 def streams_memory_traffic(connection: Connection[Any], n: int) -> float:
-    """The traffic of n streams at a site: the streams and y are read, the streams and the inputs are written."""
+    """The traffic of n streams: the streams and y are read, the streams and inputs are written."""
     read = n + 1 if connection.site.index else 1  # n equal copies of the embedding are read once
     written = 0 if connection.is_readout else n
     return read + written + len(connection.ports)

@@ -2,28 +2,25 @@
 
 Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.24880, equations 7-9.
 
-    v = vec(H) [nD];   z = (v·fnᵀ)·rsqrt(mean(v²) + norm_eps)·scale + base      fn [n²+2n, nD], order pre | post | res
+    v = vec(H) [nD];   z = (v·fnᵀ)·rsqrt(mean(v²) + norm_eps)·scale + base
+                       fn [n²+2n, nD], its rows in the order pre | post | res
     pre = σ(z_pre) + eps;   post = 2σ(z_post);   R = Sinkhorn(z_res), R[src, dst]
     input = Σ_s pre_s H_s;   H_dst ← post_dst · y + Σ_src R[src, dst] H_src
-    entry: the embedding repeated n times;   readout: Σ_s (σ(z_head) + eps)_s H_s, then the final norm
+    entry: the embedding repeated n times
+    readout: Σ_s (σ(z_head) + eps)_s H_s, then the final norm
 
-Public implementations differ in what follows and give fluent wrong answers where it is mixed up, so each is named:
-    orientation    "src dst" (default): z_res is laid out with the source as its row;  "dst src": transposed
-    order          "src last" (default, the paper's T_r(T_c(·))): the last normalisation is over sources;  "dst last"
-    readout        "head" (learnt, DeepSeek-V4), "sum" or "mean" (GLM)
-    residual       "sinkhorn", or "identity": R = I and no z_res (iHC)
-    eps, norm_eps  of pre's sigmoid and Sinkhorn; of the norm of v (GLM and Hy4: 1e-5)
-    magnitude, post_eps    post = magnitude · σ(z_post) + post_eps (Hy4 adds 1e-6)
-    single_pass    the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes the streams; the
-                   first collapse takes stream 0 and the readout uses the last pre (DeepSeek-V4.1)
-Starts as PreNorm, up to eps: fn = 0, scale 0.01, base 0 on the diagonal of z_res and −8 off it, and −1 for pre but +1
-at the layer's own stream; post 1. Mixer parameters stay float32.
-State: n streams, post of the pending write, and pre when single-pass. Parameters a sub-layer: (n²+2n)(nD + 1) + 3, and
-n(nD + 1) + 1 for the head. Traffic: (2n + 2)D a token and boundary at the least.
+Public implementations differ in the orientation of z_res, the order of Sinkhorn's normalisations,
+the readout and the eps. A model run with the wrong ones still gives fluent text, so each is an
+option. At initialisation it is pre-norm up to eps: fn = 0, scale 0.01, post 1; base is 0 on the
+diagonal of z_res and −8 off it, and for pre it is 1 at the stream k mod n of sub-layer k and −1 at
+the others. Mixer parameters stay float32.
+State: n streams, post of the pending write, and pre when single-pass. Parameters a sub-layer:
+(n²+2n)(nD + 1) + 3, and n(nD + 1) + 1 for the head. Traffic: at least (2n + 2)D a token and
+boundary.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,26 +36,52 @@ from ..ops import (
     width_connection,
     write_norm_project,
 )
-from ..validation import check_choice, check_positive
+from ..validation import check_literal, check_positive
 from .hyper import streams_memory_traffic
+
+Orientation = Literal["src dst", "dst src"]
+Order = Literal["src last", "dst last"]
+Readout = Literal["head", "sum", "mean"]
+Residual = Literal["sinkhorn", "identity"]
 
 
 class Manifold(NamedTuple):
     H: Tensor  # [B T n D]
     y: Tensor | None = None  # pending write ...
-    post: Tensor | None = None  # ... and how much of it each stream takes, [B T n]
-    pre: Tensor | None = None  # single pass: what collapses the streams next, [B T n]
+    post: Tensor | None = None  # ... and its weight in each stream, [B T n]
+    pre: Tensor | None = None  # single pass: the weights of the next collapse, [B T n]
 
 
 class MHC(FusedNormConnection[Manifold]):
+    """mHC: hyper-connections whose residual matrix is doubly stochastic, as in DeepSeek-V4.
+
+    Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.24880, Eq. 7-9.
+
+    Args:
+        streams: n, the number of streams.
+        iterations: Sinkhorn's rounds, 20 in the paper.
+        orientation: "src dst": z_res has the source as its row; "dst src": transposed.
+        order: "src last": Sinkhorn's last normalisation is over sources, the paper's T_r(T_c(·));
+            "dst last": over destinations.
+        readout: "head": learned (DeepSeek-V4); "sum"; "mean" (GLM).
+        residual: "sinkhorn"; "identity": R = I and no z_res (iHC).
+        single_pass: the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes
+            the streams. The first collapse takes stream 0 and the readout uses the last pre
+            (DeepSeek-V4.1).
+        eps: eps of pre and of Sinkhorn.
+        norm_eps: eps of the norm of v; 1e-5 in GLM and Hy4.
+        magnitude: post = magnitude · σ(z_post) + post_eps. 2 in the paper.
+        post_eps: see `magnitude`; 1e-6 in Hy4.
+    """
+
     gate_fields = ("post",)
     prenorm_up_to_scale = True
+    weight_decay_params = frozenset({"fn"})
     test_variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",
         "mhc(residual='identity', readout='mean', streams=2, norm_eps=1e-5)",
         "mhc(single_pass=True)",
     )
-    weight_decay_params = frozenset({"fn"})
 
     def __init__(
         self,
@@ -67,10 +90,10 @@ class MHC(FusedNormConnection[Manifold]):
         norm: NormFactory,
         streams: int = 4,
         iterations: int = 20,
-        orientation: str = "src dst",
-        order: str = "src last",
-        readout: str = "head",
-        residual: str = "sinkhorn",
+        orientation: Orientation = "src dst",
+        order: Order = "src last",
+        readout: Readout = "head",
+        residual: Residual = "sinkhorn",
         single_pass: bool = False,
         eps: float = 1e-6,
         norm_eps: float = 1e-6,
@@ -79,29 +102,44 @@ class MHC(FusedNormConnection[Manifold]):
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams, iterations=iterations)
-        self.n, self.iterations, self.single_pass = streams, iterations, single_pass
-        self.eps, self.norm_eps, self.magnitude, self.post_eps = eps, norm_eps, magnitude, post_eps
-        self.transposed = check_choice(
-            "orientation", orientation, {"src dst": False, "dst src": True}
-        )
-        self.dst_last = check_choice("order", order, {"src last": False, "dst last": True})
-        self.mixes = check_choice("residual", residual, {"sinkhorn": True, "identity": False})
-        self.collapse = check_choice("readout", readout, READOUTS)
+        check_literal("orientation", orientation, Orientation)
+        check_literal("order", order, Order)
+        check_literal("readout", readout, Readout)
+        check_literal("residual", residual, Residual)
         if magnitude + post_eps <= 1 or post_eps >= 1:
             raise ValueError(
-                f"post must reach 1 at the start, got magnitude={magnitude!r} and post_eps={post_eps!r}"
+                "post must be able to start at 1: magnitude + post_eps > 1 > post_eps, "
+                f"got magnitude={magnitude!r} and post_eps={post_eps!r}"
             )
         if single_pass and readout != "head":
             raise ValueError(
-                f"single_pass and readout={readout!r} exclude each other: its readout is the last pre"
+                f"single_pass and readout={readout!r} exclude each other: "
+                "the readout of a single pass uses the last pre"
             )
-        n = streams
-        sizes = [n] if self.is_readout else [n, n] + [n * n] * self.mixes
-        mixers = not self.is_readout or (readout == "head" and not single_pass)
-        self.sizes = sizes
-        self.fn = float32_parameter(sum(sizes), n * dim) if mixers else None
-        self.base = float32_parameter(sum(sizes)) if mixers else None
-        self.scale = float32_parameter(len(sizes)) if mixers else None
+        self.n = streams
+        self.iterations = iterations
+        self.source_is_column = orientation == "dst src"
+        self.destinations_last = order == "dst last"
+        self.reads_mean = readout == "mean"
+        self.mixes_streams = residual == "sinkhorn"
+        self.single_pass = single_pass
+        self.eps = eps
+        self.norm_eps = norm_eps
+        self.magnitude = magnitude
+        self.post_eps = post_eps
+
+        # The numbers of rows of fn: pre | post | res, or pre alone at the head.
+        if self.is_readout:
+            self.sizes = [streams]
+        elif self.mixes_streams:
+            self.sizes = [streams, streams, streams * streams]
+        else:
+            self.sizes = [streams, streams]
+        has_head = readout == "head" and not single_pass
+        has_mixers = has_head or not self.is_readout
+        self.fn = float32_parameter(sum(self.sizes), streams * dim) if has_mixers else None
+        self.base = float32_parameter(sum(self.sizes)) if has_mixers else None
+        self.scale = float32_parameter(len(self.sizes)) if has_mixers else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -111,21 +149,23 @@ class MHC(FusedNormConnection[Manifold]):
         nn.init.zeros_(self.fn)
         nn.init.constant_(self.scale, 0.01)
         nn.init.zeros_(self.base)
-        if not self.is_readout:
-            share = (1 - self.post_eps) / self.magnitude  # post is 1 at the start
-            self.base[self.n : 2 * self.n] = math.log(share / (1 - share))
-            self.base[: self.n] = -1
-            self.base[self.site.index % self.n] = 1
-        if not self.is_readout and self.mixes:
-            self.base[2 * self.n :] = -8 * (
-                1 - torch.eye(self.n, device=self.base.device).flatten()
-            )
+        if self.is_readout:
+            return
+        n = self.n
+        self.base[:n] = -1
+        self.base[self.site.index % n] = 1
+        sigmoid_of_post = (1 - self.post_eps) / self.magnitude  # so that post = 1
+        self.base[n : 2 * n] = math.log(sigmoid_of_post / (1 - sigmoid_of_post))
+        if self.mixes_streams:
+            identity = torch.eye(n, device=self.base.device)
+            self.base[2 * n :] = -8 * (1 - identity.flatten())
 
     def initial_state(self, x: Tensor) -> Manifold:
-        first = (
-            torch.eye(self.n, device=x.device).to(upcast(x).dtype)[0].expand(*x.shape[:-1], self.n)
-        )
-        return Manifold(expand_to_streams(x, self.n), pre=first if self.single_pass else None)
+        H = expand_to_streams(x, self.n)
+        if not self.single_pass:
+            return Manifold(H)
+        stream_0 = torch.eye(self.n, device=x.device).to(upcast(x).dtype)[0]
+        return Manifold(H, pre=stream_0.expand(*x.shape[:-1], self.n))
 
     def fused_read(
         self, state: Manifold, norms: tuple[NormSpec, ...]
@@ -134,51 +174,43 @@ class MHC(FusedNormConnection[Manifold]):
         Y = None if y is None else y[..., None, :]
         if self.fn is None:  # a readout without a head
             H = depth_connection(H, Y, post)
-            return (
-                apply_norm(self.collapse(H) if pre is None else collapsed(H, pre), *norms),
-            ), Manifold(H)
+            return (apply_norm(self.collapse_streams(H, pre), *norms),), Manifold(H)
         H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
-        now, *rest = self.coefficients(z[..., 0, :])
+        new_pre, *logits = self.coefficients(z[..., 0, :])
         if self.is_readout:
-            return (apply_norm(collapsed(H, now), *norms),), Manifold(H)
-        post = self.magnitude * rest[0].sigmoid() + self.post_eps
-        reads = now if pre is None else pre
-        if self.mixes:
-            x, H = width_connection(H, reads, self.mixture(rest[1]), *norms)
+            return (apply_norm(self.collapse_streams(H, new_pre), *norms),), Manifold(H)
+        new_post = self.magnitude * logits[0].sigmoid() + self.post_eps
+        pre_here = new_pre if pre is None else pre
+        if self.mixes_streams:
+            x, H = width_connection(H, pre_here, self.residual_matrix(logits[1]), *norms)
         else:
-            x = apply_norm(collapsed(H, reads), *norms)
-        return (x,), Manifold(H, post=post, pre=now if self.single_pass else None)
-
-    def memory_traffic(self) -> float:
-        return streams_memory_traffic(self, self.n)
+            x = apply_norm(self.collapse_streams(H, pre_here), *norms)
+        return (x,), Manifold(H, post=new_post, pre=new_pre if self.single_pass else None)
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, ...]:
-        """pre [B T n], and the logits of post [B T n] and of R [B T n·n] as far as the site has them."""
+        """pre [B T n], then the logits of post [B T n] and R [B T n·n] where the site has them."""
         assert self.base is not None and self.scale is not None
-        parts = zip(z.split(self.sizes, -1), self.scale, self.base.split(self.sizes), strict=True)
-        pre, *rest = (part * s + b for part, s, b in parts)
-        return pre.sigmoid() + self.eps, *rest
+        logits = []
+        bases = self.base.split(self.sizes)
+        for z_part, scale, base in zip(z.split(self.sizes, -1), self.scale, bases, strict=True):
+            logits.append(z_part * scale + base)
+        pre = logits[0].sigmoid() + self.eps
+        return pre, *logits[1:]
 
-    def mixture(self, logits: Tensor) -> Tensor:
-        """R [B T src dst]."""
+    def residual_matrix(self, logits: Tensor) -> Tensor:
+        """R [B T src dst] of its logits [B T n·n]."""
         R = logits.unflatten(-1, (self.n, self.n))
-        R = R.mT if self.transposed else R
-        if self.dst_last:
+        if self.source_is_column:
+            R = R.mT
+        if self.destinations_last:
             return sinkhorn(R.mT, self.iterations, self.eps).mT
         return sinkhorn(R, self.iterations, self.eps)
 
+    def collapse_streams(self, H: Tensor, pre: Tensor | None) -> Tensor:
+        """Σ_s pre_s H_s, or the sum or mean of the streams without a pre: [B T n D] -> [B T D]."""
+        if pre is not None:
+            return mix_streams(H, pre[..., None]).squeeze(-2)
+        return H.mean(-2) if self.reads_mean else H.sum(-2)
 
-def collapsed(H: Tensor, pre: Tensor) -> Tensor:
-    """Σ_s pre_s H_s: [B T n D] -> [B T D]."""
-    return mix_streams(H, pre[..., None]).squeeze(-2)
-
-
-def total(H: Tensor) -> Tensor:
-    return H.sum(-2)
-
-
-def mean(H: Tensor) -> Tensor:
-    return H.mean(-2)
-
-
-READOUTS = {"head": total, "sum": total, "mean": mean}
+    def memory_traffic(self) -> float:
+        return streams_memory_traffic(self, self.n)

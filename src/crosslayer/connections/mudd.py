@@ -1,28 +1,27 @@
-"""MUDD: multiway dynamic dense connections, a mixture of the blocks' outputs for each of q, k, v and the residual.
+"""MUDD: multiway dynamic dense connections, a mixture of the blocks' outputs for each of q, k, v
+and the residual.
 
-Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8.
+Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
 
-    X_0 the embedding, X_l the output of block l;  the depth aggregation after block l, K = C(l+1):
-    A   = GELU(RMSNorm(X_l) W1) W2 + a      [B T C l+1]     W1 [D, K], W2 [K, C(l+1)], a [C, l+1]       (Eq. 6)
-    S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j           c = q, k, v, r                                              (Eq. 5, 8)
-    block l + 1:  h = S_r + MHA(n_q(S_q), n_k(S_k), n_v(S_v));   X_{l+1} = h + FFN(n(h))                (Eq. 7)
-    parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r));          readout: S_r of the last block, its one way
+    X_0 the embedding, X_l the output of block l
+    the depth aggregation after block l, with C ways (q, k, v, r) and K = C(l+1):
+    A   = GELU(RMSNorm(X_l) W1) W2 + a   [B T C l+1]                             (Eq. 6)
+          W1 [D, K], W2 [K, C(l+1)], a [C, l+1]
+    S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j        c = q, k, v, r                          (Eq. 5, 8)
+    block l + 1:  h = S_r + MHA(n_q(S_q), n_k(S_k), n_v(S_v));   X_{l+1} = h + FFN(n(h))   (Eq. 7)
+    parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r))
+    readout:      S_r of the last block, its only way
 
-`ways` are the mixtures, separated by spaces, each named by the streams it feeds; a stream left out reads X_l, as a
-plain residual does:
-    mudd                                     the paper's: "q k v r"
-    mudd(ways="qkvr")                        one dynamic way for all: DDFormer (section 2.2)
-    mudd(ways="qkvr", dynamic=False)         static: DenseFormer's averages (section 2.1)
-    mudd(ways="k v r")                       the paper's ablation −Q
-`dilation` and `period` are DenseFormer's; `window=n` keeps the last n blocks and the embedding (SW-n, section 4).
-`normed=True` is PrePostDANorm (Eq. 10): P_j = n_j(X_j) for every source, m_c = Σ A_{c,j} ⊙ P_j, S_c = X_l + m_c for
-q, k and v, S_r = X_l + post(m_r) with post's weight 1e-3, a = 0, and the generator's norm has a weight. The cure where
-plain MUDD diverges: 24 layers and more with a large learning rate.
-`expand_last=True` takes four times K in the last block and `round64=True` then rounds K up to (K//64 + 1)·64, both as
-the released checkpoints do. GELU is erf's, and the norm has no weight, as there.
-W1 ~ N(0, 1/D), W2 = 0, a one-hot on X_l: it starts exactly as the plain Transformer. q, k and v have norms of their
-own where they are mixed apart.
-State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l. Traffic: (l + 5)D a token.
+    PrePostDANorm (Eq. 10), `normed=True`:
+    P_j = n_j(X_j);   m_c = Σ_j A_{c,j} ⊙ P_j
+    S_c = X_l + m_c for q, k, v;   S_r = X_l + n_post(m_r)
+
+GELU is erf's and the generator's RMSNorm has no weight, as in the released code. W1 ~ N(0, 1/D),
+W2 = 0 and a is one-hot on X_l, so that training starts exactly as the plain Transformer. With
+PrePostDANorm a = 0, n_post's weight is 1e-3, and the generator's norm has a weight.
+q, k and v have norms of their own where they are mixed apart.
+State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
+Traffic: (l + 5)D a token.
 """
 
 from typing import Literal
@@ -35,11 +34,40 @@ from ..connection import NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
 from ..norms import NormSpec, rms
 from ..ops import add_norm, depth_mix, project_tall
-from .denseformer import History, mixed_sources
+from ..validation import check_positive
+from .denseformer import History, averaged_blocks
+
+STREAMS = "qkvr"
+# The stream that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
+STREAM_OF_PORT = {"attn": "q", "q": "q", "k": "k", "v": "v", "mlp": "r", "out": "r"}
 
 
 class Mudd(FusedNormConnection[History]):
+    """MUDD: multiway dynamic dense connections, for each of q, k, v and the residual stream r.
+
+    Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
+
+    Args:
+        ways: the mixtures, separated by spaces, each named by the streams it feeds. "q k v r" is
+            the paper's method. "qkvr" feeds all streams one mixture (DDFormer, section 2.2).
+            "k v r" is the ablation −Q: a stream that no way feeds reads X_l, as in a plain
+            residual.
+        dynamic: the weights A depend on the token; False for `a` alone. Static weights with one way
+            are DenseFormer's averages (section 2.1).
+        dilation: only every `dilation`-th block is mixed, as in DenseFormer.
+        period: only every `period`-th block is followed by an aggregation, or "last" for the last
+            block alone, as in DenseFormer.
+        window: only the last `window` blocks and the embedding are mixed (SW-n, section 4); None
+            for all blocks.
+        normed: PrePostDANorm (Eq. 10). For models in which plain MUDD diverges: 24 layers and more
+            with a large learning rate.
+        round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
+        expand_last: four times K after the last block, as the released checkpoints have it.
+            `round64` is applied after it.
+    """
+
     bitwise_prenorm = True
+    weight_decay_params = frozenset({"W1", "W2"})
     test_variants = (
         "mudd(ways='qkvr')",
         "mudd(ways='qkvr', dynamic=False)",
@@ -50,7 +78,6 @@ class Mudd(FusedNormConnection[History]):
         "mudd(normed=True)",
         "mudd(normed=True, ways='q kvr', dynamic=False)",
     )
-    weight_decay_params = frozenset({"W1", "W2"})
 
     def __init__(
         self,
@@ -66,103 +93,148 @@ class Mudd(FusedNormConnection[History]):
         round64: bool = False,
         expand_last: bool = False,
     ):
+        if window is not None:
+            check_positive(window=window)
         if normed and (dilation, period) != (1, 1):
             raise ValueError(
-                "normed=True excludes dilation and period: a source left out would have an idle norm"
+                "normed=True excludes dilation and period: the norm n_j of a block that is never "
+                "mixed would be idle"
             )
-        last = site.index == site.depth
-        groups = [group for group in streams_of(ways) if not last or "r" in group]
-        depths = mixed_sources(site, dilation, period, window) if groups else ()
-        # which mixture each stream is: an index, or None for X_l itself
-        way = {
-            stream: next((c for c, group in enumerate(groups) if stream in group), None)
-            for stream in "qkvr"
-        }
-        apart = bool(depths) and not last and not way["q"] == way["k"] == way["v"]
-        ports = tuple(
-            p
-            for port in site.ports
-            for p in (("q", "k", "v") if apart and port == "attn" else (port,))
-        )
-        super().__init__(site, dim, norm, ports)
-        # the streams of the ports and, last, the block's residual: (mixture, whether it is the residual stream r)
-        read = [{"attn": "q", "mlp": "r", "out": "r"}.get(port, port) for port in ports]
-        self.ways = [(way[stream], stream == "r") for stream in (*read, "r")]
-        self.sources = depths
-        # norms are taken along where every port reads a mixture as it is, or all of them X_l
-        self.can_fuse_norms = not depths or not (normed or None in [c for c, _ in self.ways[:-1]])
+        is_last = site.index == site.depth
+        mixtures = _parse_ways(ways)
+        if is_last:  # The readout reads the residual stream alone.
+            mixtures = [streams for streams in mixtures if "r" in streams]
+        sources = averaged_blocks(site, dilation, period, window)
+        aggregates = bool(sources and mixtures)
 
-        C, L = len(groups), len(depths)
-        K = C * L * (4 if expand_last and last else 1)
-        K = (K // 64 + 1) * 64 if round64 else K
-        self.a = float32_parameter(C, L) if depths else None
-        self.W1 = float32_parameter(dim, K) if depths and dynamic else None
-        self.W2 = float32_parameter(K, C * L) if depths and dynamic else None
-        # of PrePostDANorm: of the source this block adds, of the generator's input, and after the mixture for r
-        self.pre = float32_parameter(dim) if normed and (depths or site.index == 0) else None
-        self.weigh = float32_parameter(dim) if normed and depths and dynamic else None
-        self.post = float32_parameter(dim) if normed and depths and way["r"] is not None else None
+        # c for each stream that mixture c feeds; None for a stream that reads X_l itself.
+        mixture_of_stream: dict[str, int | None] = dict.fromkeys(STREAMS)
+        for c, streams in enumerate(mixtures):
+            for stream in streams:
+                mixture_of_stream[stream] = c
+
+        # Where q, k and v are mixed apart, each is a port of the attention with a norm of its own.
+        qkv_differ = len({mixture_of_stream[stream] for stream in "qkv"}) > 1
+        splits_qkv = aggregates and not is_last and qkv_differ
+        ports: list[str] = []
+        for port in site.ports:
+            if port == "attn" and splits_qkv:
+                ports += ["q", "k", "v"]
+            else:
+                ports.append(port)
+        super().__init__(site, dim, norm, tuple(ports))
+        self.sources = sources if aggregates else ()
+        self.mixture_of_stream = mixture_of_stream
+        self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
+        # The op that mixes makes every port's input, unless X_l or PrePostDANorm is added after it.
+        all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
+        self.can_fuse_norms = not aggregates or (all_ports_mixed and not normed)
+
+        C, L = len(mixtures), len(self.sources)
+        K = C * L
+        if expand_last and is_last:
+            K = 4 * K
+        if round64:
+            K = (K // 64 + 1) * 64
+        generates = aggregates and dynamic
+        self.a = float32_parameter(C, L) if aggregates else None
+        self.W1 = float32_parameter(dim, K) if generates else None
+        self.W2 = float32_parameter(K, C * L) if generates else None
+        # PrePostDANorm: the weights of n_j for the block that ends here, of the generator's norm,
+        # and of n_post.
+        adds_block = aggregates or site.index == 0
+        self.pre = float32_parameter(dim) if normed and adds_block else None
+        self.weigh = float32_parameter(dim) if normed and generates else None
+        norms_residual = normed and aggregates and mixture_of_stream["r"] is not None
+        self.post = float32_parameter(dim) if norms_residual else None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.a is not None:
-            self.a.zero_()
+            nn.init.zeros_(self.a)
             if self.pre is None:
                 self.a[:, -1] = 1
         if self.W1 is not None and self.W2 is not None:
             init_normal_(self.W1, self.dim**-0.5, self.site)
             nn.init.zeros_(self.W2)
-        for p, value in ((self.pre, 1.0), (self.weigh, 1.0), (self.post, 1e-3)):
-            if p is not None:
-                nn.init.constant_(p, value)
+        if self.pre is not None:
+            nn.init.ones_(self.pre)
+        if self.weigh is not None:
+            nn.init.ones_(self.weigh)
+        if self.post is not None:
+            nn.init.constant_(self.post, 1e-3)
 
     def initial_state(self, x: Tensor) -> History:
         return History((), x)
 
-    def memory_traffic(self) -> float:
-        return super().memory_traffic() if self.a is None else sum(self.a.shape)
-
     def fused_read(
         self, state: History, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], History]:
-        X, a = state.X, self.a
-        h, x = add_norm(state.h, state.y, *(norms if a is None else ()))
-        if self.opens_layer:
-            X = (*X, h if self.pre is None else (rms(h) * self.pre).to(h.dtype))
-        if a is None:
-            return (x,), History(X, h)
-        taken = tuple(
-            (way, norm) for (way, _), norm in zip(self.ways, norms, strict=False) if way is not None
+        if self.a is None:
+            h, x = add_norm(state.h, state.y, *norms)
+            return (x,), History(self._finished_blocks(state, h), h)
+        # A block ends here, and h is its output X_l.
+        h, _ = add_norm(state.h, state.y)
+        X = self._finished_blocks(state, h)
+        mixed = tuple(X[j] for j in self.sources)
+        # The norms to fuse, each with the mixture that its port reads: none, or one a port.
+        port_mixtures = [self.mixture_of_stream[stream] for stream in self.port_streams]
+        port_norms = tuple(
+            (c, n) for c, n in zip(port_mixtures, norms, strict=False) if c is not None
         )
-        S = depth_mix(tuple(X[j] for j in self.sources), self.weights(h, a), taken)
-        *xs, r = (
-            h if way is None else self.around(h, S[way], residual) for way, residual in self.ways
-        )
-        return S[len(a) :] or tuple(xs), History(X, r)
+        outputs = depth_mix(mixed, self.aggregation_weights(h, self.a), port_norms)
+        S = outputs[: len(self.a)]
+        if norms:
+            inputs = outputs[len(self.a) :]
+        else:
+            inputs = tuple(self._stream(stream, h, S) for stream in self.port_streams)
+        return inputs, History(X, self._stream("r", h, S))
 
-    def weights(self, x: Tensor, a: Tensor) -> Tensor:
-        """The mixtures' weights: [C L], or [B T C L] a token's own."""
+    def _finished_blocks(self, state: History, h: Tensor) -> tuple[Tensor, ...]:
+        """The sources so far: with the block that ends here, normed by n_j for PrePostDANorm."""
+        if not self.opens_layer:
+            return state.X
+        if self.pre is not None:
+            h = (rms(h) * self.pre).to(h.dtype)
+        return (*state.X, h)
+
+    def aggregation_weights(self, x: Tensor, a: Tensor) -> Tensor:
+        """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]."""
         if self.W1 is None or self.W2 is None:
             return a
-        N = rms(x) if self.weigh is None else rms(x) * self.weigh
-        return (project_tall(F.gelu(project_tall(N, self.W1)), self.W2)).unflatten(-1, a.shape) + a
+        N = rms(x)
+        if self.weigh is not None:
+            N = N * self.weigh
+        generated = project_tall(F.gelu(project_tall(N, self.W1)), self.W2)
+        return generated.unflatten(-1, a.shape) + a
 
-    def around(self, h: Tensor, m: Tensor, residual: bool) -> Tensor:
-        """What a stream makes of its mixture: PrePostDANorm adds it to X_l, and norms it first for r alone."""
+    def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
+        """S_c of one stream, where h is X_l."""
+        c = self.mixture_of_stream[stream]
+        if c is None:
+            return h
+        m = mixtures[c]
         if self.pre is None:
             return m
-        return h + (m if self.post is None or not residual else (rms(m) * self.post).to(h.dtype))
+        if stream == "r" and self.post is not None:
+            m = (rms(m) * self.post).to(h.dtype)
+        return h + m
+
+    def memory_traffic(self) -> float:
+        if self.a is None:
+            return super().memory_traffic()
+        return sum(self.a.shape)
 
 
-def streams_of(ways: str) -> list[str]:
-    groups = ways.split() if isinstance(ways, str) else []
-    if (
-        not groups
-        or not set("".join(groups)) <= set("qkvr")
-        or len(set("".join(groups))) < len("".join(groups))
-    ):
+def _parse_ways(ways: str) -> list[str]:
+    """The streams of each mixture: "qk v" -> ["qk", "v"]."""
+    mixtures = ways.split() if isinstance(ways, str) else []
+    streams = "".join(mixtures)
+    named_twice = len(set(streams)) < len(streams)
+    if not streams or named_twice or not set(streams) <= set(STREAMS):
         raise ValueError(
-            f"mudd: ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', got {ways!r}"
+            "mudd: ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', "
+            f"got {ways!r}"
         )
-    return groups
+    return mixtures

@@ -1,6 +1,7 @@
 """Pre-norm residual: every sub-layer adds its output to one stream.
 
-Paper: On Layer Normalization in the Transformer Architecture (Xiong et al., 2020), arXiv 2002.04745.
+Paper: On Layer Normalization in the Transformer Architecture (Xiong et al., 2020),
+arXiv 2002.04745.
 
     x ← x + F(Norm(x))
 
@@ -23,9 +24,12 @@ class Stream(NamedTuple):
 
 
 class PreNorm(FusedNormConnection[Stream]):
-    """Pre-norm residual: every sub-layer adds its output to one stream. The baseline of every comparison.
+    """Pre-norm residual: every sub-layer adds its output to one stream.
 
-    Paper: On Layer Normalization in the Transformer Architecture (Xiong et al., 2020), arXiv 2002.04745.
+    The baseline of every comparison.
+
+    Paper: On Layer Normalization in the Transformer Architecture (Xiong et al., 2020),
+    arXiv 2002.04745.
     """
 
     bitwise_prenorm = True

@@ -2,9 +2,10 @@
 
 Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
 
-    x ← g_k · x + F_k(Norm(x)),  g_k = 1 at the start
+    x ← g_k · x + F_k(Norm(x)),  g_k = 1 at initialisation
 
-State: one stream and the gain of the pending write. Parameters: 1 a sub-layer. Traffic: 4D a token and boundary.
+State: one stream and the gain of the pending write. Parameters: 1 a sub-layer. Traffic: 4D a token
+and boundary.
 """
 
 from typing import ClassVar, NamedTuple
@@ -17,13 +18,18 @@ from ..connection import Connection, NormFactory, Site, float32_parameter
 class Gained(NamedTuple):
     h: Tensor  # [B T D]
     y: Tensor | None = None  # pending write ...
-    gain: Tensor | None = None  # ... and what the stream is multiplied by when it is applied, [1]
+    gain: Tensor | None = None  # ... and the factor of the stream when y is added, [1]
 
 
 class SkipGain(Connection[Gained]):
+    """Skips with gains: a learned scalar on every skip, DenseFormer's baseline.
+
+    Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
+    """
+
     bitwise_prenorm = True
     gate_fields = ("gain",)
-    lr_factors: ClassVar[dict[str, float]] = {"gain": 0.01}  # a product over depth is steep
+    lr_factors: ClassVar[dict[str, float]] = {"gain": 0.01}  # their product over depth is steep
 
     def __init__(self, site: Site, dim: int, norm: NormFactory):
         super().__init__(site, dim, norm)
@@ -41,4 +47,6 @@ class SkipGain(Connection[Gained]):
         h, y, gain = state
         if y is not None and gain is not None:
             h = (gain * h + y).to(h.dtype)
-        return (h,), Gained(h, gain=None if self.gain is None else self.gain.clone())
+        # A clone, because the state may contain no parameter.
+        next_gain = None if self.gain is None else self.gain.clone()
+        return (h,), Gained(h, gain=next_gain)

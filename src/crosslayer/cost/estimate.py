@@ -1,15 +1,19 @@
-"""What an arm costs before it is trained: parameters, FLOPs, activation memory, and the traffic no kernel can avoid.
+"""Parameters, FLOPs, activation memory and memory traffic of a model, before it is trained.
 
-    estimate("mudd", sized(layers=24, dim=2048, heads=16), batch=8, context=2048).floor(GPUS["H100"])   # seconds
+The model is built and connected on the meta device. Its forward pass runs there under torch's FLOP
+counter and under hooks on the tensors that autograd saves. Only the traffic is a formula: each
+method's `memory_traffic`.
 
-Nothing is a formula of its own: the model is built and connected on the meta device and its forward pass is run there,
-under torch's FLOP counter and with hooks on what autograd keeps. Only the floor is on paper, each method's `traffic`.
+FLOPs: a multiplication or an addition is one FLOP, in matrix products and in weighted sums alike
+(MUDD, Eq. 15; HC, Table 8). Norms, softmax and activation functions are left out. Causal attention
+counts half of T².
 
-FLOPs: a multiplication or an addition is one, in matrix products and in weighted sums alike (MUDD, Eq. 15; HC, Table
-8); norms, softmax and activations are left out, and causal attention is half of T². Memory: with flash attention.
-Floor: every boundary moves `traffic` · D elements a token forward. Backward a single stream moves as much (the two
-gradients and the norm's input are read, one gradient is written) and n streams 3n + 3 to the forward's 2n + 2. For
-dense sources that same 1.5 is assumed: each is read again, and its gradient is written.
+Activation memory: with flash attention.
+
+Traffic: every site moves `memory_traffic()` · D elements a token in the forward pass. In the
+backward pass, a single stream moves as much: the two gradients and the norm's input are read, one
+gradient is written. n streams move 3n + 3 where the forward pass moves 2n + 2. The same factor of
+1.5 is assumed for dense sources: each is read again, and its gradient is written.
 """
 
 import copy
@@ -29,9 +33,11 @@ aten = torch.ops.aten
 
 
 class GPU(NamedTuple):
+    """A GPU's peak rates, as its data sheet states them."""
+
     name: str
-    bandwidth: float  # of its memory, bytes a second
-    flops: float  # dense bf16, a second
+    bandwidth: float  # memory, bytes/s
+    flops: float  # dense bf16, FLOP/s
 
 
 GPUS = {
@@ -42,101 +48,141 @@ GPUS = {
 }
 
 
-class Measure(NamedTuple):
-    """One forward pass of one model, the batch whole."""
+class ModelCost(NamedTuple):
+    """Cost of one training step of one model, for a batch of given size.
+
+    Args:
+        parameters: of the whole model.
+        connection_parameters: of its connections alone.
+        forward_flops: FLOPs of the forward pass.
+        activation_bytes: bytes that the forward pass saves for the backward pass, without
+            parameters.
+        site_traffic: least memory traffic of each site's forward pass, in elements of D a token.
+        bytes_moved: least memory traffic of all sites, forward and backward, in bytes.
+    """
 
     parameters: int
-    own: int  # of them, the connections'
-    flops: int  # forward
-    activations: int  # bytes kept for the backward, without parameters
-    traffic: tuple[float, ...]  # forward, a site: elements of D a token
-    moved: float  # forward and backward, all sites: bytes
+    connection_parameters: int
+    forward_flops: int
+    activation_bytes: int
+    site_traffic: tuple[float, ...]
+    bytes_moved: float
 
 
 class Cost(NamedTuple):
-    """An arm beside the same body with PreNorm."""
+    """Cost of a connection in a model, compared with the same model with pre-norm.
 
-    arm: str
-    model: Measure
-    body: Measure
+    Args:
+        spec: the connection, for example "mudd(dilation=2)".
+        model: cost of the model with this connection.
+        baseline: cost of the same model with pre-norm.
+    """
+
+    spec: str
+    model: ModelCost
+    baseline: ModelCost
 
     @property
     def extra_parameters(self) -> float:
-        """The connections' own, as a share of the body's parameters."""
-        return self.model.own / (self.model.parameters - self.model.own)
+        """Parameters of the connections, as a share of all other parameters."""
+        others = self.model.parameters - self.model.connection_parameters
+        return self.model.connection_parameters / others
 
     @property
     def extra_flops(self) -> float:
-        """What the forward pass computes more than the body's, as a share of it."""
-        return self.model.flops / self.body.flops - 1
+        """FLOPs of the forward pass beyond the baseline's, as a share of the baseline's."""
+        return self.model.forward_flops / self.baseline.forward_flops - 1
 
     @property
-    def memory(self) -> float:
-        """Activations kept for the backward, relative to the body's."""
-        return self.model.activations / self.body.activations
+    def activation_ratio(self) -> float:
+        """Activation memory, as a multiple of the baseline's."""
+        return self.model.activation_bytes / self.baseline.activation_bytes
 
-    def floor(self, gpu: GPU) -> float:
-        """Seconds a step, forward and backward, that the connections' traffic takes at the least; PreNorm's too."""
-        return self.model.moved / gpu.bandwidth
+    def bandwidth_bound_seconds(self, gpu: GPU) -> float:
+        """Least seconds a step, forward and backward, that the memory traffic takes."""
+        return self.model.bytes_moved / gpu.bandwidth
 
-    def slowdown(self, gpu: GPU) -> float:
-        """The floor beyond PreNorm's, as a share of the time the body's FLOPs take at the GPU's peak."""
-        # a backward pass computes twice what its forward does
-        return (self.floor(gpu) - self.body.moved / gpu.bandwidth) / (
-            3 * self.body.flops / gpu.flops
-        )
+    def extra_seconds(self, gpu: GPU) -> float:
+        """The lower bound minus the baseline's, in seconds a step."""
+        return self.bandwidth_bound_seconds(gpu) - self.baseline.bytes_moved / gpu.bandwidth
+
+    def relative_slowdown(self, gpu: GPU) -> float:
+        """`extra_seconds`, as a share of the baseline's FLOPs at the GPU's peak rate."""
+        # A backward pass computes twice what its forward pass does.
+        baseline_seconds = 3 * self.baseline.forward_flops / gpu.flops
+        return self.extra_seconds(gpu) / baseline_seconds
 
 
 def estimate_cost(
-    arm: str, body: Any, batch: int, context: int, dtype: torch.dtype = torch.bfloat16
+    spec: str, config: Any, batch: int, context: int, dtype: torch.dtype = torch.bfloat16
 ) -> Cost:
-    """What an arm costs on a body, a batch and a context, without building it.
+    """Estimate what a connection costs in a model, without allocating the model.
 
     Args:
-        arm: like "mudd(dilation=2)".
-        body: a transformers configuration of a family `connect` knows; `sized` makes one.
+        spec: the connection, for example "mudd(dilation=2)".
+        config: a transformers configuration of a family that `connect` knows, for example from
+            `crosslayer.hf.config.make_config`.
         batch: sequences a step on one GPU.
         context: tokens a sequence.
-        dtype: of the model and its stream.
+        dtype: dtype of the model and of its stream.
+
+    Returns:
+        The cost of the connected model and of the same model with pre-norm.
 
     Raises:
-        ValueError: the arm, an option, the family or a size is not as it should be.
+        ValueError: `spec` names no known connection or option, the family is unknown, or a size is
+            below 1.
     """
-    return estimate_costs([arm], body, batch, context, dtype)[0]
+    return estimate_costs([spec], config, batch, context, dtype)[0]
 
 
 def estimate_costs(
-    arms: Sequence[str], body: Any, batch: int, context: int, dtype: torch.dtype = torch.bfloat16
+    specs: Sequence[str],
+    config: Any,
+    batch: int,
+    context: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Cost]:
-    """`estimate` of several arms, which measures the body with PreNorm once."""
+    """`estimate_cost` for several connections; the baseline is measured once."""
     check_positive(batch=batch, context=context)
-    once = functools.cache(
-        lambda arm: measure_cost(build_on_meta(arm, body, context, dtype), batch, context)
-    )
-    return [Cost(arm, once(arm), once("prenorm")) for arm in arms]
+
+    @functools.cache
+    def cost_of(spec: str) -> ModelCost:
+        return measure_cost(build_on_meta(spec, config, context, dtype), batch, context)
+
+    return [Cost(spec, cost_of(spec), cost_of("prenorm")) for spec in specs]
 
 
-def build_on_meta(arm: str, body: Any, context: int, dtype: torch.dtype) -> nn.Module:
+def build_on_meta(spec: str, config: Any, context: int, dtype: torch.dtype) -> nn.Module:
+    """A causal language model of `config` on the meta device, connected, with flash attention.
+
+    Args:
+        spec: the connection.
+        config: a transformers configuration; it is not changed.
+        context: tokens a sequence.
+        dtype: dtype of the model.
+    """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     from ..hf import connect
 
-    # a kernel without a mask of its own in transformers is asked for none, and causal
-    AttentionInterface.register(attention.__name__, attention)
-    config = copy.deepcopy(body)
-    vars(config).pop(
-        "crosslayer", None
-    )  # of a connected model, which would be built with its connection
-    config.pad_token_id = None  # a host would look for it in tokens that are not there
+    # transformers builds no mask for an attention function it does not know, and passes None.
+    AttentionInterface.register(_causal_attention.__name__, _causal_attention)
+    config = copy.deepcopy(config)
+    # The configuration of a connected model would build it with its own connection.
+    vars(config).pop("crosslayer", None)
+    # With a padding token a model would look for it in the values of the tokens, which meta tensors
+    # have not.
+    config.pad_token_id = None
     config.max_position_embeddings = max(context, config.max_position_embeddings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.__name__, dtype=dtype
+            config, attn_implementation=_causal_attention.__name__, dtype=dtype
         )
-    return connect(model, arm)
+    return connect(model, spec)
 
 
-def attention(
+def _causal_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -145,133 +191,136 @@ def attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention by its fused kernel: on the meta device torch would choose the one that keeps T × T weights."""
+    """Causal flash attention: torch's choice on the meta device saves T × T weights."""
     out = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, True, scale=scaling
     )[0]
     return out.transpose(1, 2).contiguous(), None
 
 
-def measure_cost(model: nn.Module, batch: int, context: int) -> Measure:
-    """One step's forward pass of a connected model, on whatever device it is."""
+def measure_cost(model: nn.Module, batch: int, context: int) -> ModelCost:
+    """Cost of one step of a connected language model, by a forward pass on its own device.
+
+    Args:
+        model: a connected transformers model.
+        batch: sequences a step.
+        context: tokens a sequence.
+    """
     sites = find_connections(model)
-    weights: Any = next(model.parameters())
-    ids = torch.zeros(batch, context + 1, dtype=torch.long, device=weights.device)
-    with flop_counter() as count:
-        kept = activation_bytes(model, ids)
-    traffic = tuple(float(site.memory_traffic()) for site in sites)
-    elements = sum(t + backward(site) for site, t in zip(sites, traffic, strict=True))
-    return Measure(
-        *count_parameters(model),
-        count.get_total_flops(),
-        kept,
-        traffic,
-        elements * sites[0].dim * weights.element_size() * batch * context,
+    weight: Any = next(model.parameters())
+    tokens = torch.zeros(batch, context + 1, dtype=torch.long, device=weight.device)
+    with flop_counter() as counter:
+        saved_bytes = activation_bytes(model, tokens)
+    parameters, connection_parameters = count_parameters(model)
+    forward_traffic = tuple(float(site.memory_traffic()) for site in sites)
+    elements = sum(
+        forward + _backward_traffic(site)
+        for site, forward in zip(sites, forward_traffic, strict=True)
+    )
+    return ModelCost(
+        parameters=parameters,
+        connection_parameters=connection_parameters,
+        forward_flops=counter.get_total_flops(),
+        activation_bytes=saved_bytes,
+        site_traffic=forward_traffic,
+        bytes_moved=elements * sites[0].dim * weight.element_size() * batch * context,
     )
 
 
-def backward(site: Connection) -> float:
-    """`traffic` of the backward pass; what moves no more than a single stream is taken for one."""
+def _backward_traffic(site: Connection[Any]) -> float:
+    """Traffic of a site's backward pass, in elements of D a token. See the top of the file."""
     forward = site.memory_traffic()
-    return forward if forward <= Connection.memory_traffic(site) else 1.5 * forward
+    single_stream = Connection.memory_traffic(site)
+    return forward if forward <= single_stream else 1.5 * forward
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Of the whole model, and what its connections added."""
+    """The number of parameters of the whole model, and of its connections alone."""
     total = sum(p.numel() for p in model.parameters())
-    own = sum(p.numel() for m in find_connections(model) for p in m.parameters())
-    return total, own
+    in_connections = sum(
+        p.numel() for connection in find_connections(model) for p in connection.parameters()
+    )
+    return total, in_connections
 
 
-def language_model_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+def language_model_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token. tokens: [B T+1]."""
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def activation_bytes(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = language_model_loss
 ) -> int:
-    """What the forward pass of one step keeps for the backward, its parameters not counted."""
-    # by the storage itself: all meta tensors have the address 0; and held, so that none is seen twice
-    own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+    """Bytes that the forward pass of one step saves for the backward pass, without parameters.
 
-    def keep(tensor: Tensor) -> None:
+    Args:
+        model: any module.
+        batch: what `loss` takes; tokens [B T+1] by default.
+        loss: computes the loss of a batch.
+    """
+    parameter_storages = {p.untyped_storage()._cdata for p in model.parameters()}
+    # Storages are identified by themselves, because all meta tensors have the address 0. They are
+    # kept alive here, so that no later storage takes the place of one that is counted.
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        # nothing is handed to the graph: an output that its own node held this way would never be freed
+        saved[storage._cdata] = storage
+        # Return nothing: a node that saved its own output through a hook would never be freed.
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss(model, batch)
-    return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in parameter_storages)
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's FLOP counter, which alone knows matrix products, with the connections' weighted sums."""
-    return FlopCounterMode(display=False, custom_mapping=FLOPS)
+    """torch's FLOP counter, extended by the element-wise operations of weighted sums."""
+    return FlopCounterMode(display=False, custom_mapping=_FLOP_FORMULAS)
 
 
-def per_element(flops: int) -> Callable[..., int]:
-    """The formula of an operation with so many FLOPs an element of its output."""
-    return lambda *shapes, out_shape, **_: flops * out_shape.numel()
+def _flops_per_element(flops: int) -> Callable[..., int]:
+    """The formula of an operation that takes `flops` FLOPs for each element of its output."""
+
+    def formula(*shapes: Any, out_shape: torch.Size, **_: Any) -> int:
+        return flops * out_shape.numel()
+
+    return formula
 
 
-def difference(a: torch.Size, b: Any, *_: Any, out_shape: torch.Size, **__: Any) -> int:
-    """A row less one number, its mean, is a norm's."""
-    centres = isinstance(b, torch.Size) and b[-1:] == (1,) != out_shape[-1:]
-    return 0 if centres else out_shape.numel()
+def _subtraction_flops(a: torch.Size, b: Any, *_: Any, out_shape: torch.Size, **__: Any) -> int:
+    """A subtraction, but none where a norm centres a row: it subtracts a single value."""
+    if isinstance(b, torch.Size) and b[-1:] == (1,) and out_shape[-1:] != (1,):
+        return 0
+    return out_shape.numel()
 
 
-def matrix_vector(matrix: torch.Size, vector: torch.Size, *_: Any, **__: Any) -> int:
+def _matrix_vector_flops(matrix: torch.Size, vector: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * matrix.numel()
 
 
-def attention_of(place: int) -> Callable[..., int]:
-    """The formula of a fused attention, whose argument after q, k and v at this place says whether it is causal."""
+def _attention_flops(causal_index: int) -> Callable[..., int]:
+    """The formula of a fused attention; `is_causal` is argument `causal_index` after q, k, v."""
 
-    def flops(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **_: Any) -> int:
-        causal = len(rest) > place and rest[place]
-        return sdpa_flop_count(query, key, value) // (2 if causal else 1)
+    def formula(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **_: Any) -> int:
+        is_causal = len(rest) > causal_index and rest[causal_index]
+        return sdpa_flop_count(query, key, value) // (2 if is_causal else 1)
 
-    return flops
+    return formula
 
 
-FLOPS = {
-    **{op: per_element(1) for op in (aten.add, aten.add_, aten.mul, aten.mul_)},
-    **{op: per_element(2) for op in (aten.addcmul, aten.addcmul_)},
-    aten.sub: difference,
-    aten.lerp: per_element(3),
-    aten.mv: matrix_vector,
-    aten._scaled_dot_product_flash_attention_for_cpu: attention_of(1),
-    aten._scaled_dot_product_flash_attention: attention_of(1),
-    aten._scaled_dot_product_efficient_attention: attention_of(3),
-    aten._scaled_dot_product_cudnn_attention: attention_of(3),
+_FLOP_FORMULAS = {
+    aten.add: _flops_per_element(1),
+    aten.add_: _flops_per_element(1),
+    aten.mul: _flops_per_element(1),
+    aten.mul_: _flops_per_element(1),
+    aten.addcmul: _flops_per_element(2),
+    aten.addcmul_: _flops_per_element(2),
+    aten.lerp: _flops_per_element(3),
+    aten.sub: _subtraction_flops,
+    aten.mv: _matrix_vector_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops(1),
+    aten._scaled_dot_product_flash_attention: _attention_flops(1),
+    aten._scaled_dot_product_efficient_attention: _attention_flops(3),
+    aten._scaled_dot_product_cudnn_attention: _attention_flops(3),
 }
-
-
-HEAD = (
-    "arm", "parameters", "extra", "forward GFLOPs", "extra", "activations", "traffic", "floor, ms", "beyond PreNorm",
-)  # fmt: skip
-
-
-def cells(cost: Cost, gpu: GPU) -> list[str]:
-    """A row of the table, as `HEAD` names it."""
-    return [
-        cost.arm,
-        f"{cost.model.parameters:,}",
-        f"{cost.extra_parameters:.3%}",
-        f"{cost.model.flops / 1e9:,.0f}",
-        f"{cost.extra_flops:.2%}",
-        f"{cost.memory:.2f}×",
-        f"{sum(cost.model.traffic):g}",
-        f"{1e3 * cost.floor(gpu):.2f}",
-        f"{1e3 * (cost.floor(gpu) - cost.body.moved / gpu.bandwidth):+.2f} ms, {cost.slowdown(gpu):+.1%}",
-    ]
-
-
-def legend(cost: Cost, gpu: GPU) -> str:
-    return (
-        f"A step of one {gpu.name} at {gpu.bandwidth / 1e9:,.0f} GB/s and {gpu.flops / 1e12:,.0f} bf16 TFLOP/s, whose "
-        f"FLOPs take PreNorm {3e3 * cost.body.flops / gpu.flops:,.1f} ms at the least. Traffic: elements of D a token, "
-        "forward, summed over depth. Floor: the time it takes, forward and backward; no kernel is faster. Activations: "
-        f"kept for the backward by the reference implementation, PreNorm's {cost.body.activations / 2**30:,.1f} GiB."
-    )

@@ -1,15 +1,16 @@
-"""How much memory a step's activations take at their peak, by every storage that lives, whoever holds it.
+"""Peak activation memory of a training step: every live storage is counted, whoever holds it.
 
-    peak("hyper", sized(layers=24, dim=2048, heads=16), batch=8, context=2048, recompute="streams").peak / 2**30   # GiB
+    memory = estimate_peak_memory("hyper", config, batch=8, context=2048, recompute="streams")
+    memory.peak_bytes / 2**30   # GiB
 
-The model is on the meta device, where a step of any size is free. What it gives there is what the operations ask an
-allocator for; a fused kernel asks for less, and an allocator's own waste is not in it.
+On the meta device a step of any size costs nothing. The result is what the operations ask an
+allocator for: a fused kernel asks for less, and fragmentation comes on top.
 """
 
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,61 +23,80 @@ from .estimate import build_on_meta, language_model_loss
 
 
 class PeakMemory(NamedTuple):
-    """Bytes beside parameters, their gradients and the batch."""
+    """Activation memory of a training step, without parameters, their gradients and the batch.
 
-    kept: int  # between forward and backward
-    peak: int  # of both
+    Args:
+        saved_bytes: live between the forward and the backward pass.
+        peak_bytes: the maximum over both passes.
+    """
+
+    saved_bytes: int
+    peak_bytes: int
 
 
 def estimate_peak_memory(
-    arm: str,
-    body: Any,
+    spec: str,
+    config: Any,
     batch: int,
     context: int,
-    recompute: str = "none",
+    recompute: Literal["none", "streams", "inversion"] = "none",
     dtype: torch.dtype = torch.bfloat16,
 ) -> PeakMemory:
-    """The activation memory of an arm's step on a body, a batch and a context, without building it.
+    """Estimate the activation memory of a connected model's training step, without allocating the
+    model.
 
     Args:
-        arm: like "mudd(dilation=2)".
-        body: a transformers configuration of a family `connect` knows; `costs.sized` makes one.
+        spec: the connection, for example "mudd(dilation=2)".
+        config: a transformers configuration of a family that `connect` knows.
         batch: sequences a step on one GPU.
         context: tokens a sequence.
-        recompute: none, or as `retrace` takes it: streams or inversion.
-        dtype: of the model and its stream.
+        recompute: "none", or what `enable_recompute` recomputes: "streams" or "inversion".
+        dtype: dtype of the model and of its stream.
     """
-    model = build_on_meta(arm, body, context, dtype)
+    model = build_on_meta(spec, config, context, dtype)
     if recompute != "none":
         enable_recompute(find_connections(model), recompute)
-    return measure_peak_memory(
-        model, torch.zeros(batch, context + 1, dtype=torch.long, device="meta")
-    )
+    tokens = torch.zeros(batch, context + 1, dtype=torch.long, device="meta")
+    return measure_peak_memory(model, tokens)
 
 
 def measure_peak_memory(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = language_model_loss
 ) -> PeakMemory:
-    """The same of a model that is there, on its device; its gradients are zero afterwards."""
+    """Measure the activation memory of one training step on the model's own device.
+
+    The model's gradients are zero afterwards.
+
+    Args:
+        model: any module.
+        batch: what `loss` takes; tokens [B T+1] by default.
+        loss: computes the loss of a batch.
+    """
+    not_counted = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    given = [*tree_leaves(batch), *(x for p in model.parameters() for x in (p, p.grad))]
-    with LiveMemoryTracker(x for x in given if isinstance(x, Tensor)) as live:
+        not_counted += [p, p.grad]
+    with LiveMemoryTracker(not_counted) as tracker:
         value = loss(model, batch)
-        kept = live.now
+        saved_bytes = tracker.live_bytes
         value.backward()
     model.zero_grad(set_to_none=False)
-    return PeakMemory(kept, live.peak)
+    return PeakMemory(saved_bytes, tracker.peak_bytes)
 
 
 class LiveMemoryTracker(TorchDispatchMode):
-    """Bytes of the storages that operations have made and that are alive, and their peak."""
+    """Counts the bytes of live storages that operations have allocated, and their peak.
 
-    def __init__(self, given: Iterable[Tensor]):
+    Args:
+        not_counted: tensors that exist already.
+    """
+
+    def __init__(self, not_counted: Iterable[Tensor]):
         super().__init__()
-        self.now = self.peak = 0
-        # by the storage itself, as all meta tensors have the address 0
-        self.known: dict[int, Any] = {x.untyped_storage()._cdata: None for x in given}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        # Storages are identified by themselves, because all meta tensors have the address 0.
+        self._known: dict[int, Any] = {x.untyped_storage()._cdata: None for x in not_counted}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -84,16 +104,18 @@ class LiveMemoryTracker(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
-                self.count(x.untyped_storage())
+                self._add_storage(x.untyped_storage())
         return out
 
-    def count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            self.known[key] = weakref.ref(storage, functools.partial(self.freed, key, size))
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._known[key] = weakref.ref(storage, functools.partial(self._remove_storage, key, size))
 
-    def freed(self, key: int, size: int, _: Any) -> None:
-        self.now -= size
-        del self.known[key]
+    def _remove_storage(self, key: int, size: int, _: Any) -> None:
+        self.live_bytes -= size
+        del self._known[key]

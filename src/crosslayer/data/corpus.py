@@ -1,33 +1,29 @@
 """What the training loop reads: windows of tokens to train on, and validation sets by name.
 
-data = corpus("stdlib", context=256)
-order = Order(len(data.train), seed=0, batch=8, start=step)
-for batch in DataLoader(data.train, batch_size=8, sampler=order):  # [8 257], endless
+corpus = load_corpus("stdlib", context=256)
+sampler = BatchSampler(len(corpus.train), seed=0, batch=8, start=step)
+for batch in DataLoader(corpus.train, batch_size=8, sampler=sampler):  # [8 257], endless
     ...
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .prepared import BUSY, CORPUS, Tokens, learn, open_prepared
-from .sampler import BatchSampler
-from .shards import Shard, pack
-from .sources import HELD_OUT, TRAIN, gathered, named_apart, parts
+from ..validation import check_positive
+from .prepared import open_prepared
+from .sources import TRAIN, Source, name_sets, read_sets, set_names, training_texts
+from .streams import TokenStream, encode_in_memory
 from .tokenizing import Tokenizer, load_tokenizer
-
-__all__ = ["HELD_OUT", "BatchSampler", "Corpus", "Windows", "corpus"]
 
 
 @dataclass(frozen=True)
 class Windows(Dataset[Tensor]):
     """A stream cut into windows of context + 1 tokens without overlap, [context + 1] int64 each."""
 
-    tokens: Tokens
+    tokens: TokenStream
     context: int
 
     def __len__(self) -> int:
@@ -41,7 +37,7 @@ class Windows(Dataset[Tensor]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on and to be judged by.
+    """Tokens for training and validation.
 
     Args:
         name: the source.
@@ -57,89 +53,78 @@ class Corpus:
 
     @property
     def vocab(self) -> int:
+        """The size of the tokenizer's vocabulary."""
         return self.tokenizer.vocab
 
     @property
     def digest(self) -> str:
-        """Identifies every token of it, wherever it was read from."""
-        sets = ((TRAIN, self.train), *sorted(self.valid.items()))
-        tokens = " ".join(f"{name} {windows.tokens.digest}" for name, windows in sets)
-        return hashlib.sha256(f"{self.tokenizer.digest} {tokens}".encode()).hexdigest()[:16]
+        """Identifies every token, whether tokenised now or read from a prepared folder."""
+        parts = [self.tokenizer.digest]
+        for name, windows in [(TRAIN, self.train), *sorted(self.valid.items())]:
+            parts.append(f"{name} {windows.tokens.digest}")
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     @property
     def bytes_per_token(self) -> dict[str, float]:
-        """Of each validation set: a loss in bits a token divided by it is in bits a byte."""
+        """Of each validation set. Bits a token divided by it are bits a byte."""
         return {name: w.tokens.text_bytes / len(w.tokens) for name, w in self.valid.items()}
 
     @property
     def entropy(self) -> dict[str, float]:
         """Order-0 entropy of each validation set's tokens, in bits a byte of its text."""
-        return {
-            name: w.tokens.entropy / self.bytes_per_token[name] for name, w in self.valid.items()
-        }
+        ratios = self.bytes_per_token
+        return {name: w.tokens.entropy / ratios[name] for name, w in self.valid.items()}
 
 
 def load_corpus(
     source: str, context: int, tokenizer: str = "bytes", valid: dict[str, str] | None = None
 ) -> Corpus:
-    """The training and validation data of a source: read and tokenised now, or prepared in a folder.
+    """The training and validation data of a source, tokenised now or read from a prepared folder.
 
     Args:
-        source: what `sources.documents` takes, or a folder that `crosslayer data prepare` made.
-        context: tokens a sequence.
-        tokenizer: "bytes", "bpe:4096", or a path to a tokenizer.json; a prepared folder's must be the same.
-        valid: sources of validation sets by their names. Without any, a part of the source is "held-out"; with some,
-            all of it is trained on. A prepared folder keeps those that it has.
+        source: what `read_documents` takes, or a folder that `crosslayer data prepare` made.
+        context: tokens per sequence.
+        tokenizer: what `load_tokenizer` takes. That of a prepared folder must be the same.
+        valid: sources of validation sets by name. Without any, a part of the source is "held-out".
+            A prepared folder has its own sets; these are added to them.
 
     Raises:
-        ValueError: the source, the tokenizer or a validation set is not as it should be, or too small for the context.
+        ValueError: the source, the tokenizer or a validation set is wrong, or is too short.
     """
-    if context < 1:
-        raise ValueError(f"context must be at least 1, got {context}")
-    valid = valid or {}
-    folder = Path(source)
-    if (folder / CORPUS).exists() or (folder / BUSY).exists():
-        kind, sets = opened(folder, tokenizer, valid)
+    check_positive(context=context)
+    sets = name_sets(source, valid)
+    if Source.parse(source).kind == "prepared":
+        streams, loaded = _open_with_sets(source, tokenizer, valid or {})
+        names = list(streams)
     else:
-        kind = learn(tokenizer, source, valid)
-        sets = in_memory(pack(parts(source, valid), kind), kind)
-    names = (TRAIN, *([name for name in (*sets, *valid) if name != TRAIN] or [HELD_OUT]))
-    windows = {
-        name: Windows(sets.get(name, Tokens((), kind.vocab, kind.name)), context) for name in names
-    }
-    for name, cut in windows.items():
-        if not len(cut):
-            which = {TRAIN: "training part", HELD_OUT: "validation part"}.get(
-                name, f"validation set {name}"
-            )
-            unit = "tokens" if kind.definition else "bytes"
+        loaded = load_tokenizer(tokenizer, lambda: training_texts(sets))
+        streams = encode_in_memory(read_sets(sets), loaded)
+        names = set_names(sets)
+    windows = {}
+    for name in names:
+        length = len(streams[name]) if name in streams else 0
+        if length <= context:
+            unit = "bytes" if loaded.definition is None else "tokens"
             raise ValueError(
-                f"{source}: its {which} has {len(cut.tokens)} {unit}, fewer than one context of {context} and the next"
+                f"{source}: its set {name} has {length} {unit}, fewer than the {context} + 1 of "
+                "one window"
             )
-    return Corpus(source, windows.pop(TRAIN), windows, kind)
+        windows[name] = Windows(streams[name], context)
+    return Corpus(source, windows.pop(TRAIN), windows, loaded)
 
 
-def opened(folder: Path, asked: str, valid: dict[str, str]) -> tuple[Tokenizer, dict[str, Tokens]]:
-    """A prepared folder's sets, and those that are tokenised now to be beside them."""
-    prepared = open_prepared(folder)
-    kind = prepared.tokenizer
-    same = (
-        asked == kind.name
-        if asked.startswith(("bytes", "bpe:"))
-        else load_tokenizer(asked).digest == kind.digest
-    )
-    if not same:
-        raise ValueError(f"{folder}: prepared with the tokenizer {kind.name}, asked for {asked}")
-    for name in named_apart(valid):
-        if name in prepared.sets:
-            raise ValueError(
-                f"{folder}: has a validation set {name} already; name the other one differently"
-            )
-    return kind, {**prepared.sets, **in_memory(pack(gathered(valid), kind), kind)}
-
-
-def in_memory(shards: Iterable[tuple[str, Shard]], kind: Tokenizer) -> dict[str, Tokens]:
-    found: dict[str, list[Shard]] = {}
-    for name, shard in shards:
-        found.setdefault(name, []).append(shard)
-    return {name: Tokens(tuple(several), kind.vocab, kind.name) for name, several in found.items()}
+def _open_with_sets(
+    source: str, tokenizer: str, valid: dict[str, str]
+) -> tuple[dict[str, TokenStream], Tokenizer]:
+    """The sets of a prepared folder, and further validation sets tokenised now."""
+    prepared = open_prepared(source)
+    known = prepared.tokenizer
+    is_same = tokenizer == known.name
+    if not is_same and not tokenizer.startswith(("bytes", "bpe:")):
+        is_same = load_tokenizer(tokenizer).digest == known.digest
+    if not is_same:
+        raise ValueError(f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}")
+    for name in valid:
+        if name in prepared.streams:
+            raise ValueError(f"{source}: has a set {name} already; choose another name")
+    return prepared.streams | encode_in_memory(read_sets(valid), known), known

@@ -1,286 +1,185 @@
-"""Streams of tokens, in memory or in a folder that was prepared once; read a window at a time.
+"""A corpus that was tokenised once, in a folder that training maps into memory.
 
-A prepared folder holds, of each set, shards NAME-00000.safetensors with
-
-    tokens     [N] uint16, or uint32 where the vocabulary needs it: documents with the tokenizer's `end` between them
-    documents  [documents that begin here] int64: where in `tokens` they begin
-
-whose header says format, tokenizer, source and checksum; the tokenizer.json, where there is one; and corpus.json, which
-lists the shards. It is written last: without it a folder is not a corpus.
+`datasets.DatasetDict.save_to_disk` writes the folder: a dataset for each set of documents, with a
+row for each document and its ids in the column "tokens". Beside them are the tokenizer.json, where
+there is one, and corpus.json with the source, the tokenizer and the sizes.
 """
 
-import bisect
-import hashlib
 import json
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from ..files import atomic_replace, fsync_path
+from .sources import CORPUS_FILE, name_sets, read_sets, set_names, training_texts
+from .streams import ProgressCallback, StreamCounts, TokenStream, encode_sets, id_dtype
+from .tokenizing import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
-from ..files import atomic_replace, fsync_path, write_text_atomic
-from .locked_folder import claimed
-from .shards import BATCH, Shard, checksum, pack
-from .sources import TRAIN, Document, parts
-from .tokenizing import FILE, Tokenizer, load_tokenizer
-
-FORMAT = "crosslayer tokens 1"
-CORPUS, BUSY = "corpus.json", "preparing.lock"
-OURS = re.compile(r"\w[\w.-]*-\d{5}\.safetensors(\.part)?|corpus\.json\.part|tokenizer\.json")
-Watch = Callable[
-    [str, int, int], None
-]  # of a set (or of "tokenizer", while one is trained): documents and bytes read
+FORMAT = "crosslayer tokens 2"
+BUFFERED_ROWS = 64  # documents of each set in memory
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """One stream of tokens, in memory or memory-mapped. It travels to other processes as the names of its files."""
-
-    shards: tuple[Shard, ...]
-    vocab: int
-    tokenizer: str
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def __repr__(self) -> str:
-        return f"{len(self):,} tokens of {self.tokenizer}"
-
-    def window(self, start: int, length: int) -> Tensor:
-        """The tokens from `start` on, [length] int64."""
-        if not 0 <= start <= start + length <= len(self):
-            raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
-        found = []
-        index = bisect.bisect_right(self.ends, start)
-        while length:
-            shard = self.shards[index].tokens
-            piece = shard[start - self.ends[index] + len(shard) :][:length]
-            found.append(piece.long())
-            start, length, index = start + len(piece), length - len(piece), index + 1
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.long)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        return list(accumulate(len(shard.tokens) for shard in self.shards))
-
-    @property
-    def documents(self) -> Tensor:
-        """Where each document begins, [documents] int64."""
-        begins = [
-            s.documents + end - len(s.tokens) for s, end in zip(self.shards, self.ends, strict=True)
-        ]
-        return torch.cat(begins) if begins else torch.empty(0, dtype=torch.long)
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of the text behind it, with one for each separator."""
-        return sum(shard.text_bytes for shard in self.shards)
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(" ".join(shard.digest for shard in self.shards).encode()).hexdigest()[
-            :16
-        ]
-
-    @cached_property
-    def entropy(self) -> float:
-        """Order-0 entropy in bits a token: what a model that knows only their frequencies reaches."""
-        counts = torch.zeros(self.vocab, dtype=torch.float64)
-        for piece in (p for shard in self.shards for p in shard.tokens.split(BATCH)):
-            counts += torch.bincount(piece.long(), minlength=self.vocab)
-        p = counts / len(self)
-        return -(p * p.clamp_min(1e-300).log2()).sum().item()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # arrays, as torch cannot pickle uint16
-        shards = [s.file or (s.tokens.numpy(), s.documents.numpy(), *s[2:]) for s in self.shards]
-        return {"shards": shards, "vocab": self.vocab, "tokenizer": self.tokenizer}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(
-            state | {"shards": tuple(unpickled(shard) for shard in state["shards"])}
-        )
-
-
-def unpickled(shard: Any) -> Shard:
-    if isinstance(shard, Path):
-        return mapped(shard)[0]
-    tokens, documents, *others = shard
-    return Shard(torch.from_numpy(tokens), torch.from_numpy(documents), *others)
-
-
-@dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus(NamedTuple):
     """What a prepared folder holds."""
 
-    folder: Path
     source: str
     tokenizer: Tokenizer
-    sets: dict[str, Tokens]
-
-
-def silent(name: str, documents: int, text_bytes: int) -> None:
-    pass
+    streams: dict[str, TokenStream]
+    counts: dict[str, StreamCounts]
 
 
 def prepare_corpus(
     source: str,
-    name: str,
+    tokenizer: str,
     folder: str | Path,
     valid: dict[str, str] | None = None,
-    watch: Watch = silent,
-) -> Prepared:
-    """Tokenise a source into a new or empty folder, in bounded memory; one that was interrupted starts over.
+    progress: ProgressCallback | None = None,
+) -> PreparedCorpus:
+    """Tokenise a source into a new folder, in bounded memory.
+
+    The work is done in `folder`.part, which is renamed when it is complete. A preparation that was
+    interrupted starts over.
 
     Args:
         source: of the training documents, and of the held-out ones where `valid` names none.
-        name: of the tokenizer.
-        folder: what `open_corpus` opens, once it is complete.
-        valid: sources of validation sets, by their names.
-        watch: called after every document.
+        tokenizer: what `load_tokenizer` takes.
+        folder: new or empty.
+        valid: sources of validation sets by name.
+        progress: called after every document.
 
     Raises:
-        ValueError: the source, the tokenizer or the folder is not as it should be. Nothing has been left behind.
+        ValueError: the source or the tokenizer is wrong, or the folder is in use.
     """
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
     folder = Path(folder)
-    with claimed(folder, CORPUS, BUSY, OURS):
-        kind = learn(name, source, valid, watch)
-        if file := kind.save(folder):
-            fsync_path(file)
-        common = {
-            "format": FORMAT,
-            "source": source,
-            "tokenizer": kind.name,
-            "tokenizer_digest": kind.digest,
-        }
-        sets: dict[str, list[dict[str, Any]]] = {}
-        for part, shard in pack(counted(parts(source, valid), watch), kind):
-            listed = sets.setdefault(part, [])
-            file = folder / f"{part}-{len(listed):05d}.safetensors"
-            write(file, shard, {**common, "set": part, **shard.header})
-            listed.append({"file": file.name, "bytes": file.stat().st_size, **shard.header})
-        about = {"name": kind.name, "vocab": kind.vocab, "end": kind.end, "digest": kind.digest}
-        written = {"format": FORMAT, "source": source, "tokenizer": about, "sets": sets}
-        write_text_atomic(folder / CORPUS, json.dumps(written, indent=1))
+    sets = name_sets(source, valid)
+    with _work_folder(folder) as work:
+        trained = load_tokenizer(tokenizer, lambda: training_texts(sets))
+        files = {name: str(work / f"{name}.arrow") for name in set_names(sets)}
+        # `map` and `from_generator` fill one dataset from a pass over the source. This fills all,
+        # "train" and "held-out", because a source on the Hub should be read once.
+        features = datasets.Features(tokens=datasets.List(datasets.Value(id_dtype(trained).name)))
+        with ExitStack() as stack:
+            writers = {}
+            for name, file in files.items():
+                writer = ArrowWriter(features=features, path=file, writer_batch_size=BUFFERED_ROWS)
+                writers[name] = stack.enter_context(writer)
+            documents = read_sets(sets)
+            counts = encode_sets(
+                documents, trained, lambda name, ids: writers[name].write({"tokens": ids}), progress
+            )
+            for name, writer in writers.items():
+                if name not in counts:
+                    raise ValueError(f"{source}: too little text, its set {name} is empty")
+                writer.finalize()
+        written = {name: datasets.Dataset.from_file(file) for name, file in files.items()}
+        datasets.DatasetDict(written).save_to_disk(str(work))
+        for file in files.values():
+            Path(file).unlink()
+        streams = _open_streams(work, trained, counts, digests={})
+        _write_description(work, source, trained, counts, streams)
     return open_prepared(folder)
 
 
-def learn(
-    name: str, source: str, valid: dict[str, str] | None = None, watch: Watch = silent
-) -> Tokenizer:
-    """The tokenizer of that name; one that has to be trained sees the training documents only."""
-
-    def texts() -> Iterator[str]:
-        found = (
-            ("tokenizer", document) for part, document in parts(source, valid) if part == TRAIN
-        )
-        return (document.text for _, document in counted(found, watch))
-
-    return load_tokenizer(name, texts)
-
-
-def counted(found: Iterator[tuple[str, Document]], watch: Watch) -> Iterator[tuple[str, Document]]:
-    counts: dict[str, tuple[int, int]] = {}
-    for part, document in found:
-        yield part, document
-        documents, size = counts.get(part, (0, 0))
-        counts[part] = documents + 1, size + len(document.text.encode())
-        watch(part, *counts[part])
-
-
-def write(file: Path, shard: Shard, header: dict[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    aside = file.with_name(f"{file.name}.part")
-    save_file({"tokens": shard.tokens, "documents": shard.documents}, aside, header)
-    atomic_replace(aside, file)
-
-
-def open_prepared(folder: str | Path) -> Prepared:
-    """A prepared folder, memory-mapped. Sizes and headers are checked; `verify` reads all of it.
+def open_prepared(folder: str | Path) -> PreparedCorpus:
+    """A prepared folder, memory-mapped. Its sizes are compared with corpus.json.
 
     Raises:
-        ValueError: not a prepared folder, not complete, or not as it was written.
+        ValueError: not a prepared folder, or damaged.
     """
     folder = Path(folder)
-    path = folder / CORPUS
-    if not path.is_file():
-        if (folder / BUSY).is_file():
-            raise ValueError(f"{folder}: its preparation was interrupted; do it again")
-        raise ValueError(f"{folder}: not a prepared corpus, as it has no {CORPUS}")
+    if not (folder / CORPUS_FILE).is_file():
+        raise ValueError(f"{folder}: not a prepared corpus, it has no {CORPUS_FILE}")
     try:
-        written = json.loads(path.read_text("utf8"))
-        if written["format"] != FORMAT:
-            raise ValueError(f"{path}: its format is {written['format']!r}, expected {FORMAT!r}")
-        about = written["tokenizer"]
-        definition = (folder / FILE).read_text("utf8") if (folder / FILE).is_file() else None
-        kind = Tokenizer(about["name"], about["vocab"], about["end"], definition)
-        if kind.digest != about["digest"]:
-            raise ValueError(
-                f"{folder / FILE}: missing, or another tokenizer than the corpus was made with"
-            )
-        common = {"format": FORMAT, "tokenizer_digest": kind.digest}
-        sets = {
-            name: Tokens(
-                tuple(checked(folder, shard, common | {"set": name}) for shard in shards),
-                kind.vocab,
-                kind.name,
-            )
-            for name, shards in written["sets"].items()
-        }
-        return Prepared(folder, written["source"], kind, sets)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}: not a prepared corpus's (damaged?)") from None
+        description = json.loads((folder / CORPUS_FILE).read_text("utf8"))
+        if description["format"] != FORMAT:
+            raise ValueError(f"its format is {description['format']!r}, expected {FORMAT!r}")
+        tokenizer = _open_tokenizer(folder, description["tokenizer"])
+        counts = {name: StreamCounts(**sizes) for name, sizes in description["sets"].items()}
+        streams = _open_streams(folder, tokenizer, counts, description["digests"])
+        return PreparedCorpus(description["source"], tokenizer, streams, counts)
+    except Exception as error:  # of JSON, of `datasets`, and of Arrow beneath it
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder}: damaged, prepare it again ({reason})") from None
 
 
-def checked(folder: Path, listed: dict[str, Any], common: dict[str, str]) -> Shard:
-    """A shard that is as corpus.json says, as far as that can be seen without reading it."""
-    file = folder / listed["file"]
-    if not file.is_file():
-        raise ValueError(f"{file}: missing, though {CORPUS} lists it")
-    if file.stat().st_size != listed["bytes"]:
-        raise ValueError(
-            f"{file}: has {file.stat().st_size:,} bytes where {CORPUS} says {listed['bytes']:,}; cut off, or another's"
-        )
-    shard, header = mapped(file)
-    expected = common | {
-        key: value for key, value in listed.items() if key not in ("file", "bytes")
+def _open_streams(
+    folder: Path, tokenizer: Tokenizer, counts: dict[str, StreamCounts], digests: dict[str, str]
+) -> dict[str, TokenStream]:
+    import datasets
+
+    saved = datasets.load_from_disk(str(folder))
+    streams = {}
+    for name, sizes in counts.items():
+        stream = TokenStream(saved[name], tokenizer.vocab, sizes.text_bytes, digests.get(name))
+        if len(stream) != sizes.tokens:
+            raise ValueError(f"set {name} has {len(stream)} tokens, expected {sizes.tokens}")
+        streams[name] = stream
+    return streams
+
+
+def _write_description(
+    folder: Path,
+    source: str,
+    tokenizer: Tokenizer,
+    counts: dict[str, StreamCounts],
+    streams: dict[str, TokenStream],
+) -> None:
+    if tokenizer.definition is not None:
+        (folder / TOKENIZER_FILE).write_text(tokenizer.definition, "utf8")
+    description = {
+        "format": FORMAT,
+        "source": source,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "vocab": tokenizer.vocab,
+            "end": tokenizer.end,
+            "digest": tokenizer.digest,
+        },
+        "sets": {name: sizes._asdict() for name, sizes in counts.items()},
+        "digests": {name: stream.digest for name, stream in streams.items()},
     }
-    for key, value in expected.items():
-        if header.get(key) != value:
-            raise ValueError(
-                f"{file}: of another corpus, its {key} is {header.get(key)} where {CORPUS} says {value}"
-            )
-    return shard
+    (folder / CORPUS_FILE).write_text(json.dumps(description, indent=1), "utf8")
 
 
-def mapped(file: Path) -> tuple[Shard, dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
+def _open_tokenizer(folder: Path, description: dict[str, Any]) -> Tokenizer:
+    file = folder / TOKENIZER_FILE
+    definition = file.read_text("utf8") if file.is_file() else None
+    digest = description.pop("digest")
+    tokenizer = Tokenizer(**description, definition=definition)
+    if tokenizer.digest != digest:
+        raise ValueError(f"{TOKENIZER_FILE} is missing, or is not the one of the preparation")
+    return tokenizer
 
+
+@contextmanager
+def _work_folder(folder: Path) -> Iterator[Path]:
+    """A folder that replaces `folder` where the block succeeds, and is removed where it fails."""
+    from filelock import FileLock, Timeout
+
+    if folder.is_file():
+        raise ValueError(f"{folder}: is a file, expected a new or empty folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder}: not empty; choose another folder, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = folder.with_name(f"{folder.name}.part")
+    lock = FileLock(f"{folder}.lock", timeout=0)
     try:
-        with safe_open(file, "pt") as opened:
-            header = opened.metadata() or {}
-            tokens, documents = opened.get_tensor("tokens"), opened.get_tensor("documents")
-        return Shard(tokens, documents, int(header["text_bytes"]), header["sha256"], file), header
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{file}: not a shard of tokens, or a broken one ({error})") from None
-
-
-def verify_corpus(folder: str | Path) -> int:
-    """Read every shard of a prepared folder and compare it with its checksum; return how many there are.
-
-    Raises:
-        ValueError: which are not as they were written.
-    """
-    shards = [shard for tokens in open_prepared(folder).sets.values() for shard in tokens.shards]
-    broken = [s.file.name for s in shards if s.file and checksum(s.tokens, s.documents) != s.digest]
-    if broken:
-        raise ValueError(
-            f"{folder}: {len(broken)} of {len(shards)} shards are not as written: {', '.join(broken)}"
-        )
-    return len(shards)
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder}: another process is preparing it") from None
+    try:
+        shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
+        work.mkdir()
+        yield work
+        for path in work.rglob("*"):
+            fsync_path(path)
+        atomic_replace(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()

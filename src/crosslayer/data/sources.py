@@ -1,88 +1,187 @@
-"""Text documents from anywhere, one after another: nothing bigger than a document is ever in memory.
+"""Text documents from files, the Hub or the standard library, one after another.
 
-documents("stdlib")                                    the running interpreter's own library
-documents("novels/train.jsonl.gz")                     a file, or a folder of files
-documents("datasets:Salesforce/wikitext,wikitext-2-raw-v1@validation")   of the `datasets` library, streamed
+stdlib                                     the running interpreter's own library
+novels/train.jsonl.gz                      a file, or a folder of files
+datasets:Salesforce/wikitext,wikitext-2-raw-v1@validation     of the Hub, streamed
+datasets:novels                            a folder that `datasets` can load or has saved
 """
 
-import codecs
-import gzip
 import hashlib
 import json
-import math
 import re
 import sysconfig
-import zlib
-from collections.abc import Iterator
-from io import BufferedIOBase
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from glob import escape
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..validation import did_you_mean
 
 SUFFIXES = (
-    ".txt", ".md", ".py", ".jsonl", ".json", ".rst", ".tex", ".html", ".c", ".h", ".cpp", ".rs", ".go", ".js",
+    ".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js",
+    ".jsonl", ".parquet",
 )  # fmt: skip
-PARQUET = ".parquet"
-DATASETS = "datasets:"
-PIECE = (
-    2**24
-)  # bytes of a text file that are one document; a longer file is several, cut at line ends
-VALID_SHARE = 0.05  # of the documents, by a hash of their names
-FEW = 40  # documents; fewer are split at their tail
+COMPRESSIONS = (".gz", ".zst")
+CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` made
+NO_NETWORK = (
+    "not in the local cache, and the Hugging Face Hub cannot be reached (no network, or "
+    "HF_HUB_OFFLINE is set); give a local file or folder"
+)
+
 TRAIN, HELD_OUT = "train", "held-out"
+VALID_SHARE = 0.05  # of the documents, by a hash of their names
+FEW_DOCUMENTS = 40  # fewer than these are split at their tail
 
 
 class Document(NamedTuple):
+    """A text. The hash of its name decides whether it is held out."""
+
     name: str
     text: str
 
 
-def documents(source: str) -> Iterator[Document]:
-    """The documents of "stdlib", of a file or folder, or of datasets:NAME[,CONFIG][@SPLIT]; blank ones are left out.
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from, parsed once from what the user wrote.
 
-    A file is text, .jsonl (a string or an object with "text" a line), either also .gz, or .parquet (a column "text").
-    NAME is one of the Hub, streamed, or a folder that `datasets` can load or has saved; SPLIT is train by default.
+    Args:
+        spec: the string as the user wrote it.
+        kind: "stdlib"; "files"; "dataset", what `load_dataset` finds by name; "saved", a folder of
+            `save_to_disk`; "prepared", a folder of token ids.
+        path: the file, the folder, or the name on the Hub.
+        config: the configuration of a dataset with several.
+        split: of a dataset.
+    """
+
+    spec: str
+    kind: Literal["stdlib", "files", "dataset", "saved", "prepared"]
+    path: str = ""
+    config: str | None = None
+    split: str = TRAIN
+
+    @classmethod
+    def parse(cls, spec: str) -> "Source":
+        """The source that `spec` names. Raises a ValueError for datasets: without a name."""
+        if spec == "stdlib":
+            return cls(spec, "stdlib")
+        path = spec.removeprefix("datasets:")
+        if (Path(path) / CORPUS_FILE).is_file():
+            return cls(spec, "prepared", path)
+        if path == spec:
+            return cls(spec, "saved" if _is_saved(path) else "files", path)
+        if path and Path(path).exists():  # the name of a folder may contain , and @
+            return cls(spec, "saved" if _is_saved(path) else "dataset", path)
+        match = re.fullmatch(r"([^,@]+)(?:,([^@]+))?(?:@(.+))?", path)
+        if not match:
+            raise ValueError(f"{spec}: expected datasets:NAME[,CONFIG][@SPLIT]")
+        name, config, split = match.groups()
+        return cls(spec, "saved" if _is_saved(name) else "dataset", name, config, split or TRAIN)
+
+
+def read_documents(spec: str) -> Iterator[Document]:
+    """The documents of a source, without blank ones. A document is the largest thing in memory.
+
+    A text file is one document. A line of a .jsonl file is a string or an object with a field
+    "text". A .parquet file or a dataset has a column "text". Files may end in .gz or .zst.
+
+    Args:
+        spec: as at the top of this file.
 
     Raises:
-        ValueError: nothing there, nothing in it, or not text. It comes when the documents are asked for.
+        ValueError: the source does not exist, is empty, or is not text. Raised while reading.
     """
-    if source == "stdlib":
-        found = stdlib()
-    elif source.startswith(DATASETS):
-        found = of_datasets(source)
+    source = Source.parse(spec)
+    if source.kind == "prepared":
+        raise ValueError(f"{spec}: holds prepared token ids, not text")
+    if source.kind == "stdlib":
+        documents = _read_stdlib()
+    elif source.kind == "files":
+        files = _list_files(Path(spec))
+        documents = chain.from_iterable(
+            _text_column(str(file), name, _file_rows(file)) for file, name in files
+        )
     else:
-        found = of_files(Path(source))
-    empty = True
-    for document in found:
+        documents = _text_column(spec, source.path, _rows(spec, lambda: _load_rows(source)))
+    is_empty = True
+    for document in documents:
         if document.text.strip():
-            empty = False
+            is_empty = False
             yield document
-    if empty:
-        raise ValueError(f"{source}: empty")
+    if is_empty:
+        raise ValueError(f"{spec}: empty")
 
 
-def split(found: Iterator[Document]) -> Iterator[tuple[str, Document]]:
-    """Which of them train and which are held out: by a hash of each one's name, or the tail where there are few."""
-    first = list(islice(found, FEW))
-    if len(first) < FEW:
-        yield from tail(first)
+def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
+    """The sources of "train" and of the validation sets by name.
+
+    Raises:
+        ValueError: a validation set is called train, or cannot name a folder.
+    """
+    for name in valid or {}:
+        if name == TRAIN or not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(
+                f"{name!r} cannot name a validation set: "
+                "expected letters, digits, - and _, and not train"
+            )
+    return {TRAIN: source} | (valid or {})
+
+
+def set_names(sets: dict[str, str]) -> list[str]:
+    """The names of the sets that `read_sets` gives for these sources."""
+    return [TRAIN, HELD_OUT] if sets.keys() == {TRAIN} else list(sets)
+
+
+def read_sets(sets: dict[str, str]) -> Iterator[tuple[str, Document]]:
+    """Each document with the name of its set.
+
+    Args:
+        sets: sources by name. Where "train" is alone, a part of it is "held-out".
+    """
+    if sets.keys() == {TRAIN}:
+        yield from split_held_out(read_documents(sets[TRAIN]))
+        return
+    for name, spec in sets.items():
+        for document in read_documents(spec):
+            yield name, document
+
+
+def training_texts(sets: dict[str, str]) -> Iterator[str]:
+    """The texts that `read_sets` gives for "train"."""
+    return (document.text for name, document in read_sets(sets) if name == TRAIN)
+
+
+def split_held_out(documents: Iterator[Document]) -> Iterator[tuple[str, Document]]:
+    """Each document with "train" or "held-out", by the hash of its name.
+
+    A document added to a source moves no other. Few documents are split at their tail instead.
+    """
+    first = list(islice(documents, FEW_DOCUMENTS))
+    if len(first) < FEW_DOCUMENTS:
+        yield from _split_tail(first)
         return
     limit = VALID_SHARE
-    while not any(share(document.name) < limit for document in first):
-        more = list(islice(found, FEW))
-        if not more:  # none would be held out, so that the nearest is
-            limit = math.nextafter(min(share(document.name) for document in first), 1)
+    while not any(_hash_share(document.name) <= limit for document in first):
+        more = list(islice(documents, FEW_DOCUMENTS))
+        if not more:  # the source ends, and none would be held out
+            limit = min(_hash_share(document.name) for document in first)
         first += more
-    for document in chain(first, found):
-        yield HELD_OUT if share(document.name) < limit else TRAIN, document
+    for document in chain(first, documents):
+        yield HELD_OUT if _hash_share(document.name) <= limit else TRAIN, document
 
 
-def tail(few: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Cut where the last share of all characters begins, which may be amid a document."""
-    left = int((sum(len(text) + 1 for _, text in few) - 1) * (1 - VALID_SHARE))
-    for name, text in few:
+def _hash_share(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    digest = hashlib.sha256(name.encode("utf8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32
+
+
+def _split_tail(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+    """Hold out the last share of all characters. The cut may fall within a document."""
+    total = sum(len(document.text) + 1 for document in documents) - 1
+    left = int(total * (1 - VALID_SHARE))
+    for name, text in documents:
         if text[:left]:
             yield TRAIN, Document(name, text[:left])
         if text[left:]:
@@ -90,222 +189,107 @@ def tail(few: list[Document]) -> Iterator[tuple[str, Document]]:
         left = max(left - len(text) - 1, 0)
 
 
-def share(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
-    return (
-        int.from_bytes(hashlib.sha256(name.encode("utf8", "surrogateescape")).digest()[:4], "big")
-        / 2**32
-    )
-
-
-def parts(source: str, valid: dict[str, str] | None = None) -> Iterator[tuple[str, Document]]:
-    """Every document with the name of its set: "train", and "held-out" or the given validation sets.
-
-    Where validation sets are given, all of `source` is trained on.
-    """
-    return gathered({TRAIN: source, **named_apart(valid)}) if valid else split(documents(source))
-
-
-def gathered(sets: dict[str, str]) -> Iterator[tuple[str, Document]]:
-    for name, source in sets.items():
-        for document in documents(source):
-            yield name, document
-
-
-def named_apart(valid: dict[str, str]) -> dict[str, str]:
-    """Validation sets whose names can be those of files, and are not the training set's."""
-    for name in valid:
-        if name == TRAIN or not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(
-                f"{name!r} cannot name a validation set: expected letters, digits, - and _, and not train"
-            )
-    return valid
-
-
-def stdlib() -> Iterator[Document]:
-    """The running interpreter's own standard library, without its tests: real text that every machine has."""
+def _read_stdlib() -> Iterator[Document]:
+    """The running interpreter's library without its tests: real text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
     for path in sorted(root.rglob("*.py")):
-        names = path.relative_to(root).parts
-        if not {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"} & set(
-            names
-        ):
-            yield Document("/".join(names), path.read_text("utf8", errors="replace"))
+        parts = path.relative_to(root).parts
+        if not excluded & set(parts):
+            yield Document("/".join(parts), path.read_text("utf8", errors="replace"))
 
 
-def of_files(path: Path) -> Iterator[Document]:
-    if not path.exists():
-        near = path.parent.iterdir() if path.parent.is_dir() else ()
-        raise ValueError(
-            f"{path}: no such file or folder{did_you_mean(path.name, ['stdlib', *(p.name for p in near)])}"
-        )
+def _list_files(path: Path) -> list[tuple[Path, str]]:
+    """A file, or the text files of a folder, each with the name of its documents."""
+    if path.is_file():
+        return [(path, path.name)]
     if not path.is_dir():
-        yield from read(path, path.name)
-        return
-    endings = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES), PARQUET)
-    files = sorted(
-        file for file in path.rglob("*") if file.is_file() and file.name.endswith(endings)
-    )
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, ["stdlib", *siblings])
+        raise ValueError(f"{path}: no such file or folder{hint}")
+    files = sorted(f for f in path.rglob("*") if _suffix(f) in SUFFIXES and f.is_file())
     if not files:
         raise ValueError(
-            f"{path}: no text file in it (looked for *{', *'.join(SUFFIXES)}, each also .gz, and *{PARQUET})"
+            f"{path}: no text file in it (looked for {', '.join(SUFFIXES)}, also compressed as "
+            f"{' or '.join(COMPRESSIONS)})"
         )
-    for file in files:
-        yield from read(file, file.relative_to(path).as_posix())
+    return [(file, file.relative_to(path).as_posix()) for file in files]
 
 
-def read(file: Path, name: str) -> Iterator[Document]:
-    """The documents of one file, by its ending."""
-    decode = lines if file.name.removesuffix(".gz").endswith(".jsonl") else pieces
-    try:
-        if file.suffix == PARQUET:
-            yield from rows(file, name)
-        else:
-            with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-                yield from decode(stream, file, name)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: cannot be read ({error})") from None
+def _suffix(file: Path) -> str:
+    """The suffix before that of a compression."""
+    return file.with_suffix("").suffix if file.suffix in COMPRESSIONS else file.suffix
 
 
-def pieces(stream: BufferedIOBase, file: Path, name: str) -> Iterator[Document]:
-    decoder = codecs.getincrementaldecoder("utf8")()
-    position, kept, number, last = 0, "", 0, False
-    while not last:
-        raw = stream.read(PIECE)
-        last = len(raw) < PIECE
-        begins = position - len(decoder.getstate()[0])  # a character may be cut between two pieces
-        try:
-            text = kept + decoder.decode(raw, final=last)
-        except UnicodeDecodeError as error:
-            raise not_text(file, begins + error.start, error) from None
-        position += len(raw)
-        cut = len(text) if last else text.rfind("\n") + 1 or len(text)
-        yield Document(f"{name}:{number}" if number else name, text[:cut])
-        kept, number = text[cut:], number + 1
-
-
-def lines(stream: BufferedIOBase, file: Path, name: str) -> Iterator[Document]:
-    position = 0
-    for number, raw in enumerate(stream, start=1):
-        try:
-            line = raw.decode("utf8")
-        except UnicodeDecodeError as error:
-            raise not_text(file, position + error.start, error) from None
-        position += len(raw)
-        if line.strip():
-            yield Document(f"{name}:{number}", record(file, number, line))
-
-
-def not_text(file: Path, position: int, error: UnicodeDecodeError) -> ValueError:
-    return ValueError(
-        f"{file}: not UTF-8 text (byte {position} is 0x{error.object[error.start]:02x})"
-    )
-
-
-def record(file: Path, number: int, line: str) -> str:
-    """The text of one line of a .jsonl file: a string, or an object's field "text"."""
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: line {number} is not JSON ({error})") from None
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        has = f"the fields {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f'{file}: line {number} has {has}, expected a string or a field "text"')
-    if half := re.search("[\ud800-\udfff]", text):
-        raise ValueError(
-            f"{file}: line {number} is not Unicode text (half a surrogate pair, \\u{ord(half[0]):04x})"
-        )
-    return text
-
-
-def rows(file: Path, name: str) -> Iterator[Document]:
-    """The column "text" of a parquet file, a batch of rows at a time."""
-    import pyarrow
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        with parquet.ParquetFile(file) as table:
-            has_text(str(file), table.schema_arrow.names)
-            kind = table.schema_arrow.field("text").type
-            for batch in table.iter_batches(batch_size=256, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    if not isinstance(text, str):
-                        raise ValueError(
-                            f"{file}: row {number} of its column text is {kind} {text!r:.40}, not text"
-                        )
-                    yield Document(f"{name}:{number}", text)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file}: not UTF-8 text (after row {number} of its column text, {error})"
-        ) from None
-    except pyarrow.ArrowException as error:
-        raise ValueError(
-            f"{file}: not a parquet file, or a broken one ({str(error).splitlines()[0]})"
-        ) from None
-
-
-def has_text(source: str, columns: list[str]) -> None:
-    if "text" not in columns:
-        raise ValueError(
-            f'{source}: no column "text"{did_you_mean("text", columns)}; its columns: {", ".join(columns)}'
-        )
-
-
-def of_datasets(source: str) -> Iterator[Document]:
-    asked = source.removeprefix(DATASETS)
-    # a folder may have any name
-    name, config, part = (
-        (asked, None, None) if asked and Path(asked).exists() else named(source, asked)
-    )
-    number = 0
-    try:
-        found = loaded(name, config, part or TRAIN)
-        if found.column_names is not None:  # a stream may not know them before its first row
-            has_text(source, found.column_names)
-        for row in found:
-            number += 1
-            has_text(source, list(row))
-            if not isinstance(row["text"], str):
-                raise ValueError(
-                    f"row {number} of its column text is {row['text']!r:.40}, not text"
-                )
-            yield Document(f"{name}:{number}", row["text"])
-    except (
-        Exception
-    ) as error:  # the library and the file systems beneath it raise whatever they like
-        said = " ".join(str(error).split())
-        if said.startswith(source):
-            raise
-        hint = "; HF_HUB_OFFLINE=0 lets it be fetched" if "OfflineModeIsEnabled" in said else ""
-        raise ValueError(
-            f"{source}: cannot be loaded ({said or type(error).__name__}){hint}"
-        ) from None
-
-
-def named(source: str, asked: str) -> tuple[str, str | None, str | None]:
-    match = re.fullmatch(r"([^,@]+)(?:,([^@]+))?(?:@(.+))?", asked)
-    if not match:
-        raise ValueError(
-            f"{source}: expected datasets:NAME, with ,CONFIG and @SPLIT after it where there are any"
-        )
-    return match[1], match[2], match[3]
-
-
-def loaded(name: str, config: str | None, part: str) -> Any:
-    """A split, streamed from where it is; one that `datasets` saved is memory-mapped."""
+def _file_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one file. Each file is a dataset of its own, so that an error names it."""
     import datasets
 
-    folder = Path(name)
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        found = datasets.load_from_disk(name)
-        if isinstance(found, datasets.DatasetDict):
-            if part not in found:
-                raise ValueError(
-                    f"no split {part!r}{did_you_mean(part, found)}; its splits: {', '.join(found)}"
-                )
-            return found[part]
-        return found
-    return datasets.load_dataset(name, config, split=part, streaming=True)
+    options: dict[str, Any] = {"split": "train", "streaming": True}
+    options["data_files"] = escape(str(file))  # the library takes a pattern
+    builder = "parquet" if _suffix(file) == ".parquet" else "text"
+    if builder == "text":
+        options["sample_by"] = "line" if _suffix(file) == ".jsonl" else "document"
+    rows = _rows(str(file), lambda: datasets.load_dataset(builder, **options))
+    # The builder "json" would infer the type of every field from the first lines, and stop where
+    # a field that nobody reads has another type.
+    return _parse_lines(str(file), rows) if _suffix(file) == ".jsonl" else rows
+
+
+def _load_rows(source: Source) -> Any:
+    """One split of a dataset: streamed, or memory-mapped where `save_to_disk` wrote it."""
+    import datasets
+
+    if source.kind == "dataset":
+        return datasets.load_dataset(source.path, source.config, split=source.split, streaming=True)
+    saved = datasets.load_from_disk(source.path)
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if source.split not in saved:
+        hint = did_you_mean(source.split, saved)
+        raise ValueError(f"no split {source.split!r}{hint}; its splits: {', '.join(saved)}")
+    return saved[source.split]
+
+
+def _rows(subject: str, load: Callable[[], Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset. Every error of the library becomes a ValueError of one line."""
+    try:
+        yield from load()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{subject}: not UTF-8 text (it has a byte 0x{byte:02x})") from None
+    except ConnectionError:
+        raise ValueError(f"{subject}: {NO_NETWORK}") from None
+    except Exception as error:  # the library and its file systems raise classes of every kind
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{subject}: cannot be read ({reason})") from None
+
+
+def _parse_lines(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows, start=1):
+        try:
+            value = json.loads(row["text"].strip() or '""')
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{subject}: line {number} is not JSON ({error})") from None
+        yield value if isinstance(value, dict) else {"text": value}
+
+
+def _text_column(subject: str, name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
+    for number, row in enumerate(rows, start=1):
+        if "text" not in row:
+            hint = did_you_mean("text", row)
+            raise ValueError(
+                f'{subject}: row {number} has no column "text"{hint}; its columns: {", ".join(row)}'
+            )
+        text = row["text"]
+        # a surrogate from a JSON escape cannot be written as UTF-8
+        if not isinstance(text, str) or re.search("[\ud800-\udfff]", text):
+            raise ValueError(
+                f"{subject}: row {number} of its column text is {text!r:.40}, not Unicode text"
+            )
+        yield Document(f"{name}:{number}", text)
+
+
+def _is_saved(path: str) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    return any((Path(path) / file).is_file() for file in ("dataset_dict.json", "state.json"))

@@ -1,7 +1,11 @@
-"""Text to tokens: bytes, a byte-level BPE trained on the data, or any tokenizer.json."""
+"""Text to token ids: bytes, a byte-level BPE trained on the data, or any tokenizer.json.
+
+The libraries are `tokenizers` and, for a name on the Hub, `huggingface_hub`.
+"""
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,28 +15,24 @@ from typing import Any
 import numpy as np
 
 from ..validation import did_you_mean
+from .sources import NO_NETWORK
 
-FILE = "tokenizer.json"
-END = "<|endoftext|>"
-ENDS = (
-    END,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-    "[SEP]",
-)  # what separates documents, the first found
-SAMPLE = 2**28  # characters a BPE is trained on, the first of the training documents
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+END_OF_TEXT = "<|endoftext|>"
+# what separates documents where no tokenizer_config.json says so: the first of these that is known
+SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What turns text into the ids of tokens.
+    """Turns text into token ids.
 
     Args:
-        name: as it was asked for: bytes, bpe:4096, or a path.
+        name: as the user wrote it: bytes, bpe:4096, a path, or a name on the Hub.
         vocab: one more than the largest id.
-        end: the id that stands between two documents.
+        end: the id that separates two documents.
         definition: the content of tokenizer.json; None for bytes.
     """
 
@@ -43,73 +43,93 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """What it is, whatever it is called."""
-        return hashlib.sha256(f"{self.end} {self.definition or self.name}".encode()).hexdigest()[
-            :16
-        ]
+        """Identifies the tokenizer, whatever its name."""
+        identity = f"{self.end} {self.definition or self.name}"
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     @cached_property
     def model(self) -> Any:
-        return parsed(self.definition or "", self.name)
+        """The `tokenizers.Tokenizer`."""
+        return _parse_definition(self.definition or "", self.name)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, without any around it. A special token's own text is read as that token."""
+        """The ids of each text, without special tokens around it.
+
+        The text of a special token is read as that token.
+        """
         if self.definition is None:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        return [
-            np.array(e.ids, np.uint32)
-            for e in self.model.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def save(self, folder: Path) -> Path | None:
-        """Write tokenizer.json, where there is one, and say where."""
-        if self.definition is None:
-            return None
-        (folder / FILE).write_text(self.definition, "utf8")
-        return folder / FILE
-
-    def __getstate__(self) -> dict[str, Any]:  # processes parse it again; most of them never encode
+    def __getstate__(self) -> dict[str, Any]:
+        # a worker process parses the definition again, if it encodes at all
         return {key: value for key, value in self.__dict__.items() if key != "model"}
 
 
-def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
-    """A tokenizer by name: "bytes", "bpe:4096" of these texts, or a path to a tokenizer.json or a folder with one.
+def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
+    """A tokenizer by name.
 
-    Documents are separated by byte 0, by <|endoftext|>, or by what the tokenizer.json says: the eos_token of a
-    tokenizer_config.json beside it, else the first of `ENDS` that it knows.
+    Documents are separated by byte 0, by <|endoftext|> in a BPE, and otherwise by the eos_token of
+    the tokenizer_config.json, or by the first of `SEPARATORS` that the tokenizer.json has.
+
+    Args:
+        name: "bytes"; "bpe:4096", a byte-level BPE trained on `texts`; a path to a tokenizer.json
+            or its folder; or a name on the Hub like openai-community/gpt2.
+        texts: returns the texts that a BPE is trained on.
 
     Raises:
         ValueError: no such tokenizer, or texts too few for the vocabulary.
     """
     if name == "bytes":
         return Tokenizer(name, 256, 0)
-    if name.startswith("bpe:"):
-        size = name.removeprefix("bpe:")
-        if not size.isdecimal() or int(size) < 257:
-            raise ValueError(
-                f"{name}: expected bpe:SIZE with a vocabulary of at least 257 (256 bytes and {END})"
-            )
-        if texts is None:
-            raise ValueError(f"{name}: a BPE needs texts to be trained on")
-        return trained(name, int(size), texts())
-    return of_file(name, Path(name))
+    if size := re.fullmatch(r"bpe:(\d+)", name):
+        return _train_bpe(name, int(size[1]), texts())
+    path = Path(name)
+    if path.is_file():
+        return _read_tokenizer(name, path)
+    if path.is_dir():
+        return _read_tokenizer(name, path / TOKENIZER_FILE)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _read_tokenizer(name, _download_tokenizer(name))
+    raise ValueError(
+        f"unknown tokenizer {name!r}{did_you_mean(name, ['bytes', 'bpe:4096'])}; expected bytes, "
+        f"bpe:SIZE, a path to a {TOKENIZER_FILE}, or a name on the Hub like openai-community/gpt2"
+    )
 
 
-def trained(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE as GPT-2's: the same texts always give the same one."""
-    from tokenizers import Tokenizer as Model
+def _download_tokenizer(name: str) -> Path:
+    """The tokenizer.json of a repository on the Hub, from the local cache if it is there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(name, allow_patterns=[TOKENIZER_FILE, CONFIG_FILE])
+    except LocalEntryNotFoundError:
+        raise ValueError(f"{name}: no such folder, {NO_NETWORK}") from None
+    except Exception as error:  # no such repository, no access, a broken connection
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name}: no such folder, nor a tokenizer of the Hub ({reason})") from None
+    return Path(folder) / TOKENIZER_FILE
+
+
+def _train_bpe(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
+    """Byte-level BPE as GPT-2's. The same texts always give the same tokenizer."""
+    import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    model = Model(models.BPE())
+    if size < 257:
+        raise ValueError(f"{name}: needs a size of at least 257 (256 bytes and {END_OF_TEXT})")
+    model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(
-        sample(texts),
-        trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
+    model.train_from_iterator(_first_characters(texts), trainer)
     if model.get_vocab_size() < size:
         raise ValueError(
             f"{name}: the training text gives only {model.get_vocab_size()} tokens; ask for fewer"
@@ -117,25 +137,8 @@ def trained(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
     return Tokenizer(name, size, 0, model.to_str())  # special tokens come first
 
 
-def byte_tokenizer_json() -> str:
-    """The tokenizer.json of "bytes", for those who read no other: token i is byte i."""
-    from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, pre_tokenizers
-
-    # a printable byte is written as itself, the rest as the characters from 256 on
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own, others = (
-        {ord(c): c for c in letters if ord(c) < 256},
-        iter(c for c in letters if ord(c) >= 256),
-    )
-    model = Model(models.BPE({own.get(byte) or next(others): byte for byte in range(256)}, []))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = decoders.ByteLevel()
-    return model.to_str()
-
-
-def sample(texts: Iterable[str]) -> Iterator[str]:
-    left = SAMPLE
+def _first_characters(texts: Iterable[str]) -> Iterator[str]:
+    left = BPE_CHARACTERS
     for text in texts:
         yield text[:left]
         left -= len(text)
@@ -143,47 +146,52 @@ def sample(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def of_file(name: str, path: Path) -> Tokenizer:
-    file = path / FILE if path.is_dir() else path
-    if not file.is_file():
-        known = did_you_mean(name, ["bytes", "bpe:4096"])
-        raise ValueError(
-            f"unknown tokenizer {name!r}{known}; expected bytes, bpe:SIZE, or a path to a {FILE}"
-        )
+def byte_tokenizer_json() -> str:
+    """The tokenizer.json of "bytes", for libraries that read no other: token i is byte i."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # ByteLevel writes a printable byte as itself, and the others as the characters from 256 on
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = {character for character in alphabet if ord(character) < 256}
+    substitutes = iter(character for character in alphabet if ord(character) >= 256)
+    vocabulary = {}
+    for byte in range(256):
+        character = chr(byte) if chr(byte) in printable else next(substitutes)
+        vocabulary[character] = byte
+    model = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return model.to_str()
+
+
+def _read_tokenizer(name: str, file: Path) -> Tokenizer:
+    config_file = file.with_name(CONFIG_FILE)
     try:
         definition = file.read_text("utf8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read ({error})") from None
-    model = parsed(definition, str(file))
-    known = model.get_vocab(with_added_tokens=True)
-    end = next((token for token in (configured(file), *ENDS) if token in known), None)
-    if end is None:
-        raise ValueError(
-            f"{file}: has no token that separates documents, none of {', '.join(ENDS)}; name it as eos_token in a "
-            f"tokenizer_config.json beside it"
-        )
-    return Tokenizer(name, max(known.values()) + 1, known[end], definition)
-
-
-def configured(file: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json, which may be an object with its content."""
-    config = file.with_name("tokenizer_config.json")
-    if not config.is_file():
-        return None
-    try:
-        token = json.loads(config.read_text("utf8")).get("eos_token")
+        config = json.loads(config_file.read_text("utf8")) if config_file.is_file() else {}
+        separator = config.get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{config}: cannot be read ({error})") from None
-    return token.get("content") if isinstance(token, dict) else token
+        raise ValueError(f"{file} or its {CONFIG_FILE}: cannot be read ({error})") from None
+    if isinstance(separator, dict):
+        separator = separator.get("content")
+    vocabulary = _parse_definition(definition, str(file)).get_vocab(with_added_tokens=True)
+    for token in (separator, *SEPARATORS):
+        if token in vocabulary:
+            return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[token], definition)
+    raise ValueError(
+        f"{file}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
+        f"name it as eos_token in a {CONFIG_FILE} beside it"
+    )
 
 
-def parsed(definition: str, name: str) -> Any:
-    from tokenizers import Tokenizer as Model
+def _parse_definition(definition: str, name: str) -> Any:
+    import tokenizers
 
     try:
-        model = Model.from_str(definition)
+        model = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises no class of its own
-        raise ValueError(f"{name}: not a {FILE} ({error})") from None
+        raise ValueError(f"{name}: not a {TOKENIZER_FILE} ({error})") from None
     model.no_truncation()
     model.no_padding()
     return model

@@ -1,11 +1,14 @@
-"""Another connection for a model of transformers or diffusers, leaving its classes, module paths and state-dict keys as
-they are."""
+"""Connections for models of transformers and diffusers, which keep their classes, module paths and
+state-dict keys.
 
-from . import autoload
+Importing this package registers connected models with transformers (see `registration`).
+"""
+
 from .checkpoint import from_pretrained
 from .connect import connect
 from .disconnect import disconnect
+from .registration import SavedConfig, register_with_transformers
 
-__all__ = ["connect", "disconnect", "from_pretrained"]
+__all__ = ["SavedConfig", "connect", "disconnect", "from_pretrained"]
 
-autoload.watch()
+register_with_transformers()

@@ -1,4 +1,4 @@
-"""Configurations of transformers from a few sizes."""
+"""Configs of transformers from a few sizes."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from transformers import AutoConfig
 from ..validation import check_positive, did_you_mean
 from .families import FAMILIES
 
+_MLP_MULTIPLE = 32  # the hidden width of a gated MLP is rounded up to a multiple of it
+
 
 def make_config(
     family: str = "llama",
@@ -14,41 +16,50 @@ def make_config(
     dim: int = 2048,
     heads: int = 16,
     vocab: int = 32000,
-    body: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
 ) -> Any:
-    """A body's configuration, of transformers, from its sizes.
+    """The transformers config of a language model, from its sizes.
 
     Args:
-        family: a language model's of transformers that `connect` knows, like llama, qwen3, gpt_neox or arcee.
-        layers: of the body.
+        family: a language model that `connect` knows, for example llama, qwen3, gpt_neox or arcee.
+        layers: number of layers.
         dim: width of the stream.
-        heads: of the attention.
+        heads: number of attention heads.
         vocab: size of the vocabulary; embedding and head are not tied.
-        body: any other keys of the family's configuration, which come before what the sizes give.
+        overrides: other keys of the family's config. They override what follows from the sizes.
+
+    Raises:
+        ValueError: the family is unknown, or the sizes do not fit together.
     """
     if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise ValueError(
-            f"unknown family {family!r}{did_you_mean(family, FAMILIES)}; known: {', '.join(FAMILIES)}"
+            f"unknown family {family!r}{did_you_mean(family, FAMILIES)}; known: {known}"
         )
     check_positive(layers=layers, dim=dim, heads=heads, vocab=vocab)
     if dim % (2 * heads):
         raise ValueError(
             f"dim must be a multiple of twice the heads, got dim {dim} and {heads} heads"
         )
-    # a gated MLP has three matrices for the plain one's two: 8 D² parameters either way
-    gated = any("gate" in name for name in FAMILIES[family].mlp.widens)
-    width = -(-dim * 8 // 3 // 32) * 32 if gated else 4 * dim
+    # A gated MLP has three matrices where a plain one has two: 8 D² parameters either way.
+    is_gated = any("gate" in name for name in FAMILIES[family].mlp.up_projections)
+    mlp_width = 4 * dim
+    if is_gated:
+        multiples = -(-dim * 8 // 3 // _MLP_MULTIPLE)
+        mlp_width = multiples * _MLP_MULTIPLE
     sizes = {
         "vocab_size": vocab,
         "hidden_size": dim,
-        "intermediate_size": width,
+        "intermediate_size": mlp_width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": dim // heads,
         "tie_word_embeddings": False,
-        **dict.fromkeys(
-            ("bos_token_id", "eos_token_id", "pad_token_id")
-        ),  # a family's own are no tokens of this one
+        # A family's default special tokens need not exist in this vocabulary.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
-    return AutoConfig.for_model(family, **{**sizes, **(body or {})})
+    sizes.update(overrides or {})
+    return AutoConfig.for_model(family, **sizes)

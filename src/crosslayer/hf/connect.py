@@ -1,4 +1,4 @@
-"""`connect`: any model of a known family, with another connection."""
+"""`connect`: replace the residual connections of a model of a known family."""
 
 import copy
 import inspect
@@ -30,199 +30,244 @@ FAMILY_TEMPLATE = """
     from crosslayer.hf.families import FAMILIES, Family, Sublayer
 
     FAMILIES["{name}"] = Family(
-        attn=Sublayer("self_attn", norm="input_layernorm"),  # names within a layer: the module, the norm before it
-        mlp=Sublayer("mlp", norm="post_attention_layernorm"),  # after=("dropout",): what its output passes
-        qkv=("q_proj", "k_proj", "v_proj"),  # names within the attention
-        layers="layers",  # names within the model: its list of layers ...
+        # names within a layer: the module, and the norm before it
+        attn=Sublayer("self_attn", norm="input_layernorm"),
+        mlp=Sublayer("mlp", norm="post_attention_layernorm"),  # after=("dropout",) for its output
+        qkv=("q_proj", "k_proj", "v_proj"),  # within the attention
+        layers="layers",  # within the model: its list of layers ...
         final="norm",  # ... and its final norm
     )
 """
 
 
 def connect(model: Model, connection: str | ConnectionSpec, reallocate: bool = False) -> Model:
-    """Replace what connects the layers of `model`, in place, and return it.
+    """Replace the residual connections of a model, in place.
 
-    Its classes, module paths and state-dict keys stay; the connection's parameters are added beneath each layer
-    (`…layers.3.connections.0.W1`) and the final norm, float32. `model.config.crosslayer` names the connection, so that
-    `save_pretrained` and `from_pretrained` go on working. Where the method starts as PreNorm, so does the model; where
-    it does not and the model looks trained, a warning says so.
+    The model keeps its classes, module paths and state-dict keys. The connection's parameters are
+    added under each layer (`…layers.3.connections.0.W1`) and under the final norm, in float32.
+    `model.config.crosslayer` names the connection, so `save_pretrained` and `from_pretrained` keep
+    working. Most connections are equivalent to pre-norm at initialisation and leave the model's
+    outputs unchanged. For the others a warning says that a pretrained model has changed.
 
     Args:
         model: a model of a family in `crosslayer.hf.families`, on any device, meta included.
-        connection: like "mudd(dilation=2)", or what `make` returns.
-        reallocate: for training from scratch, let the MLPs' hidden widths grow with depth from half to one and a half
-            times the config's, with new weights (MUDD, Eq. 9; the total stays within half a percent).
+        connection: a string like "mudd(dilation=2)", or what `make` returns.
+        reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
+            with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
+            changes by at most half a percent.
+
+    Returns:
+        The same model.
 
     Raises:
-        ValueError: the connection, an option or the family is unknown, or the model is connected already. The model is
-            then as it was.
+        ValueError: the connection, an option or the family is unknown, or the model is already
+            connected. The model is then unchanged.
     """
-    factory = connection if isinstance(connection, ConnectionSpec) else make(connection)
-    body, family = find_backbone(model)
-    if is_connected(body):
-        raise ValueError(f"the model is connected already, with {body.arm!r}")
-    config: Any = getattr(body, "config", None)
-    if factory.method.norms_its_stream and family.attn.norm is None:
+    spec = make(connection)
+    backbone, family = find_backbone(model)
+    if is_connected(backbone):
+        raise ValueError(f"the model is already connected, with {backbone.connection_spec!r}")
+    if spec.method.norms_its_stream and family.attn.norm is None:
         raise ValueError(
-            f"{factory} norms its streams by the norms before sub-layers, which this family does not have"
+            f"{spec} applies the norms before sub-layers to its streams, "
+            "and this family has no such norms"
         )
-    if getattr(config, "add_cross_attention", False):
+    if getattr(getattr(backbone, "config", None), "add_cross_attention", False):
         raise ValueError(
-            "connect knows layers of attention and MLP; this model's have cross-attention too"
+            "connect supports layers of attention and MLP; "
+            "this model's layers have cross-attention too"
         )
-    widths = (
-        growing_widths(len(getattr(body, family.layers)), mlp_hidden_width(body, family))
-        if reallocate
-        else None
-    )
-    reason = inequivalence_reason(factory.method, family)
-    if reason and looks_pretrained(body, family):
+    mlp_widths = None
+    if reallocate:
+        layers = getattr(backbone, family.layers)
+        mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
+    reason = inequivalence_reason(spec.method, family)
+    if reason and looks_pretrained(backbone, family):
         warnings.warn(
-            f"{factory} {reason}: what this model has learnt is changed until it is trained on",
+            f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
+            "fine-tune it before use",
             stacklevel=2,
         )
-    if model is not body and hasattr(model, "config"):
-        unshare_config(model)
-    attach_connections(body, family, factory, widths)
-    set_config_keys(model, crosslayer=body.arm, crosslayer_widths=widths)
+    if _is_diffusers_model(model):
+        from .registration import register_with_diffusers  # registration imports this file
+
+        register_with_diffusers()
+    elif model is not backbone and hasattr(model, "config"):
+        _unshare_config(model)
+    attach_connections(backbone, family, spec, mlp_widths)
+    set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     return model
 
 
 def attach_connections(
-    body: Any, family: Family, factory: ConnectionSpec, widths: list[int] | None
+    backbone: Any, family: Family, spec: ConnectionSpec, mlp_widths: list[int] | None
 ) -> None:
-    """Make a body's layers those of a connection; all that can fail comes before anything is changed."""
-    config: Any = getattr(body, "config", None)
-    layers, final = getattr(body, family.layers), getattr(body, family.final)
-    check_not_dispatched(*layers, final)
-    parallel = bool(family.parallel and getattr(config, family.parallel))
-    dim = attrgetter(family.width)(body)
-    *sites, out = plan(len(layers), parallel)
-    inner = [
-        [make_with_host_norms(factory, s, dim, layer, family) for s in sites if s.layer == i]
-        for i, layer in enumerate(layers)
-    ]
-    # the final norm is lent to the first port once it has become the readout
-    readout = make_on_device(
-        factory,
-        out,
-        dim,
-        lambda port: FinalNormReference(body, final) if port == "out" else copy_norm(final, body),
-        body,
-    )
+    """Connect the layers of a backbone, in place.
 
-    if widths is not None:
-        set_mlp_widths(body, family, widths)
-    for layer, connections in zip(layers, inner, strict=True):
-        layer.connections, layer.family = nn.ModuleList(connections).train(layer.training), family
-        layer.arguments = tuple(inspect.signature(layer.forward).parameters)[1:]
+    Args:
+        backbone: the module that owns the layers.
+        family: its row.
+        spec: the connection.
+        mlp_widths: a hidden width for each layer's MLP, with new weights; None to leave the MLPs
+            alone.
+
+    Raises:
+        ValueError: an option has a wrong value, or the model is dispatched by accelerate. The
+            backbone is then unchanged.
+    """
+    config: Any = getattr(backbone, "config", None)
+    layers = getattr(backbone, family.layers)
+    final = getattr(backbone, family.final)
+
+    # Build all connections first. Whatever can fail does so before the model changes.
+    check_not_dispatched(*layers, final)
+    is_parallel = bool(family.parallel and getattr(config, family.parallel))
+    dim = attrgetter(family.width)(backbone)
+    *sites, readout_site = plan(len(layers), is_parallel)
+    connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
+    for site in sites:
+        layer = layers[site.layer]
+        connections_of_layer[site.layer].append(
+            _make_on_device(spec, site, dim, _host_norms(layer, family), layer)
+        )
+    readout = _make_on_device(spec, readout_site, dim, _readout_norms(backbone, final), backbone)
+
+    if mlp_widths is not None:
+        set_mlp_widths(backbone, family, mlp_widths)
+    for layer, connections in zip(layers, connections_of_layer, strict=True):
+        layer.connections = nn.ModuleList(connections).train(layer.training)
+        layer.family = family
+        layer.argument_names = tuple(inspect.signature(layer.forward).parameters)[1:]
         swap_class(layer, ConnectedLayer)
         if any("q" in connection.ports for connection in connections):
-            split_qkv_inputs(
-                getattr(layer, family.attn.module),
-                family.qkv,
-                family.fused and family.fused(config),
-            )
+            fused = None if family.fused is None else family.fused(config)
+            split_qkv_inputs(getattr(layer, family.attn.module), family.qkv, fused)
     swap_class(final, ReadoutNorm)
     final.connection = readout.train(final.training)
-    for layer, following in zip(
-        layers, [*(layer.connections[0] for layer in layers[1:]), readout], strict=True
-    ):
-        layer.next_connection = (following,)
-    swap_class(body, ConnectedModel)
-    body.arm = str(factory)
-    set_config_keys(body, crosslayer=body.arm, crosslayer_widths=widths)
-
-
-def unshare_config(model: Any) -> None:
-    """Give the model a config that no other model shares, for it is to say what connects this one."""
-    shared = model.config
-    own = copy.deepcopy(shared)
-    for module in model.modules():
-        if vars(module).get("config") is shared:
-            module.config = own
+    next_connections = [*(layer.connections[0] for layer in layers[1:]), readout]
+    for layer, next_connection in zip(layers, next_connections, strict=True):
+        layer.next_connection = (next_connection,)  # in a tuple, as it is another layer's submodule
+    swap_class(backbone, ConnectedModel)
+    backbone.connection_spec = str(spec)
+    set_config_keys(backbone, crosslayer=str(spec), crosslayer_widths=mlp_widths)
 
 
 def find_backbone(model: Any) -> tuple[Any, Family]:
-    """The module that owns the layers, and the row that says where it keeps what."""
-    host = model.get_base_model() if hasattr(model, "get_base_model") else model  # beneath PEFT's
-    body: Any = getattr(host, "base_model", host)
-    name = getattr(getattr(body, "config", None), "model_type", None) or type(body).__name__
+    """The module that owns a model's layers, and the row of its family.
+
+    Raises:
+        ValueError: the family is unknown. The error shows the row to add.
+    """
+    host = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
+    backbone: Any = getattr(host, "base_model", host)
+    name = getattr(getattr(backbone, "config", None), "model_type", None)
+    name = name or type(backbone).__name__
     family = FAMILIES.get(name)
-    if family is None or not (hasattr(body, family.layers) and hasattr(body, family.final)):
+    if family is None or not (hasattr(backbone, family.layers) and hasattr(backbone, family.final)):
         raise ValueError(
-            f"connect does not know the family {name!r}; it knows {', '.join(FAMILIES)}. In a loop of your own, call "
-            f"the four verbs (see crosslayer.connection); a model of PreNorm layers is added with one row:\n"
-            + FAMILY_TEMPLATE.format(name=name)
+            f"connect does not know the family {name!r}; it knows {', '.join(FAMILIES)}. "
+            "In your own model, use crosslayer.Stack or the four verbs of crosslayer.connection. "
+            "For a model with pre-norm layers, add one row:\n" + FAMILY_TEMPLATE.format(name=name)
         )
-    return body, family
+    return backbone, family
 
 
-def is_connected(body: Any) -> bool:
-    return isinstance(body, ConnectedModel)
+def is_connected(backbone: Any) -> bool:
+    return isinstance(backbone, ConnectedModel)
 
 
-def inequivalence_reason(method: type[Connection], family: Family) -> str:
-    """Why connecting changes what a model computes, or nothing."""
+def inequivalence_reason(method: type[Connection[Any]], family: Family) -> str:
+    """Why connecting changes what a model computes; empty where it does not."""
     if not method.starts_as_prenorm:
-        return "cannot start as the plain residual that the model was trained with"
+        return "not equivalent to pre-norm at initialisation"
     if method.prenorm_up_to_scale and family.attn.norm is None:
-        return "scales what sub-layers read, which this family does not norm"
+        return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
 
 
-def looks_pretrained(body: Any, family: Family) -> bool:
-    """Whether its final norm has moved from its start; without weights there, whether it was loaded."""
-    weight = getattr(getattr(body, family.final), "weight", None)
+def looks_pretrained(backbone: Any, family: Family) -> bool:
+    """Whether the final norm has left its initial value.
+
+    Where the norm has no weight: whether the model was loaded from somewhere.
+    """
+    weight = getattr(getattr(backbone, family.final), "weight", None)
     if weight is None:
-        return bool(getattr(getattr(body, "config", None), "_name_or_path", ""))
+        return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
     return not weight.is_meta and bool((weight != weight.flatten()[0]).any())
 
 
 def set_config_keys(model: Any, **keys: Any) -> None:
-    """Put keys in the model's config, where it has one, to be saved with it; None takes a key out."""
-    if hasattr(model, "register_to_config"):  # diffusers' configs are frozen
-        model._internal_dict = type(model.config)(
-            {k: v for k, v in {**model.config, **keys}.items() if v is not None}
-        )
+    """Set keys in a model's config, if it has one, to be saved with it. None removes a key."""
+    if _is_diffusers_model(model):  # Its config is frozen.
+        config = {**model.config, **keys}
+        config = {key: value for key, value in config.items() if value is not None}
+        model._internal_dict = type(model.config)(config)
+        return
+    if not hasattr(model, "config"):
         return
     for key, value in keys.items():
-        if not hasattr(model, "config"):
-            continue
         if value is None:
             vars(model.config).pop(key, None)
         else:
             setattr(model.config, key, value)
 
 
-def make_with_host_norms(
-    factory: ConnectionSpec, site: Site, dim: int, layer: nn.Module, family: Family
-) -> Connection:
-    """A connection that borrows its layer's norms; where k and v are fed apart each gets a copy of the attention's."""
-
-    def norm(port: str) -> nn.Module:
-        path = (family.mlp if port == "mlp" else family.attn).norm
-        if path is None:
-            return NormReference(layer, path)
-        host = layer.get_submodule(path)
-        return copy_norm(host, layer, path) if port in ("k", "v") else NormReference(layer, path)
-
-    return make_on_device(factory, site, dim, norm, layer)
-
-
-def make_on_device(
-    factory: ConnectionSpec, site: Site, dim: int, norm: NormFactory, like: nn.Module
-) -> Connection:
-    """A connection where a module of the body is; its own parameters are float32, or float64 as the body."""
-    parameter = next(like.parameters())
-    with torch.device(parameter.device):
-        connection = factory(site, dim, norm)
-    return connection.double() if parameter.dtype == torch.float64 else connection
-
-
 def check_not_dispatched(*modules: nn.Module) -> None:
-    """accelerate puts its own forward on an instance, where it would hide the one that is to come or to go."""
+    """Raise a ValueError where accelerate has put its own `forward` on a module.
+
+    It would hide the `forward` of the swapped class.
+    """
     if any("forward" in vars(module) for module in modules):
         raise ValueError(
-            "the model is dispatched already, with hooks on its layers; connect it first, then dispatch"
+            "the model is already dispatched, with hooks on its layers; "
+            "connect it first, then dispatch"
         )
+
+
+def _is_diffusers_model(model: Any) -> bool:
+    return hasattr(model, "register_to_config")
+
+
+def _unshare_config(model: Any) -> None:
+    """Give a model a config of its own, because the config names this model's connection."""
+    shared_config = model.config
+    config = copy.deepcopy(shared_config)
+    for module in model.modules():
+        if vars(module).get("config") is shared_config:
+            module.config = config
+
+
+def _host_norms(layer: nn.Module, family: Family) -> NormFactory:
+    """The norms of a layer's ports: references to the host's, and copies of it for k and v."""
+
+    def norm(port: str) -> nn.Module:
+        sublayer = family.mlp if port == "mlp" else family.attn
+        if sublayer.norm is not None and port in ("k", "v"):
+            return copy_norm(layer.get_submodule(sublayer.norm), layer, sublayer.norm)
+        return NormReference(layer, sublayer.norm)
+
+    return norm
+
+
+def _readout_norms(backbone: nn.Module, final: nn.Module) -> NormFactory:
+    """The norms of the readout: a reference to the host's final norm; copies for more ports."""
+
+    def norm(port: str) -> nn.Module:
+        if port == "out":
+            return FinalNormReference(backbone, final)
+        return copy_norm(final, backbone)
+
+    return norm
+
+
+def _make_on_device(
+    spec: ConnectionSpec, site: Site, dim: int, norm: NormFactory, like: nn.Module
+) -> Connection[Any]:
+    """A connection on the device of `like`.
+
+    Its own parameters are float32, or float64 in a float64 model.
+    """
+    parameter = next(like.parameters())
+    with torch.device(parameter.device):
+        connection = spec(site, dim, norm)
+    return connection.double() if parameter.dtype == torch.float64 else connection

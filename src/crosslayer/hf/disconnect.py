@@ -1,4 +1,4 @@
-"""`disconnect`: the host model back, where that changes nothing it computes."""
+"""`disconnect`: undo `connect` where that leaves the model's function unchanged."""
 
 from functools import partial
 from typing import Any, TypeVar
@@ -15,87 +15,99 @@ from .layers import OwnedNorm
 from .qkv import FusedProjection, SplitInputAttention, select_port
 
 Model = TypeVar("Model", bound=nn.Module)
+# Keys that the plain model's config does not have, and what they say.
 _OWN_CONFIG_KEYS = {
-    "crosslayer_widths": "MLPs have widths of their own",
+    "crosslayer_widths": "MLP widths differ between layers",
     "crosslayer_rope": "RoPE table is rounded",
     "crosslayer_qk_norm": "attention norms q and k",
 }
 
 
 def disconnect(model: Model, tolerance: float = 0.0) -> Model:
-    """Undo `connect`, in place, and return the host model; only where it then computes what it did.
+    """Undo `connect`, in place, where the host model computes the same function.
 
-    Every connection is tried on random streams beside the plain residual. One that is at its start, or has learnt
-    nothing but the plain residual, gives the sub-layers the same inputs to the last bit.
+    Random streams pass through all connections and through a plain pre-norm residual. The two must
+    give the sub-layers the same inputs, as they do for a connection that has not been trained.
 
     Args:
-        model: a connected model whose weights are loaded.
-        tolerance: the largest difference of a sub-layer's normed input to accept, say 1e-4 for hyper-connections at
-            their start, which are the plain residual up to the eps of a norm.
+        model: a connected model with its weights.
+        tolerance: largest accepted difference of a sub-layer's normed input. Untrained
+            hyper-connections, which equal the plain residual up to the eps of a norm, need about
+            1e-4.
+
+    Returns:
+        The same model, of the classes it had before `connect`.
 
     Raises:
-        ValueError: the model is not connected, or the plain residual is another function. The model is then as it was.
+        ValueError: the model is not connected, or the host model computes another function. The
+            model is then unchanged.
     """
-    body, family = find_backbone(model)
-    if not is_connected(body):
+    backbone, family = find_backbone(model)
+    if not is_connected(backbone):
         raise ValueError("the model is not connected")
-    for key, what in _OWN_CONFIG_KEYS.items():
-        if getattr(getattr(body, "config", None), key, None):
-            raise ValueError(f"its {what}, which the plain model's config cannot say")
-    layers, final = getattr(body, family.layers), getattr(body, family.final)
+    config = getattr(backbone, "config", None)
+    for key, property_name in _OWN_CONFIG_KEYS.items():
+        if getattr(config, key, None):
+            raise ValueError(
+                f"the model's {property_name}, which the plain model's config cannot express"
+            )
+    layers = getattr(backbone, family.layers)
+    final = getattr(backbone, family.final)
     check_not_dispatched(*layers, final)
-    connections = [c for layer in layers for c in layer.connections]
-    like = next(body.parameters())
+    like = next(backbone.parameters())
     if like.is_meta:
         raise ValueError("the model has no weights yet; load them first")
-    found = _max_input_difference([*connections, final.connection], like)
-    if not found <= tolerance:
+    connections = [connection for layer in layers for connection in layer.connections]
+    difference = _max_input_difference([*connections, final.connection], like)
+    if not difference <= tolerance:
         raise ValueError(
-            f"{body.arm} computes another function than the plain residual: a sub-layer's input differs by up to "
-            f"{found:.1e}, and the tolerance is {tolerance:.1e}"
+            f"{backbone.connection_spec} computes another function than the plain residual: "
+            f"a sub-layer's input differs by up to {difference:.1e}, "
+            f"and the tolerance is {tolerance:.1e}"
         )
     for layer in layers:
-        merge_qkv_inputs(getattr(layer, family.attn.module))
+        _merge_qkv_inputs(getattr(layer, family.attn.module))
         restore_class(layer)
-        for name in ("connections", "family", "arguments", "next_connection"):
+        for name in ("connections", "family", "argument_names", "next_connection"):
             delattr(layer, name)
-    for module, name in ((final, "connection"), (body, "arm")):
-        restore_class(module)
-        delattr(module, name)
-    for owner in (model, body):
+    restore_class(final)
+    del final.connection
+    restore_class(backbone)
+    del backbone.connection_spec
+    for owner in (model, backbone):
         set_config_keys(owner, crosslayer=None)
     return model
 
 
 @torch.no_grad()
-def _max_input_difference(connections: list[Connection], like: Tensor) -> float:
-    """The largest difference of a normed input from the plain residual's, over all sites and a few random tokens."""
+def _max_input_difference(connections: list[Connection[Any]], like: Tensor) -> float:
+    """The largest difference of a normed input from the plain residual's, for random streams."""
     generator = torch.Generator().manual_seed(0)
 
-    def random() -> Tensor:
+    def random_stream() -> Tensor:
         return torch.randn(1, 4, connections[0].dim, generator=generator).to(like)
 
-    h, found = random(), [0.0]
+    h = random_stream()
     state = connections[0].init(h)
+    differences = []
     for connection in connections:
-        if isinstance(
-            connection, FusedNormConnection
-        ):  # a kernel that fuses the norm would round differently
+        if isinstance(connection, FusedNormConnection):
+            # Without kernels: a fused norm would round differently.
             inputs, state = Connection.read(connection, state)
         else:
             inputs, state = connection(state)
-        for x, norm in zip(
-            inputs, connection.norms, strict=False
-        ):  # a readout of two norms has one input
-            expected = (norm.origin[0] if isinstance(norm, OwnedNorm) else norm)(h)
-            found.append((x - expected).abs().max().item())
-        y = random()
-        h, state = add_write(h, y), connection.write(state, y)
-    return torch.tensor(found).max().item()  # which, unlike max, does not pass over a nan
+        # A readout with two norms has one input.
+        for x, norm in zip(inputs, connection.norms, strict=False):
+            host_norm = norm.origin[0] if isinstance(norm, OwnedNorm) else norm
+            differences.append((x - host_norm(h)).abs().max())
+        y = random_stream()
+        h = add_write(h, y)
+        state = connection.write(state, y)
+    return torch.stack(differences).max().item()  # NaN where one is NaN
 
 
-def merge_qkv_inputs(attention: Any) -> None:
-    """Let the attention's projections take one input again."""
+def _merge_qkv_inputs(attention: Any) -> None:
+    """Undo `split_qkv_inputs`."""
     for module in attention.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, partial) and hook.func is select_port:

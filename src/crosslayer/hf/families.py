@@ -1,7 +1,7 @@
 """Where each family of models keeps its parts: one row of data a family, and no forward of its own.
 
-The key is the config's `model_type`, or the class's name where a model has no such config. A family that is not here is
-added the same way, from anywhere: `FAMILIES["mine"] = Family(…)`.
+The key is the config's `model_type`, or the name of the class where the model has no such config.
+Add a family of your own from anywhere: `FAMILIES["mine"] = Family(...)`.
 """
 
 from collections.abc import Callable
@@ -12,69 +12,80 @@ from torch import Tensor, nn
 
 
 class Sublayer(NamedTuple):
+    """An attention or an MLP: names of modules within its layer."""
+
     module: str
     norm: str | None  # before it; None where the family norms outputs alone
-    after: tuple[str, ...] = ()  # what its output passes on the way to the stream: dropout, a norm
-    widens: tuple[str, ...] = ()  # an MLP's maps into its hidden width ...
-    narrows: str = ""  # ... and out of it
+    after: tuple[str, ...] = ()  # what its output passes before the stream: a dropout, a norm
+    up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width ...
+    down_projection: str = ""  # ... and the one from it
 
 
 class Fused(NamedTuple):
-    """How the outputs of one projection are divided: `groups` times so many of q, then of k, then of v."""
+    """How the outputs of one projection are divided between q, k and v.
+
+    They are `groups` times: sizes[0] of q, sizes[1] of k, sizes[2] of v.
+    """
 
     groups: int
     sizes: tuple[int, int, int]
 
 
 class Modulation(NamedTuple):
-    """What conditioning does to a sub-layer: gate · F(x · (1 + scale) + shift), a [B 1 D] each."""
+    """What conditioning does to a sub-layer: gate · F(x · (1 + scale) + shift). Each is [B 1 D]."""
 
     shift: Tensor
     scale: Tensor
     gate: Tensor
 
 
+# Given the layer, the backbone's dtype and the layer's arguments: the arguments that remain for the
+# attention, and the modulations of the attention and of the MLP.
+Condition = Callable[
+    [nn.Module, torch.dtype, dict[str, Any]], tuple[dict[str, Any], list[Modulation]]
+]
+
+
 class Family(NamedTuple):
+    """Where a family's backbone keeps its parts."""
+
     attn: Sublayer
     mlp: Sublayer
-    qkv: tuple[str, ...]  # the attention's projections of q, k and v, or the one that is all three
-    layers: str = "layers"  # the body's list of layers ...
-    final: str = "norm"  # ... and its final norm
-    parallel: str | None = None  # the config's switch for attention and MLP side by side
-    fused: Callable[[Any], Fused] | None = (
-        None  # given the config, where one projection is q, k and v
-    )
-    width: str = "config.hidden_size"  # of the stream, from the body
-    # given the layer, the body's dtype and the layer's arguments: what is left of these for the attention, and the
-    # modulation of the attention and of the MLP
-    condition: (
-        Callable[[nn.Module, torch.dtype, dict[str, Any]], tuple[dict[str, Any], list[Modulation]]]
-        | None
-    ) = None
+    qkv: tuple[str, ...]  # projections within the attention: of q, k and v, or one of all three
+    layers: str = "layers"  # within the backbone: the list of layers ...
+    final: str = "norm"  # ... and the final norm
+    parallel: str | None = None  # the config's switch for attention and MLP in parallel
+    # The order of the outputs where one projection is q, k and v, given the config.
+    fused: Callable[[Any], Fused] | None = None
+    width: str = "config.hidden_size"  # of the stream, from the backbone
+    condition: Condition | None = None  # where layers are conditioned on more than their input
 
 
-def per_head(config: Any) -> Fused:
+def qkv_per_head(config: Any) -> Fused:
+    """Outputs in the order (head, q | k | v, channel)."""
     size = config.hidden_size // config.num_attention_heads
     return Fused(config.num_attention_heads, (size, size, size))
 
 
-def one_after_another(config: Any) -> Fused:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shared = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    return Fused(1, (config.num_attention_heads * size, shared * size, shared * size))
+def qkv_concatenated(config: Any) -> Fused:
+    """Outputs in the order (q | k | v, head, channel)."""
+    head_dim = getattr(config, "head_dim", None)
+    if not head_dim:
+        head_dim = config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    kv_size = kv_heads * head_dim
+    return Fused(1, (config.num_attention_heads * head_dim, kv_size, kv_size))
 
 
-def ada_zero(
+def adaln_zero(
     layer: Any, dtype: torch.dtype, arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Modulation]]:
-    """adaLN-Zero (DiT, arXiv 2212.09748): six vectors from the timestep and the class, three a sub-layer."""
+    """adaLN-Zero (DiT, arXiv 2212.09748): three vectors a sub-layer from timestep and class."""
     emb = layer.norm1.emb(arguments["timestep"], arguments["class_labels"], hidden_dtype=dtype)
-    parts = layer.norm1.linear(layer.norm1.silu(emb))[:, None].chunk(6, -1)
-    rest = {
-        "attention_mask": arguments["attention_mask"],
-        **(arguments["cross_attention_kwargs"] or {}),
-    }
-    return rest, [Modulation(*parts[:3]), Modulation(*parts[3:])]
+    vectors = layer.norm1.linear(layer.norm1.silu(emb))[:, None].chunk(6, -1)
+    attention_arguments = dict(arguments["cross_attention_kwargs"] or {})
+    attention_arguments.setdefault("attention_mask", arguments["attention_mask"])
+    return attention_arguments, [Modulation(*vectors[:3]), Modulation(*vectors[3:])]
 
 
 GATED = ("gate_proj", "up_proj")
@@ -82,7 +93,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 ATTENTION = Sublayer("self_attn", "input_layernorm")
 LLAMA = Family(ATTENTION, Sublayer("mlp", "post_attention_layernorm", (), GATED, "down_proj"), QKV)
 MOE = Family(ATTENTION, Sublayer("mlp", "post_attention_layernorm"), QKV)
-# norms before and after each sub-layer
+# Norms before and after each sub-layer.
 SANDWICH = Family(
     Sublayer("self_attn", "input_layernorm", ("post_attention_layernorm",)),
     Sublayer(
@@ -119,7 +130,7 @@ FAMILIES = {
             "down_proj",
         ),
         ("qkv_proj",),
-        fused=one_after_another,
+        fused=qkv_concatenated,
     ),
     "gpt2": Family(
         Sublayer("attn", "ln_1"),
@@ -127,7 +138,7 @@ FAMILIES = {
         ("c_attn",),
         layers="h",
         final="ln_f",
-        fused=one_after_another,
+        fused=qkv_concatenated,
     ),
     "gpt_neox": Family(
         Sublayer("attention", "input_layernorm", ("post_attention_dropout",)),
@@ -141,7 +152,7 @@ FAMILIES = {
         ("query_key_value",),
         final="final_layer_norm",
         parallel="use_parallel_residual",
-        fused=per_head,
+        fused=qkv_per_head,
     ),
     "vit": Family(
         Sublayer("attention", "layernorm_before", ("dropout",)),
@@ -156,6 +167,6 @@ FAMILIES = {
         layers="transformer_blocks",
         final="norm_out",
         width="inner_dim",
-        condition=ada_zero,
+        condition=adaln_zero,
     ),
 }

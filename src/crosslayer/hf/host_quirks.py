@@ -1,7 +1,9 @@
-"""What a published checkpoint's body has and transformers' class lacks, said in config.json and rebuilt from it.
+"""What published checkpoints compute and transformers' classes do not.
 
-crosslayer_rope      "bfloat16" or "float16": RoPE's cos and sin are rounded to it, as the reference's table is
-crosslayer_qk_norm   true: GPT-NeoX's q and k go through an RMSNorm per head before RoPE, with `layer_norm_eps`
+Two keys of config.json name it, and `apply_host_quirks` rebuilds it:
+
+    crosslayer_rope      "bfloat16" or "float16": RoPE's cos and sin are rounded to it
+    crosslayer_qk_norm   true: GPT-NeoX's q and k pass an RMSNorm per head before RoPE
 """
 
 from typing import Any
@@ -12,58 +14,69 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..class_swap import restore_class, swap_class
 from ..validation import check_choice
-from .families import per_head
+from .families import qkv_per_head
 from .qkv import FusedLinear, FusedProjection
 
 ROPE_DTYPES = {"exact": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def apply_host_quirks(body: Any) -> None:
-    """Give a base model what its config says; a ValueError, and the model as it was, where it cannot have it.
+def apply_host_quirks(backbone: Any) -> None:
+    """Make a backbone compute what its config says, after its layers are connected.
 
-    After `connect`, so that the norm of q and k comes after a projection that takes q, k and v apart.
+    The order matters: the norm of q and k comes after a projection with separate inputs.
+
+    Raises:
+        ValueError: a value is unknown, or the family has no such norm. The model is then unchanged.
     """
-    config = body.config
-    table = check_choice(
+    config = backbone.config
+    rope_dtype = check_choice(
         "crosslayer_rope", getattr(config, "crosslayer_rope", None) or "exact", ROPE_DTYPES
     )
-    normed = getattr(config, "crosslayer_qk_norm", False)
-    if normed and config.model_type != "gpt_neox":
+    has_qk_norm = getattr(config, "crosslayer_qk_norm", False)
+    if has_qk_norm and config.model_type != "gpt_neox":
         raise ValueError(
-            f"crosslayer_qk_norm is for gpt_neox, got {config.model_type!r}; llama's relative is qwen3"
+            f"crosslayer_qk_norm is for gpt_neox, got {config.model_type!r}; "
+            "for llama use qwen3, which has this norm"
         )
-    if table is not None:
-        body.rotary_emb.table = table
-        swap_class(body.rotary_emb, RoundedRope)
-    for layer in body.layers if normed else ():
-        projection = layer.attention.query_key_value
-        heads = config.num_attention_heads
-        with torch.device(projection.weight.device):
-            for name in ("q_norm", "k_norm"):
-                norm = LlamaRMSNorm(config.hidden_size // heads, config.layer_norm_eps)
-                setattr(projection, name, norm.to(projection.weight.dtype))
-        if isinstance(
-            projection, FusedProjection
-        ):  # one role in place of the other, as roles do not pile up
-            restore_class(projection)
-        projection.fused = per_head(config)
-        swap_class(projection, NormedProjection)
+    if rope_dtype is not None:
+        backbone.rotary_emb.rope_dtype = rope_dtype
+        swap_class(backbone.rotary_emb, RoundedRope)
+    if has_qk_norm:
+        for layer in backbone.layers:
+            _add_qk_norm(layer.attention.query_key_value, config)
+
+
+def _add_qk_norm(projection: Any, config: Any) -> None:
+    """Let GPT-NeoX's projection of q, k and v norm q and k."""
+    head_width = config.hidden_size // config.num_attention_heads
+    with torch.device(projection.weight.device):
+        for name in ("q_norm", "k_norm"):
+            norm = LlamaRMSNorm(head_width, config.layer_norm_eps)
+            setattr(projection, name, norm.to(projection.weight.dtype))
+    # A swapped class cannot be swapped again; NormedProjection is a FusedProjection itself.
+    if isinstance(projection, FusedProjection):
+        restore_class(projection)
+    projection.fused = qkv_per_head(config)
+    swap_class(projection, NormedProjection)
 
 
 class RoundedRope:
-    """A rotary embedding whose cos and sin are rounded before use."""
+    """A rotary embedding that rounds its cos and sin."""
 
-    table: torch.dtype
+    rope_dtype: torch.dtype
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        # the host casts to x's dtype, which must not round a second time
-        exact = super().forward(torch.empty(0, device=x.device), position_ids)  # type: ignore[misc]
-        cos, sin = (part.to(self.table).to(x.dtype) for part in exact)
-        return cos, sin
+        # The host casts to the dtype of its argument. A float32 one prevents a second rounding.
+        float32_argument = torch.empty(0, device=x.device)
+        cos, sin = super().forward(float32_argument, position_ids)  # type: ignore[misc]
+        return cos.to(self.rope_dtype).to(x.dtype), sin.to(self.rope_dtype).to(x.dtype)
 
 
 class NormedProjection(FusedLinear):
-    """GPT-NeoX's Linear for q, k and v, rows (head, q | k | v, channel), with an RMSNorm per head on q and on k."""
+    """GPT-NeoX's projection of q, k and v, with an RMSNorm per head on q and k.
+
+    Its outputs are in the order (head, q | k | v, channel).
+    """
 
     q_norm: LlamaRMSNorm
     k_norm: LlamaRMSNorm

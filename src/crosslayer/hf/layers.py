@@ -1,7 +1,12 @@
-"""What a host's modules become: the body, its layers, its final norm, and the norms that connections borrow."""
+"""What the modules of a host become when `connect` connects it.
+
+`connect` swaps the classes of three kinds of module (see `class_swap`): the backbone becomes a
+`ConnectedModel`, each layer a `ConnectedLayer`, and the final norm the `ReadoutNorm`. Between
+layers the connection's state travels as the host's `hidden_states`. A module that may not be
+registered twice is kept in a tuple, where nn.Module does not find it.
+"""
 
 import copy
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,201 +22,233 @@ from .qkv import QKVInputs
 
 
 class ConnectedModel:
-    """The model that owns the layers. transformers initialises through it what a checkpoint lacks."""
+    """The backbone, which owns the layers.
 
-    arm: str  # the connection's name and options
+    transformers calls its `_init_weights` for parameters that a checkpoint lacks.
+    """
+
+    connection_spec: str  # the connection's name and options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
         if not kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        as_dict, seen = kwargs.pop("return_dict", None), []  # type: ignore[var-annotated]
-        # transformers records parts of the states; the layers append what a model calls its hidden states
-        out = super().forward(*args, **kwargs, return_dict=True, recorder=seen)  # type: ignore[misc]
-        first = len(out.hidden_states) - len(seen)  # the embedding, where it is recorded
-        out.hidden_states = tuple(
-            state
-            if i < first or state is None or state is out.last_hidden_state
-            else seen[i - first]
-            for i, state in enumerate(out.hidden_states)
+        return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = config.return_dict
+        # transformers records the layers' first outputs, which are parts of states. The layers
+        # therefore append the hidden states to this list, and these replace what transformers
+        # recorded.
+        recorded: list[Tensor] = []
+        out = super().forward(  # type: ignore[misc]
+            *args, **kwargs, return_dict=True, hidden_state_recorder=recorded
         )
-        return out if (config.return_dict if as_dict is None else as_dict) else out.to_tuple()
+        # Some hosts record the embedding before the first layer's output.
+        first = len(out.hidden_states) - len(recorded)
+        hidden_states = list(out.hidden_states)
+        for i, hidden_state in enumerate(out.hidden_states):
+            is_from_layer = i >= first and hidden_state is not None
+            if is_from_layer and hidden_state is not out.last_hidden_state:
+                hidden_states[i] = recorded[i - first]
+        out.hidden_states = tuple(hidden_states)
+        return out if return_dict else out.to_tuple()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):
-            mine, origin = (
-                dict(module.named_parameters()),
-                dict(module.origin[0].named_parameters()),
-            )
-            lacking = [n for n, p in mine.items() if not getattr(p, "_is_hf_initialized", False)]
-            if all(getattr(origin[n], "_is_hf_initialized", False) for n in lacking):
-                module.follow(lacking)
-            else:  # the final norm is initialised after what is beneath it
-                super()._init_weights(module)  # type: ignore[misc]
+            self._init_owned_norm(module)
         elif isinstance(module, Connection):
-            own = dict(module.named_parameters(recurse=False))
-            loaded = {
-                n: p.detach().clone()
-                for n, p in own.items()
-                if getattr(p, "_is_hf_initialized", False)
-            }
-            module.reset_parameters()
-            with torch.no_grad():
-                for name, value in loaded.items():
-                    own[name].copy_(value)
+            _reset_missing_parameters(module)
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
+    def _init_owned_norm(self, norm: Any) -> None:
+        """Copy from the host's norm what the checkpoint lacks, if the checkpoint has the host's
+        norm.
+        """
+        host_parameters = dict(norm.origin[0].named_parameters())
+        missing = [name for name, p in norm.named_parameters() if not _is_loaded(p)]
+        if all(_is_loaded(host_parameters[name]) for name in missing):
+            norm.copy_from_host(missing)
+        else:  # The host's norm is not initialised yet: the final norm comes after its submodules.
+            super()._init_weights(norm)  # type: ignore[misc]
+
+
+def _is_loaded(parameter: Tensor) -> bool:
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
+@torch.no_grad()
+def _reset_missing_parameters(connection: Connection[Any]) -> None:
+    """Initialise the connection's parameters but those that transformers has loaded."""
+    parameters = dict(connection.named_parameters(recurse=False))
+    loaded = {name: p.detach().clone() for name, p in parameters.items() if _is_loaded(p)}
+    connection.reset_parameters()
+    for name, value in loaded.items():
+        parameters[name].copy_(value)
+
 
 class HiddenState(NamedTuple):
-    """What the host takes for its hidden states between layers."""
+    """What travels as the host's hidden states between layers."""
 
     state: Any
-    like: Tensor  # empty, of the embedding's dtype: the streams' own may be another
+    dtype_like: Tensor  # [0], of the embedding's dtype, which the streams need not have
 
     @property
-    def dtype(self) -> torch.dtype:  # DiT asks
-        return self.like.dtype
+    def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
+        return self.dtype_like.dtype
 
 
-class OpaqueSpec:
-    """A pytree's structure on its way through a layer: a dataclass, as which FSDP would take it apart."""
+class OpaqueTree:
+    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart."""
 
     def __init__(self, spec: TreeSpec):
         self.spec = spec
 
 
 class ConnectionOwner:
-    """A module with connections beneath it."""
+    """A module with connections. A host's checkpoint fills the norms that these own, too."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         for name, norm in self.named_modules():  # type: ignore[attr-defined]
-            if isinstance(norm, OwnedNorm):
-                for key in norm.state_dict():  # type: ignore[attr-defined]
-                    host = prefix + norm.path + key
-                    if host in state_dict:
-                        state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host])
+            if not isinstance(norm, OwnedNorm):
+                continue
+            for key in norm.state_dict():  # type: ignore[attr-defined]
+                host_key = prefix + norm.path + key
+                if host_key in state_dict:
+                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
 class ConnectedLayer(ConnectionOwner):
-    """A layer whose `hidden_states` is the connection's state.
+    """A layer whose `hidden_states` carry the connection's state.
 
-    The state's tensors travel flat through `forward`, as reentrant checkpointing gives no gradient to nested ones. So a
-    hook on a layer is given these, not a hidden state: `output_hidden_states` reads that out of them.
+    The tensors of the state travel flat through `forward`, because reentrant checkpointing gives no
+    gradient to nested ones. A hook on a layer therefore receives these tensors, not a hidden state;
+    use `output_hidden_states`.
     """
 
-    connections: Sequence[Connection]
+    connections: Sequence[Connection[Any]]
     family: Family
-    arguments: tuple[str, ...]  # of the host's forward, after hidden_states
+    argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
+    next_connection: tuple[Connection[Any]]  # the first of the next layer, or the readout
     training: bool
-    next_connection: tuple[
-        Connection
-    ]  # the first of the next layer, or the readout; a tuple, for it is not a submodule
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = self.training and getattr(self, "gradient_checkpointing", False)
-        if whole and isinstance(self.connections[0], RecomputedConnection):
+        checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
+        if checkpointed and isinstance(self.connections[0], RecomputedConnection):
             raise ValueError(
-                "layers that are recomputed whole, checkpointed, cannot have their states had back too"
+                "gradient checkpointing of layers cannot be combined with the recomputation "
+                'of states (recompute="streams", "reads" or "inversion"); choose one'
             )
+        # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
         leaves, spec = tree_flatten(hidden_states)
-        kwargs |= zip(self.arguments, args, strict=False)
-        recorder = kwargs.pop("recorder", None)
-        *leaves, structure = super().__call__(*leaves, structure=OpaqueSpec(spec), **kwargs)  # type: ignore[misc]
-        hidden = tree_unflatten(leaves, structure.spec)
+        kwargs |= zip(self.argument_names, args, strict=False)
+        recorder = kwargs.pop("hidden_state_recorder", None)
+        *leaves, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
+        hidden = tree_unflatten(leaves, tree.spec)
         if recorder is not None:
-            recorder.append(self.next_connection[0].hidden_state(hidden.state).to(hidden.dtype))
+            next_hidden = self.next_connection[0].hidden_state(hidden.state)
+            recorder.append(next_hidden.to(hidden.dtype))
         return hidden
 
-    def forward(self, *leaves: Any, structure: OpaqueSpec, **kwargs: Any) -> tuple[Any, ...]:
-        hidden = tree_unflatten(leaves, structure.spec)
-        attn: Modulation | None = None
-        mlp: Modulation | None = None
+    def forward(self, *leaves: Any, tree: OpaqueTree, **kwargs: Any) -> tuple[Any, ...]:
+        hidden = tree_unflatten(leaves, tree.spec)
+        attn_modulation: Modulation | None = None
+        mlp_modulation: Modulation | None = None
         if self.family.condition:
-            kwargs, (attn, mlp) = self.family.condition(self, hidden.dtype, kwargs)  # type: ignore[arg-type]
-        if isinstance(hidden, Tensor):  # the embedding
+            kwargs, (attn_modulation, mlp_modulation) = self.family.condition(
+                self,  # type: ignore[arg-type]
+                hidden.dtype,
+                kwargs,
+            )
+        if isinstance(hidden, Tensor):  # The first layer gets the embedding.
             hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
         state = hidden.state
         for connection in self.connections:
             inputs, state = connection(state)
-            outputs = []  # attention's, MLP's, or both side by side, as the ports say
+            outputs = []  # of the attention, of the MLP, or of both in a parallel block
             with recompute_inputs(inputs, state):
                 if connection.ports[0] != "mlp":
-                    qkv = QKVInputs(inputs[:3]) if connection.ports[0] == "q" else inputs[0]
-                    outputs.append(self.run(self.family.attn, qkv, attn, kwargs))
+                    feeds_qkv = connection.ports[0] == "q"
+                    attn_input = QKVInputs(inputs[:3]) if feeds_qkv else inputs[0]
+                    outputs.append(
+                        self._run_sublayer(self.family.attn, attn_input, attn_modulation, kwargs)
+                    )
                 if connection.ports[-1] == "mlp":
-                    outputs.append(self.run(self.family.mlp, inputs[-1], mlp, {}))
+                    outputs.append(
+                        self._run_sublayer(self.family.mlp, inputs[-1], mlp_modulation, {})
+                    )
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
-        return (*tensors, OpaqueSpec(spec))
+        return (*tensors, OpaqueTree(spec))
 
-    def run(
-        self, part: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
+    def _run_sublayer(
+        self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
     ) -> Tensor:
         if modulation is not None:
-            shift, scale, gate = modulation
-            x = (
-                QKVInputs(p * (1 + scale) + shift for p in x)
-                if isinstance(x, QKVInputs)
-                else x * (1 + scale) + shift
-            )
-        y = getattr(self, part.module)(x, **kwargs)
-        y = y[0] if isinstance(y, tuple) else y
-        for name in part.after:
+            x = _modulate(x, modulation)
+        y = getattr(self, sublayer.module)(x, **kwargs)
+        if isinstance(y, tuple):  # An attention returns its weights too.
+            y = y[0]
+        for name in sublayer.after:
             y = getattr(self, name)(y)
-        return y if modulation is None else gate * y
+        return y if modulation is None else modulation.gate * y
+
+
+def _modulate(x: Any, modulation: Modulation) -> Any:
+    """x · (1 + scale) + shift, for one input or for those of q, k and v."""
+    if isinstance(x, QKVInputs):
+        return QKVInputs(_modulate(port, modulation) for port in x)
+    return x * (1 + modulation.scale) + modulation.shift
 
 
 class ReadoutNorm(ConnectionOwner):
-    """The final norm, which reads the hidden state out of the connection's state."""
+    """The host's final norm, which now reads the hidden state out of the connection's state."""
 
-    connection: Connection
+    connection: Connection[Any]
 
     def forward(self, hidden_states: HiddenState) -> Tensor:
         return self.connection.readout(hidden_states.state)
 
     def host_norm(self, x: Tensor) -> Tensor:
+        """The norm as the host had it."""
         return super().forward(x)  # type: ignore[misc]
 
 
-def norm_dtype_in(norm: Any, home: nn.Module) -> torch.dtype:
-    """A norm's dtype, which is that of what is around it where it has no weights."""
-    return next(
-        p.dtype
-        for parameters in (norm.parameters(recurse=False), home.parameters())
-        for p in parameters
-    )
-
-
 class NormReference(nn.Module):
-    """A norm of the host's, looked up where it is without being registered a second time.
+    """A norm of the host's, looked up at each call, as an adapter may have replaced it.
+
+    It is not registered a second time.
 
     Args:
-        layer: whose norm it is.
-        path: the norm's name in it; None where the family norms nothing there.
+        owner: the layer that has the norm.
+        path: the norm's name in the layer; None where the family has no norm there.
     """
 
-    def __init__(self, layer: nn.Module, path: str | None):
+    def __init__(self, owner: nn.Module, path: str | None):
         super().__init__()
-        self.home, self.names = (layer,), path.split(".") if path else []
+        self.owner = (owner,)
+        self.names = path.split(".") if path else []
 
     def host_norm_module(self) -> Any:
-        return functools.reduce(getattr, self.names, self.home[0])
+        module = self.owner[0]
+        for name in self.names:
+            module = getattr(module, name)
+        return module
 
     @property
     def dtype(self) -> torch.dtype:
-        return norm_dtype_in(self.host_norm_module(), self.home[0])
+        return _norm_dtype(self.host_norm_module(), self.owner[0])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.host_norm_module()(x) if self.names else x
 
 
 class FinalNormReference(NormReference):
-    """The host's final norm in its role of before, as it is now the readout."""
+    """The host's final norm as a norm, because the module itself is now the `ReadoutNorm`."""
 
-    def __init__(self, body: nn.Module, final: nn.Module):
-        super().__init__(body, None)
+    def __init__(self, backbone: nn.Module, final: nn.Module):
+        super().__init__(backbone, None)
         self.final = (final,)
 
     def host_norm_module(self) -> Any:
@@ -222,29 +259,44 @@ class FinalNormReference(NormReference):
 
 
 class OwnedNorm:
-    """A norm of its own for k or v. Where a host's checkpoint has no weights for it, it takes those of the host's norm.
+    """A norm with weights of its own, for k or v. Made by `copy_norm`.
 
-    It is made by `own`, which says where the host's norm is, in `origin`, and in `path` from the connection's owner;
-    `home` is the layer or the body around it.
+    Where a checkpoint has no weights for it, it takes those of the host's norm.
     """
 
-    origin: tuple[nn.Module]
-    home: tuple[nn.Module]
-    path: str
+    origin: tuple[nn.Module]  # the host's norm
+    owner: tuple[nn.Module]  # the layer or the backbone that has the host's norm
+    path: str  # prefix of the host norm's keys, from the connection's owner
 
     @property
     def dtype(self) -> torch.dtype:
-        return norm_dtype_in(self, self.home[0])
+        return _norm_dtype(self, self.owner[0])
 
-    def follow(self, names: Iterable[str]) -> None:
-        with torch.no_grad():
-            for name in names:
-                getattr(self, name).copy_(getattr(self.origin[0], name))
+    @torch.no_grad()
+    def copy_from_host(self, names: Iterable[str]) -> None:
+        for name in names:
+            getattr(self, name).copy_(getattr(self.origin[0], name))
 
 
-def copy_norm(host: nn.Module, home: nn.Module, path: str = "") -> nn.Module:
-    """A copy of a host's norm, with weights of its own."""
-    norm: Any = copy.deepcopy(host)
+def copy_norm(host_norm: nn.Module, owner: nn.Module, path: str = "") -> nn.Module:
+    """A copy of a host's norm, with weights of its own.
+
+    Args:
+        host_norm: the norm to copy.
+        owner: the layer or the backbone that has it.
+        path: its name in the layer; empty for the final norm, which owns its connection itself.
+    """
+    norm: Any = copy.deepcopy(host_norm)
     swap_class(norm, OwnedNorm)
-    norm.origin, norm.home, norm.path = (host,), (home,), f"{path}." if path else ""
+    norm.origin = (host_norm,)
+    norm.owner = (owner,)
+    norm.path = f"{path}." if path else ""
     return norm
+
+
+def _norm_dtype(norm: Any, owner: nn.Module) -> torch.dtype:
+    """The dtype of a norm's weights; of its owner's where the norm has none."""
+    for parameters in (norm.parameters(recurse=False), owner.parameters()):
+        for parameter in parameters:
+            return parameter.dtype
+    raise AssertionError("a layer without parameters has no dtype")

@@ -1,5 +1,7 @@
-"""MLPs of a width of their own in every layer, and MUDD's choice of these: widths that grow with depth, the total as it
-was (arXiv 2502.12170, Eq. 9)."""
+"""MLPs whose hidden widths differ between layers, and MUDD's choice: widths that grow with depth.
+
+Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, Eq. 9.
+"""
 
 from typing import Any
 
@@ -9,72 +11,101 @@ from transformers.pytorch_utils import Conv1D
 
 from .families import Family
 
+FIRST_FACTOR = 0.5  # width of the first layer's MLP, in units of the config's
+LAST_FACTOR = 1.5  # ... and of the last layer's
+MAX_TOTAL_CHANGE = 0.005  # of the sum of the widths, by rounding
+_MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)
+
 
 def growing_widths(layers: int, width: int) -> list[int]:
-    """D_f'(i) = (0.5(L − i) + 1.5(i − 1))/(L − 1) · D_f for i = 1..L, rounded to the largest power of two up to 128
-    that keeps the total within half a percent."""
+    """The hidden widths of MUDD's Eq. 9, from half the config's width to one and a half.
+
+        D_f'(i) = (0.5 (L − i) + 1.5 (i − 1)) / (L − 1) · D_f      i = 1 … L
+
+    They are rounded to the largest power of two up to 128 that changes their sum by at most half a
+    percent.
+
+    Args:
+        layers: L, the number of layers.
+        width: D_f, the hidden width of the config.
+
+    Returns:
+        One width a layer.
+    """
     if layers == 1:
         return [width]
-    exact = [
-        (0.5 * (layers - i) + 1.5 * (i - 1)) / (layers - 1) * width for i in range(1, layers + 1)
-    ]
-    for multiple in (128, 64, 32, 16, 8, 4, 2, 1):
+    exact = []
+    for i in range(1, layers + 1):
+        factor = (FIRST_FACTOR * (layers - i) + LAST_FACTOR * (i - 1)) / (layers - 1)
+        exact.append(factor * width)
+    for multiple in _MULTIPLES:
         rounded = [max(multiple, int(w / multiple + 0.5) * multiple) for w in exact]
-        if abs(sum(rounded) - layers * width) <= 0.005 * layers * width:
+        if abs(sum(rounded) - layers * width) <= MAX_TOTAL_CHANGE * layers * width:
             return rounded
     raise AssertionError("rounding to one keeps any total")
 
 
-def mlp_hidden_width(body: Any, family: Family) -> int:
-    """Of the first layer's MLP.
+def mlp_hidden_width(backbone: Any, family: Family) -> int:
+    """The hidden width of the first layer's MLP.
 
     Raises:
-        ValueError: the family's row does not name its MLP's maps, as of a mixture of experts.
+        ValueError: the family's row does not name the projections of its MLP, for example a mixture
+            of experts.
     """
-    if not family.mlp.widens:
+    if not family.mlp.up_projections:
         raise ValueError(
-            "reallocate does not know how to widen this family's MLP; its row names no maps for it"
+            "reallocate does not know how to widen this family's MLP; "
+            "its row names no projections for it"
         )
-    mlp = getattr(getattr(body, family.layers)[0], family.mlp.module)
-    return _linear_shape(getattr(mlp, family.mlp.narrows))[0]
+    mlp = getattr(getattr(backbone, family.layers)[0], family.mlp.module)
+    hidden_width, _ = _linear_shape(getattr(mlp, family.mlp.down_projection))
+    return hidden_width
 
 
-def set_mlp_widths(body: Any, family: Family, widths: list[int]) -> None:
-    """Give every layer's MLP its hidden width, with new weights from the model's own initialisation."""
-    before = mlp_hidden_width(body, family)
-    layers = getattr(body, family.layers)
+def set_mlp_widths(backbone: Any, family: Family, widths: list[int]) -> None:
+    """Give each layer's MLP its hidden width, with new weights from the model's own initialisation.
+
+    Args:
+        backbone: the host's backbone, changed in place.
+        family: its row, which names the MLP's projections.
+        widths: one hidden width a layer.
+
+    Raises:
+        ValueError: the number of widths is not that of the layers.
+    """
+    old_width = mlp_hidden_width(backbone, family)
+    layers = getattr(backbone, family.layers)
     if len(widths) != len(layers):
         raise ValueError(
             f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}"
         )
     for layer, width in zip(layers, widths, strict=True):
         mlp = getattr(layer, family.mlp.module)
-        for name in (*family.mlp.widens, family.mlp.narrows):
-            old = getattr(mlp, name)
-            i, o = _linear_shape(old)
-            # a map to a gate and a value side by side is twice as wide
-            new = (
-                _new_linear_like(old, width, o)
-                if name == family.mlp.narrows
-                else _new_linear_like(old, i, o // before * width)
-            )
-            setattr(mlp, name, new)
-            if not new.weight.is_meta:
+        for name in (*family.mlp.up_projections, family.mlp.down_projection):
+            projection = getattr(mlp, name)
+            inputs, outputs = _linear_shape(projection)
+            if name == family.mlp.down_projection:
+                inputs = width
+            else:  # A projection to gate and value together has two outputs a hidden unit.
+                outputs = outputs // old_width * width
+            projection = _new_linear_like(projection, inputs, outputs)
+            setattr(mlp, name, projection)
+            if not projection.weight.is_meta:
                 with torch.no_grad():
-                    body._init_weights(new)
+                    backbone._init_weights(projection)
 
 
 def _linear_shape(projection: Any) -> tuple[int, int]:
-    """Its width of inputs and of outputs."""
-    shape = tuple(projection.weight.shape)
-    return shape if isinstance(projection, Conv1D) else shape[::-1]
+    """The numbers of inputs and of outputs."""
+    rows, columns = projection.weight.shape
+    return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
 
 
-def _new_linear_like(old: Any, inputs: int, outputs: int) -> Any:
-    with torch.device(old.weight.device):
-        new = (
-            Conv1D(outputs, inputs)
-            if isinstance(old, Conv1D)
-            else nn.Linear(inputs, outputs, old.bias is not None)
-        )
-    return new.to(old.weight.dtype)
+def _new_linear_like(projection: Any, inputs: int, outputs: int) -> Any:
+    """A layer of the same kind, device and dtype, with uninitialised weights or torch's own."""
+    with torch.device(projection.weight.device):
+        if isinstance(projection, Conv1D):
+            new: Any = Conv1D(outputs, inputs)
+        else:
+            new = nn.Linear(inputs, outputs, projection.bias is not None)
+    return new.to(projection.weight.dtype)

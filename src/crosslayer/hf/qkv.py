@@ -1,4 +1,4 @@
-"""q, k and v apart: an attention whose projections take their inputs from three ports of the connection."""
+"""Separate inputs for q, k and v: an attention that takes its inputs from three ports."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from .families import Fused
 
 
 class QKVInputs(tuple):
-    """The inputs of q, k and v, passing for one tensor until the projection that wants its own."""
+    """The inputs of q, k and v, in place of one tensor until each projection selects its own."""
 
     __slots__ = ()
     shape = property(lambda self: self[0].shape)
@@ -22,7 +22,10 @@ class QKVInputs(tuple):
 
 
 class SplitInputAttention:
-    """An attention that parts its projections, also one put in their place later: an adapter, a quantised one."""
+    """An attention whose projections select their inputs.
+
+    This includes a projection that is set later, like an adapter or a quantised one.
+    """
 
     projections: tuple[str, ...]  # of q, k and v, or the one that is all three
     fused: Fused | None
@@ -34,14 +37,19 @@ class SplitInputAttention:
         if self.fused is None:
             module.register_forward_pre_hook(partial(select_port, self.projections.index(name)))
         elif not isinstance(module, FusedProjection):
-            swap_class(
-                module, FusedLinear if type(module) in (nn.Linear, Conv1D) else FusedProjection
-            )
+            is_linear = type(module) in (nn.Linear, Conv1D)
+            swap_class(module, FusedLinear if is_linear else FusedProjection)
             module.fused = self.fused
 
 
 def split_qkv_inputs(attention: Any, projections: tuple[str, ...], fused: Fused | None) -> None:
-    """Let the attention's projections take q's, k's and v's inputs apart."""
+    """Let the attention's projections of q, k and v take separate inputs.
+
+    Args:
+        attention: the host's attention module.
+        projections: names of its projections of q, k and v, or of the one that is all three.
+        fused: how the outputs of the one projection are divided; None where there are three.
+    """
     swap_class(attention, SplitInputAttention)
     vars(attention).update(projections=projections, fused=fused)
     for name in projections:
@@ -49,41 +57,43 @@ def split_qkv_inputs(attention: Any, projections: tuple[str, ...], fused: Fused 
 
 
 def select_port(index: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A forward-pre-hook: one projection of q, k or v takes its own port."""
+    """A forward-pre-hook: the projection of q, k or v selects its own input."""
     return (args[0][index],) if isinstance(args[0], QKVInputs) else None
 
 
 class FusedProjection:
-    """One projection for q, k and v: each port gives its own part of the outputs."""
+    """One projection for q, k and v: each input gives its share of the outputs."""
 
     fused: Fused
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(x, QKVInputs):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        parts = [self.project(i, port) for i, port in enumerate(x)]
-        return torch.cat(
-            [part.unflatten(-1, (self.fused.groups, -1)) for part in parts], -1
-        ).flatten(-2)
+        grouped = []
+        for index, port in enumerate(x):
+            grouped.append(self._project(index, port).unflatten(-1, (self.fused.groups, -1)))
+        return torch.cat(grouped, -1).flatten(-2)
 
-    def project(self, index: int, x: Tensor) -> Tensor:
-        """q, k or v of x. Whatever the projection is made of, a part of the outputs of the whole is right."""
-        return self.rows(super().forward(x), -1, index)  # type: ignore[misc]
+    def _project(self, index: int, x: Tensor) -> Tensor:
+        """q, k or v of x. Selecting from all outputs is right whatever the projection is made
+        of.
+        """
+        return self._select_outputs(super().forward(x), -1, index)  # type: ignore[misc]
 
-    def rows(self, outputs: Tensor, dim: int, index: int) -> Tensor:
-        """q's, k's or v's share of a dimension that runs over all outputs."""
+    def _select_outputs(self, outputs: Tensor, dim: int, index: int) -> Tensor:
+        """The share of q, k or v in a dimension that runs over all outputs."""
         grouped = outputs.unflatten(dim, (self.fused.groups, -1))
         axis = dim + 1 if dim >= 0 else dim
         return grouped.split(self.fused.sizes, axis)[index].flatten(axis - 1, axis)
 
 
 class FusedLinear(FusedProjection):
-    """A plain projection does not compute what it would throw away."""
+    """A plain linear projection, which computes the selected outputs alone."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def project(self, index: int, x: Tensor) -> Tensor:
+    def _project(self, index: int, x: Tensor) -> Tensor:
         weight = self.weight.T if isinstance(self, Conv1D) else self.weight
-        bias = None if self.bias is None else self.rows(self.bias, 0, index)
-        return nn.functional.linear(x, self.rows(weight, 0, index), bias)
+        bias = None if self.bias is None else self._select_outputs(self.bias, 0, index)
+        return nn.functional.linear(x, self._select_outputs(weight, 0, index), bias)

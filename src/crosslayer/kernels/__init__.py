@@ -1,20 +1,33 @@
-"""Triton kernels: `kernels/X.py` stands in for `ops/X.py`, function by function, on a GPU.
+"""Triton kernels: `kernels/X.py` has those of the ops in `ops/X.py`. Importing registers them.
 
-The torch reference in `ops` is the definition; `ops.dispatch` calls what is here where a tensor is on CUDA. Each op
-is a `torch.library` op with a fake and an autograd formula, so that a compiled model has no graph break, and declares
-with `moves` the bytes its forward and its backward must move at the least. An op whose output a norm follows takes it
-along (`Following`), where the whole of a row is in one program. All arithmetic is float32, every address
-is 64-bit, and nothing is atomic: where a gradient is summed over tokens, each program keeps its part and torch adds
-the parts in a fixed order. Nothing imports this package, or triton, until a kernel is asked for.
+The torch references in `ops` are the definition. `ops.dispatch` calls a kernel where it is in use
+and supports the arguments. Rules that hold for every kernel:
+
+- Each op is a `torch.library` op with a fake and an autograd formula, so a compiled model has no
+  graph break.
+- All arithmetic is float32, every address is 64-bit.
+- No atomics: where a gradient is summed over tokens, each program writes its partial sum and torch
+  adds the partial sums in a fixed order.
+- `memory_traffic_bytes` returns the least number of bytes that forward and backward must move.
+- The norm of an op's output is fused where a program has a whole row (`NormSpec`).
+
+Shared by all: `launch` (block sizes, number of programs, the launch) and `fused_norm` (a norm in a
+kernel). Nothing imports this package, or triton, before `use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel
-from . import attend, gate, merge, mix, norm, probe, sinkhorn, streams
+from .attention import depth_attention
+from .gate import gate_pool
+from .mix import depth_mix
+from .norm import add_norm
+from .project import columns_fit_program, write_norm_project
+from .sinkhorn import sinkhorn
+from .streams import width_connection
 
-for kernel in (
-    attend.depth_attention, attend.attend_ahead, gate.gate_pool, merge.attend_merge, mix.depth_mix, norm.add_norm,
-    probe.write_norm_project, sinkhorn.sinkhorn, streams.width_connection,
-):  # fmt: skip
-    register_kernel(kernel.__name__, kernel)
-
-__all__ = ["attend", "gate", "merge", "mix", "norm", "probe", "sinkhorn", "streams"]
+register_kernel("add_norm", add_norm)
+register_kernel("depth_attention", depth_attention)
+register_kernel("depth_mix", depth_mix)
+register_kernel("gate_pool", gate_pool)
+register_kernel("sinkhorn", sinkhorn)
+register_kernel("width_connection", width_connection)
+register_kernel("write_norm_project", write_norm_project, supports=columns_fit_program)

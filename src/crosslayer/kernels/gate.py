@@ -1,17 +1,21 @@
-"""Multi-gate residuals' whole read in one pass over the streams: write, pool, and score for the next gate.
+"""Kernels of `ops.gate_pool`: multi-gate residuals' read in one pass over the streams.
+
+It writes, pools, and computes the scores of the next gate:
 
 s'_i = s_i + β_i (y − s_i),   rounded as it is stored;   r_i = rsqrt(mean(s'_i²) + eps)
 z_i  = r_i ⟨pool, s'_i⟩,   p = softmax(z),   h = Σ p_i s'_i,   q_i = r_i ⟨score, s'_i⟩
-reads (n + 1)·D, writes (n + 1)·D elements a token: the softmax over streams is kept up to date stream by stream
+reads (n + 1)·D, writes (n + 1)·D elements a token: the softmax is updated stream by stream
 
-backward, from s and y alone, s' computed again:   a_i = ⟨dh, s'_i⟩,   dz_i = p_i (a_i − Σ p_j a_j)
+backward, from s and y alone, with s' recomputed:   a_i = ⟨dh, s'_i⟩,   dz_i = p_i (a_i − Σ p_j a_j)
 ds'_i += p_i dh + r_i dz_i (pool − z_i r_i s'_i/D) + r_i dq_i (score − q_i r_i s'_i/D)
-ds_i = (1 − β_i) ds'_i,   dy = Σ β_i ds'_i,   dβ_i = ⟨ds'_i, y − s_i⟩,   dpool = Σ dz_i r_i s'_i, dscore likewise
-reads (2n + 2)·D, writes (n + 1)·D; rstd and z are saved, 2n numbers a token
+ds_i = (1 − β_i) ds'_i,   dy = Σ β_i ds'_i,   dβ_i = ⟨ds'_i, y − s_i⟩
+dpool = Σ dz_i r_i s'_i,   dscore likewise
+reads (2n + 2)·D, writes (n + 1)·D; saves r and z, 2n numbers a token
 
-Where a norm follows (`norm`) dh is the gradient of what is normed, and to have it h must be whole: the backward's first
-pass sums h again, and the second takes a_i − Σ p_j a_j as ⟨dh, s'_i − h⟩.
-Where a token's rows do not fit the registers (`launch.HELD`) the backward reads the streams twice, then from cache.
+With a fused norm dh is the gradient of the normed output, and the norm's backward needs all of h.
+So the first pass of the backward recomputes h, and the second uses a_i − Σ p_j a_j = ⟨dh, s'_i −
+h⟩. Where a token's rows do not fit in registers (`launch.REGISTER_BYTES`) the backward reads the
+streams twice, the second time from cache.
 """
 
 from collections.abc import Sequence
@@ -24,61 +28,81 @@ from torch import Tensor
 
 from ..norms import NormSpec
 from . import launch
-from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
+from .fused_norm import (
+    add_affine_partial_sums,
+    empty_affine_partial_sums,
+    load_affine,
+    norm_arguments,
+    norm_backward_bytes,
+    norm_row_backward,
+    normalise_row,
+    store_affine_gradients,
+    weight_and_bias,
+)
 
 
 def gate_pool(
-    S: tuple[Tensor, ...], y: Tensor, beta: Tensor, pool: Tensor, score: Tensor | None = None, eps: float = 1e-6,
+    S: tuple[Tensor, ...],
+    y: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    score: Tensor | None = None,
+    eps: float = 1e-6,
     norm: NormSpec | None = None,
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:  # fmt: skip
-    """`ops.gate_pool`. S: n x [B T D].  beta: [B T n].  pool, score: [D].  ->  n x [B T D], h [B T D], q [B T n]."""
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+    """`ops.gate_pool`."""
     beta = beta.float().expand(*y.shape[:-1], len(S))
     score = None if score is None else score.float()
-    new, h, q, *_ = torch.ops.crosslayer.gate_pool(
-        S, y, beta, pool.float(), score, eps, *given(norm)
+    gated, h, q, *_ = torch.ops.crosslayer.gate_pool(
+        S, y, beta, pool.float(), score, eps, *norm_arguments(norm)
     )
-    return tuple(new), h, None if score is None else q
+    return tuple(gated), h, None if score is None else q
 
 
-def moves(
+def memory_traffic_bytes(
     N: int, D: int, n: int, size: int, scored: bool = True, parameters: int = 0
 ) -> tuple[int, int]:
-    """Bytes that forward and backward must move for N tokens of `size` bytes an element."""
-    tiny, weights = 4 * N * n, 4 * D * (1 + scored)
-    forward = N * D * (2 * n + 2) * size + tiny * (1 + scored) + weights + 4 * D * parameters
-    backward = (
-        N * D * (3 * n + 3) * size
-        + tiny * (2 + scored)
-        + 2 * weights
-        + parameters_back(D, parameters)
-    )
-    return forward, backward
+    """Bytes that forward and backward must move.
+
+    Args:
+        N: tokens.
+        D: width.
+        n: streams.
+        size: bytes an element.
+        scored: whether the scores of a next gate are computed.
+        parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
+    """
+    gates = 4 * N * n
+    queries = 4 * D * (1 + scored)
+    forward = N * D * (2 * n + 2) * size + gates * (1 + scored) + queries + 4 * D * parameters
+    backward = N * D * (3 * n + 3) * size + gates * (2 + scored) + 2 * queries
+    return forward, backward + norm_backward_bytes(D, parameters)
 
 
 @triton.jit
-def lerp(s, y, b):
-    # torch's own, exact at both ends
+def _lerp(s, y, b):
+    # torch.lerp's formula, exact at both ends.
     return tl.where(b < 0.5, s + b * (y - s), y - (1 - b) * (y - s))
 
 
 @triton.jit
-def gate_forward(
-    S, y, beta, pool, score, weight, bias, out, h, q, z, rstd, N, D, eps, norm_eps, n: tl.constexpr,
-    SCORED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+def gate_pool_forward(
+    S, y, beta, pool, score, weight, bias, out, h, q, z, rstd, N, D, eps, norm_eps,
+    n: tl.constexpr, SCORED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     w2 = tl.load(pool + d, mask=d < D, other=0.0)
     if SCORED:
         w1 = tl.load(score + d, mask=d < D, other=0.0)
     if weight is not None:
-        w, b = affine(weight, bias, d, D)
+        w, b = load_affine(weight, bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         y_t = tl.load(y + t * D + d, mask=d < D, other=0.0).to(tl.float32)
         top, mass, pooled = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
         for i in tl.static_range(n):
             s = tl.load(S[i] + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-            new = lerp(s, y_t, tl.load(beta + t * n + i)).to(out[i].dtype.element_ty)
+            new = _lerp(s, y_t, tl.load(beta + t * n + i)).to(out[i].dtype.element_ty)
             tl.store(out[i] + t * D + d, new, mask=d < D)
             new = new.to(tl.float32)
             r = tl.rsqrt(tl.sum(new * new, 0) / D + eps)
@@ -92,15 +116,17 @@ def gate_forward(
             top, mass, pooled = higher, mass * fade + p, pooled * fade + p * new
         pooled = pooled / mass
         if weight is not None:
-            pooled, _ = normalised(pooled, d, D, norm_eps, CENTRED)
+            pooled, _ = normalise_row(pooled, d, D, norm_eps, CENTRED)
             pooled = pooled * w + b
         tl.store(h + t * D + d, pooled.to(h.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
-def gate_backward(
-    S, y, beta, pool, score, weight, q, z, rstd, dout, dh, dq, dS, dy, dbeta, dpool, dscore, dweight, dbias, N, D,
-    norm_eps, n: tl.constexpr, SCORED: tl.constexpr, CENTRED: tl.constexpr, HOLD: tl.constexpr, BLOCK: tl.constexpr,
+def gate_pool_backward(
+    S, y, beta, pool, score, weight, q, z, rstd, dout, dh, dq,
+    dS, dy, dbeta, dpool, dscore, dweight, dbias, N, D, norm_eps,
+    n: tl.constexpr, SCORED: tl.constexpr, CENTRED: tl.constexpr, KEEP_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     w2 = tl.load(pool + d, mask=d < D, other=0.0)
@@ -109,7 +135,7 @@ def gate_backward(
         w1 = tl.load(score + d, mask=d < D, other=0.0)
         dw1 = tl.zeros([BLOCK], tl.float32)
     if weight is not None:
-        w, _ = affine(weight, None, d, D)
+        w, _ = load_affine(weight, None, d, D)
         dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
@@ -120,15 +146,15 @@ def gate_backward(
             top = tl.maximum(top, tl.load(z + t * n + i))
         for i in tl.static_range(n):
             mass += tl.exp(tl.load(z + t * n + i) - top)
-        held, a, mean = (), (), 0.0
+        rows_kept, a, mean = (), (), 0.0
         if weight is not None:
             pooled = tl.zeros([BLOCK], tl.float32)
         for i in tl.static_range(n):
             s = tl.load(S[i] + t * D + d, mask=d < D, other=0.0)
-            if HOLD:
-                held = held + (s,)
+            if KEEP_ROWS:
+                rows_kept = rows_kept + (s,)
             s = s.to(tl.float32)
-            new = lerp(s, y_t, tl.load(beta + t * n + i)).to(S[i].dtype.element_ty).to(tl.float32)
+            new = _lerp(s, y_t, tl.load(beta + t * n + i)).to(S[i].dtype.element_ty).to(tl.float32)
             p = tl.exp(tl.load(z + t * n + i) - top) / mass
             if weight is not None:
                 pooled += p * new
@@ -137,16 +163,16 @@ def gate_backward(
                 a = a + (a_i,)
                 mean += p * a_i
         if weight is not None:
-            x, r = normalised(pooled, d, D, norm_eps, CENTRED)
+            x, r = normalise_row(pooled, d, D, norm_eps, CENTRED)
             dw += dh_t * x
             db += dh_t
-            dh_t = through(dh_t * w, x, r, d, D, CENTRED)
+            dh_t = norm_row_backward(dh_t * w, x, r, d, D, CENTRED)
         dy_t = tl.zeros([BLOCK], tl.float32)
         for i in tl.static_range(n):
-            s = held[i] if HOLD else tl.load(S[i] + t * D + d, mask=d < D, other=0.0)
+            s = rows_kept[i] if KEEP_ROWS else tl.load(S[i] + t * D + d, mask=d < D, other=0.0)
             s = s.to(tl.float32)
             b = tl.load(beta + t * n + i)
-            new = lerp(s, y_t, b).to(S[i].dtype.element_ty).to(tl.float32)
+            new = _lerp(s, y_t, b).to(S[i].dtype.element_ty).to(tl.float32)
             r, z_i = tl.load(rstd + t * n + i), tl.load(z + t * n + i)
             p = tl.exp(z_i - top) / mass
             dz = p * (a[i] - mean if weight is None else tl.sum(dh_t * (new - pooled), 0))
@@ -161,97 +187,148 @@ def gate_backward(
             tl.store(dbeta + t * n + i, tl.sum(dnew * (y_t - s), 0))
             tl.store(dS[i] + t * D + d, ((1 - b) * dnew).to(dS[i].dtype.element_ty), mask=d < D)
         tl.store(dy + t * D + d, dy_t.to(dy.dtype.element_ty), mask=d < D)
-    mine = tl.program_id(0).to(tl.int64) * D
-    tl.store(dpool + mine + d, dw2, mask=d < D)
+    row = tl.program_id(0).to(tl.int64) * D
+    tl.store(dpool + row + d, dw2, mask=d < D)
     if SCORED:
-        tl.store(dscore + mine + d, dw1, mask=d < D)
+        tl.store(dscore + row + d, dw1, mask=d < D)
     if weight is not None:
-        keep(dw, db, dweight, dbias, d, D)
+        store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
 @torch.library.custom_op("crosslayer::gate_pool", mutates_args=())
 def _gate_pool(
-    S: Sequence[Tensor], y: Tensor, beta: Tensor, pool: Tensor, score: Tensor | None, eps: float,
-    affine: Sequence[Tensor], norm_eps: float, centred: bool,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    S, (y, beta, pool, *affine) = (
-        [s.contiguous() for s in S],
-        (t.contiguous() for t in (y, beta, pool, *affine)),
-    )
-    n, N, D = len(S), launch.tokens(y), y.shape[-1]
-    out, h = [torch.empty_like(s) for s in S], torch.empty_like(S[0])
-    z, rstd = torch.empty_like(beta), torch.empty_like(beta)
+    S: Sequence[Tensor],
+    y: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    score: Tensor | None,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
+    S = [s.contiguous() for s in S]
+    y, beta, pool = y.contiguous(), beta.contiguous(), pool.contiguous()
+    affine = [p.contiguous() for p in affine]
+    n, N, D = len(S), launch.token_count(y), y.shape[-1]
+    block = launch.block_size(D)
+    out = [torch.empty_like(s) for s in S]
+    h = torch.empty_like(S[0])
+    z = torch.empty_like(beta)
+    rstd = torch.empty_like(beta)
     q = beta.new_empty(0) if score is None else torch.empty_like(beta)
-    size = launch.block(D)
-    launch.launch(
-        gate_forward, (launch.programs(N, y),), S, y, beta, pool, pool if score is None else score.contiguous(),
-        *pair(affine), out, h, q, z, rstd, N, D, eps, norm_eps, n=n, SCORED=score is not None, CENTRED=centred,
-        BLOCK=size, num_warps=launch.warps(2 * size),
+    launch.launch_kernel(
+        gate_pool_forward, (launch.program_count(N, y),),
+        S, y, beta, pool, pool if score is None else score.contiguous(), *weight_and_bias(affine),
+        out, h, q, z, rstd, N, D, eps, norm_eps,
+        n=n, SCORED=score is not None, CENTRED=centred, BLOCK=block,
+        num_warps=launch.warp_count(2 * block),
     )  # fmt: skip
     return out, h, q, z, rstd
 
 
 @_gate_pool.register_fake
 def _(
-    S: Sequence[Tensor], y: Tensor, beta: Tensor, pool: Tensor, score: Tensor | None, eps: float,
-    affine: Sequence[Tensor], norm_eps: float, centred: bool,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, z, rstd = (beta.new_empty(beta.shape) for _ in range(3))
+    S: Sequence[Tensor],
+    y: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    score: Tensor | None,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     out = [s.new_empty(s.shape) for s in S]
-    return out, S[0].new_empty(S[0].shape), beta.new_empty(0) if score is None else q, z, rstd
+    h = S[0].new_empty(S[0].shape)
+    q = beta.new_empty(0 if score is None else beta.shape)
+    return out, h, q, beta.new_empty(beta.shape), beta.new_empty(beta.shape)
 
 
 @torch.library.custom_op("crosslayer::gate_pool_backward", mutates_args=())
 def _gate_pool_backward(
-    dout: Sequence[Tensor], dh: Tensor, dq: Tensor, S: Sequence[Tensor], y: Tensor, beta: Tensor, pool: Tensor,
-    score: Tensor | None, q: Tensor, z: Tensor, rstd: Tensor, affine: Sequence[Tensor], norm_eps: float, centred: bool,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    S, dout = [s.contiguous() for s in S], [s.contiguous() for s in dout]
-    y, beta, pool, dh, dq, *affine = (t.contiguous() for t in (y, beta, pool, dh, dq, *affine))
-    n, N, D, size = len(S), launch.tokens(y), y.shape[-1], launch.block(y.shape[-1])
-    count = launch.programs(N, y)
-    dS, dy, dbeta = [torch.empty_like(s) for s in S], torch.empty_like(y), torch.empty_like(beta)
-    dpool, dscore = launch.part(y, count, D), launch.part(y, count, 0 if score is None else D)
-    kept = parts(affine, count)
-    launch.launch(
-        gate_backward, (count,), S, y, beta, pool, pool if score is None else score.contiguous(), pair(affine)[0],
-        q, z, rstd, dout, dh, dq, dS, dy, dbeta, dpool, dscore, *pair(kept), N, D, norm_eps, n=n,
-        SCORED=score is not None, CENTRED=centred, HOLD=launch.holds(S, size, rows=9 + 2 * len(affine)), BLOCK=size,
-        num_warps=launch.warps(4 * size),
+    dout: Sequence[Tensor],
+    dh: Tensor,
+    dq: Tensor,
+    S: Sequence[Tensor],
+    y: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    score: Tensor | None,
+    q: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    S = [s.contiguous() for s in S]
+    dout = [s.contiguous() for s in dout]
+    y, beta, pool = y.contiguous(), beta.contiguous(), pool.contiguous()
+    dh, dq = dh.contiguous(), dq.contiguous()
+    affine = [p.contiguous() for p in affine]
+    n, N, D = len(S), launch.token_count(y), y.shape[-1]
+    block = launch.block_size(D)
+    programs = launch.program_count(N, y)
+    dS = [torch.empty_like(s) for s in S]
+    dy = torch.empty_like(y)
+    dbeta = torch.empty_like(beta)
+    dpool = launch.empty_partial_sums(y, programs, D)
+    dscore = launch.empty_partial_sums(y, programs, 0 if score is None else D)
+    daffine = empty_affine_partial_sums(affine, programs)
+    keep_rows = launch.fits_in_registers(S, block, rows=9 + 2 * len(affine))
+    launch.launch_kernel(
+        gate_pool_backward, (programs,),
+        S, y, beta, pool, pool if score is None else score.contiguous(),
+        weight_and_bias(affine)[0], q, z, rstd, dout, dh, dq,
+        dS, dy, dbeta, dpool, dscore, *weight_and_bias(daffine), N, D, norm_eps,
+        n=n, SCORED=score is not None, CENTRED=centred, KEEP_ROWS=keep_rows, BLOCK=block,
+        num_warps=launch.warp_count(4 * block),
     )  # fmt: skip
-    return dS, dy, dbeta, launch.total(dpool, 0), launch.total(dscore, 0), totals(kept, affine)
+    dpool = launch.add_partial_sums(dpool, 0)
+    dscore = launch.add_partial_sums(dscore, 0)
+    return dS, dy, dbeta, dpool, dscore, add_affine_partial_sums(daffine, affine)
 
 
 @_gate_pool_backward.register_fake
 def _(
-    dout: Sequence[Tensor], dh: Tensor, dq: Tensor, S: Sequence[Tensor], y: Tensor, beta: Tensor, pool: Tensor,
-    score: Tensor | None, q: Tensor, z: Tensor, rstd: Tensor, affine: Sequence[Tensor], norm_eps: float, centred: bool,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    dout: Sequence[Tensor],
+    dh: Tensor,
+    dq: Tensor,
+    S: Sequence[Tensor],
+    y: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    score: Tensor | None,
+    q: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    dS = [s.new_empty(s.shape) for s in S]
+    dy, dbeta, dpool = (t.new_empty(t.shape) for t in (y, beta, pool))
     dscore = pool.new_empty(0 if score is None else pool.shape[0])
-    dS, (dy, dbeta, dpool, *daffine) = (
-        [s.new_empty(s.shape) for s in S],
-        (t.new_empty(t.shape) for t in (y, beta, pool, *affine)),
-    )
-    return dS, dy, dbeta, dpool, dscore, daffine
+    return dS, dy, dbeta, dpool, dscore, [p.new_empty(p.shape) for p in affine]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    S, y, beta, pool, score, _, affine, *ctx.rest = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    S, y, beta, pool, score, _, affine, *ctx.norm_options = inputs
     _, _, q, z, rstd = output
     ctx.mark_non_differentiable(z, rstd)
-    ctx.scored, ctx.n = score is not None, len(S)
+    ctx.scored = score is not None
+    ctx.n = len(S)
     ctx.save_for_backward(y, beta, pool, score, q, z, rstd, *S, *affine)
 
 
-def _differentiate(
-    ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any
-) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any) -> tuple[Any, ...]:
     y, beta, pool, score, q, z, rstd, *rows = ctx.saved_tensors
     S, affine = rows[: ctx.n], rows[ctx.n :]
-    *grads, dscore, daffine = torch.ops.crosslayer.gate_pool_backward(
-        dout, dh, dq, S, y, beta, pool, score, q, z, rstd, affine, *ctx.rest
+    dS, dy, dbeta, dpool, dscore, daffine = torch.ops.crosslayer.gate_pool_backward(
+        dout, dh, dq, S, y, beta, pool, score, q, z, rstd, affine, *ctx.norm_options
     )
-    return *grads, dscore if ctx.scored else None, None, daffine, None, None
+    return dS, dy, dbeta, dpool, dscore if ctx.scored else None, None, daffine, None, None
 
 
-_gate_pool.register_autograd(_differentiate, setup_context=_save)
+_gate_pool.register_autograd(_backward, setup_context=_save_for_backward)

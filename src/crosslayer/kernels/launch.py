@@ -1,4 +1,4 @@
-"""What all kernels share: how rows are cut into blocks, how many programs and warps run, and the launch itself."""
+"""How kernels are launched: block sizes, numbers of programs and of warps, the launch itself."""
 
 from typing import Any
 
@@ -6,50 +6,57 @@ import torch
 import triton
 from torch import Tensor
 
-ROW = 4096  # the longest piece of a row that a kernel without a sum over D takes at once
-HELD = (
-    160 * 1024
-)  # bytes of rows that one program keeps in registers, seen to compile with hardly a spill
+# The longest piece of a row that a kernel without a sum over D processes at once.
+MAX_ROW_BLOCK = 4096
+# Bytes of rows that one program may keep in registers: measured to compile with hardly a spill.
+REGISTER_BYTES = 160 * 1024
 
 
-def tokens(x: Tensor) -> int:
+def token_count(x: Tensor) -> int:
+    """B·T of a tensor [B T D]."""
     return x.numel() // x.shape[-1]
 
 
-def block(D: int, longest: int = 1 << 30) -> int:
-    """Elements of D a program takes at once: all of it, or pieces where it is longer than that."""
+def block_size(D: int, longest: int = 1 << 30) -> int:
+    """Elements of a row that a program processes at once: all of them, but at most `longest`."""
     return min(triton.next_power_of_2(D), longest)
 
 
-def programs(N: int, like: Tensor) -> int:
-    """How many programs share N tokens where each keeps a part of a sum over them: enough to fill the GPU."""
-    count = (
-        torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 1
-    )
-    return min(N, 4 * count)
+def program_count(tokens: int, like: Tensor) -> int:
+    """How many programs share the tokens where each has a partial sum: enough to fill the GPU."""
+    processors = 1
+    if like.is_cuda:
+        processors = torch.cuda.get_device_properties(like.device).multi_processor_count
+    return min(tokens, 4 * processors)
 
 
-def holds(X: list[Tensor], size: int, rows: int) -> bool:
-    """Whether a token's sources stay in registers until a second pass, beside so many float32 rows; else read twice."""
-    return (4 * rows + sum(x.element_size() for x in X)) * size <= HELD
+def fits_in_registers(sources: list[Tensor], block: int, rows: int) -> bool:
+    """Whether a program can keep a token's sources in registers between two passes.
+
+    Args:
+        sources: the tensors of which a row each is kept, in their own dtype.
+        block: elements of a row.
+        rows: the number of other rows in registers, float32.
+    """
+    return (4 * rows + sum(x.element_size() for x in sources)) * block <= REGISTER_BYTES
 
 
-def warps(elements: int) -> int:
-    """Warps for a program that has so many elements in flight: 16 a thread."""
+def warp_count(elements: int) -> int:
+    """Warps of a program with this number of elements in registers: 16 elements a thread."""
     return max(1, min(16, triton.next_power_of_2(elements) // 512))
 
 
-def part(like: Tensor, *shape: int) -> Tensor:
-    """Room for sums in float32, one of each program's: `total` adds them up."""
+def empty_partial_sums(like: Tensor, *shape: int) -> Tensor:
+    """Uninitialised float32 memory for the partial sums of all programs."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def total(parts: Tensor, *axes: int) -> Tensor:
-    """The sum of all programs' parts, in an order that does not depend on when they ended."""
-    return parts.sum(axes)
+def add_partial_sums(partial: Tensor, *axes: int) -> Tensor:
+    """The sum of all programs' partial sums. The order is fixed, whichever program ends first."""
+    return partial.sum(axes)
 
 
-def launch(
+def launch_kernel(
     kernel: Any,
     grid: tuple[int, ...],
     *args: Any,
@@ -57,13 +64,13 @@ def launch(
     num_stages: int = 3,
     **constants: Any,
 ) -> None:
-    """Run a kernel on the device of its tensors; no tokens, no launch."""
+    """Run a kernel on the device of its first tensor; do nothing where there are no tokens."""
     if 0 in grid:
         return
     args = tuple(tuple(a) if isinstance(a, list) else a for a in args)
     first = args[0][0] if isinstance(args[0], tuple) else args[0]
     with torch.cuda.device_of(first):
-        # fused multiply-adds are wanted; triton 3.9 warns where it is not told
+        # The default of enable_fp_fusion, written out because triton 3.9 warns where it is not.
         kernel[grid](
             *args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
         )

@@ -1,12 +1,13 @@
-"""n streams: every mixture of them in one pass, and the norm of the one that is read.
+"""Kernels of `ops.width_connection`: all mixtures of n streams, and the norm of the input.
 
 x = Σ_s pre_s H_s;   H'_c = Σ_s res[s, c] H_s
 reads n·D, writes (n + 1)·D elements a token
 
 backward:   dH_s = pre_s dx + Σ_c res[s, c] dH'_c,   dpre_s = ⟨dx, H_s⟩,   dres[s, c] = ⟨dH'_c, H_s⟩
-reads (2n + 1)·D, writes n·D; nothing is saved but what came in
+reads (2n + 1)·D, writes n·D; saves only the inputs
 
-Where a norm follows (`norm`) a token's x must be whole: rows longer than `_cut` are normed after the kernel.
+A fused norm needs a token's x in one program: rows longer than `_piece_size` are normed after the
+kernel.
 """
 
 from collections.abc import Sequence
@@ -19,34 +20,56 @@ from torch import Tensor
 
 from ..norms import NormSpec, apply_norm
 from . import launch
-from .norm import affine, given, keep, normalised, pair, parameters_back, parts, through, totals
+from .fused_norm import (
+    add_affine_partial_sums,
+    empty_affine_partial_sums,
+    load_affine,
+    norm_arguments,
+    norm_backward_bytes,
+    norm_row_backward,
+    normalise_row,
+    store_affine_gradients,
+    weight_and_bias,
+)
 
 
 def width_connection(
     H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`ops.carry`. H: [B T n D].  pre: [B T n].  res: [B T n n].  ->  [B T D], [B T n D]."""
+    """`ops.width_connection`."""
     *lead, n, D = H.shape
-    taken, rest = (norm, None) if _cut(n, D) >= D else (None, norm)
-    pre, res = pre.float().expand(*lead, n), res.float().expand(*lead, n, n)
-    x, H = torch.ops.crosslayer.carry(H, pre, res, *given(taken))
-    return apply_norm(x, rest), H
+    can_fuse = _piece_size(n, D) >= D
+    pre = pre.float().expand(*lead, n)
+    res = res.float().expand(*lead, n, n)
+    fused_norm = norm_arguments(norm if can_fuse else None)
+    x, H = torch.ops.crosslayer.width_connection(H, pre, res, *fused_norm)
+    return apply_norm(x, None if can_fuse else norm), H
 
 
-def moves(N: int, D: int, n: int, size: int, parameters: int = 0) -> tuple[int, int]:
-    """Bytes that forward and backward must move for N tokens of `size` bytes an element."""
+def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int = 0) -> tuple[int, int]:
+    """Bytes that forward and backward must move.
+
+    Args:
+        N: tokens.
+        D: width.
+        n: streams.
+        size: bytes an element.
+        parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
+    """
     coefficients = 4 * N * (n + n * n)
     forward = N * D * (2 * n + 1) * size + coefficients + 4 * D * parameters
-    return forward, N * D * (3 * n + 1) * size + 2 * coefficients + parameters_back(D, parameters)
+    backward = N * D * (3 * n + 1) * size + 2 * coefficients + norm_backward_bytes(D, parameters)
+    return forward, backward
 
 
 @triton.jit
-def carry_forward(
-    H, pre, res, weight, bias, x, out, N, D, eps, n: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+def width_connection_forward(
+    H, pre, res, weight, bias, x, out, N, D, eps,
+    n: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if weight is not None:
-        w, b = affine(weight, bias, d, D)
+        w, b = load_affine(weight, bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         read, streams = tl.zeros([BLOCK], tl.float32), ()
@@ -55,7 +78,7 @@ def carry_forward(
             read += tl.load(pre + t * n + s) * h
             streams = streams + (h,)
         if weight is not None:
-            read, _ = normalised(read, d, D, eps, CENTRED)
+            read, _ = normalise_row(read, d, D, eps, CENTRED)
             read = read * w + b
         tl.store(x + t * D + d, read.to(x.dtype.element_ty), mask=d < D)
         for c in tl.static_range(n):
@@ -66,17 +89,17 @@ def carry_forward(
 
 
 @triton.jit
-def carry_backward(
-    H, pre, res, weight, dx, dout, dH, dpre, dres, dweight, dbias, N, D, eps, n: tl.constexpr, CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
+def width_connection_backward(
+    H, pre, res, weight, dx, dout, dH, dpre, dres, dweight, dbias, N, D, eps,
+    n: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if weight is not None:
-        w, _ = affine(weight, None, d, D)
+        w, _ = load_affine(weight, None, d, D)
         dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        own = tl.program_id(1) * tl.cast(N, tl.int64) + t
+        row = tl.program_id(1) * tl.cast(N, tl.int64) + t
         dx_t = tl.load(dx + t * D + d, mask=d < D, other=0.0).to(tl.float32)
         streams, douts = (), ()
         for s in tl.static_range(n):
@@ -85,59 +108,62 @@ def carry_backward(
             read = tl.zeros([BLOCK], tl.float32)
             for s in tl.static_range(n):
                 read += tl.load(pre + t * n + s) * streams[s].to(tl.float32)
-            read, r = normalised(read, d, D, eps, CENTRED)
+            read, r = normalise_row(read, d, D, eps, CENTRED)
             dw += dx_t * read
             db += dx_t
-            dx_t = through(dx_t * w, read, r, d, D, CENTRED)
+            dx_t = norm_row_backward(dx_t * w, read, r, d, D, CENTRED)
         for c in tl.static_range(n):
             douts = douts + (tl.load(dout + (t * n + c) * D + d, mask=d < D, other=0.0),)
         for s in tl.static_range(n):
             h = streams[s].to(tl.float32)
             dh = tl.load(pre + t * n + s) * dx_t
-            tl.store(dpre + own * n + s, tl.sum(dx_t * h, 0))
+            tl.store(dpre + row * n + s, tl.sum(dx_t * h, 0))
             for c in tl.static_range(n):
                 dh_c = douts[c].to(tl.float32)
                 dh += tl.load(res + (t * n + s) * n + c) * dh_c
-                tl.store(dres + (own * n + s) * n + c, tl.sum(dh_c * h, 0))
+                tl.store(dres + (row * n + s) * n + c, tl.sum(dh_c * h, 0))
             tl.store(dH + (t * n + s) * D + d, dh.to(dH.dtype.element_ty), mask=d < D)
     if weight is not None:
-        keep(dw, db, dweight, dbias, d, D)
+        store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
-def _cut(n: int, D: int) -> int:
-    # so much of a row that the n streams of a piece fit the registers
-    return launch.block(D, max(256, launch.ROW * 4 // triton.next_power_of_2(n)))
+def _piece_size(n: int, D: int) -> int:
+    """Elements of D that a program processes at once: n streams of them fit in registers."""
+    return launch.block_size(D, max(256, launch.MAX_ROW_BLOCK * 4 // triton.next_power_of_2(n)))
 
 
-@torch.library.custom_op("crosslayer::carry", mutates_args=())
-def _carry(
+def _program_count(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
+    # One program a token, unless programs have partial sums of a norm's gradient.
+    return launch.program_count(N, like) if affine else N
+
+
+@torch.library.custom_op("crosslayer::width_connection", mutates_args=())
+def _width_connection(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    H, pre, res, *affine = (t.contiguous() for t in (H, pre, res, *affine))
+    H, pre, res = H.contiguous(), pre.contiguous(), res.contiguous()
+    affine = [p.contiguous() for p in affine]
     n, D = H.shape[-2:]
-    x, out, size = H.new_empty(*H.shape[:-2], D), torch.empty_like(H), _cut(n, D)
-    N = launch.tokens(x)
-    launch.launch(
-        carry_forward, (_programs(N, affine, H), triton.cdiv(D, size)), H, pre, res, *pair(affine), x, out, N, D, eps,
-        n=n, CENTRED=centred, BLOCK=size, num_warps=launch.warps(n * size // 2),
+    x = H.new_empty(*H.shape[:-2], D)
+    out = torch.empty_like(H)
+    N, block = launch.token_count(x), _piece_size(n, D)
+    launch.launch_kernel(
+        width_connection_forward, (_program_count(N, affine, H), triton.cdiv(D, block)),
+        H, pre, res, *weight_and_bias(affine), x, out, N, D, eps,
+        n=n, CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(n * block // 2),
     )  # fmt: skip
     return x, out
 
 
-def _programs(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
-    # one a token, but where they keep parts of a gradient
-    return launch.programs(N, like) if affine else N
-
-
-@_carry.register_fake
+@_width_connection.register_fake
 def _(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
     return H.new_empty(*H.shape[:-2], H.shape[-1]), H.new_empty(H.shape)
 
 
-@torch.library.custom_op("crosslayer::carry_backward", mutates_args=())
-def _carry_backward(
+@torch.library.custom_op("crosslayer::width_connection_backward", mutates_args=())
+def _width_connection_backward(
     dx: Tensor,
     dout: Tensor,
     H: Tensor,
@@ -147,23 +173,28 @@ def _carry_backward(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dx, dout, H, pre, res, *affine = (t.contiguous() for t in (dx, dout, H, pre, res, *affine))
+    dx, dout = dx.contiguous(), dout.contiguous()
+    H, pre, res = H.contiguous(), pre.contiguous(), res.contiguous()
+    affine = [p.contiguous() for p in affine]
     n, D = H.shape[-2:]
-    N, size = launch.tokens(dx), _cut(n, D)
-    count, pieces = _programs(N, affine, H), triton.cdiv(D, size)
-    dH, (dpre, dres), kept = (
-        torch.empty_like(H),
-        (launch.part(p, pieces, *p.shape) for p in (pre, res)),
-        parts(affine, count),
-    )
-    launch.launch(
-        carry_backward, (count, pieces), H, pre, res, pair(affine)[0], dx, dout, dH, dpre, dres, *pair(kept), N, D,
-        eps, n=n, CENTRED=centred, BLOCK=size, num_warps=launch.warps(n * size // 2),
+    N, block = launch.token_count(dx), _piece_size(n, D)
+    programs, pieces = _program_count(N, affine, H), triton.cdiv(D, block)
+    dH = torch.empty_like(H)
+    dpre = launch.empty_partial_sums(pre, pieces, *pre.shape)
+    dres = launch.empty_partial_sums(res, pieces, *res.shape)
+    daffine = empty_affine_partial_sums(affine, programs)
+    launch.launch_kernel(
+        width_connection_backward, (programs, pieces),
+        H, pre, res, weight_and_bias(affine)[0], dx, dout,
+        dH, dpre, dres, *weight_and_bias(daffine), N, D, eps,
+        n=n, CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(n * block // 2),
     )  # fmt: skip
-    return dH, launch.total(dpre, 0), launch.total(dres, 0), totals(kept, affine)
+    dpre = launch.add_partial_sums(dpre, 0)
+    dres = launch.add_partial_sums(dres, 0)
+    return dH, dpre, dres, add_affine_partial_sums(daffine, affine)
 
 
-@_carry_backward.register_fake
+@_width_connection_backward.register_fake
 def _(
     dx: Tensor,
     dout: Tensor,
@@ -174,22 +205,21 @@ def _(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dH, dpre, dres, *daffine = (t.new_empty(t.shape) for t in (H, pre, res, *affine))
-    return dH, dpre, dres, daffine
+    dH, dpre, dres = (t.new_empty(t.shape) for t in (H, pre, res))
+    return dH, dpre, dres, [p.new_empty(p.shape) for p in affine]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    H, pre, res, affine, *ctx.rest = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    H, pre, res, affine, *ctx.norm_options = inputs
     ctx.save_for_backward(H, pre, res, *affine)
 
 
-def _differentiate(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Any, ...]:
     H, pre, res, *affine = ctx.saved_tensors
-    return (
-        *torch.ops.crosslayer.carry_backward(dx, dout, H, pre, res, affine, *ctx.rest),
-        None,
-        None,
+    gradients = torch.ops.crosslayer.width_connection_backward(
+        dx, dout, H, pre, res, affine, *ctx.norm_options
     )
+    return *gradients, None, None
 
 
-_carry.register_autograd(_differentiate, setup_context=_save)
+_width_connection.register_autograd(_backward, setup_context=_save_for_backward)

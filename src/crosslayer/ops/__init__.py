@@ -1,18 +1,17 @@
-"""The tensor functions that the methods share. The torch reference here is the definition of each."""
+"""The tensor functions that the methods share. Their torch references here are the definition."""
 
-from .attend import attend_ahead, attend_merge, depth_attention, depth_scores
+from .attention import depth_attention, depth_scores
 from .dispatch import use_kernels, uses_kernel
 from .gate import gate_pool, gate_streams
 from .mix import depth_mix
 from .norm import add_norm
 from .products import mix_streams, project_tall
+from .project import write_norm_project
 from .sinkhorn import sinkhorn
-from .streams import depth_connection, expand_to_streams, width_connection, write_norm_project
+from .streams import depth_connection, expand_to_streams, width_connection
 
 __all__ = [
     "add_norm",
-    "attend_ahead",
-    "attend_merge",
     "depth_attention",
     "depth_connection",
     "depth_mix",

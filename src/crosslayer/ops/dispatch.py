@@ -1,4 +1,4 @@
-"""Chooses an op's implementation: the torch reference, or the Triton kernel registered under the same name."""
+"""Chooses an op's implementation: its torch reference, or the Triton kernel of the same name."""
 
 import functools
 import importlib
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,18 +15,40 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Device types on which kernels run. Empty by default: no kernel has been measured on a GPU yet.
 kernel_devices: tuple[str, ...] = ()
-_KERNELS: dict[
-    str, Callable[..., Any]
-] = {}  # by the name of the op; `crosslayer.kernels` fills it when imported
+
+
+class RegisteredKernel(NamedTuple):
+    """An op's kernel, and whether it can run on given arguments (those of the op)."""
+
+    run: Callable[..., Any]
+    supports: Callable[..., bool]
+
+
+# By the name of the op. `crosslayer.kernels` fills it when it is imported.
+registered_kernels: dict[str, RegisteredKernel] = {}
 
 
 class KernelOp(Protocol):
     reference: Callable[..., Any]
 
 
-def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
-    """Make `kernel` the implementation of the op called `name` wherever kernels are in use."""
-    _KERNELS[name] = kernel
+def _supports_everything(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def register_kernel(
+    name: str,
+    kernel: Callable[..., Any],
+    supports: Callable[..., bool] = _supports_everything,
+) -> None:
+    """Make `kernel` the implementation of an op wherever kernels are in use.
+
+    Args:
+        name: the op's name.
+        kernel: takes the op's arguments and returns what its reference returns.
+        supports: takes the op's arguments; where it returns False, the reference runs instead.
+    """
+    registered_kernels[name] = RegisteredKernel(kernel, supports)
 
 
 def uses_kernel(x: Tensor) -> bool:
@@ -35,9 +57,10 @@ def uses_kernel(x: Tensor) -> bool:
 
 
 def kernel_op(reference: Op) -> Op:
-    """Decorate a torch reference: where `uses_kernel(first tensor)`, its registered kernel runs instead.
+    """Decorate a torch reference: its registered kernel runs instead where `uses_kernel` says so.
 
-    The reference stays available as the attribute `reference`.
+    `uses_kernel` is asked about the first tensor. The reference stays available as the attribute
+    `reference`.
     """
     name = reference.__name__
 
@@ -45,7 +68,9 @@ def kernel_op(reference: Op) -> Op:
     def op(X: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
         first = X[0] if isinstance(X, tuple) else X
         if uses_kernel(first):
-            return _KERNELS[name](X, *args, **kwargs)
+            kernel = registered_kernels[name]
+            if kernel.supports(X, *args, **kwargs):
+                return kernel.run(X, *args, **kwargs)
         return reference(X, *args, **kwargs)
 
     cast(KernelOp, op).reference = reference
@@ -60,8 +85,8 @@ class use_kernels:
             ...
 
     Args:
-        enabled: True, False, or None for the default: on where the environment has CROSSLAYER_KERNELS=1 and triton is
-            installed, otherwise off.
+        enabled: True, False, or None for the default: on where the environment has
+            CROSSLAYER_KERNELS=1 and triton is installed, otherwise off.
 
     Raises:
         ModuleNotFoundError: `enabled` is True and triton is not installed.

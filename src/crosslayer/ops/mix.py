@@ -16,44 +16,56 @@ from .products import row_dot
 def depth_mix(
     X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, NormSpec], ...] = ()
 ) -> tuple[Tensor, ...]:
-    """out_c = Σ_l w[…, c, l] · X_l: C mixtures of L sources; and after them, for each (c, N) of `norms`, N(out_c).
+    """C mixtures of L sources, out_c = Σ_l w[…, c, l] · X_l, and the norms of some of them.
 
-    X: L x [B T D].  w: [C L] static, or [B T C L] a token's own, float32.  ->  [B T D] each, in X's dtype, summed in
-    w's.  Moves (L + C)·D elements a token, D more a norm, and the weights.
+    Moves (L + C)·D elements a token, D more a norm, and the weights.
+
+    Args:
+        X: the L sources, [B T D] each.
+        w: [C L] static, or [B T C L] for each token; float32. The sums are computed in its dtype.
+        norms: pairs of the index of a mixture and its norm.
+
+    Returns:
+        C mixtures and len(norms) normed mixtures, [B T D] each in X's dtype.
     """
     if len(X) != w.shape[-1]:
-        raise ValueError(f"mix: {len(X)} sources but weights for {w.shape[-1]}")
-    S = Mix.apply(w, *X)
-    return (*S, *(apply_norm(S[c], norm) for c, norm in norms))
+        raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")
+    mixtures = _DepthMix.apply(w, *X)
+    return (*mixtures, *(apply_norm(mixtures[c], norm) for c, norm in norms))
 
 
-class Mix(Function):
-    """dX_l = Σ_c w[…, c, l] · dout_c,   dw[…, c, l] = ⟨dout_c, X_l⟩, summed over tokens where w is static."""
+class _DepthMix(Function):
+    """dX_l = Σ_c w[…, c, l] · dout_c,   dw[…, c, l] = ⟨dout_c, X_l⟩.
+
+    dw is summed over tokens if w is static.
+    """
 
     @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, ...]:
-        # as one: without gradients dynamo leaves ctx out where arguments are as many as the parameters named here
-        ctx, w, *X = given
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        # One *args: without gradients dynamo omits ctx if it can match the arguments to named
+        # parameters.
+        ctx, w, *X = args
         ctx.save_for_backward(w, *X)
         return tuple(weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2]))
 
     @staticmethod
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
         w, *X = ctx.saved_tensors
-        wanted, *each = ctx.needs_input_grad
+        needs_dw, *needs_dX = ctx.needs_input_grad
         dw = None
-        if wanted:
-            dw = torch.stack(
-                [torch.stack([row_dot(d, x) for x in X], -1) for d in dout], -2
-            ).sum_to_size(w.shape)
-        dX = (
-            weighted_sum(dout, w[..., l]).to(x.dtype) if each[l] else None for l, x in enumerate(X)
-        )
+        if needs_dw:
+            rows = [torch.stack([row_dot(d, x) for x in X], -1) for d in dout]
+            dw = torch.stack(rows, -2).sum_to_size(w.shape)
+        dX: list[Tensor | None] = []
+        for l, x in enumerate(X):
+            dX.append(weighted_sum(dout, w[..., l]).to(x.dtype) if needs_dX[l] else None)
         return dw, *dX
 
 
 def weighted_sum(X: Sequence[Tensor], w: Tensor) -> Tensor:
-    # w[..., l, None] is never 0-d, so it lifts a bf16 source to float32 inside the multiplication, without a copy
+    """Σ_l w[…, l] · X_l, summed in w's dtype. X: L x [B T D].  w: [L] or [B T L].  ->  [B T D]."""
+    # w[..., l, None] is never 0-d, so the product is computed in float32 without a float32 copy of
+    # a bf16 source.
     out = w[..., 0, None] * X[0]
     for l in range(1, len(X)):
         out.addcmul_(w[..., l, None], X[l])

@@ -1,4 +1,4 @@
-"""The pending write and the norm after it."""
+"""A pending write and the norm after it."""
 
 from torch import Tensor
 
@@ -8,9 +8,17 @@ from .dispatch import kernel_op
 
 @kernel_op
 def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple[Tensor, Tensor]:
-    """h' = h + y where a write is pending, and its norm where one follows, else h' again.
+    """h' = h + y, or h where y is None, and norm(h').
 
-    h, y: [B T D].  ->  [B T D] twice, in h's dtype; normed in float32.  Moves 4·D elements a token.
+    Moves 4·D elements a token.
+
+    Args:
+        h: [B T D].
+        y: the pending write [B T D]; None where no write is pending.
+        norm: computed in float32; None for no norm.
+
+    Returns:
+        h' and norm(h'), [B T D] each in h's dtype.
     """
     h = add_write(h, y)
     return h, apply_norm(h, norm)

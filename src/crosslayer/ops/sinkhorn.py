@@ -11,24 +11,33 @@ from .dispatch import kernel_op
 
 @kernel_op
 def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
-    """Alternate normalising rows and columns of exp(logits), columns last: every column sums to 1 but for eps.
+    """Normalise rows and columns of exp(logits) by turns; each column sums to 1 up to eps.
 
-    Softmax over the last axis, + eps, then / (sum over rows + eps); each of the other rounds divides by the sums over
-    columns, then over rows. Differentiated through every round: a backward that takes the result as converged is wrong.
+    The first round is a softmax over the last axis, + eps, then / (sum over rows + eps). Each of
+    the other rounds divides by the sums over columns + eps, then by the sums over rows + eps. The
+    backward differentiates every round; one that assumes convergence would be wrong.
 
-    logits: [… n n] float32.  ->  the same shape.
+    Args:
+        logits: [… n n] float32.
+        rounds: at least 1.
+        eps: added to every sum.
+
+    Returns:
+        [… n n].
     """
-    return Sinkhorn.apply(logits, rounds, eps)
+    return _Sinkhorn.apply(logits, rounds, eps)
 
 
-class Sinkhorn(Function):
-    """M' = M/s, s = Σ M + eps:   dM = (dM' − Σ dM' M')/s, for every division, last to first; then the softmax's."""
+class _Sinkhorn(Function):
+    """M' = M/s, s = Σ M + eps:   dM = (dM' − Σ dM' M')/s for each division, last to first."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rounds: int, eps: float) -> Tensor:
-        # the matrices' axes first: torch adds up the planes of a tensor many times as fast as rows of n numbers
+        # The matrix axes come first: torch sums planes of a tensor many times as fast as rows of n
+        # numbers.
         P = logits.movedim((-2, -1), (0, 1)).contiguous().softmax(1)
-        M, divisions = P + eps, []
+        M = P + eps
+        divisions = []
         for axis in (0, *(1, 0) * (rounds - 1)):
             s = M.sum(axis, keepdim=True).add_(eps)
             M = M / s
@@ -42,7 +51,8 @@ class Sinkhorn(Function):
         P, *divisions = ctx.saved_tensors
         d = dM.movedim((-2, -1), (0, 1)).contiguous()
         axes = (0, *(1, 0) * (len(divisions) // 4))
-        for axis, s, M in reversed(list(zip(axes, divisions[::2], divisions[1::2], strict=True))):
+        steps = list(zip(axes, divisions[::2], divisions[1::2], strict=True))
+        for axis, s, M in reversed(steps):
             d = (d - (d * M).sum(axis, keepdim=True)).div_(s)
         d = P * (d - (P * d).sum(1, keepdim=True))
         return d.movedim((0, 1), (-2, -1)), None, None

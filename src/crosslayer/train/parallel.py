@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..class_swap import swap_class
 from ..connection import Connection, State, find_connections
 from ..hf.connect import find_backbone
-from ..recompute import RECOMPUTE_MODES, enable_recompute
+from ..recompute import enable_recompute
 from .settings import Engine
 
 
@@ -110,10 +110,10 @@ def prepare_model(model: Any, engine: Engine) -> Any:
     if engine.recompute == "reads":
         for connection in find_connections(model):
             swap_class(connection, CheckpointedRead)
-    elif engine.recompute in RECOMPUTE_MODES:
-        enable_recompute(find_connections(model), engine.recompute)
     elif engine.recompute == "layers":
         checkpoint_layers(model)
+    elif engine.recompute != "none":
+        enable_recompute(find_connections(model), engine.recompute)
 
     if engine.compile == "none":
         return model

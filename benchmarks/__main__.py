@@ -1,0 +1,132 @@
+"""Measure what connections cost in time and memory on this machine.
+
+    python -m benchmarks chain --specs prenorm hyper --dims 512
+
+ops      each op's kernel, its torch reference (eager and compiled) and peers
+chain    connections alone, around sub-layers that copy; also other packages
+step     a whole training step of a llama
+decode   one token with a static cache
+memory   peak activation memory of a training step, stored or recomputed
+
+All but ops compare with pre-norm in the same process. Each row is appended to OUT/NAME.csv as soon
+as it is measured.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import OPS
+from benchmarks.results import Row, append_row, check_columns, describe_conditions
+from benchmarks.settings import VARIANTS, Settings
+from crosslayer.cli.console import make_console, make_table, print_table, silence_libraries
+from crosslayer.validation import DTYPES
+
+BENCHMARKS = ("ops", "chain", "step", "decode", "memory")
+RESULTS = Path(__file__).parent / "results"
+# columns with the same value in every row; they are in the title of the printed table
+TITLE_COLUMNS = ("device", "threads", "layers", "tokens", "dtype", "cache", "copy GB/s")
+FILE_ONLY_COLUMNS = ("rounds",)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Most defaults depend on the benchmark and the device: see benchmarks/settings.py.",
+        argument_default=argparse.SUPPRESS,
+    )
+    add = parser.add_argument
+    add("benchmark", choices=BENCHMARKS)
+    add("--out", type=Path, default=RESULTS, help="folder of the .csv files")
+    add("--specs", nargs="+", help='connections, like prenorm "mudd(dilation=2)"; not for ops')
+    add("--ops", nargs="+", choices=OPS, help="ops to measure; all by default")
+    add("--variants", nargs="+", choices=VARIANTS, help="what to measure")
+    add("--dims", nargs="+", type=int, help="widths D, one after the other")
+    add("--streams", nargs="+", type=int, help="for ops: numbers of streams or sources")
+    add("--layers", type=int, help="layers of the model, or of the chain (two sub-layers each)")
+    add("--batch", type=int, help="sequences at once; decode has one")
+    add("--context", type=int, help="tokens a sequence; for decode, length of the cache")
+    add("--vocab", type=int, help="size of the vocabulary")
+    add("--dtype", choices=DTYPES)
+    add("--device", choices=("cuda", "cpu"), help="a GPU by default, if there is one")
+    add("--compile", choices=("layers", "model"), help="what the variant `compiled` compiles")
+    add("--rounds", type=int, help="largest number of rounds; the median is reported")
+    add("--seconds", type=float, help="time limit of a group of variants, after compilation")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = vars(make_parser().parse_args(words))
+    silence_libraries()
+    name, out = options.pop("benchmark"), options.pop("out")
+    try:
+        rows = list(
+            run_benchmark(name, out, shlex.join(["python", "-m", "benchmarks", *words]), **options)
+        )
+    except ValueError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+    print_rows(name, rows)
+    print(f"Rows appended to {out / name}.csv")
+    return 0
+
+
+def run_benchmark(name: str, out: Path, command: str = "", **options: Any) -> Iterator[Row]:
+    """Yield the rows of a benchmark; each is in the folder's .csv file before it is yielded.
+
+    Args:
+        name: one of `BENCHMARKS`.
+        out: folder of the .csv files; it is made if it is missing.
+        command: the command line, for the column of that name.
+        options: fields of `Settings`.
+
+    Raises:
+        ValueError: an option is wrong, or the .csv file has other columns. Nothing has been
+            written.
+    """
+    module = import_module(f"benchmarks.{name}")
+    settings = Settings.for_benchmark(name, **options)
+    file = out / f"{name}.csv"
+    check_columns(file, module.COLUMNS)
+    out.mkdir(parents=True, exist_ok=True)
+    conditions = describe_conditions(settings.torch_device, command)
+    for measured in module.measure(settings):
+        row = conditions | {"note": ""} | measured
+        append_row(file, module.COLUMNS, row)
+        yield row
+
+
+def print_rows(name: str, rows: list[Row]) -> None:
+    """Print the rows as a table; what all rows share is in its title."""
+    columns = [
+        column
+        for column in [*import_module(f"benchmarks.{name}").COLUMNS, "note"]
+        if column not in (*TITLE_COLUMNS, *FILE_ONLY_COLUMNS)
+        and not column.endswith((" IQR ms", " MB"))
+    ]
+    shared = [f"{key} {_format_cell(key, rows[0][key])}" for key in TITLE_COLUMNS if key in rows[0]]
+    table = make_table(", ".join([name, *shared]), columns)
+    for row in rows:
+        table.add_row(*(_format_cell(column, row.get(column)) for column in columns))
+    print_table(table, make_console())
+
+
+def _format_cell(column: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    if "of " in column:
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

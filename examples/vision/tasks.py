@@ -1,0 +1,147 @@
+"""Two tasks for crosslayer's Trainer: classification with ViT, denoising with DiT."""
+
+from os.path import expandvars
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosslayer.hf.config import make_config
+from crosslayer.train.settings import Data, Model
+from crosslayer.train.task import Examples, Task, cross_entropy
+from examples.vision.data import load_images, load_latents
+
+# Share of the signal's variance that is left after t steps of DDPM's linear schedule.
+SIGNAL_VARIANCE = (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0)
+
+
+def load_vit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
+    """Images of the model's size, from a folder or an .npz."""
+    size = model_config.get("image_size", 224)
+    channels = model_config.get("num_channels", 3)
+    return load_images(expandvars(data.data), size, channels, _augmentation(data))
+
+
+def load_dit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
+    """Latents of the model's size, from an .npz."""
+    size = model_config.get("sample_size", 32)
+    channels = model_config.get("in_channels", 4)
+    return load_latents(expandvars(data.data), size, channels, _augmentation(data))
+
+
+def _augmentation(data: Data) -> str:
+    unknown = data.task_options.keys() - {"augmentation"}
+    if unknown:
+        raise ValueError(f"unknown task option {min(unknown)!r}; known: augmentation")
+    if data.valid:
+        raise ValueError("the validation images belong to --data; a recipe has no `valid` here")
+    return data.task_options.get("augmentation", "none")
+
+
+def build_vit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
+    """transformers' ViT with random weights and a head of `num_classes` classes."""
+    from transformers import AutoModelForImageClassification
+
+    config = make_config(
+        model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
+    )
+    config.num_labels = num_classes
+    return AutoModelForImageClassification.from_config(config, dtype=dtype)
+
+
+def build_dit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
+    """diffusers' DiT with random weights, conditioned on `num_classes` classes."""
+    from diffusers import DiTTransformer2DModel
+
+    dit = DiTTransformer2DModel(
+        num_layers=model.layers,
+        num_attention_heads=model.heads,
+        attention_head_dim=model.dim // model.heads,
+        num_embeds_ada_norm=num_classes,
+        **model.model_config,
+    )
+    return dit if dit.dtype == dtype else dit.to(dtype)
+
+
+def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(pixel_values=batch["pixel_values"]).logits
+    return cross_entropy(logits, batch["labels"]).mean()
+
+
+def evaluate_classifier(
+    model: nn.Module, batch: dict[str, Tensor], indices: list[int]
+) -> dict[str, Tensor]:
+    """Cross-entropy and top-1 accuracy of each image."""
+    logits = model(pixel_values=batch["pixel_values"]).logits
+    labels = batch["labels"]
+    return {
+        "loss": cross_entropy(logits, labels),
+        "accuracy": (logits.argmax(-1) == labels).float(),
+    }
+
+
+def denoising_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    x = batch["pixel_values"]
+    t = torch.randint(len(SIGNAL_VARIANCE), (len(x),), device=x.device)
+    return noise_errors(model, batch, t, torch.randn_like(x)).mean()
+
+
+def evaluate_denoiser(
+    model: nn.Module, batch: dict[str, Tensor], indices: list[int]
+) -> dict[str, Tensor]:
+    """The error of each latent. Its t and noise depend on its index alone, not on its batch."""
+    x = batch["pixel_values"]
+    steps, noises = [], []
+    for index in indices:
+        generator = torch.Generator().manual_seed(index)
+        steps.append(torch.randint(len(SIGNAL_VARIANCE), (1,), generator=generator))
+        noises.append(torch.randn(x.shape[1:], generator=generator))
+    t = torch.cat(steps).to(x.device)
+    return {"loss": noise_errors(model, batch, t, torch.stack(noises).to(x))}
+
+
+def noise_errors(model: nn.Module, batch: dict[str, Tensor], t: Tensor, noise: Tensor) -> Tensor:
+    """L_simple of DDPM (arXiv 2006.11239, Eq. 14): the mean squared error of the predicted noise.
+
+    DiT's other output channels, a learned variance, serve sampling and are not trained here.
+
+    Args:
+        model: a DiT.
+        batch: latents [B C H W] and labels [B].
+        t: steps of the noise schedule, [B].
+        noise: [B C H W].
+
+    Returns:
+        The error of each latent, [B].
+    """
+    x = batch["pixel_values"]
+    variance = SIGNAL_VARIANCE.to(x.device)[t][:, None, None, None]
+    noisy = variance.sqrt() * x + (1 - variance).sqrt() * noise
+    predicted = model(noisy, timestep=t, class_labels=batch["labels"]).sample[:, : x.shape[1]]
+    return (predicted.float() - noise).square().mean((1, 2, 3))
+
+
+def count_images(batch: dict[str, Tensor]) -> int:
+    return len(batch["labels"])
+
+
+CLASSIFICATION = Task(
+    load_examples=load_vit_examples,
+    build_backbone=build_vit,
+    loss=classification_loss,
+    evaluate=evaluate_classifier,
+    count_units=count_images,
+    unit="images",
+    loss_unit=lambda data: "nats per image",
+    tiny_options={},
+    tiny_model_config={},
+)
+DENOISING = CLASSIFICATION._replace(
+    load_examples=load_dit_examples,
+    build_backbone=build_dit,
+    loss=denoising_loss,
+    evaluate=evaluate_denoiser,
+    loss_unit=lambda data: "squared error of the noise",
+)
+# by the recipe's `family`
+TASKS: dict[str, Any] = {"vit": CLASSIFICATION, "DiTTransformer2DModel": DENOISING}

@@ -1,0 +1,44 @@
+"""Compare connections in a Vision Transformer or in DiT.
+
+python -m examples.vision.train examples/vision/recipes/mudd_table9.yaml --data imagenet
+python -m examples.vision.train RECIPE --data FOLDER_OR_NPZ --scale tiny --steps 20    # on a CPU
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from crosslayer.cli.compare import compare_and_report
+from crosslayer.cli.console import silence_libraries
+from crosslayer.train.recipe import load_recipe
+from crosslayer.validation import check_choice
+from examples.vision.tasks import TASKS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.vision.train", description=__doc__)
+    parser.add_argument("recipe", type=Path, help="a .yaml file of examples/vision/recipes")
+    parser.add_argument("--data", help="images: a folder with train/ and val/, or an .npz")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--steps", type=int, help="number of optimizer steps")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each connection")
+    parser.add_argument("--out", help="folder of results.json and the report")
+    options = parser.parse_args(arguments)
+    silence_libraries()
+    overrides = {name: getattr(options, name) for name in ("data", "steps")}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        family = yaml.safe_load(options.recipe.read_text("utf8")).get("family", "")
+        task = check_choice("family", family, TASKS)
+        recipe = load_recipe(options.recipe, options.scale, task, **overrides)
+        return compare_and_report(recipe, options.seeds, options.out)
+    except (ValueError, OSError) as error:
+        print(f"vision: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What a connection costs before it is trained: parameters, FLOPs, memory traffic and activation
+memory.
+
+    from crosslayer.cost import GPUS, estimate_cost
+    from crosslayer.hf.config import make_config
+
+    cost = estimate_cost("mudd", make_config("llama", layers=24, dim=2048, heads=16), batch=8,
+    context=2048) cost.bandwidth_bound_seconds(GPUS["H100"])
+
+`estimate` counts on the meta device; `memory` simulates the peak of activation memory there.
+"""
+
+from .estimate import (
+    GPU,
+    GPUS,
+    Cost,
+    ModelCost,
+    activation_bytes,
+    build_on_meta,
+    count_parameters,
+    estimate_cost,
+    estimate_costs,
+    flop_counter,
+    language_model_loss,
+    measure_cost,
+)
+from .memory import PeakMemory, estimate_peak_memory, measure_peak_memory
+
+__all__ = [
+    "GPU",
+    "GPUS",
+    "Cost",
+    "ModelCost",
+    "PeakMemory",
+    "activation_bytes",
+    "build_on_meta",
+    "count_parameters",
+    "estimate_cost",
+    "estimate_costs",
+    "estimate_peak_memory",
+    "flop_counter",
+    "language_model_loss",
+    "measure_cost",
+    "measure_peak_memory",
+]

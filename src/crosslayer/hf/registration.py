@@ -1,0 +1,160 @@
+"""What transformers and diffusers are taught: to build a connected model from a saved config.
+
+A saved connected model is its host's checkpoint with the connections' parameters, and
+`"crosslayer": "mudd"` in config.json. transformers without crosslayer would load that folder as the
+plain host and silently drop the connections. Therefore config.json gives the model type as
+"crosslayer-llama", and its `auto_map` refers to `crosslayer_model.py` in the same folder, which
+imports crosslayer. In a process without crosslayer the Auto classes refuse the folder; with
+`trust_remote_code=True` they import crosslayer, or say that it is missing. Only a host class called
+by name, like `LlamaForCausalLM.from_pretrained`, and diffusers' classes still load the host's
+weights there, and report the others as unexpected.
+
+Importing `crosslayer.hf` calls `register_with_transformers`. It registers the saved model types
+with `AutoConfig`, and patches two methods for which transformers has no registration. diffusers
+gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ..spec import make
+from .connect import attach_connections, find_backbone
+from .host_quirks import apply_host_quirks
+
+PREFIX = "crosslayer-"
+REMOTE_FILE = "crosslayer_model.py"
+REMOTE_CODE = '''"""A model connected by crosslayer, which must be installed to load it."""
+
+from crosslayer.hf import SavedConfig  # noqa: F401
+'''
+
+
+class SavedConfig:
+    """Reads the config of a saved connected model, and returns the config of its host's class.
+
+    `AutoConfig` finds it under every model type with our prefix, and in a process without
+    crosslayer through `auto_map`. The config that it returns has the keys that name the connection,
+    so the model built from it is connected.
+    """
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        host_dict = host_config_dict(config_dict)
+        return CONFIG_MAPPING[host_dict["model_type"]].from_dict(host_dict, **options)
+
+    @classmethod
+    def from_pretrained(cls, path: str, **options: Any) -> Any:
+        """What transformers calls where `trust_remote_code=True` found this class."""
+        config_dict, options = PreTrainedConfig.get_config_dict(path, **options)
+        return cls.from_dict(config_dict, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, *_: Any) -> None:
+        """Nothing: transformers need not copy this class's code into saved folders."""
+
+
+@functools.cache
+def register_with_transformers() -> None:
+    """Make transformers read, build and write connected models. A second call changes nothing."""
+    # All types, not only our families: a vision-language model may have a connected part.
+    for model_type in list(CONFIG_MAPPING.keys()):
+        AutoConfig.register(PREFIX + model_type, SavedConfig)
+    # transformers has no hook between building a model and loading its weights.
+    PreTrainedModel.post_init = _connect_before_post_init(PreTrainedModel.post_init)
+    # transformers has no hook for what a config writes: the model type is that of its class.
+    PreTrainedConfig.to_json_file = _mark_after_writing(PreTrainedConfig.to_json_file)
+    if "diffusers" in sys.modules:
+        register_with_diffusers()
+
+
+@functools.cache
+def register_with_diffusers() -> None:
+    """Make diffusers build connected models from saved configs. A second call changes nothing.
+
+    Whatever meets a diffusers model calls it, because importing diffusers takes seconds.
+    """
+    from diffusers import ConfigMixin
+
+    # diffusers has no registry of models, nor a hook between building one and loading weights.
+    from_config = _connect_after_from_config(ConfigMixin.from_config.__func__)
+    ConfigMixin.from_config = classmethod(from_config)
+
+
+def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
+    """Connect a freshly built backbone as its config says."""
+    spec = make(config["crosslayer"])
+    attach_connections(*find_backbone(backbone), spec, config.get("crosslayer_widths"))
+    if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):
+        apply_host_quirks(backbone)
+
+
+def mark_config(file: Path) -> None:
+    """Rewrite a config.json as a connected model's, and write the file that it refers to."""
+    config = json.loads(file.read_text())
+    config["model_type"] = PREFIX + config["model_type"].removeprefix(PREFIX)
+    config["auto_map"] = {"AutoConfig": f"{Path(REMOTE_FILE).stem}.{SavedConfig.__name__}"}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (file.parent / REMOTE_FILE).write_text(REMOTE_CODE)
+
+
+def host_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with the host's model type, and with the keys that name the connection."""
+    host_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
+    host_dict["model_type"] = str(config_dict.get("model_type")).removeprefix(PREFIX)
+    return host_dict
+
+
+def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., None]:
+    """Connect a model at the end of its `__init__`, before transformers loads its weights."""
+
+    @functools.wraps(post_init)
+    def connecting_post_init(self: Any) -> None:
+        _restore_model_type(self.config)
+        # The base model owns the layers and is built first. The models around it find it connected.
+        if getattr(self.config, "crosslayer", None) and self.base_model is self:
+            rebuild_connections(self, vars(self.config))
+        post_init(self)
+
+    return connecting_post_init
+
+
+def _restore_model_type(config: Any) -> None:
+    """Undo `mark_config` in a config that a host class called by name has read."""
+    if str(vars(config).get("model_type")).startswith(PREFIX):
+        del config.model_type
+        vars(config).pop("auto_map", None)
+
+
+def _mark_after_writing(to_json_file: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(to_json_file)
+    def marking_to_json_file(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+        to_json_file(self, json_file_path, *args, **kwargs)
+        # Where only a part of the model is connected, the part's config within this one says so.
+        configs = [self, *vars(self).values()]
+        if any(getattr(config, "crosslayer", None) for config in configs):
+            mark_config(Path(json_file_path))
+
+    return marking_to_json_file
+
+
+def _connect_after_from_config(from_config: Callable[..., Any]) -> Callable[..., Any]:
+    """Connect a diffusers model once it is built, before diffusers loads its weights."""
+
+    @functools.wraps(from_config)
+    def connecting_from_config(cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(config, dict) or not config.get("crosslayer"):
+            return from_config(cls, config, *args, **kwargs)
+        host_config = {k: v for k, v in config.items() if not k.startswith("crosslayer")}
+        built = from_config(cls, host_config, *args, **kwargs)
+        model = built[0] if isinstance(built, tuple) else built
+        rebuild_connections(model, config)
+        return built
+
+    return connecting_from_config

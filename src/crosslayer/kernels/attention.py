@@ -1,0 +1,246 @@
+"""Kernels of `ops.depth_attention`: attention over depth in one pass over the sources.
+
+r_l = rsqrt(mean(X_l²) + eps),   z_l = r_l ⟨q, X_l⟩,   p = softmax_l(z),   out = Σ_l p_l X_l
+reads L·D, writes D elements a token: the softmax is updated source by source
+
+backward:   a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
+dX_l = p_l dout + dz_l r_l (q − z_l r_l X_l/D),   dq = Σ_tokens Σ_l dz_l r_l X_l
+reads (L + 1)·D, writes L·D; saves r and z, 2L numbers a token
+
+With a fused norm dout is the gradient of the normed output, and the norm's backward needs all of
+out. So the first pass of the backward recomputes out, and the second uses a_l − Σ_j p_j a_j =
+⟨dout, X_l − out⟩. out is not saved, and the sources are not read more often. Where a token's rows
+do not fit in registers (`launch.REGISTER_BYTES`) the backward reads the sources twice, the second
+time from cache.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..norms import NormSpec
+from . import launch
+from .fused_norm import (
+    add_affine_partial_sums,
+    empty_affine_partial_sums,
+    load_affine,
+    norm_arguments,
+    norm_backward_bytes,
+    norm_row_backward,
+    normalise_row,
+    store_affine_gradients,
+    weight_and_bias,
+)
+
+
+def depth_attention(
+    X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
+) -> Tensor:
+    """`ops.depth_attention`."""
+    out, _, _ = torch.ops.crosslayer.depth_attention(X, q.float(), eps, *norm_arguments(norm))
+    return out
+
+
+def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0) -> tuple[int, int]:
+    """Bytes that forward and backward must move.
+
+    Args:
+        N: tokens.
+        D: width.
+        L: sources.
+        size: bytes an element.
+        parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
+    """
+    forward = N * D * (L + 1) * size + 4 * D * (1 + parameters)
+    backward = N * D * (2 * L + 1) * size + 8 * D + norm_backward_bytes(D, parameters)
+    return forward, backward
+
+
+@triton.jit
+def depth_attention_forward(
+    X, q, weight, bias, out, z, rstd, N, D, eps, norm_eps,
+    L: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    query = tl.load(q + d, mask=d < D, other=0.0)
+    if weight is not None:
+        w, b = load_affine(weight, bias, d, D)
+    for token in range(tl.program_id(0), N, tl.num_programs(0)):
+        t = tl.cast(token, tl.int64)
+        top, mass, mean = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
+        for l in tl.static_range(L):
+            x = tl.load(X[l] + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+            r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+            z_l = r * tl.sum(query * x, 0)
+            tl.store(rstd + t * L + l, r)
+            tl.store(z + t * L + l, z_l)
+            higher = tl.maximum(top, z_l)
+            fade, p = tl.exp(top - higher), tl.exp(z_l - higher)
+            top, mass, mean = higher, mass * fade + p, mean * fade + p * x
+        mean = mean / mass
+        if weight is not None:
+            mean, _ = normalise_row(mean, d, D, norm_eps, CENTRED)
+            mean = mean * w + b
+        tl.store(out + t * D + d, mean.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def depth_attention_backward(
+    X, q, weight, z, rstd, dout, dX, dq, dweight, dbias, N, D, norm_eps,
+    L: tl.constexpr, CENTRED: tl.constexpr, KEEP_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    query = tl.load(q + d, mask=d < D, other=0.0)
+    dquery = tl.zeros([BLOCK], tl.float32)
+    if weight is not None:
+        w, _ = load_affine(weight, None, d, D)
+        dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for token in range(tl.program_id(0), N, tl.num_programs(0)):
+        t = tl.cast(token, tl.int64)
+        dout_t = tl.load(dout + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+        top, mass = -float("inf"), 0.0
+        for l in tl.static_range(L):
+            top = tl.maximum(top, tl.load(z + t * L + l))
+        for l in tl.static_range(L):
+            mass += tl.exp(tl.load(z + t * L + l) - top)
+        rows_kept, a, mean = (), (), 0.0
+        if weight is not None:
+            out = tl.zeros([BLOCK], tl.float32)
+        for l in tl.static_range(L):
+            x = tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
+            if KEEP_ROWS:
+                rows_kept = rows_kept + (x,)
+            x = x.to(tl.float32)
+            p = tl.exp(tl.load(z + t * L + l) - top) / mass
+            if weight is not None:
+                out += p * x
+            else:
+                a_l = tl.sum(dout_t * x, 0)
+                a = a + (a_l,)
+                mean += p * a_l
+        if weight is not None:
+            normed, r = normalise_row(out, d, D, norm_eps, CENTRED)
+            dw += dout_t * normed
+            db += dout_t
+            dout_t = norm_row_backward(dout_t * w, normed, r, d, D, CENTRED)
+        for l in tl.static_range(L):
+            x = rows_kept[l] if KEEP_ROWS else tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
+            x = x.to(tl.float32)
+            r, z_l = tl.load(rstd + t * L + l), tl.load(z + t * L + l)
+            p = tl.exp(z_l - top) / mass
+            dz = p * (a[l] - mean if weight is None else tl.sum(dout_t * (x - out), 0))
+            dx = p * dout_t + (dz * r) * (query - (z_l * r / D) * x)
+            dquery += (dz * r) * x
+            tl.store(dX[l] + t * D + d, dx.to(dX[l].dtype.element_ty), mask=d < D)
+    tl.store(dq + tl.program_id(0).to(tl.int64) * D + d, dquery, mask=d < D)
+    if weight is not None:
+        store_affine_gradients(dw, db, dweight, dbias, d, D)
+
+
+@torch.library.custom_op("crosslayer::depth_attention", mutates_args=())
+def _depth_attention(
+    X: Sequence[Tensor],
+    q: Tensor,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    X = [x.contiguous() for x in X]
+    q = q.contiguous()
+    affine = [p.contiguous() for p in affine]
+    out, z, rstd = _empty_outputs(X, q)
+    N, D = launch.token_count(X[0]), X[0].shape[-1]
+    block = launch.block_size(D)
+    launch.launch_kernel(
+        depth_attention_forward, (launch.program_count(N, q),),
+        X, q, *weight_and_bias(affine), out, z, rstd, N, D, eps, norm_eps,
+        L=len(X), CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(2 * block),
+    )  # fmt: skip
+    return out, z, rstd
+
+
+@_depth_attention.register_fake
+def _(
+    X: Sequence[Tensor],
+    q: Tensor,
+    eps: float,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_outputs(X, q)
+
+
+def _empty_outputs(X: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lead, L = X[0].shape[:-1], len(X)
+    return X[0].new_empty(X[0].shape), q.new_empty(*lead, L), q.new_empty(*lead, L)
+
+
+@torch.library.custom_op("crosslayer::depth_attention_backward", mutates_args=())
+def _depth_attention_backward(
+    dout: Tensor,
+    X: Sequence[Tensor],
+    q: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    X = [x.contiguous() for x in X]
+    q, dout = q.contiguous(), dout.contiguous()
+    affine = [p.contiguous() for p in affine]
+    N, D = launch.token_count(X[0]), X[0].shape[-1]
+    block = launch.block_size(D)
+    programs = launch.program_count(N, q)
+    dX = [torch.empty_like(x) for x in X]
+    dq = launch.empty_partial_sums(q, programs, D)
+    daffine = empty_affine_partial_sums(affine, programs)
+    keep_rows = launch.fits_in_registers(X, block, rows=6 + 2 * len(affine))
+    launch.launch_kernel(
+        depth_attention_backward, (programs,),
+        X, q, weight_and_bias(affine)[0], z, rstd, dout, dX, dq, *weight_and_bias(daffine),
+        N, D, norm_eps, L=len(X), CENTRED=centred, KEEP_ROWS=keep_rows, BLOCK=block,
+        num_warps=launch.warp_count(4 * block),
+    )  # fmt: skip
+    return dX, launch.add_partial_sums(dq, 0), add_affine_partial_sums(daffine, affine)
+
+
+@_depth_attention_backward.register_fake
+def _(
+    dout: Tensor,
+    X: Sequence[Tensor],
+    q: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    affine: Sequence[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    dX = [x.new_empty(x.shape) for x in X]
+    return dX, q.new_empty(q.shape), [p.new_empty(p.shape) for p in affine]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    X, q, _, affine, *ctx.norm_options = inputs
+    _, z, rstd = output
+    ctx.mark_non_differentiable(z, rstd)
+    ctx.L = len(X)
+    ctx.save_for_backward(q, z, rstd, *X, *affine)
+
+
+def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
+    q, z, rstd, *rows = ctx.saved_tensors
+    X, affine = rows[: ctx.L], rows[ctx.L :]
+    dX, dq, daffine = torch.ops.crosslayer.depth_attention_backward(
+        dout, X, q, z, rstd, affine, *ctx.norm_options
+    )
+    return dX, dq, None, daffine, None, None
+
+
+_depth_attention.register_autograd(_backward, setup_context=_save_for_backward)

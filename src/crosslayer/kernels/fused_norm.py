@@ -1,0 +1,91 @@
+"""RMSNorm or LayerNorm fused into the kernel before it: device functions and their host side.
+
+x̂ = (x − μ) r,   r = rsqrt(mean((x − μ)²) + eps);   out = x̂·weight + bias
+μ is mean(x) in a LayerNorm, else 0
+
+backward:   g = dout·weight,   dx = r (g − mean(g) − x̂ mean(g x̂)),   mean(g) in a LayerNorm alone
+dweight = Σ_tokens dout x̂,   dbias = Σ_tokens dout;   μ and r are recomputed
+
+An op takes a norm as `affine` = [weight] or [weight, bias], or [] for no norm, with eps and
+`centred`.
+"""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..norms import NormSpec
+from . import launch
+
+
+def norm_backward_bytes(D: int, parameters: int) -> int:
+    """Bytes that a norm adds to a backward: its weight is read, the gradients of weight and bias
+    are written.
+    """
+    return 4 * D * (1 + parameters) if parameters else 0
+
+
+@triton.jit
+def normalise_row(x, d, D, eps, CENTRED: tl.constexpr):
+    """x̂ and r of a row, 0 beyond D."""
+    if CENTRED:
+        x = tl.where(d < D, x - tl.sum(x, 0) / D, 0.0)
+    r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+    return x * r, r
+
+
+@triton.jit
+def load_affine(weight, bias, d, D):
+    """A norm's weight and bias; the bias is 0 where it has none."""
+    w, b = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32), 0.0
+    if bias is not None:
+        b = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
+    return w, b
+
+
+@triton.jit
+def norm_row_backward(g, x, r, d, D, CENTRED: tl.constexpr):
+    """dx of a row, given g = dout·weight, x̂ and r."""
+    dx = g - x * (tl.sum(g * x, 0) / D)
+    if CENTRED:
+        dx = tl.where(d < D, dx - tl.sum(g, 0) / D, 0.0)
+    return r * dx
+
+
+@triton.jit
+def store_affine_gradients(dw, db, dweight, dbias, d, D):
+    """Store a program's partial sums of the gradients of weight and bias."""
+    row = tl.program_id(0).to(tl.int64) * D
+    tl.store(dweight + row + d, dw, mask=d < D)
+    if dbias is not None:
+        tl.store(dbias + row + d, db, mask=d < D)
+
+
+def norm_arguments(norm: NormSpec | None) -> tuple[list[Tensor], float, bool]:
+    """A norm as an op takes it: `affine`, eps and `centred`."""
+    if norm is None:
+        return [], 0.0, False
+    affine = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
+    return affine, norm.eps, norm.centred
+
+
+def weight_and_bias(affine: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """`affine` as a kernel takes it."""
+    weight = affine[0] if affine else None
+    bias = affine[1] if len(affine) > 1 else None
+    return weight, bias
+
+
+def empty_affine_partial_sums(affine: Sequence[Tensor], programs: int) -> list[Tensor]:
+    """Memory for what `store_affine_gradients` stores in each program."""
+    return [launch.empty_partial_sums(p, programs, len(p)) for p in affine]
+
+
+def add_affine_partial_sums(partial: Sequence[Tensor], affine: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of weight and bias, in their dtypes."""
+    return [
+        launch.add_partial_sums(sums, 0).to(p.dtype)
+        for sums, p in zip(partial, affine, strict=True)
+    ]

@@ -1,0 +1,338 @@
+"""Kernels of `ops.write_norm_project`: a pending write and projections of the normed streams.
+
+H'_s = H_s + β_s Y_s, rounded as it is stored;   z = (v − μ) r W,   r = rsqrt(mean((v − μ)²) + eps)
+v is one stream of H', or all streams of a token as one vector; μ is its mean if `centred`, else 0.
+(v − μ) W equals v times W minus the mean of W's columns, so W is centred instead of v.
+reads (n + 1)·D, writes n·D elements a token; each tile of tokens reads W from cache
+
+backward:   g = dz r,   c = ⟨dz, z⟩ r²/width,   dH = dH' + g Wᵀ − c (v − μ)
+dW = Σ_tokens vᵀ g, centred as W;   dY = Σ_s β_s dH_s,   dβ_s = ⟨dH_s, Y⟩
+reads (2n + 1)·D, writes (n + 1)·D: a program processes a piece of the width for all its tokens,
+with that piece of W and dW in registers
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+
+# Columns of W of which a piece fits a program. mHC has more from 7 streams on; torch computes its
+# product.
+MAX_COLUMNS = 64
+
+
+def write_norm_project(
+    H: Tensor,
+    Y: Tensor | None,
+    beta: Tensor | None,
+    W: Tensor,
+    eps: float = 1e-6,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`ops.write_norm_project`."""
+    beta = None if beta is None else beta.float().expand(H.shape[:-1])
+    H, z, *_ = torch.ops.crosslayer.write_norm_project(H, Y, beta, W.float(), eps, centred)
+    return H, z
+
+
+def columns_fit_program(
+    H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, *options: Any, **named_options: Any
+) -> bool:
+    """Whether the kernel supports these arguments of `write_norm_project`."""
+    return W.shape[1] <= MAX_COLUMNS
+
+
+def memory_traffic_bytes(
+    N: int, D: int, n: int, K: int, joint: bool, size: int, pending: int = 1
+) -> tuple[int, int]:
+    """Bytes that forward and backward must move.
+
+    Args:
+        N: tokens.
+        D: width.
+        n: streams.
+        K: columns of W.
+        joint: all streams of a token are one vector.
+        size: bytes an element.
+        pending: rows of Y a token: n, 1 where all streams share it, 0 where no write is pending.
+    """
+    W = 4 * K * D * (n if joint else 1)
+    rows = N if joint else N * n
+    beta = 4 * N * n * (pending > 0)
+    forward = N * D * (2 * n + pending) * size + beta + 4 * rows * (K + 1) + W
+    backward = N * D * (3 * n + 2 * pending) * size + 2 * beta + 4 * rows * (K + 1) + 2 * W
+    return forward, backward
+
+
+@triton.jit
+def write_norm_project_forward(
+    H, Y, beta, W, new, z, rstd, mu, N, D, eps,
+    CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, n: tl.constexpr,
+    K: tl.constexpr, JOINT: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    R: tl.constexpr = TILE if JOINT else TILE * SIDE
+    C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
+    first = tl.program_id(0).to(tl.int64) * TILE
+    t, s = first + tl.arange(0, TILE)[:, None, None], tl.arange(0, SIDE)[None, :, None]
+    k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
+    if PENDING:
+        b = tl.load(beta + t * n + s, mask=(t < N) & (s < n), other=0.0)
+    dots = tl.zeros([R, WIDE], tl.float32)
+    mean, spread = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)[None, None, :]
+        on = (t < N) & (s < n) & (d < D)
+        h = tl.load(H + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32)
+        if PENDING:
+            if EACH:
+                y = tl.load(Y + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32)
+            else:
+                y = tl.load(Y + t * D + d, mask=(t < N) & (d < D), other=0.0).to(tl.float32)
+            h = h + b * y
+        h = h.to(new.dtype.element_ty)
+        tl.store(new + (t * n + s) * D + d, h, mask=on)
+        v = tl.reshape(h.to(tl.float32), [R, C])
+        at = start + column % BLOCK
+        w = tl.load(
+            W + (column // BLOCK * D + at) * K + k,
+            mask=(column // BLOCK < n) & (at < D) & (k < K),
+            other=0.0,
+        )
+        dots += tl.dot(v, w, input_precision="tf32x3")
+        if CENTRED:
+            # Welford: join this piece's mean and squared deviations to those of the pieces before.
+            before, count = (
+                start * (n if JOINT else 1),
+                tl.minimum(D - start, BLOCK) * (n if JOINT else 1),
+            )
+            piece = tl.sum(v, 1) / count
+            off = tl.where(tl.reshape(on.to(tl.int32), [R, C]) > 0, v - piece[:, None], 0.0)
+            step = piece - mean
+            mean += step * (count / (before + count))
+            spread += tl.sum(off * off, 1) + step * step * (before / (before + count) * count)
+        else:
+            spread += tl.sum(v * v, 1)
+    r = tl.rsqrt(spread / (D * (n if JOINT else 1)) + eps)
+    row = tl.arange(0, R)
+    if JOINT:
+        row, real = first + row, first + row < N
+    else:
+        row, real = (
+            (first + row // SIDE) * n + row % SIDE,
+            (first + row // SIDE < N) & (row % SIDE < n),
+        )
+    if CENTRED:
+        tl.store(mu + row, mean, mask=real)
+    tl.store(rstd + row, r, mask=real)
+    tl.store(z + row[:, None] * K + k, dots * r[:, None], mask=real[:, None] & (k < K))
+
+
+@triton.jit
+def write_norm_project_backward(
+    new, Y, beta, W, g, c, mu, dnew, dH, dY, dbeta, dW, N, D,
+    CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, n: tl.constexpr,
+    K: tl.constexpr, JOINT: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    R: tl.constexpr = TILE if JOINT else TILE * SIDE
+    C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
+    d, s = (
+        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :],
+        tl.arange(0, SIDE)[None, :, None],
+    )
+    k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
+    at = tl.program_id(0) * BLOCK + column % BLOCK
+    in_W = (column // BLOCK < n) & (at < D) & (k < K)
+    w = tl.load(W + (column // BLOCK * D + at) * K + k, mask=in_W, other=0.0)
+    dw = tl.zeros([C, WIDE], tl.float32)
+    for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
+        first = tl.cast(tile, tl.int64) * TILE
+        t, row = first + tl.arange(0, TILE)[:, None, None], tl.arange(0, R)
+        if JOINT:
+            row, real = first + row, first + row < N
+        else:
+            row, real = (
+                (first + row // SIDE) * n + row % SIDE,
+                (first + row // SIDE < N) & (row % SIDE < n),
+            )
+        on = (t < N) & (s < n) & (d < D)
+        v = tl.reshape(
+            tl.load(new + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32), [R, C]
+        )
+        g_t = tl.load(g + row[:, None] * K + k, mask=real[:, None] & (k < K), other=0.0)
+        dw += tl.dot(tl.trans(v), g_t, input_precision="tf32x3")
+        if CENTRED:
+            v -= tl.load(mu + row, mask=real, other=0.0)[:, None]
+        dh = tl.dot(g_t, tl.trans(w), input_precision="tf32x3")
+        dh -= tl.load(c + row, mask=real, other=0.0)[:, None] * v
+        dh = tl.reshape(dh, [TILE, SIDE, BLOCK])
+        dh += tl.load(dnew + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32)
+        dh = tl.where(on, dh, 0.0)
+        tl.store(dH + (t * n + s) * D + d, dh.to(dH.dtype.element_ty), mask=on)
+        if PENDING:
+            b = tl.load(beta + t * n + s, mask=(t < N) & (s < n), other=0.0)
+            if EACH:
+                y = tl.load(Y + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32)
+                tl.store(dY + (t * n + s) * D + d, (b * dh).to(dY.dtype.element_ty), mask=on)
+            else:
+                y = tl.load(Y + t * D + d, mask=(t < N) & (d < D), other=0.0).to(tl.float32)
+                dy = tl.sum(b * dh, 1, keep_dims=True)
+                tl.store(dY + t * D + d, dy.to(dY.dtype.element_ty), mask=(t < N) & (d < D))
+            piece_row = dbeta + tl.program_id(0).to(tl.int64) * N * n
+            tl.store(
+                piece_row + t * n + s, tl.sum(dh * y, 2, keep_dims=True), mask=(t < N) & (s < n)
+            )
+    split_row = dW + tl.program_id(1).to(tl.int64) * K * D * (n if JOINT else 1)
+    tl.store(split_row + (column // BLOCK * D + at) * K + k, dw, mask=in_W)
+
+
+def _tile_sizes(
+    H: Tensor, W: Tensor, joint_tokens: int, tokens: int, elements: int
+) -> dict[str, Any]:
+    """The constants of a launch.
+
+    Args:
+        H: [B T n D].
+        W: [D K] or [nD K].
+        joint_tokens: tokens of a tile where all streams of a token are one vector.
+        tokens: tokens of a tile otherwise.
+        elements: of H in a tile.
+    """
+    n, D = H.shape[-2:]
+    K = W.shape[1]
+    joint = W.shape[0] > D
+    side = triton.next_power_of_2(n)
+    wide = max(16, triton.next_power_of_2(K))
+    tile = joint_tokens if joint else tokens
+    W_rows = (side if joint else 1) * wide  # elements of W for each element of D
+    piece = max(16, min(triton.next_power_of_2(D), elements // (tile * side), 8192 // W_rows))
+    stages = 1 if W_rows * piece > 4096 else 2
+    return {
+        "n": n, "K": K, "JOINT": joint, "TILE": tile, "SIDE": side, "BLOCK": piece, "WIDE": wide,
+        "num_warps": 8, "num_stages": stages,
+    }  # fmt: skip
+
+
+@torch.library.custom_op("crosslayer::write_norm_project", mutates_args=())
+def _write_norm_project(
+    H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    H, W = H.contiguous(), W.contiguous()
+    new, z, rstd, mu = _empty_outputs(H, W, centred)
+    W = _centre_columns(W) if centred else W
+    sizes = _tile_sizes(H, W, joint_tokens=64, tokens=32, elements=8192)
+    D, N = H.shape[-1], H.shape[:-2].numel()
+    launch.launch_kernel(
+        write_norm_project_forward, (triton.cdiv(N, sizes["TILE"]),),
+        H, *_pending_write(H, Y, beta), W, new, z, rstd, mu, N, D, eps,
+        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **sizes,
+    )  # fmt: skip
+    return new, z, rstd, mu
+
+
+def _pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Y and beta; where no write is pending, pointers that the kernel does not read."""
+    return (H, H) if Y is None or beta is None else (Y.contiguous(), beta.contiguous())
+
+
+def _empty_outputs(H: Tensor, W: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = (*H.shape[:-2], 1 if W.shape[0] > H.shape[-1] else H.shape[-2])
+    z = W.new_empty(*rows, W.shape[1])
+    return H.new_empty(H.shape), z, z.new_empty(rows), z.new_empty(rows if centred else 0)
+
+
+@_write_norm_project.register_fake
+def _(
+    H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_outputs(H, W, centred)
+
+
+@torch.library.custom_op("crosslayer::write_norm_project_backward", mutates_args=())
+def _write_norm_project_backward(
+    dnew: Tensor,
+    dz: Tensor,
+    new: Tensor,
+    Y: Tensor | None,
+    beta: Tensor | None,
+    W: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    mu: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dnew, W = dnew.contiguous(), W.contiguous()
+    n, D, N = new.shape[-2], new.shape[-1], new.shape[:-2].numel()
+    # Each piece of D reads a token's g and c again, so pieces are long and tiles have few tokens.
+    tokens = max(1, 16 // triton.next_power_of_2(n))
+    sizes = _tile_sizes(new, W, joint_tokens=16, tokens=tokens, elements=4096)
+    centred = mu.numel() > 0
+    W = _centre_columns(W) if centred else W
+    g = dz * rstd[..., None]
+    c = (dz * z).sum(-1) * rstd * rstd / len(W)
+    pieces, tiles = triton.cdiv(D, sizes["BLOCK"]), triton.cdiv(N, sizes["TILE"])
+    splits = min(tiles, 1)
+    if new.is_cuda:
+        splits = min(tiles, max(1, launch.program_count(4 * N, new) // pieces))
+    dH = torch.empty_like(new)
+    dY, dbeta = _empty_pending_gradients(Y, new)
+    dbeta_parts = launch.empty_partial_sums(W, pieces, *dbeta.shape)
+    dW_parts = launch.empty_partial_sums(W, splits, *W.shape)
+    launch.launch_kernel(
+        write_norm_project_backward, (pieces, splits),
+        new, *_pending_write(new, Y, beta), W, g, c, mu if centred else c, dnew,
+        dH, dY, dbeta_parts, dW_parts, N, D,
+        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **sizes,
+    )  # fmt: skip
+    dW = launch.add_partial_sums(dW_parts, 0)
+    dbeta = launch.add_partial_sums(dbeta_parts, 0)
+    return dH, dY, dbeta, _centre_columns(dW) if centred else dW
+
+
+def _centre_columns(W: Tensor) -> Tensor:
+    return W - W.mean(0)
+
+
+def _empty_pending_gradients(Y: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for dY and dbeta, empty where no write is pending."""
+    if Y is None:
+        return new.new_empty(0), new.new_empty(0, dtype=torch.float32)
+    return Y.new_empty(Y.shape), new.new_empty(new.shape[:-1], dtype=torch.float32)
+
+
+@_write_norm_project_backward.register_fake
+def _(
+    dnew: Tensor,
+    dz: Tensor,
+    new: Tensor,
+    Y: Tensor | None,
+    beta: Tensor | None,
+    W: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    mu: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dY, dbeta = _empty_pending_gradients(Y, new)
+    return new.new_empty(new.shape), dY, dbeta, W.new_empty(W.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, Y, beta, W, _, _ = inputs
+    new, z, rstd, mu = output
+    ctx.mark_non_differentiable(rstd, mu)
+    ctx.save_for_backward(new, Y, beta, W, z, rstd, mu)
+
+
+def _backward(ctx: Any, dnew: Tensor, dz: Tensor, *_: Any) -> tuple[Any, ...]:
+    dH, dY, dbeta, dW = torch.ops.crosslayer.write_norm_project_backward(
+        dnew, dz, *ctx.saved_tensors
+    )
+    pending = ctx.saved_tensors[1] is not None
+    return dH, dY if pending else None, dbeta if pending else None, dW, None, None
+
+
+_write_norm_project.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,101 @@
+"""Attention over depth: every token attends to its own sources."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ..norms import NormSpec, apply_norm, rstd, upcast
+from .dispatch import kernel_op
+from .mix import weighted_sum
+from .products import project_manual_grad, row_dot
+
+
+@kernel_op
+def depth_attention(
+    X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
+) -> Tensor:
+    """norm(Σ_l softmax_l(⟨q, RMS(X_l)⟩) · X_l): keys are normalised, values are not.
+
+    Moves (L + 1)·D elements a token.
+
+    Args:
+        X: the L sources, [B T D] each.
+        q: the query [D] float32, multiplied by any scale and key-norm weight beforehand.
+        eps: of the keys' norm.
+        norm: the norm of the output; None for no norm.
+
+    Returns:
+        [B T D] in X's dtype.
+    """
+    return apply_norm(_DepthAttention.apply(q, eps, *X), norm)
+
+
+def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
+    """⟨q, RMS(X_l)⟩ of every source: [B T L] float32."""
+    return torch.stack([x @ q * rstd(x, eps) for x in map(upcast, X)], -1)
+
+
+class _DepthAttention(Function):
+    """r_l = rstd(X_l),   z_l = r_l ⟨q, X_l⟩,   p = softmax(z),   out = Σ_l p_l X_l
+
+    a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
+    dX_l = p_l dout + project_rms_backward(dz_l),   dq likewise
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        # One *args: see `_DepthMix`.
+        ctx, q, eps, *X = args
+        r = torch.stack([rstd(x, eps) for x in X])
+        scores = [project_rms(x, q[None], r_l) for x, r_l in zip(X, r, strict=True)]
+        z = torch.cat(scores, -1)  # [B T L]
+        p = z.softmax(-1)
+        ctx.save_for_backward(q, r, z, p, *X)
+        return weighted_sum(X, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, r, z, p, *X = ctx.saved_tensors
+        a = torch.stack([row_dot(dout, x) for x in X], -1)
+        dz = p * (a - (p * a).sum(-1, keepdim=True))
+        dX = []
+        dQ = torch.zeros_like(q)[None]
+        for l, x in enumerate(X):
+            dx = p[..., l, None] * dout
+            dQ += project_rms_backward(x, q[None], r[l], z[..., l, None], dz[..., l, None], dx)
+            dX.append(dx.to(x.dtype))
+        return dQ[0], None, *dX
+
+
+def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
+    """z_s = r ⟨Q_s, x⟩, where r is x's `rstd`. x: [B T D].  Q: [S D].  r: [B T].  ->  [B T S]."""
+    return project_manual_grad(upcast(x), Q.mT) * r[..., None]
+
+
+def project_rms_backward(
+    x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: Tensor
+) -> Tensor:
+    """The backward of `project_rms`: adds to `dx` and returns dQ.
+
+    dx += Σ_s dz_s r Q_s − (Σ_s dz_s z_s) r²/D · x
+
+    Args:
+        x: [B T D].
+        Q: [S D].
+        r: x's `rstd`, [B T].
+        z: the result of `project_rms`, [B T S].
+        dz: its gradient, [B T S].
+        dx: [B T D], modified in place.
+
+    Returns:
+        dQ [S D].
+    """
+    g = dz * r[..., None]
+    dx.addcmul_((g * z).sum(-1, keepdim=True) * r[..., None], upcast(x), value=-1 / x.shape[-1])
+    for s, q in enumerate(Q):
+        dx.addcmul_(g[..., s, None], q)
+    return g.flatten(0, -2).mT @ upcast(x).flatten(0, -2)

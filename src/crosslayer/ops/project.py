@@ -1,0 +1,94 @@
+"""A pending write to n streams, and projections of the normed streams, for their coefficients."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ..norms import rstd, upcast
+from .dispatch import kernel_op
+from .products import mix_streams, project_back, project_manual_grad, row_dots
+from .streams import depth_connection
+
+
+@kernel_op
+def write_norm_project(
+    H: Tensor,
+    Y: Tensor | None,
+    beta: Tensor | None,
+    W: Tensor,
+    eps: float = 1e-6,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The pending write, and projections of the normed streams.
+
+    H' = depth_connection(H, Y, beta),   z = N(H') W
+    N(v) = (v − μ) · rsqrt(mean((v − μ)²) + eps), where μ is the mean of v if `centred`, else 0
+
+    Moves (2n + 1)·D elements a token, and W.
+
+    Args:
+        H: [B T n D].
+        Y: [B T 1 D], or [B T n D]; None where no write is pending.
+        beta: [n] static, or [B T n]; None where no write is pending.
+        W: [D K] to norm and project each stream, or [nD K] to norm and project all streams as one
+            vector; float32.
+        eps: of the norm.
+        centred: subtract the mean, as LayerNorm does.
+
+    Returns:
+        H' [B T n D] in H's dtype, and z [B T n K] or [B T 1 K] float32.
+    """
+    return _WriteNormProject.apply(H, Y, beta, W, eps, centred)
+
+
+class _WriteNormProject(Function):
+    """g = dz r,   c = ⟨dz, z⟩ r²/width,   dH = dH' + g Wᵀ − c (H' − μ)
+
+    dW = (H' − μ)ᵀ g,   dY = Σ_s β_s dH_s
+
+    A row is one stream of a token, or all of its streams. For a centred norm W is centred too,
+    column by column: a constant along a row does not change the result.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        H: Tensor,
+        Y: Tensor | None,
+        beta: Tensor | None,
+        W: Tensor,
+        eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        written = H.clone() if Y is None else depth_connection(H, Y, beta)
+        rows = upcast(written).reshape(-1, len(W))
+        mean = rows.mean(-1, keepdim=True) if centred else None
+        rows = rows if mean is None else rows - mean
+        r = rstd(rows, eps)[:, None]
+        z = project_manual_grad(rows, W) * r
+        ctx.save_for_backward(written, Y, beta, W, z, r, mean)
+        return written, z.view(*H.shape[:-2], -1, W.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dwritten: Tensor, dz: Tensor) -> Any:
+        written, Y, beta, W, z, r, mean = ctx.saved_tensors
+        rows = upcast(written).reshape(-1, len(W))
+        dz = dz.reshape(z.shape)
+        g = dz * r
+        c = (dz * z).sum(-1, keepdim=True) * r * r / len(W)
+        dW = (g.mT @ rows).mT
+        if mean is None:
+            dH = project_back(g, W).addcmul_(c, rows, value=-1)
+        else:
+            dW -= (g.mT @ mean).mT
+            dH = project_back(g, W - W.mean(0)).addcmul_(c, rows, value=-1).add_(c * mean)
+        dH = dH.view(written.shape).add_(dwritten)
+        if Y is None:
+            return dH.to(written.dtype), None, None, dW, None, None
+        dbeta = row_dots(Y, dH).sum_to_size(beta.shape)
+        weights = upcast(beta)[..., None]
+        dY = weights * dH if Y.shape[-2] > 1 else mix_streams(dH, weights)
+        return dH.to(written.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None

@@ -1,0 +1,189 @@
+"""What importing crosslayer.hf teaches transformers and diffusers, and what fails without each part
+of it.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import crosslayer
+from crosslayer import Connection
+from crosslayer.hf.registration import register_with_diffusers
+from tests.hf.backbones import build, connected, ids, llama
+
+
+def is_connected(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, Connection) for module in model.modules())
+
+
+def run_python(code: str, check: bool = True) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=check)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    connected("llama", "mudd").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_importing_crosslayer_has_no_effect():
+    """It imports torch alone, and no import hook. crosslayer.hf imports transformers, but not
+    diffusers.
+    """
+    run_python("""
+import sys, torch
+hooks, modules = list(sys.meta_path), set(sys.modules)
+import crosslayer
+assert sys.meta_path == hooks
+others = {name.split(".")[0] for name in set(sys.modules) - modules}
+assert not others & {"transformers", "diffusers", "triton", "safetensors"}, others
+import crosslayer.hf
+assert not any(type(hook).__module__.startswith("crosslayer") for hook in sys.meta_path)
+assert "transformers" in sys.modules and "diffusers" not in sys.modules
+""")
+
+
+class TestSavedConfig:
+    def test_it_names_another_type_and_the_code_to_trust(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["model_type"] == "crosslayer-llama"
+        assert config["auto_map"] == {"AutoConfig": "crosslayer_model.SavedConfig"}
+        assert (
+            "from crosslayer.hf import SavedConfig" in (folder / "crosslayer_model.py").read_text()
+        )
+
+    def test_it_is_read_as_the_hosts(self, folder):
+        config = AutoConfig.from_pretrained(folder)
+        assert type(config) is type(llama().config)
+        assert config.model_type == "llama"
+        assert not hasattr(config, "auto_map")
+        config.save_pretrained(folder / "again")
+        again = AutoConfig.from_pretrained(folder / "again").to_dict()
+        assert again == {**config.to_dict(), "_name_or_path": again["_name_or_path"]}
+
+    def test_a_host_class_called_by_name_reads_it(self, folder):
+        loaded = LlamaForCausalLM.from_pretrained(folder)
+        assert is_connected(loaded)
+        assert loaded.config.model_type == "llama"
+
+    def test_options_of_from_pretrained_reach_it(self, folder):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        assert loaded.config._attn_implementation == "eager"
+
+    @pytest.mark.parametrize("family", ["llama", "gpt2", "vit"])
+    def test_a_plain_model_is_saved_as_without_crosslayer(self, family, tmp_path):
+        build(family).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert not config["model_type"].startswith("crosslayer")
+        assert not (tmp_path / "crosslayer_model.py").exists()
+
+
+class TestEachPartIsNeeded:
+    """Undo one part of the registration; a folder is then not read, not connected or not marked."""
+
+    def test_the_registered_types(self, folder, monkeypatch):
+        monkeypatch.delitem(CONFIG_MAPPING._extra_content, "crosslayer-llama")
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            AutoConfig.from_pretrained(folder)
+
+    def test_post_init(self, folder, monkeypatch):
+        monkeypatch.setattr(PreTrainedModel, "post_init", PreTrainedModel.post_init.__wrapped__)
+        assert not is_connected(AutoModelForCausalLM.from_pretrained(folder))
+
+    def test_to_json_file(self, tmp_path, monkeypatch):
+        to_json_file = PreTrainedConfig.to_json_file.__wrapped__
+        monkeypatch.setattr(PreTrainedConfig, "to_json_file", to_json_file)
+        connected("llama", "mudd").save_pretrained(tmp_path)
+        assert AutoConfig.from_pretrained(tmp_path).model_type == "llama"
+        assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+    def test_from_config_of_diffusers(self, tmp_path, monkeypatch):
+        from diffusers import AutoModel, ConfigMixin
+
+        register_with_diffusers()
+        connected("dit", "mudd").save_pretrained(tmp_path)
+        assert is_connected(AutoModel.from_pretrained(str(tmp_path)))
+        from_config = classmethod(ConfigMixin.from_config.__func__.__wrapped__)
+        monkeypatch.setattr(ConfigMixin, "from_config", from_config)
+        assert not is_connected(AutoModel.from_pretrained(str(tmp_path)))
+
+
+class TestAFreshProcess:
+    """Without crosslayer a saved folder is never taken for the plain host's."""
+
+    SETUP = """import torch
+from transformers import AutoModelForCausalLM
+load = AutoModelForCausalLM.from_pretrained
+ids = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+"""
+
+    @pytest.fixture
+    def saved(self, tmp_path):
+        model = connected("llama", "mudd")
+        model.save_pretrained(tmp_path)
+        return str(tmp_path), model(ids()).logits.double().sum().item()
+
+    def test_refused_without_trust_and_loaded_with_it(self, saved):
+        path, expected = saved
+        run = run_python(f"""{self.SETUP}
+try:
+    load({path!r}, trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error)
+    print(load({path!r}, trust_remote_code=True)(ids).logits.double().sum().item())""")
+        assert float(run.stdout) == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.slow
+    def test_loaded_after_importing_crosslayer(self, saved):
+        path, expected = saved
+        run = run_python(f"""import crosslayer.hf
+{self.SETUP}
+print(load({path!r})(ids).logits.double().sum().item())""")
+        assert float(run.stdout) == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.slow
+    def test_without_crosslayer_the_error_names_it(self, saved):
+        code = f"""import sys; sys.modules["crosslayer"] = None
+{self.SETUP}
+load({saved[0]!r}, trust_remote_code=True)"""
+        run = run_python(code, check=False)
+        assert run.returncode
+        assert "crosslayer" in run.stderr.splitlines()[-1]
+
+
+def test_a_family_of_ones_own_loads_with_trust(tmp_path):
+    """Its model type is registered after crosslayer.hf is imported, so AutoConfig knows it through
+    auto_map alone.
+    """
+    from transformers import LlamaConfig
+
+    from crosslayer.hf.families import FAMILIES
+
+    class MineConfig(LlamaConfig):
+        model_type = "mine"
+
+    class Mine(LlamaForCausalLM):
+        config_class = MineConfig
+
+    AutoConfig.register("mine", MineConfig)
+    AutoModelForCausalLM.register(MineConfig, Mine)
+    FAMILIES["mine"] = FAMILIES["llama"]
+    try:
+        model = crosslayer.connect(Mine(MineConfig(**llama().config.to_diff_dict())), "mudd")
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+        assert torch.equal(loaded(ids()).logits, model.eval()(ids()).logits)
+    finally:
+        del FAMILIES["mine"], CONFIG_MAPPING._extra_content["mine"]
+        del AutoModelForCausalLM._model_mapping._extra_content[MineConfig]

@@ -1,0 +1,68 @@
+"""The documentation is true: its Python blocks run, and so does the tutorial's connection."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer import connections
+from tests.support.hub import snapshot_folder
+
+DOCS = Path(__file__).parent.parent / "docs"
+TUTORIAL = DOCS / "add-a-connection.md"
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text("utf8"), re.DOTALL)
+
+
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if page != TUTORIAL]
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, block in enumerate(python_blocks(page))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from tests.hf.backbones import build
+
+    build("neox-parallel").save_pretrained(snapshot_folder(tmp_path, "EleutherAI/pythia-160m"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+
+
+@pytest.fixture
+def laurel(tmp_path, monkeypatch):
+    """The tutorial's file, as if it lay in src/crosslayer/connections."""
+    (tmp_path / "laurel.py").write_text(python_blocks(TUTORIAL)[0], "utf8")
+    monkeypatch.setattr(connections, "__path__", [*connections.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("crosslayer.connections.laurel", None)
+    vars(connections).pop("laurel", None)
+
+
+def test_the_connection_of_the_tutorial_needs_its_file_only(laurel):
+    assert "laurel" in crosslayer.available()
+    sublayers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    hidden = torch.randn(2, 3, 8)
+    prenorm = crosslayer.Stack("prenorm", sublayers, 8)
+    connected = crosslayer.Stack("laurel", sublayers, 8)
+    assert torch.equal(prenorm(hidden), connected(hidden))
+
+
+def test_the_loop_of_the_tutorial_agrees(laurel, monkeypatch):
+    from tests.connections import test_loops
+
+    monkeypatch.setattr(test_loops, "LOOPS", dict(test_loops.LOOPS))
+    exec(python_blocks(TUTORIAL)[1], dict(vars(test_loops)))
+    test_loops.check("laurel", test_loops.LOOPS["laurel"], test_loops.Case())

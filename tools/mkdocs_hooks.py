@@ -1,0 +1,107 @@
+"""Hooks of mkdocs: a page for every connection from its docstrings, and a table of all."""
+
+import inspect
+import re
+import sys
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+import crosslayer
+
+TABLE_MARK = "<!-- table of connections -->"
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of the connections into the navigation, under the page that lists them."""
+    pages = [{name: f"connections/{name}.md"} for name in crosslayer.available()]
+    for entry in config.nav:
+        if "Connections" in entry:
+            entry["Connections"] = [{"All connections": "connections.md"}, *pages]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for every connection."""
+    for name in crosslayer.available():
+        files.append(
+            File.generated(config, f"connections/{name}.md", content=connection_page(name))
+        )
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in the table of connections."""
+    return markdown.replace(TABLE_MARK, connections_table())
+
+
+def connection_page(name: str) -> str:
+    """The docstring of the file, with its equations, and that of the class, with its options."""
+    method = crosslayer.make(name).method
+    return (
+        f"# {name}\n\n{as_markdown(module_docstring(name))}\n\n"
+        f"**Equivalent to pre-norm at initialisation:** {equivalence(method)}.\n\n"
+        "## Options\n\n"
+        "Every connection also accepts `stream_dtype`, the dtype of its streams: `'float32'`, "
+        "`'bfloat16'` or `'float16'`.\n\n"
+        f"::: {method.__module__}.{method.__name__}\n"
+        "    options:\n      members: false\n      show_bases: false\n"
+    )
+
+
+def connections_table() -> str:
+    rows = [
+        "| connection | what it is | paper | equivalent to pre-norm at initialisation |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in crosslayer.available():
+        method = crosslayer.make(name).method
+        doc = module_docstring(name)
+        summary = doc.splitlines()[0].rstrip(".")
+        paper = re.search(r"^Paper: (.*?\)),\s+arXiv\s+([\d.]+\d)", doc, re.M | re.S)
+        assert paper, f"{name}: no line 'Paper: Title (Authors, year), arXiv 0000.00000'"
+        title = " ".join(paper[1].split())
+        link = f"[{title}](https://arxiv.org/abs/{paper[2]})"
+        rows.append(
+            f"| [`{name}`](connections/{name}.md) | {summary} | {link} | {equivalence(method)} |"
+        )
+    return "\n".join(rows)
+
+
+def equivalence(method: Any) -> str:
+    if method.bitwise_prenorm:
+        return "yes, bitwise"
+    return "yes, up to the epsilon of the norms" if method.starts_as_prenorm else "no"
+
+
+def module_docstring(name: str) -> str:
+    module = sys.modules[crosslayer.make(name).method.__module__]
+    return inspect.cleandoc(module.__doc__ or "")
+
+
+def as_markdown(doc: str) -> str:
+    """A docstring as Markdown: indented lines become code, arXiv numbers become links."""
+    parts: list[str] = []
+    in_block = False
+    for line in doc.splitlines():
+        is_indented = line.startswith("    ")
+        if in_block and not is_indented and line:
+            parts.append("```\n")
+            in_block = False
+        if is_indented and not in_block:
+            parts.append("\n```text")
+            in_block = True
+        parts.append(line[4:] if in_block else escape(line))
+    if in_block:
+        parts.append("```")
+    return "\n".join(parts)
+
+
+def escape(line: str) -> str:
+    """Escape Markdown's characters outside `code`, link arXiv numbers, set off labels."""
+    pieces = re.split(r"(`[^`]*`)", line)
+    for i in range(0, len(pieces), 2):
+        pieces[i] = re.sub(r"([*_<\[\]|])", r"\\\1", pieces[i])
+    line = "".join(pieces)
+    line = re.sub(r"arXiv ([\d.]+\d)", r"[arXiv \1](https://arxiv.org/abs/\1)", line)
+    return re.sub(r"^(Paper|State|Parameters|Traffic):", r"\n**\1:**", line)
