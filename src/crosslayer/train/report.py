@@ -110,12 +110,16 @@ def report_notes(comparison: Comparison) -> list[str]:
     notes = [
         setup,
         f"Data: {data.data}, {sizes}{entropy}.",
-        f"Measured on {versions['device']}; torch {versions['torch']}, "
-        f"Python {versions['python']}, crosslayer {versions['crosslayer']}.",
-        "Every arm sees the same batches in the same order from the same backbone weights. "
-        f"vs prenorm is the difference in validation loss ({_loss_unit(comparison)}). Speed and "
-        "activations (what one forward pass stores for the backward pass) are ratios to "
-        "prenorm's, with the reference implementation, not with fused kernels.",
+        (
+            f"Measured on {versions['device']}; torch {versions['torch']}, "
+            f"Python {versions['python']}, crosslayer {versions['crosslayer']}."
+        ),
+        (
+            "Every arm sees the same batches in the same order from the same backbone weights. "
+            f"vs prenorm is the difference in validation loss ({_loss_unit(comparison)}). Speed and "
+            "activations (what one forward pass stores for the backward pass) are ratios to "
+            "prenorm's, with the reference implementation, not with fused kernels."
+        ),
     ]
     seeds = max((row.seeds for row in rows), default=0)
     if seeds > 1:
