@@ -156,14 +156,18 @@ def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
     """Lines of markdown: setup, figure and table."""
     options, environment = runs[0].settings, runs[0].environment
     lines = [
-        f"## {options['steps']} steps of {options['batch']} × {options['context']} bytes of "
-        f"{options['data']}",
+        (
+            f"## {options['steps']} steps of {options['batch']} × {options['context']} bytes of "
+            f"{options['data']}"
+        ),
         "",
-        f"A {options['family']} backbone of {options['layers']} layers, width {options['dim']}, "
-        f"{options['heads']} heads; AdamW at {options['lr']:g}, {options['precision']}; on "
-        f"{environment['device']}, torch {environment['torch']}, crosslayer "
-        f"{environment['crosslayer']}. Losses in nats per byte on held-out text; differences seed "
-        "by seed, ± their standard deviation.",
+        (
+            f"A {options['family']} backbone of {options['layers']} layers, width {options['dim']}, "
+            f"{options['heads']} heads; AdamW at {options['lr']:g}, {options['precision']}; on "
+            f"{environment['device']}, torch {environment['torch']}, crosslayer "
+            f"{environment['crosslayer']}. Losses in nats per byte on held-out text; differences seed "
+            "by seed, ± their standard deviation."
+        ),
         "",
         f"![Validation loss of late switches]({figure})",
         "",

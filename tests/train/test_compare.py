@@ -263,7 +263,7 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
         (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
         (["--family=bert"], "unknown family 'bert'"),
         (["--data=/nowhere/at/all"], "/nowhere/at/all: no such file or folder"),
-        (["--context=100000"], "fewer than one context of 100000"),
+        (["--context=100000"], "fewer than the 100000 + 1 of one window"),
     ],
 )
 def test_bad_input_is_one_line(text_file, tmp_path, extra, message, capsys):

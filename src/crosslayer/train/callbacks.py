@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-import crosslayer
-
+from ..hf import connect, disconnect
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
 from .metrics_log import MetricsLog
@@ -128,7 +127,7 @@ class ConnectAtStep(Callback):
             return
         first = next(iter(trainer.examples.valid))
         before = trainer.evaluate()[first]["loss"]
-        model: Any = crosslayer.disconnect(trainer.model)
+        model: Any = disconnect(trainer.model)
         torch.manual_seed(trainer.seed)  # of the connection's initial parameters
-        trainer.set_model(crosslayer.connect(model, self.spec))
+        trainer.set_model(connect(model, self.spec))
         self.loss_change = trainer.evaluate()[first]["loss"] - before

@@ -90,7 +90,8 @@ class Comparison:
 
     def missing_runs(self) -> list[tuple[Arm, int]]:
         """Arms and seeds without a result, the first seed of every arm before the second of any."""
-        done = {(run.arm, run.seed) for run in [*self.results.runs, *self.results.diverged]}
+        done = {(run.arm, run.seed) for run in self.results.runs}
+        done |= {(run.arm, run.seed) for run in self.results.diverged}
         missing = []
         for seed in range(self.seeds):
             missing += [(arm, seed) for arm in self.recipe.arms if (arm.name, seed) not in done]

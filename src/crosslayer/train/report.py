@@ -110,12 +110,16 @@ def report_notes(comparison: Comparison) -> list[str]:
     notes = [
         setup,
         f"Data: {data.data}, {sizes}{entropy}.",
-        f"Measured on {versions['device']}; torch {versions['torch']}, "
-        f"Python {versions['python']}, crosslayer {versions['crosslayer']}.",
-        "Every arm sees the same batches in the same order from the same backbone weights. "
-        f"vs prenorm is the difference in validation loss ({_loss_unit(comparison)}). Speed and "
-        "activations (what one forward pass stores for the backward pass) are ratios to "
-        "prenorm's, with the reference implementation, not with fused kernels.",
+        (
+            f"Measured on {versions['device']}; torch {versions['torch']}, "
+            f"Python {versions['python']}, crosslayer {versions['crosslayer']}."
+        ),
+        (
+            "Every arm sees the same batches in the same order from the same backbone weights. "
+            f"vs prenorm is the difference in validation loss ({_loss_unit(comparison)}). Speed and "
+            "activations (what one forward pass stores for the backward pass) are ratios to "
+            "prenorm's, with the reference implementation, not with fused kernels."
+        ),
     ]
     seeds = max((row.seeds for row in rows), default=0)
     if seeds > 1:
@@ -123,9 +127,10 @@ def report_notes(comparison: Comparison) -> list[str]:
     else:
         notes.append("One seed each: --seeds 3 shows how much of a difference is chance.")
 
-    for run in results.diverged:
+    for diverged in results.diverged:
         notes.append(
-            f"{run.arm}, seed {run.seed}: diverged with the loss {run.loss} at step {run.step}."
+            f"{diverged.arm}, seed {diverged.seed}: diverged with the loss {diverged.loss} at "
+            f"step {diverged.step}."
         )
     for arm in comparison.recipe.arms:
         for seed, run in comparison.finished_runs(arm).items():
@@ -203,7 +208,10 @@ def plot_curves(axes: Any, comparison: Comparison) -> None:
     """Validation loss against step: the mean over seeds, with their range shaded."""
     axes.set_xlabel("step")
     for arm, colour in zip(comparison.recipe.arms, _arm_colours(comparison), strict=True):
-        curves = [dict(run.curve) for run in comparison.finished_runs(arm).values()]
+        curves: list[dict[Any, Any]] = [
+            dict(run.curve)  # type: ignore[arg-type]
+            for run in comparison.finished_runs(arm).values()
+        ]
         if not curves:
             continue
         # seeds may have been evaluated at different steps

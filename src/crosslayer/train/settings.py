@@ -207,7 +207,7 @@ class Settings(NamedTuple):
 
     def to_options(self) -> dict[str, Any]:
         """Every option by its name, as `from_options` takes them."""
-        options = {}
+        options: dict[str, Any] = {}
         for group in self:
             options |= asdict(group)
         return options

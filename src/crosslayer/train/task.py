@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from ..data.sampler import BatchSampler
 from ..data.sources import HELD_OUT
@@ -42,7 +42,7 @@ class Examples:
         entropy: order-0 entropy of the first validation set, in bits per byte.
     """
 
-    train: Dataset[Any]
+    train: Any
     valid: dict[str, Any]
     num_classes: int
     digest: str
