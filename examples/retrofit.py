@@ -8,9 +8,9 @@ after N of 40k iterations of a model on OpenWebText2; the learning-rate schedule
 
 Here: any connection, on a model small enough for minutes. A run trains with PreNorm up to the
 switch, connects the trained model, and continues with the same schedule, batches and optimizer
-states; the same command resumes. The results contain the change of the validation loss at the switch itself. Expected, as in
+states. The results contain the change of the validation loss at the switch itself. Expected, as in
 the paper: the later the switch, the smaller the gain. docs/retrofit.md has results, with hardware
-and settings.
+and settings. The same command resumes.
 
     python examples/retrofit.py run --out retrofit --connections '[prenorm, mudd]'
     python examples/retrofit.py report --results '[retrofit]' --page docs/retrofit.md

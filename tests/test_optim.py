@@ -1,4 +1,4 @@
-"""Parameter groups: who decays, who learns slower, and who is never Muon's."""
+"""Parameter groups: weight decay, learning rates, and what Muon may orthogonalise."""
 
 import pytest
 import torch
@@ -6,21 +6,21 @@ import torch
 import crosslayer
 from crosslayer.optim import zero_connection_updates
 from tests.hf.backbones import llama, vit
-from tests.support.tiny import SPECS, connections, gpt, shake
+from tests.support.tiny import DEFAULTS, connections, gpt, shake
 
-every = pytest.mark.parametrize("spec", SPECS)
+every_method = pytest.mark.parametrize("spec", DEFAULTS)
 
 
-@every
+@every_method
 def test_every_parameter_is_in_one_group(spec):
     model = gpt(spec)
     groups = crosslayer.param_groups(model, 1e-3, 0.1)
-    found = [id(p) for g in groups for p in g["params"]]
-    assert sorted(found) == sorted(id(p) for p in model.parameters() if p.requires_grad)
-    assert len(set(found)) == len(found)
+    grouped = [id(p) for g in groups for p in g["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    assert len(set(grouped)) == len(grouped)
 
 
-@every
+@every_method
 def test_connections_are_treated_as_they_say(spec):
     model = gpt(spec)
     group = {id(p): g for g in crosslayer.param_groups(model, 1e-3, 0.1) for p in g["params"]}
@@ -46,13 +46,13 @@ def test_muon_gets_the_layers_matrices_alone():
     assert all(n.endswith("_proj.weight") for n in names) and len(names) == 3 * 7
 
 
-def test_muon_of_a_body_as_wide_as_its_vocabulary():
+def test_muon_of_a_model_as_wide_as_its_vocabulary():
     """A matrix with as many outputs as there are tokens is a head only where it is one."""
-    plain, wide = (crosslayer.connect(llama(vocab_size=v), "mudd") for v in (97, 32))
+    narrow, wide = (crosslayer.connect(llama(vocab_size=v), "mudd") for v in (97, 32))
     assert wide.config.hidden_size == wide.config.vocab_size == 32
     counts = [
         sum(len(g["params"]) for g in crosslayer.param_groups(m, 1e-3, 0.1) if g["muon"])
-        for m in (plain, wide)
+        for m in (narrow, wide)
     ]
     assert counts[0] == counts[1] == 3 * 7
 
@@ -83,8 +83,7 @@ def test_an_optimizer_takes_them():
 
 
 def test_float32_streams_under_a_bf16_model():
-    spec = "hyper(stream_dtype='float32')"
-    model = shake(crosslayer.connect(llama(), spec)).bfloat16()
+    model = shake(crosslayer.connect(llama(), "hyper(stream_dtype='float32')")).bfloat16()
     ids = torch.randint(97, (2, 9))
     state = model.model.layers[0].connections[0].init(model.model.embed_tokens(ids))
     inputs, state = model.model.layers[0].connections[0].read(state)
@@ -92,7 +91,7 @@ def test_float32_streams_under_a_bf16_model():
     assert model(ids).logits.dtype == torch.bfloat16
 
 
-def test_held():
+def test_zero_connection_updates():
     model = gpt("denseformer")
     optimizer = torch.optim.AdamW(crosslayer.param_groups(model, 1e-2, 0.1))
     peaks = [group["lr"] for group in optimizer.param_groups]

@@ -58,7 +58,7 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
         raise ValueError(f"plan: layers must be at least 1, got {layers}")
     ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
     depth = layers * len(ports_of_layer)
-    sites = []
+    sites: list[Site] = []
     for layer in range(layers):
         for i, ports in enumerate(ports_of_layer):
             is_first = i == 0

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .connection import Connection
 
@@ -58,7 +58,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
     return [{**group._asdict(), "params": params} for group, params in groups.items()]
 
 
-def layer_matrices(model: nn.Module) -> list[Tensor]:
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The 2-d weights inside a model's lists of layers.
 
     Embeddings inside layers are excluded (DiT's blocks have one of the classes), and so are the

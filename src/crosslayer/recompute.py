@@ -135,9 +135,9 @@ class _RecomputedRead:
         """Run the read on the recovered state, and collect what it saves and returns."""
         saved: list[Tensor] = []
 
-        def collect(x: Tensor) -> Tensor:
+        def collect(x: Tensor) -> None:
+            # Return nothing: a node that saved its own output through a hook would never be freed.
             saved.append(x.detach())
-            return x
 
         def as_in_forward(x: Tensor | None, requires_grad: bool) -> Tensor | None:
             return x if x is None else x.detach().requires_grad_(requires_grad)

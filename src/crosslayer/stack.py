@@ -1,12 +1,12 @@
 """`Stack`: the loop over sites and sub-layers as a module, for a model of one's own."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .connection import plan
+from .connection import Connection, plan
 from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .spec import ConnectionSpec, make
 
@@ -44,7 +44,7 @@ class Stack(nn.Module):
         spec: str | ConnectionSpec,
         sublayers: Iterable[nn.Module],
         dim: int,
-        norm: Any = nn.RMSNorm,
+        norm: Callable[[int], nn.Module] = nn.RMSNorm,
         parallel: bool = False,
         recompute: RecomputeMode | None = None,
     ):
@@ -63,7 +63,10 @@ class Stack(nn.Module):
         )
         self.recompute = recompute
         if recompute is not None:
-            enable_recompute(list(self.connections), recompute)  # type: ignore[arg-type]
+            enable_recompute(self._sites(), recompute)
+
+    def _sites(self) -> list[Connection[Any]]:
+        return cast(list[Connection[Any]], list(self.connections))
 
     def forward(self, embedding: Tensor, **attention_options: Any) -> Tensor:
         """The hidden state after the final norm.
@@ -75,11 +78,12 @@ class Stack(nn.Module):
         Returns:
             [B T D].
         """
-        state = self.connections[0].init(embedding)  # type: ignore[operator]
-        for connection, sublayer in zip(self.connections, self.sublayers, strict=False):
+        *sites, readout = self._sites()
+        state = sites[0].init(embedding)
+        for connection, sublayer in zip(sites, self.sublayers, strict=True):
             inputs, state = connection(state)
             options = {} if connection.ports == ("mlp",) else attention_options
             with recompute_inputs(inputs, state) if self.recompute else nullcontext():
                 y = sublayer(*inputs, **options)
-            state = connection.write(state, y)  # type: ignore[operator]
-        return self.connections[-1].readout(state)  # type: ignore[operator]
+            state = connection.write(state, y)
+        return readout.readout(state)

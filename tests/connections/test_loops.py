@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import crosslayer
 from tests.support.tiny import shake
 
-few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
 class Case(NamedTuple):
@@ -123,7 +123,7 @@ def loop_of(name: str) -> Callable[[Loop], Loop]:
 
 
 @pytest.mark.parametrize("name", crosslayer.available())
-@settings(few, max_examples=10)
+@settings(few, max_examples=6)
 @given(case=cases)
 def test_every_method_agrees_with_its_loop(name, case):
     assert name in LOOPS, (

@@ -12,7 +12,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder in the published layout: a golden case's weights and its config.json, with other settings if given."""
+    """A folder in the published layout: a golden case's weights and config.json, with changes."""
 
     def write(case: str, **config) -> Path:
         folder = tmp_path / "published"

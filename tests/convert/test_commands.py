@@ -1,33 +1,27 @@
 """`crosslayer convert` and `crosslayer generate` from the command line."""
 
 import io
-import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import crosslayer
+from crosslayer.cli.main import main
+from crosslayer.convert import load_published, open_tokenizer
 from tests.hf.backbones import llama
 
-pytest.importorskip("jsonargparse")
-from crosslayer.cli.main import main
-from crosslayer.convert import load_published
-
 CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + '. ' }}{% endfor %}"
 
 
-def letters(size: int = 97) -> Tokenizer:
-    """A letter a token, and words up to the vocabulary's size."""
+def letter_tokenizer(size: int = 97) -> Tokenizer:
+    """One token for each letter, and words up to the size of the vocabulary."""
     names = [*"abcdefghijklmnopqrstuvwxyz.,", "Ġ", *(f"Ġword{i}" for i in range(size))][:size]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,8 +30,8 @@ def letters(size: int = 97) -> Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    """As in a process of its own, where the command comes before transformers."""
+def no_progress_bars():
+    """As in a process of its own, where the command silences transformers before its import."""
     logging.disable_progress_bar()
     yield
     logging.enable_progress_bar()
@@ -45,109 +39,84 @@ def quiet():
 
 @pytest.fixture
 def folder(checkpoint):
-    """A published checkpoint with a bare tokenizer.json."""
+    """A published checkpoint with a tokenizer.json alone, as `crosslayer train` writes it too."""
     path = checkpoint(CASE)
-    letters().save(str(path / "tokenizer.json"))
+    letter_tokenizer().save(str(path / "tokenizer.json"))
     return path
 
 
-def ran(capsys, *arguments: object) -> tuple[int, str, str]:
+@pytest.fixture
+def connected(tmp_path):
+    """A saved connected model without a tokenizer."""
+    torch.manual_seed(1)
+    crosslayer.connect(llama(), "mudd").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run_command(capsys, *arguments: object) -> tuple[int, str, str]:
     code = main([str(a) for a in arguments])
     return code, *capsys.readouterr()
 
 
-def greedy(model, tokenizer, prompt: str, length: int) -> str:
+def generate(capsys, *arguments: object) -> str:
+    code, printed, error = run_command(capsys, "generate", *arguments)
+    assert (code, error) == (0, "")
+    return printed
+
+
+def greedy_text(model, tokenizer, prompt: str, length: int) -> str:
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False
-    )
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=length, do_sample=False)
     return tokenizer.decode(out[0, ids.shape[1] :]) + "\n"
 
 
 def test_convert_and_generate(folder, tmp_path, capsys):
-    code, out, err = ran(capsys, "convert", folder, tmp_path / "converted", "--rope", "bfloat16")
-    assert (code, err) == (0, "") and re.fullmatch(
-        r"\S+converted: Qwen3ForCausalLM with mudd\(round64=True, expand_last=True\), [\d,]+ parameters\n",
-        out,
-    )
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    out = tmp_path / "converted"
+    code, printed, error = run_command(capsys, "convert", folder, out, "--rope", "bfloat16")
+    expected = r"\S+converted: Qwen3ForCausalLM with mudd\(round64=True, expand_last=True\), [\d,]+"
+    assert (code, error) == (0, "") and re.fullmatch(expected + " parameters\n", printed)
+    model = AutoModelForCausalLM.from_pretrained(out)
     ids = torch.arange(9)[None]
     assert torch.equal(model(ids).logits, load_published(folder, rope="bfloat16")(ids).logits)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    expected = greedy(model, tokenizer, "hello", 12)
-    assert ran(capsys, "generate", tmp_path / "converted", "hello", "--max-new-tokens", 12) == (
-        0,
-        expected,
-        "",
-    )
-    on_the_fly = ran(
-        capsys, "generate", folder, "hello", "--max-new-tokens", 12, "--rope", "bfloat16"
-    )
-    assert on_the_fly == (0, expected, "")
+    text = greedy_text(model, open_tokenizer(folder), "hello", 12)
+    assert generate(capsys, out, "hello", "--max-new-tokens", 12) == text
+    # the published checkpoint itself, converted on the fly
+    options = ["--max-new-tokens", 12, "--rope", "bfloat16"]
+    assert generate(capsys, folder, "hello", *options) == text
 
 
-def test_in_a_process_of_its_own(folder):
-    """Nothing but the text is printed."""
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "crosslayer.cli",
-        "generate",
-        str(folder),
-        "hi",
-        "--seed",
-        "3",
-    ]
+def test_only_the_text_is_printed(folder):
+    """In a process of its own, with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-m", "crosslayer", "generate", str(folder), "hi"]
     done = subprocess.run([*command, "--max-new-tokens", "3"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "" and done.stdout.count("\n") == 1
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
 
 
 def test_dtype(folder, tmp_path, capsys):
-    assert ran(capsys, "convert", folder, tmp_path / "out", "--dtype", "bfloat16")[0] == 0
-    assert (
-        load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
-    )
-    assert (
-        ran(
-            capsys,
-            "generate",
-            tmp_path / "out",
-            "hello",
-            "--dtype",
-            "float32",
-            "--max-new-tokens",
-            2,
-        )[0]
-        == 0
-    )
+    out = tmp_path / "out"
+    assert run_command(capsys, "convert", folder, out, "--dtype", "bfloat16")[0] == 0
+    assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    assert generate(capsys, out, "hello", "--dtype", "float32", "--max-new-tokens", 2)
 
 
-def test_sampling_follows_the_seed(folder, capsys):
-    def sampled(*more):
-        return ran(
-            capsys, "generate", folder, "hello", "--temperature", 1.5, "--max-new-tokens", 20, *more
-        )[1]
+def test_sampling_depends_on_the_seed(folder, capsys):
+    def sample(*more):
+        options = ["--temperature", 1.5, "--max-new-tokens", 20, *more]
+        return generate(capsys, folder, "hello", *options)
 
-    assert sampled() == sampled() != sampled("--seed", 1)
-    assert (
-        sampled("--top-p", 1e-6)
-        == ran(capsys, "generate", folder, "hello", "--max-new-tokens", 20)[1]
-    )
+    assert sample() == sample() != sample("--seed", 1)
+    assert sample("--top-p", 1e-6) == generate(capsys, folder, "hello", "--max-new-tokens", 20)
 
 
-def test_lines_from_stdin(folder, capsys, monkeypatch):
+def test_a_prompt_on_each_line_of_stdin(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nworld\n"))
-    code, out, _ = ran(capsys, "generate", folder, "--max-new-tokens", 6)
-    alone = [
-        ran(capsys, "generate", folder, word, "--max-new-tokens", 6)[1]
-        for word in ("hello", "world")
-    ]
-    assert (code, out) == (0, "".join(alone))
+    printed = generate(capsys, folder, "--max-new-tokens", 6)
+    each = [generate(capsys, folder, word, "--max-new-tokens", 6) for word in ("hello", "world")]
+    assert printed == "".join(each)
 
 
-def test_tokens_come_as_they_are_made(folder, monkeypatch):
+def test_text_is_printed_while_it_is_generated(folder, monkeypatch):
     class Terminal(io.StringIO):
         flushes = 0
 
@@ -156,130 +125,80 @@ def test_tokens_come_as_they_are_made(folder, monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert main(["generate", str(folder), "hello", "--max-new-tokens", "9"]) == 0
-    assert sys.stdout.flushes >= 5, "a word is printed when the next begins"
+    assert sys.stdout.flushes >= 5  # a word is printed when the next one begins
 
 
-@pytest.fixture
-def connected(tmp_path):
-    """A connected model's own folder, with a tokenizer that has a chat template and an end of text."""
-    torch.manual_seed(1)
-    model = crosslayer.connect(llama(), "mudd")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=letters(), eos_token="z", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_conversation(connected, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nmore\n"))
-    code, out, err = ran(capsys, "generate", connected, "--max-new-tokens", 5)
-    assert (code, err) == (0, "")
-    model = AutoModelForCausalLM.from_pretrained(connected)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(connected)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    first = greedy(model, tokenizer, "u hello. ", 5)
-    second = greedy(model, tokenizer, f"u hello. a {first[:-1]}. u more. ", 5)
-    assert out == first + second
+def test_generation_ends_at_the_tokenizers_end(folder, capsys):
+    """A published config's eos_token_id may be a default of its class."""
+    ids = open_tokenizer(folder)("hello", return_tensors="pt")["input_ids"]
+    first = letter_tokenizer().id_to_token(load_published(folder)(ids).logits[0, -1].argmax())
+    assert generate(capsys, folder, "hello", "--max-new-tokens", 12) != "\n"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letter_tokenizer(), eos_token=first)
+    tokenizer.save_pretrained(folder)
+    assert generate(capsys, folder, "hello", "--max-new-tokens", 12) == "\n"
 
 
 def test_another_tokenizer(connected, folder, capsys):
-    (connected / "tokenizer.json").unlink()
-    (connected / "tokenizer_config.json").unlink()
-    (connected / "chat_template.jinja").unlink(missing_ok=True)
-    lacking = ran(capsys, "generate", connected, "hello")
-    assert (
-        lacking[0] == 1 and "has no tokenizer; name a tokenizer.json with --tokenizer" in lacking[2]
-    )
-    for given in (folder, folder / "tokenizer.json"):
-        assert (
-            ran(
-                capsys, "generate", connected, "hello", "--tokenizer", given, "--max-new-tokens", 3
-            )[0]
-            == 0
-        )
+    code, _, error = run_command(capsys, "generate", connected, "hello")
+    assert code == 1 and "no tokenizer can be read from" in error and "--tokenizer" in error
+    for tokenizer in (folder, folder / "tokenizer.json"):
+        options = ["--tokenizer", tokenizer, "--max-new-tokens", 3]
+        assert generate(capsys, connected, "hello", *options)
 
 
-def test_the_end_of_a_text(folder):
-    """The tokenizer's; a published config's default is a token like any other to it."""
-    from types import SimpleNamespace as Some
-
-    from crosslayer.cli.generate import ends
-
-    def of(models, tokenizers, chat=None):
-        model = Some(generation_config=Some(eos_token_id=models))
-        return ends(model, Some(eos_token_id=tokenizers, chat_template=chat))
-
-    assert (of(2, 0), of(2, None), of(None, None), of([3, 2], None)) == ([0], [2], None, [2, 3])
-    assert (of([5, 6], 0, TEMPLATE), of(None, 0, TEMPLATE)) == ([0, 5, 6], [0])
+def test_a_tokenizer_of_another_model(folder, capsys):
+    letter_tokenizer(300).save(str(folder / "tokenizer.json"))
+    code, _, error = run_command(capsys, "generate", folder, "hello")
+    assert code == 1 and "the tokenizer has 300 tokens and the model's embedding 97" in error
 
 
-WRONG = [
-    (lambda f: ("generate", f / "no", "x"), r"no is no folder; generate takes a local one"),
-    (lambda f: ("generate", f, "x", "--temperature", -1), "temperature must be at least 0, got -1.0"),
-    (lambda f: ("generate", f, "x", "--top-p", 0), "top_p must be above 0 and at most 1, got 0.0"),
-    (lambda f: ("generate", f, "x", "--max-new-tokens", 0), "max_new_tokens must be a whole number of at least 1"),
-    (lambda f: ("generate", f, "x", "--max-new-token", 3), r"unknown option --max-new-token \(did you mean"),
-    (lambda f: ("generate", f, "x", "--dtype", "half"), "dtype must be one of float32, bfloat16, float16, got 'half'"),
-    (lambda f: ("generate", f, "x", "--device", "gpu"), "cannot use the device 'gpu'"),
-    (lambda f: ("generate", f, "x", "--rope", "half"), "rope must be one of exact, bfloat16, float16, got 'half'"),
-    (lambda f: ("generate", f, "x", "--tokenizer", f / "no"), "no has no tokenizer"),
-    (lambda f: ("generate", f, "x", "--tokenizer", f / "config.json"), "cannot read the tokenizer of"),
-    (lambda f: ("generate", f, ""), "the prompt has no tokens"),
-    (lambda f: ("convert", f, f), "is there already; name a new or an empty folder"),
-    (lambda f: ("convert", f, f.parent / "out", "--rope", "x"), "rope must be one of exact, bfloat16, float16"),
-    (lambda f: ("convert", f.parent / "no", f.parent / "out"), r"has no config\.json"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_what_is_wrong_is_one_line(arguments, message, folder, capsys):
-    code, out, err = ran(capsys, *arguments(folder))
-    assert (code, out) == (1, "") and re.search(message, err), err
-    assert err.startswith("crosslayer: ") and err.count("\n") == 1
-    assert not (folder.parent / "out").exists()
-
-
-def test_a_pickle_is_not_loaded(folder, connected, capsys):
+def test_no_pickle_is_loaded(folder, connected, capsys):
+    (connected / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     for path in (folder, connected):
         tensors = load_file(path / "model.safetensors")
         (path / "model.safetensors").unlink()
         torch.save(tensors, path / "pytorch_model.bin")
-        code, _, err = ran(capsys, "generate", path, "x")
-        assert (
-            code == 1
-            and "pytorch_model.bin is a pickle, which can run code and is never loaded" in err
-        )
+        code, _, error = run_command(capsys, "generate", path, "x")
+        assert code == 1 and "pytorch_model.bin is a pickle, which can run code" in error
 
 
-def test_a_tokenizer_of_another_model(folder, capsys):
-    letters(300).save(str(folder / "tokenizer.json"))
-    bigger = json.loads((folder / "tokenizer.json").read_text())
-    vocab = bigger["model"]["vocab"]
-    last = max(vocab, key=vocab.get)
-    vocab["h"], vocab[last] = vocab[last], vocab["h"]
-    (folder / "tokenizer.json").write_text(json.dumps(bigger))
-    code, _, err = ran(capsys, "generate", folder, "hello")
-    assert (
-        code == 1
-        and "the tokenizer gives the token 299, but the model has 97: it is another's" in err
-    )
+def test_no_code_of_a_checkpoint_is_run(connected, folder, capsys):
+    """A folder of a class that only its own code knows is refused, without a question."""
+    (connected / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (connected / "code.py").write_text("raise AssertionError('this code must not run')\n")
+    config = '{"model_type": "own-code", "auto_map": {"AutoConfig": "code.Config"}}'
+    (connected / "config.json").write_text(config)
+    code, _, error = run_command(capsys, "generate", connected, "x")
+    assert code == 1 and "trust_remote_code" in error
 
 
-@pytest.mark.skipif("CROSSLAYER_DATA" not in os.environ, reason="CROSSLAYER_DATA is not set")
-def test_the_tokenizer_of_the_published_models(checkpoint, capsys):
-    """GPT-NeoX's, with a vocabulary of its size."""
-    path = checkpoint(CASE, vocab_size=50432)
-    tensors = load_file(path / "model.safetensors")
-    for name in ("tok_embeddings.weight", "output.weight"):
-        tensors[name] = torch.randn(50432, 64)
-    save_file(tensors, path / "model.safetensors")
-    file = Path(os.environ["CROSSLAYER_DATA"]) / "tokenizers" / "gpt_neox_20b_tokenizer.json"
-    code, out, err = ran(
-        capsys, "generate", path, "The sky is", "--tokenizer", file, "--max-new-tokens", 7
-    )
-    expected = greedy(
-        load_published(path), PreTrainedTokenizerFast(tokenizer_file=str(file)), "The sky is", 7
-    )
-    assert (code, out, err) == (0, expected, "")
+ERRORS = [
+    (["generate", "FOLDER/no", "x"], "no: no such folder or file"),
+    (
+        ["generate", "FOLDER", "x", "--temperature", "-1"],
+        "temperature must be a number of at least",
+    ),
+    (["generate", "FOLDER", "x", "--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
+    (["generate", "FOLDER", "x", "--max-new-tokens", "0"], "max_new_tokens must be a whole number"),
+    (
+        ["generate", "FOLDER", "x", "--max-new-token", "3"],
+        "unknown option --max-new-token (did you",
+    ),
+    (["generate", "FOLDER", "x", "--dtype", "half"], "dtype must be one of float32, bfloat16"),
+    (["generate", "FOLDER", "x", "--device", "gpu"], "cannot use the device 'gpu'"),
+    (["generate", "FOLDER", "x", "--rope", "half"], "rope must be one of exact, bfloat16, float16"),
+    (["generate", "FOLDER", "x", "--tokenizer", "FOLDER/config.json"], "no tokenizer can be read"),
+    (["generate", "FOLDER", ""], "the prompt has no tokens"),
+    (["convert", "FOLDER", "FOLDER"], "exists already; name a new or an empty folder"),
+    (["convert", "FOLDER", "FOLDER/out", "--rope", "x"], "rope must be one of exact, bfloat16"),
+    (["convert", "FOLDER/no", "FOLDER/out"], "has no config.json"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
+def test_an_error_is_one_line(arguments, message, folder, capsys):
+    given = [argument.replace("FOLDER", str(folder)) for argument in arguments]
+    code, printed, error = run_command(capsys, *given)
+    assert (code, printed) == (1, "") and message in error
+    assert error.startswith("crosslayer: ") and error.count("\n") == 1
+    assert not (folder / "out").exists()

@@ -1,17 +1,17 @@
-"""DeepSeek-V4's and V4.1's mHC tensors: there and back to the last bit, and the streams they make."""
+"""DeepSeek-V4's and V4.1's mHC tensors: bitwise round trips, and the streams they make."""
 
 import pytest
 import torch
 from torch import nn
 
-from crosslayer.convert import deepseek, fill, own_states
+from crosslayer.convert import deepseek, fill_connections, read_connections
 from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
 
 
-def hc(
+def mhc_tensors(
     names: str = "released", prefix: str = "", head: bool = True, n: int = 4
 ) -> dict[str, torch.Tensor]:
-    """The tensors of `LAYERS` layers as they are published, and others beside them."""
+    """The tensors of `LAYERS` layers under their published names, and unrelated ones."""
     site = {"released": "layers.{l}.hc_{s}_", "transformers": "layers.{l}.{s}_hc."}[names]
     end = {"released": "hc_head_", "transformers": "hc_head.hc_"}[names]
     found = {"model.embed_tokens.weight": randn(3, D), "mtp.0.hc_attn_fn": randn(24, 4 * D)}
@@ -30,24 +30,24 @@ def only_hc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: t for n, t in tensors.items() if "hc" in n and not n.startswith("mtp")}
 
 
-@pytest.mark.parametrize("names", ["released", "transformers"])
-@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize(("names", "prefix"), [("released", ""), ("transformers", "model.")])
 @pytest.mark.parametrize(
-    ("arm", "head"),
+    ("spec", "head"),
     [
         ("mhc", True),
         ("mhc(single_pass=True)", False),
         ("mhc(readout='mean', norm_eps=1e-5)", False),
     ],
 )
-def test_deepseek(names, prefix, arm, head):
-    theirs = hc(names, prefix, head)
-    ours = deepseek.load(theirs, arm)
-    sites = row(arm)
-    fill(sites, ours)
-    assert same(deepseek.save(ours, names, prefix), only_hc(theirs))
+def test_deepseek(names, prefix, spec, head):
+    theirs = mhc_tensors(names, prefix, head)
+    ours = deepseek.load_connections(theirs, spec)
+    sites = row(spec)
+    fill_connections(sites, ours)
+    assert same(deepseek.save_connections(ours, names, prefix), only_hc(theirs))
     assert same(
-        deepseek.save(ours._replace(states=own_states(sites)), names, prefix), only_hc(theirs)
+        deepseek.save_connections(ours._replace(sites=read_connections(sites)), names, prefix),
+        only_hc(theirs),
     )
 
 
@@ -66,10 +66,10 @@ def test_deepseek_v4_of_transformers():
     model.hc_head = module.DeepseekV4HyperHead(config)
     for p in model.parameters():
         nn.init.normal_(p, std=0.5)
-    ours = deepseek.load(model.state_dict())
-    sites = row(ours.arm)
-    fill(sites, ours)
-    assert same(deepseek.save(ours, "transformers"), dict(model.state_dict()))
+    ours = deepseek.load_connections(model.state_dict())
+    sites = row(ours.spec)
+    fill_connections(sites, ours)
+    assert same(deepseek.save_connections(ours, "transformers"), dict(model.state_dict()))
     x = torch.randn(2, 3, D)
     H = x[:, :, None].expand(2, 3, 4, D)
     for k, mixer in enumerate(m for layer in model.layers for m in (layer.attn_hc, layer.ffn_hc)):
@@ -79,10 +79,10 @@ def test_deepseek_v4_of_transformers():
 
 
 def test_deepseek_v41_from_its_description():
-    """The pre of one sub-layer collapses for the next: the first takes stream 0, the readout the last."""
-    theirs = hc(head=False)
+    """The pre of one sub-layer mixes the next one's input; the first reads stream 0."""
+    theirs = mhc_tensors(head=False)
     sites = row("mhc(single_pass=True)")
-    fill(sites, deepseek.load(theirs, "mhc(single_pass=True)"))
+    fill_connections(sites, deepseek.load_connections(theirs, "mhc(single_pass=True)"))
     x = torch.randn(2, 3, D)
     H, pre = x[:, :, None].expand(2, 3, 4, D), torch.tensor([1.0, 0, 0, 0]).expand(2, 3, 4)
     for k in range(2 * LAYERS):
@@ -106,35 +106,35 @@ def test_deepseek_v41_from_its_description():
     )
 
 
-def test_what_of_deepseek_does_not_fit():
+def test_tensors_that_do_not_fit():
     with pytest.raises(
         ValueError,
-        match=r"have no head, which 'mhc' needs; DeepSeek-V4.1's arm is 'mhc\(single_pass",
+        match=r"have no head, which 'mhc' needs; DeepSeek-V4.1's spec is 'mhc\(single_pass",
     ):
-        deepseek.load(hc(head=False))
+        deepseek.load_connections(mhc_tensors(head=False))
     with pytest.raises(
         ValueError,
-        match="have a head and 'mhc\\(single_pass=True\\)' has none; DeepSeek-V4's is 'mhc'",
+        match="have a head and 'mhc\\(single_pass=True\\)' has none; DeepSeek-V4's spec is 'mhc'",
     ):
-        deepseek.load(hc(), "mhc(single_pass=True)")
+        deepseek.load_connections(mhc_tensors(), "mhc(single_pass=True)")
     with pytest.raises(
         ValueError,
         match=r"'layers.0.hc_attn_fn' has the shape \(8, 24\), expected \(24, 4·D\) for 'mhc'",
     ):
-        deepseek.load(hc(n=2))
-    theirs = hc()
+        deepseek.load_connections(mhc_tensors(n=2))
+    theirs = mhc_tensors()
     del theirs["layers.1.hc_ffn_base"]
     with pytest.raises(ValueError, match=r"a tensor is missing: 'layers\.1\.hc_ffn_base'"):
-        deepseek.load(theirs)
+        deepseek.load_connections(theirs)
     with pytest.raises(ValueError, match=r"no mHC tensors; expected 'layers\.0\.hc_attn_fn' or"):
-        deepseek.load({"norm.weight": randn(D)})
-    with pytest.raises(ValueError, match="these tensors are an mhc's, got the arm 'hyper'"):
-        deepseek.load(hc(), "hyper")
+        deepseek.load_connections({"norm.weight": randn(D)})
+    with pytest.raises(ValueError, match="these tensors are an mhc's, got the connection 'hyper'"):
+        deepseek.load_connections(mhc_tensors(), "hyper")
     with pytest.raises(ValueError, match="names must be one of released, transformers, got 'hf'"):
-        deepseek.save(deepseek.load(hc()), "hf")
+        deepseek.save_connections(deepseek.load_connections(mhc_tensors()), "hf")
 
 
-def test_an_arm_from_a_config():
+def test_a_spec_from_a_config():
     config = {
         "hc_mult": 4,
         "hc_sinkhorn_iters": 20,
@@ -142,9 +142,10 @@ def test_an_arm_from_a_config():
         "rms_norm_eps": 1e-6,
         "hidden_size": 7,
     }
-    assert deepseek.arm_of(config) == "mhc"
-    assert deepseek.arm_of(config, single_pass=True) == "mhc(single_pass=True)"
+    assert str(deepseek.spec_from_config(config)) == "mhc"
+    single_pass = deepseek.spec_from_config(config, single_pass=True)
+    assert str(single_pass) == "mhc(single_pass=True)"
     assert (
-        deepseek.arm_of(config | {"hc_mult": 2, "rms_norm_eps": 1e-5})
+        str(deepseek.spec_from_config(config | {"hc_mult": 2, "rms_norm_eps": 1e-5}))
         == "mhc(streams=2, norm_eps=1e-05)"
     )

@@ -1,12 +1,10 @@
-"""The `denseformer` package's parameters: there and back to the last bit, and the averages they make."""
+"""The `denseformer` package's parameters: bitwise round trips, and the averages they make."""
 
 import pytest
 import torch
 
-from crosslayer.convert import denseformer, fill, own_states
+from crosslayer.convert import denseformer, fill_connections, read_connections
 from tests.support.chain import D, randn, row, run, same, sublayer
-
-DWA = [(1, 1), (4, 5), (2, 3), (1, 7), (3, 1)]
 
 
 def alphas(blocks: int, dilation: int, period: int) -> dict[str, torch.Tensor]:
@@ -16,15 +14,16 @@ def alphas(blocks: int, dilation: int, period: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("sublayers", [1, 2])
-@pytest.mark.parametrize(("dilation", "period"), DWA)
+@pytest.mark.parametrize(
+    ("dilation", "period", "sublayers"), [(1, 1, 2), (4, 5, 1), (2, 3, 2), (1, 7, 2), (3, 1, 1)]
+)
 def test_denseformer(dilation, period, sublayers):
     theirs = alphas(12, dilation, period)
-    ours = denseformer.load(theirs, 12, dilation, period, sublayers)
-    sites = row(ours.arm, parallel=sublayers == 1, layers=12)
-    fill(sites, ours)
-    assert same(denseformer.save(ours), theirs)
-    assert same(denseformer.save(ours._replace(states=own_states(sites))), theirs)
+    ours = denseformer.load_connections(theirs, 12, dilation, period, sublayers)
+    sites = row(ours.spec, parallel=sublayers == 1, layers=12)
+    fill_connections(sites, ours)
+    assert same(denseformer.save_connections(ours), theirs)
+    assert same(denseformer.save_connections(ours._replace(sites=read_connections(sites))), theirs)
 
     # the averages, from their definition
     x = torch.randn(2, 3, D)
@@ -43,17 +42,19 @@ def test_denseformer(dilation, period, sublayers):
     torch.testing.assert_close(run(sites, x), Y, rtol=1e-4, atol=1e-4)
 
 
-def test_what_denseformer_has_not():
+def test_what_does_not_fit():
     theirs = alphas(6, 2, 3)
     with pytest.raises(
         ValueError,
         match=r"'alphas.2.weight' has the shape \(1, 2\), expected \(1, 4\) for dilation=1",
     ):
-        denseformer.load(theirs, 6, 1, 3)
+        denseformer.load_connections(theirs, 6, 1, 3)
     with pytest.raises(ValueError, match=r"4 tensors are missing, the first: 'alphas\.0\.weight'"):
-        denseformer.load(theirs, 6, 2)
-    with pytest.raises(ValueError, match=r"a tensor is of no known part: 'alphas\.5\.weight'"):
-        denseformer.load(theirs, 5, 2, 3)
-    for arm in ("denseformer(last_k=2)", "denseformer(period='last')", "mudd"):
-        with pytest.raises(ValueError, match="the package has dilation and period alone"):
-            denseformer.save(denseformer.load(theirs, 6, 2, 3)._replace(arm=arm))
+        denseformer.load_connections(theirs, 6, 2)
+    with pytest.raises(ValueError, match=r"a tensor is unknown: 'alphas\.5\.weight'"):
+        denseformer.load_connections(theirs, 5, 2, 3)
+    for spec in ("denseformer(last_k=2)", "denseformer(period='last')", "mudd"):
+        with pytest.raises(ValueError, match="the package has only dilation and period"):
+            denseformer.save_connections(
+                denseformer.load_connections(theirs, 6, 2, 3)._replace(spec=spec)
+            )

@@ -1,4 +1,4 @@
-"""Folders that are not whole: one clear line, and never half a model."""
+"""Damaged or incomplete folders: an error of one line, before a model is built."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import crosslayer
 from crosslayer.convert import load_published, save_published
-from crosslayer.convert.published import published
+from crosslayer.convert.published import is_published
 from tests.hf.backbones import llama
 
 CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
@@ -18,7 +18,7 @@ CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
 
 @pytest.fixture(autouse=True)
 def built(monkeypatch):
-    """How many models were given weights."""
+    """The classes of the models that were given weights."""
     calls = []
     genuine = PreTrainedModel.from_pretrained.__func__
 
@@ -108,7 +108,7 @@ BROKEN = {
     ),
     "pickle": (
         pickled,
-        "pytorch_model.bin is a pickle, which can run code and is never loaded; convert it .*save_file",
+        "pytorch_model.bin is a pickle, which can run code and is never loaded; .*save_file",
     ),
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "two-files": (
@@ -136,7 +136,7 @@ BROKEN = {
     ),
     "foreign": (
         edited(layers__4__ffn_norm__weight=torch.ones(64)),
-        "a tensor is of no known part: 'layers.4.ffn_norm",
+        "a tensor is unknown: 'layers.4.ffn_norm",
     ),
     "renamed": (
         renamed,
@@ -153,7 +153,7 @@ BROKEN = {
     ),
     "unknown-layout": (
         configured(model_type="mudformer"),
-        r"of no known layout \(model_type 'mudformer' \(did you mean 'muddformer'\?\)\); known: muddformer, muddpythia",
+        r"model_type 'mudformer' \(did you mean 'muddformer'\?\)\); known: muddformer, muddpythia",
     ),
     "no-layout": (configured(dim=...), "neither a model_type nor gpt-fast's names"),
     "half-a-config": (
@@ -206,33 +206,38 @@ def test_a_transformers_folder_is_told_apart(checkpoint, tmp_path):
     load_published(checkpoint(CASE)).save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match="is a transformers folder already"):
         load_published(tmp_path / "saved")
-    assert published(tmp_path / "published") and not published(tmp_path / "saved")
+    assert is_published(tmp_path / "published") and not is_published(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("spec", "message"),
     [
-        (llama, "the published layouts are of llama, qwen3, gpt_neox, got 'llama' unconnected"),
-        (lambda: crosslayer.connect(llama(), "hyper"), r"the layout of MUDDFormer cannot say crosslayer='hyper'"),
-        (lambda: crosslayer.connect(llama(), "mudd(dilation=2)"), r"cannot say crosslayer='mudd\(dilation=2\)'"),
-        (lambda: crosslayer.connect(llama(), "mudd"), r"cannot say crosslayer_widths=None, only \["),
+        (None, "layouts are of llama, qwen3, gpt_neox, got 'llama' unconnected"),
+        ("hyper", r"the layout of MUDDFormer cannot represent crosslayer='hyper'"),
+        ("mudd(dilation=2)", r"cannot represent crosslayer='mudd\(dilation=2\)'"),
+        ("mudd", r"cannot represent crosslayer_widths=None, only \["),
     ],
-)  # fmt: skip
-def test_nothing_is_written_of_another_model(model, message, tmp_path):
+)
+def test_nothing_is_written_of_another_model(spec, message, tmp_path):
+    model = llama()
+    if spec is not None:
+        crosslayer.connect(model, spec)
     with pytest.raises(ValueError, match=message):
-        save_published(model(), tmp_path / "out")
+        save_published(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_written_of_another_rope(checkpoint, tmp_path):
     model = load_published(checkpoint(CASE))
     model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}
-    with pytest.raises(ValueError, match="the layout of MUDDFormer cannot say rope_parameters="):
+    with pytest.raises(
+        ValueError, match="the layout of MUDDFormer cannot represent rope_parameters="
+    ):
         save_published(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_body_that_cannot_have_it():
+def test_a_host_that_cannot_have_it():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = {

@@ -1,11 +1,11 @@
-"""The `hyper-connections` package's parameters: there and back, and the same numbers from both."""
+"""The `hyper-connections` package's parameters: round trips, and the package's own numbers."""
 
 import pytest
 import torch
 from torch import nn
 
 import crosslayer
-from crosslayer.convert import fill, hyper_connections, own_states
+from crosslayer.convert import fill_connections, hyper_connections, read_connections
 from tests.support.chain import D, flat, randn, run, same, sublayer
 from tests.support.tiny import shake
 
@@ -22,12 +22,14 @@ def test_hyper_connections(n, tanh):
     )
     shake(modules, 0.3)
     prefixes, theirs = [f"hc{k}." for k in range(3)], modules.state_dict()
-    ours = hyper_connections.load(theirs, prefixes, tanh)
-    assert same(hyper_connections.save(ours, prefixes), theirs)
-    make = crosslayer.make(ours.arm)
+    ours = hyper_connections.load_connections(theirs, prefixes, tanh)
+    assert same(hyper_connections.save_connections(ours, prefixes), theirs)
+    make = crosslayer.make(ours.spec)
     sites = [make(site, D, lambda port: nn.Identity()) for site in flat(3)]
-    fill(sites, ours)
-    back = hyper_connections.save(ours._replace(states=own_states(sites)), prefixes)
+    fill_connections(sites, ours)
+    back = hyper_connections.save_connections(
+        ours._replace(sites=read_connections(sites)), prefixes
+    )
     for name, t in theirs.items():
         torch.testing.assert_close(
             back[name], t, rtol=0, atol=1.2e-7 if name.endswith("gamma") else 0
@@ -44,17 +46,27 @@ def test_hyper_connections(n, tanh):
 
 def tensors_of_hyper_connections(n: int = 2, prefix: str = "hc.") -> dict[str, torch.Tensor]:
     shapes = {
-        "static_alpha": (n, n + 1), "dynamic_alpha_fn": (D, n + 1), "dynamic_alpha_scale": (), "static_beta": (n,),
-        "dynamic_beta_fn": (D,), "dynamic_beta_scale": (), "norm.gamma": (D,),
-    }  # fmt: skip
+        "static_alpha": (n, n + 1),
+        "static_beta": (n,),
+        "dynamic_alpha_fn": (D, n + 1),
+        "dynamic_beta_fn": (D,),
+        "dynamic_alpha_scale": (),
+        "dynamic_beta_scale": (),
+        "norm.gamma": (D,),
+    }
     return {prefix + name: randn(*shape) for name, shape in shapes.items()}
 
 
-def test_the_way_back_of_gamma():
+def test_gamma_is_saved_exactly():
     """1 + γ would lose the last bits of a small γ in float32."""
     theirs = tensors_of_hyper_connections()
     theirs["hc.norm.gamma"][:4] = torch.tensor([1e-7, -3e-9, 0.1, 7e-4])
-    assert same(hyper_connections.save(hyper_connections.load(theirs, ["hc."]), ["hc."]), theirs)
+    assert same(
+        hyper_connections.save_connections(
+            hyper_connections.load_connections(theirs, ["hc."]), ["hc."]
+        ),
+        theirs,
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,38 +93,40 @@ def test_the_way_back_of_gamma():
             {"pre_branch_scale": (1,)},
             "'hc.pre_branch_scale' is of ManifoldConstrainedHyperConnections, which has no",
         ),
-        ({"extra": (1,)}, "a tensor is of no known part: 'hc.extra'"),
+        ({"extra": (1,)}, "a tensor is unknown: 'hc.extra'"),
     ],
 )
-def test_what_of_hyper_connections_is_not_ours(changes, message):
+def test_tensors_without_counterpart(changes, message):
     changed = {
         f"hc.{name}": None if shape is None else randn(*shape) for name, shape in changes.items()
     }
     theirs = {n: t for n, t in (tensors_of_hyper_connections() | changed).items() if t is not None}
     with pytest.raises(ValueError, match=message):
-        hyper_connections.load(theirs, ["hc."])
+        hyper_connections.load_connections(theirs, ["hc."])
 
 
 @pytest.mark.parametrize(
     "variant", [{"num_fracs": 2}, {"num_input_views": 2}, {"add_branch_out_to_residual": False}]
 )
-def test_variants_of_the_package_that_are_not_ours(variant):
+def test_variants_without_counterpart(variant):
     with pytest.raises(ValueError, match="no counterpart here"):
-        hyper_connections.load(package()(2, dim=D, **variant).state_dict(prefix="hc."), ["hc."])
+        hyper_connections.load_connections(
+            package()(2, dim=D, **variant).state_dict(prefix="hc."), ["hc."]
+        )
 
 
-def test_the_mhc_of_the_package_is_not_ours():
+def test_the_mhc_of_the_package_has_no_counterpart():
     mhc = pytest.importorskip("hyper_connections").mHC(2, dim=D)
     with pytest.raises(
         ValueError, match="is of ManifoldConstrainedHyperConnections, which has no counterpart"
     ):
-        hyper_connections.load(mhc.state_dict(prefix="hc."), ["hc."])
+        hyper_connections.load_connections(mhc.state_dict(prefix="hc."), ["hc."])
 
 
-def test_which_hyper_go_back():
-    ours = hyper_connections.load(tensors_of_hyper_connections(), ["hc."])
-    for arm in ("hyper", "hyper(dynamic=False)", "frac", "mhc"):
-        with pytest.raises(ValueError, match=r"the package has \"hyper\(stats='rmsnorm'\)\" alone"):
-            hyper_connections.save(ours._replace(arm=arm), ["hc."])
+def test_specs_that_the_package_has_not():
+    ours = hyper_connections.load_connections(tensors_of_hyper_connections(), ["hc."])
+    for spec in ("hyper", "hyper(dynamic=False)", "frac", "mhc"):
+        with pytest.raises(ValueError, match=r"the package has only \"hyper\(stats='rmsnorm'\)\""):
+            hyper_connections.save_connections(ours._replace(spec=spec), ["hc."])
     with pytest.raises(ValueError, match="expected a prefix for each of 1 sub-layers, got 2"):
-        hyper_connections.save(ours, ["a.", "b."])
+        hyper_connections.save_connections(ours, ["a.", "b."])

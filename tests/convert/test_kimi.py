@@ -1,13 +1,13 @@
-"""Kimi-K3's attention residuals: there and back to the last bit, and what a decoder as it is served makes of them."""
+"""Kimi-K3's attention residuals: bitwise round trips, and a decoder of serving code."""
 
 import pytest
 import torch
 
-from crosslayer.convert import fill, kimi, own_states
+from crosslayer.convert import fill_connections, kimi, read_connections
 from tests.support.chain import LAYERS, D, randn, row, run, same, sublayer
 
 
-def res(prefix: str = "") -> dict[str, torch.Tensor]:
+def kimi_tensors(prefix: str = "") -> dict[str, torch.Tensor]:
     pools = [f"layers.{l}.{s}_res" for l in range(LAYERS) for s in ("self_attention", "mlp")]
     found = {"lm_head.weight": randn(3, D), f"{prefix}layers.0.input_layernorm.weight": randn(D)}
     for pool in (*pools, "output_attn_res"):
@@ -18,21 +18,28 @@ def res(prefix: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("prefix", ["", "language_model.model."])
-@pytest.mark.parametrize("block", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("prefix", "block", "dtype"),
+    [
+        ("", 1, torch.float32),
+        ("language_model.model.", 2, torch.float32),
+        ("", 3, torch.bfloat16),
+    ],
+)
 def test_kimi(prefix, block, dtype):
-    theirs = {name: t.to(dtype) for name, t in res(prefix).items()}
+    theirs = {name: t.to(dtype) for name, t in kimi_tensors(prefix).items()}
     pools = {name: t for name, t in theirs.items() if "_res_" in name}
-    ours = kimi.load(theirs, block)
-    assert ours.arm == f"attnres(block_size={2 * block})"
-    assert same(kimi.save(ours, prefix), pools), "layer 0's idle pair comes back too"
-    sites = row(ours.arm)
-    fill(sites, ours)
+    ours = kimi.load_connections(theirs, block)
+    assert str(ours.spec) == f"attnres(block_size={2 * block})"
+    assert same(kimi.save_connections(ours, prefix), pools), "with the unused pair of layer 0"
+    sites = row(ours.spec)
+    fill_connections(sites, ours)
     if dtype == torch.float32:
-        assert same(kimi.save(ours._replace(states=own_states(sites)), prefix), pools)
+        assert same(
+            kimi.save_connections(ours._replace(sites=read_connections(sites)), prefix), pools
+        )
 
-    # a decoder as it is served: snapshots of the running sum where a block begins
+    # the decoder of serving code: snapshots of the running sum where a block begins
     def pool(name, values):
         w, g = (
             theirs[f"{prefix}{name}_{part}.weight"].float().view(-1) for part in ("proj", "norm")
@@ -54,24 +61,24 @@ def test_kimi(prefix, block, dtype):
     torch.testing.assert_close(run(sites, x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_of_kimi_does_not_fit():
-    theirs = res()
+def test_tensors_that_do_not_fit():
+    theirs = kimi_tensors()
     del theirs["layers.2.self_attention_res_norm.weight"]
     with pytest.raises(
         ValueError, match=r"a tensor is missing: 'layers\.2\.self_attention_res_norm\.weight'"
     ):
-        kimi.load(theirs, 1)
+        kimi.load_connections(theirs, 1)
     with pytest.raises(
         ValueError,
         match=r"no attention-residual tensors; expected 'layers\.0\.mlp_res_proj\.weight'",
     ):
-        kimi.load({"norm.weight": randn(D)}, 1)
+        kimi.load_connections({"norm.weight": randn(D)}, 1)
     with pytest.raises(
         ValueError, match="attn_res_block_size must be a whole number of at least 1, got 0"
     ):
-        kimi.load(res(), 0)
-    for arm in ("attnres", "attnres(block_size=3)", "mhc"):
+        kimi.load_connections(kimi_tensors(), 0)
+    for spec in ("attnres", "attnres(block_size=3)", "mhc"):
         with pytest.raises(
-            ValueError, match="expected an attnres whose block_size is a number of layers, two each"
+            ValueError, match="expected an attnres whose block_size is a multiple of 2"
         ):
-            kimi.save(kimi.load(res(), 1)._replace(arm=arm))
+            kimi.save_connections(kimi.load_connections(kimi_tensors(), 1)._replace(spec=spec))

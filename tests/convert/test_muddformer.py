@@ -1,4 +1,4 @@
-"""MUDDFormer's layout against the reference's numbers: streams, logits, gradients, greedy tokens, and the way back."""
+"""MUDDFormer's layout against the reference's numbers: streams, logits, gradients, tokens."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 import crosslayer
 from crosslayer.connections.denseformer import History
 from crosslayer.convert import load_published, save_published
-from crosslayer.convert.layout import completed, widths
+from crosslayer.convert.layout import complete_config, mlp_widths
 from crosslayer.convert.muddformer import LAYOUT
-from crosslayer.convert.rows import convert, turned
+from crosslayer.convert.rows import convert_tensors, reverse_rows
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 QKNORM = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
@@ -33,7 +33,7 @@ def golden(case: str, part: str) -> dict[str, torch.Tensor]:
 
 def theirs(case: str, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     config = json.loads((GOLDEN / f"{case}.json").read_text())["config"]
-    return convert(turned(LAYOUT.rows(completed(config, LAYOUT))), ours)
+    return convert_tensors(reverse_rows(LAYOUT.tensor_rows(complete_config(config, LAYOUT))), ours)
 
 
 def sites(model) -> list[crosslayer.Connection]:
@@ -46,10 +46,10 @@ def close(ours, theirs, atol) -> None:
     )
 
 
-@pytest.mark.parametrize(("case", "arm", "host"), CASES.values(), ids=CASES)
-def test_what_it_becomes(checkpoint, case, arm, host):
+@pytest.mark.parametrize(("case", "spec", "host"), CASES.values(), ids=CASES)
+def test_host_and_spec(checkpoint, case, spec, host):
     model = load_published(checkpoint(case))
-    assert (model.config.model_type, model.config.crosslayer) == (host, arm)
+    assert (model.config.model_type, model.config.crosslayer) == (host, spec)
     assert (
         model.config.crosslayer_widths
         == json.loads((GOLDEN / f"{case}.json").read_text())["ffn_hidden_dims"]
@@ -58,7 +58,7 @@ def test_what_it_becomes(checkpoint, case, arm, host):
 
 @cases
 def test_logits_and_every_gradient(checkpoint, case):
-    """In float64, but for the host's float32 table of RoPE: rounding would say more of the order of sums than of us."""
+    """In float64 but for the host's float32 table of RoPE: the order of sums does not matter."""
     model, file = (
         load_published(checkpoint(case)).double(),
         golden(case, "forward_float64_exactrope"),
@@ -188,7 +188,7 @@ def recorded(model, input_ids) -> dict[str, torch.Tensor]:
 
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_back_to_the_last_bit(checkpoint, case, dtype, tmp_path):
+def test_round_trips_are_bitwise(checkpoint, case, dtype, tmp_path):
     folder = checkpoint(case, bos_token_id=7)
     tensors = {name: t.to(dtype) for name, t in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors")
@@ -212,8 +212,9 @@ def test_back_to_the_last_bit(checkpoint, case, dtype, tmp_path):
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in again.state_dict().items())
 
 
-@cases
-@pytest.mark.parametrize("rope", ["exact", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "rope"), [(QKNORM, "exact"), (CASES["plain"][0], "bfloat16"), (BASELINE, "bfloat16")]
+)
 def test_as_a_transformers_folder(checkpoint, case, rope, tmp_path):
     model = load_published(checkpoint(case), rope=rope)
     model.save_pretrained(tmp_path / "saved")
@@ -225,15 +226,11 @@ def test_as_a_transformers_folder(checkpoint, case, rope, tmp_path):
 
 
 def test_defaults_of_the_config_class(checkpoint):
-    """What config.json leaves out is as the reference's config class has it: the sizes of MUDDFormer-2.8B."""
-    whole = completed({}, LAYOUT)
-    assert (whole["dim"], whole["n_layer"], whole["n_head"], whole["intermediate_size"]) == (
-        2560,
-        32,
-        32,
-        6912,
-    )
-    assert sum(widths(whole)) == pytest.approx(32 * 6912, rel=0.005)
+    """The defaults are those of the reference's config class: the sizes of MUDDFormer-2.8B."""
+    whole = complete_config({}, LAYOUT)
+    sizes = [whole[key] for key in ("dim", "n_layer", "n_head", "intermediate_size")]
+    assert sizes == [2560, 32, 32, 6912]
+    assert sum(mlp_widths(whole)) == pytest.approx(32 * 6912, rel=0.005)
     folder = checkpoint(CASES["plain"][0])
     given = json.loads((folder / "config.json").read_text())
     left_out = {
@@ -252,14 +249,12 @@ def test_defaults_of_the_config_class(checkpoint):
     (folder / "config.json").write_text(json.dumps(short))
     ids = torch.arange(9)[None]
     assert torch.equal(load_published(folder)(ids).logits, model(ids).logits)
-    assert (
-        load_published(folder).config.bos_token_id,
-        load_published(folder).config.eos_token_id,
-    ) == (1, 2)
+    config = load_published(folder).config
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
 
 
 def test_fewer_key_heads(checkpoint, tmp_path, written):
-    """Two heads of k and v, each for two of q, are as four of which two and two are the same."""
+    """Two heads of k and v, each for two of q, equal four of which two and two are equal."""
     folder = checkpoint(QKNORM)
     tensors, config = (
         load_file(folder / "model.safetensors"),

@@ -1,4 +1,4 @@
-"""MUDDPythia's layout against a loop written from its description, as no numbers of the reference's are at hand."""
+"""MUDDPythia's layout against a loop from its description; no numbers of the reference exist."""
 
 import copy
 import pickle
@@ -12,12 +12,30 @@ from transformers import AutoModelForCausalLM
 from crosslayer.convert import load_published, save_published
 
 CONFIG = {
-    "model_type": "muddpythia", "dim": 64, "n_layer": 3, "n_head": 4, "n_local_heads": 4, "head_dim": 16,
-    "vocab_size": 97, "block_size": 64, "intermediate_size": 192, "norm_eps": 1e-6, "rope_base": 10000,
-    "rotary_pct": 0.25, "use_qk_norm": True, "use_parallel_residual": True, "use_linear_bias": True, "dense": True,
-    "dynamic_dense": True, "dense_type": "qkvm", "sepln": True, "window_size": None, "window_type": None,
-    "bos_token_id": 0, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "muddpythia",
+    "dim": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_local_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "block_size": 64,
+    "intermediate_size": 192,
+    "norm_eps": 1e-06,
+    "rope_base": 10000,
+    "rotary_pct": 0.25,
+    "use_qk_norm": True,
+    "use_parallel_residual": True,
+    "use_linear_bias": True,
+    "dense": True,
+    "dynamic_dense": True,
+    "dense_type": "qkvm",
+    "sepln": True,
+    "window_size": None,
+    "window_type": None,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+}
 WIDTHS = (128, 256, 256)
 VARIANTS = {
     "released": {},
@@ -30,7 +48,7 @@ variants = pytest.mark.parametrize("given", VARIANTS.values(), ids=VARIANTS)
 
 
 def weights(config: dict) -> dict[str, torch.Tensor]:
-    """Random weights under the reference's names, each with the shape its modelling code gives it."""
+    """Random weights under the reference's names, with the shapes of its modelling code."""
     D, L, w = config["dim"], config["n_layer"], {}
     generator = torch.Generator().manual_seed(5)
 
@@ -199,7 +217,7 @@ def test_half_precision(written, tmp_path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_found_by_its_weights_alone(written):
+def test_the_layout_is_found_by_its_weights(written):
     config = {name: value for name, value in CONFIG.items() if name != "model_type"}
     assert load_published(written(weights(CONFIG), config)).config.model_type == "gpt_neox"
 
@@ -208,14 +226,14 @@ def test_found_by_its_weights_alone(written):
     ("given", "message"),
     [
         ({"window_size": 256}, "config.json: window_size must be None in this layout, got 256"),
-        ({"use_linear_bias": False}, "config.json: use_linear_bias must be True in this layout, got False"),
+        ({"use_linear_bias": False}, "use_linear_bias must be True in this layout, got False"),
         ({"dense_type": "l"}, "config.json: dense_type must be 'qkvm' in this layout, got 'l'"),
         ({"n_local_heads": 2}, "config.json: n_local_heads must be n_head=4 in this layout, got 2"),
         ({"norm_eps": 1e-5}, "config.json: norm_eps must be 1e-06 in this layout, got 1e-05"),
         ({"rotary_pct": ...}, "config.json lacks 'rotary_pct'"),
     ],
 )  # fmt: skip
-def test_what_is_not_ours(given, message, written):
+def test_configs_without_counterpart(given, message, written):
     config = {name: value for name, value in (CONFIG | given).items() if value is not ...}
     with pytest.raises(ValueError, match=message):
         load_published(written(weights(CONFIG), config))

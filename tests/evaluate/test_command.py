@@ -1,239 +1,111 @@
-"""`crosslayer eval` from the command line: a table, results.json, and what is wrong in one line."""
+"""`crosslayer eval` from the command line: tables, results.json, and one line for each error."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+import torch
 
-import crosslayer
 from crosslayer.cli.main import main
-from crosslayer.evaluate import harness
-from tests.evaluate.lms import byte_tokenizer, small_folder, tiny, write_lines
+from crosslayer.convert import open_tokenizer
+from crosslayer.evaluate import text_perplexity
+from tests.evaluate.tiny_models import byte_tokenizer, tiny_model, write_lines
+
+TEXT = "A short text about a dog and a fox.\n"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    crosslayer.connect(tiny(256), "mudd(dilation=2)").save_pretrained(folder / "model")
-    byte_tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
-    small_folder(folder / "eval")
-    (folder / "text.txt").write_text("A short text about a dog and a fox.\n")
-    write_lines(
-        folder / "spans.jsonl", [{"input": "Question: is it? Answer:", "target": " yes"}] * 3
-    )
-    return folder
+def folder(tmp_path_factory):
+    """A connected model as `crosslayer train` saves it, with a text and spans."""
+    root = tmp_path_factory.mktemp("saved")
+    tiny_model("mudd(dilation=2)", 256).save_pretrained(root / "model")
+    byte_tokenizer().backend_tokenizer.save(str(root / "model" / "tokenizer.json"))
+    (root / "text.txt").write_text(TEXT)
+    write_lines(root / "spans.jsonl", [{"input": "Is it? Answer:", "target": " yes"}] * 3)
+    return root
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def run_command(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = main(["eval", *(str(a) for a in arguments)])
+    return code, *capsys.readouterr()
 
 
-def command(saved, *more: str) -> list[str]:
-    return ["eval", str(saved / "model"), "--tokenizer", str(saved / "tokenizer.json"), *more]
-
-
-def test_the_whole_command(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("CROSSLAYER_DATA", str(saved))
-    more = [
-        "--tasks",
-        "lambada",
-        "piqa",
-        "--fewshot",
-        "0",
-        "5",
-        "--limit",
-        "4",
-        "--batch",
-        "3",
-        "--out",
-    ]
-    measured = ["--text", str(saved / "text.txt"), "--spans", str(saved / "spans.jsonl")]
-    full = command(saved, *more, str(tmp_path / "out"), *measured, "--dtype", "bfloat16")
-    assert main(full) == 0
-    printed = capsys.readouterr().out
-    for said in (
-        "[1/6] lambada, 0-shot",
-        "[4/6] piqa, 5-shot",
-        "[5/6] text text.txt",
-        "perplexity",
-        "acc_norm",
-        "–",
-    ):
-        assert said in printed
+def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
+    text, spans = folder / "text.txt", folder / "spans.jsonl"
+    arguments = [folder / "model", "--tasks", "local_choice", "--include-path", include_path]
+    arguments += ["--num-fewshot", 2, "--limit", 4, "--batch-size", 3, "--text", text]
+    arguments += ["--spans", spans, "--out", tmp_path / "out"]
+    code, printed, _ = run_command(capsys, *arguments)
+    assert code == 0
+    for shown in ("bits_per_byte", "loss_by_span", "local_choice", "acc_norm", "results.json"):
+        assert shown in printed
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert (
-        results["settings"]["arm"] == "mudd(dilation=2)"
-        and results["settings"]["dtype"] == "bfloat16"
-    )
-    assert [row["n"] for row in results["results"]] == [4, 4, 4, 4, 36, 3]
-    assert main(full) == 0
-    assert "[1/6]" not in capsys.readouterr().out, "nothing is done twice"
-    assert main([*full, "--fewshot", "1"]) == 0
-    assert "[1/4] lambada, 1-shot" in capsys.readouterr().out, "the folder takes more"
-    assert len(json.loads((tmp_path / "out" / "results.json").read_text())["results"]) == 8
+    assert results["connection"] == "mudd(dilation=2)"
+    assert results["tasks"]["n-samples"]["local_choice"]["effective"] == 4
+    assert results["spans"][str(spans)]["spans"] == 3
+    model = tiny_model("mudd(dilation=2)", 256)
+    expected = text_perplexity(model, open_tokenizer(folder / "model"), [TEXT])
+    assert results["text"][str(text)] == pytest.approx(expected._asdict(), rel=1e-6)
+    # a finished evaluation is never overwritten
+    code, _, error = run_command(capsys, *arguments)
+    assert code == 1 and "results.json exists already; choose another folder" in error
 
 
-def test_requests_that_were_cut_are_said(saved, capsys):
-    more = [
-        "--tasks",
-        "copa",
-        "--fewshot",
-        "5",
-        "--limit",
-        "2",
-        "--context",
-        "64",
-        "--data",
-        str(saved / "eval"),
-    ]
-    assert main(command(saved, *more)) == 0
-    assert "cut from the left to the model's window: copa 4." in capsys.readouterr().out
+def test_dtype_and_context(folder, tmp_path, capsys):
+    arguments = [folder / "model", "--text", folder / "text.txt", "--dtype", "bfloat16"]
+    assert run_command(capsys, *arguments, "--context", 16, "--out", tmp_path)[0] == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["dtype"], results["context"]) == ("bfloat16", 16)
 
 
-def test_without_a_folder_it_makes_one_and_goes_on(saved, here, capsys):
-    text = command(saved, "--text", str(saved / "text.txt"))
-    assert main(text) == main([*text, "--stride", "8"]) == 0
-    (folder,) = here.iterdir()
-    assert f"Results: {folder.name}/results.json" in capsys.readouterr().out
-    assert len(json.loads((folder / "results.json").read_text())["results"]) == 2
-    assert main([*text, "--context", "16"]) == 0 and len(list(here.iterdir())) == 2, (
-        "another setting, another folder"
-    )
-
-
-def test_stopped(saved, capsys, monkeypatch, tmp_path):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(harness, "run", stop)
-    more = ["--tasks", "copa", "--data", str(saved / "eval"), "--out", str(tmp_path / "out")]
-    assert main(command(saved, *more)) == 130
-    assert (
-        "Stopped. What had finished is kept: the same command goes on." in capsys.readouterr().out
-    )
+def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
+    tiny_model().save_pretrained(tmp_path / "host")
+    tokenizer = folder / "model" / "tokenizer.json"
+    arguments = [tmp_path / "host", "--text", folder / "text.txt", "--tokenizer", tokenizer]
+    assert run_command(capsys, *arguments)[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("arguments", "message"),
     [
-        (
-            ["--tasks", "lambda"],
-            "unknown task 'lambda' (did you mean 'lambada'?); known: lambada, hellaswag",
-        ),
-        (["--tasks", "piqa", "--data", "/nowhere/at/all"], "/nowhere/at/all: no such folder"),
-        (["--tasks", "piqa"], "name their folder with --data, or set CROSSLAYER_DATA"),
-        (["--text", "/nowhere/at/all"], "/nowhere/at/all: no such file or folder"),
-        (["--spans", "/nowhere/at/all"], "/nowhere/at/all: cannot be read"),
-        (["--limit", "0", "--text", "TEXT"], "limit must be at least 1, got 0"),
-        (["--fewshot", "-1", "--text", "TEXT"], "fewshot must be at least 0, got -1"),
-        (["--batch", "0", "--text", "TEXT"], "batch_size must be at least 1, got 0"),
-        (
-            ["--context", "1000", "--text", "TEXT"],
-            "context must be from 2 to the model's 256, got 1000",
-        ),
-        (
-            ["--stride", "300", "--text", "TEXT"],
-            "stride must be from 1 to the context of 256, got 300",
-        ),
-        (
-            ["--tokenizer", "/nowhere/at/all", "--text", "TEXT"],
-            "/nowhere/at/all: no tokenizer there",
-        ),
-        (["--tokenizer", "TEXT", "--text", "TEXT"], "text.txt: not a tokenizer.json"),
-        (
-            ["--dtype", "float31", "--text", "TEXT"],
-            "dtype must be one of auto, float32, bfloat16, float16",
-        ),
-        (["--device", "nothing", "--text", "TEXT"], "cannot use the device 'nothing'"),
+        ([], "nothing to evaluate; name --tasks, --text or --spans"),
+        (["--tasks", "x", "--include-path", "/no/tasks"], "/no/tasks: no such folder"),
+        (["--text", "/no/file"], "/no/file: no such file or folder"),
+        (["--spans", "/no/file"], "/no/file: cannot be read"),
+        (["--text", "TEXT", "--context", "999"], "context must be from 2 to the model's 256"),
+        (["--text", "TEXT", "--batch-size", "0"], "batch_size must be a whole number of at least"),
+        (["--text", "TEXT", "--tokenizer", "/no/file"], "/no/file: no such folder or file"),
+        (["--text", "TEXT", "--tokenizer", "TEXT"], "no tokenizer can be read from TEXT"),
+        (["--text", "TEXT", "--dtype", "float31"], "dtype must be one of float32, bfloat16"),
+        (["--text", "TEXT", "--device", "nothing"], "cannot use the device 'nothing'"),
         (["--task", "piqa"], "unknown option --task (did you mean '--tasks'?)"),
     ],
-)
-def test_bad_input_is_one_line(saved, tmp_path, more, message, capsys, monkeypatch):
-    monkeypatch.delenv("CROSSLAYER_DATA", raising=False)
-    more = [str(saved / "text.txt") if word == "TEXT" else word for word in more]
-    assert main(command(saved, "--out", str(tmp_path / "out"), *more)) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("crosslayer: ") and message in error
-    assert not list(tmp_path.iterdir())
+)  # fmt: skip
+def test_an_error_is_one_line(arguments, message, folder, tmp_path, capsys):
+    text = str(folder / "text.txt")
+    given = [text if word == "TEXT" else word for word in arguments]
+    out = tmp_path / "out"
+    code, printed, error = run_command(capsys, folder / "model", "--out", out, *given)
+    last = error.strip().splitlines()[-1]
+    assert (code, printed) == (1, "") and last.startswith("crosslayer: ")
+    assert message.replace("TEXT", text) in last
+    assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"context": "a", "choices": ["b"]}\n', "line 1 lacks label; it has context, choices"),
-        ('{"context": \n', "line 1 is not JSON"),
-        ("[1, 2]\n", "line 1 is list, expected an object"),
-        ("", "empty"),
-        ('{"context": "a", "choices": ["b"], "label": 0}\n{"context":\n', "line 2 is not JSON"),
-        ('{"context": "a", "choices": ["b"], "label": 1}\n', "line 1 has label 1 and 1 answers"),
-        (
-            '{"context": "a", "choices": ["b", 3], "label": 1}\n',
-            "has choices ['b', 3], expected a list of texts",
-        ),
-        (
-            '{"context": "a", "choices": ["b"], "label": "0"}\n',
-            "line 1 has label '0', expected a number",
-        ),
-    ],
-)
-def test_a_bad_file_is_one_line(saved, tmp_path, content, message, capsys):
-    (tmp_path / "piqa_val.jsonl").write_text(content)
-    assert main(command(saved, "--tasks", "piqa", "--data", str(tmp_path))) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("crosslayer: ") and message in error
+def test_a_tokenizer_of_another_model(folder, tmp_path, capsys):
+    tiny_model(vocab=100).save_pretrained(tmp_path / "model")
+    tokenizer = folder / "model" / "tokenizer.json"
+    arguments = [tmp_path / "model", "--text", folder / "text.txt", "--tokenizer", tokenizer]
+    code, _, error = run_command(capsys, *arguments)
+    assert code == 1 and "the tokenizer has 257 tokens and the model's embedding 100" in error
+    code, _, error = run_command(capsys, *arguments[:3])
+    assert code == 1 and "no tokenizer can be read from" in error
 
 
-def test_a_folder_without_the_file(saved, tmp_path, capsys):
-    assert main(command(saved, "--tasks", "piqa", "--data", str(tmp_path))) == 1
-    assert "has no piqa_val.jsonl or piqa_val.jsonl.gz" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("eval", "has no config.json"),
-        ("nowhere", "no such folder, and no such model in the Hugging Face cache"),
-    ],
-)
-def test_no_such_model(saved, model, message, capsys):
-    assert main(["eval", str(saved / model), "--text", str(saved / "text.txt")]) == 1
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_a_tokenizer_of_another_model(saved, tmp_path, capsys):
-    crosslayer.connect(tiny(64, 100), "prenorm").save_pretrained(tmp_path / "model")
-    more = ["--tokenizer", str(saved / "tokenizer.json"), "--text", str(saved / "text.txt")]
-    assert main(["eval", str(tmp_path / "model"), *more]) == 1
-    assert (
-        "has 257 tokens and the model's embedding 100 rows: not a pair" in capsys.readouterr().err
-    )
-    assert main(["eval", str(tmp_path / "model"), *more[2:]]) == 1
-    assert "no tokenizer there; name its folder or file with --tokenizer" in capsys.readouterr().err
-
-
-class Without:
-    """Finds every module but the harness."""
-
-    def find_spec(self, name, path, target=None):
-        if name == "lm_eval":
-            raise ModuleNotFoundError("No module named 'lm_eval'", name=name)
-
-
-def test_without_the_harness(saved, capsys, monkeypatch):
-    for name in [name for name in sys.modules if name == "lm_eval" or name.startswith("lm_eval.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
-    assert main(command(saved, "--text", str(saved / "text.txt"))) == 1
-    assert "lm_eval is not installed; pip install 'crosslayer[eval]'" in capsys.readouterr().err
-
-
-def test_import_is_light():
-    heavy = ("transformers", "lm_eval", "datasets", "lightning")
-    code = f"import sys, crosslayer.evaluate, crosslayer.commands.eval; print([m for m in {heavy} if m in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
-        == "[]"
-    )
+def test_no_pickle_is_loaded(folder, tmp_path, capsys):
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    tokenizer = folder / "model" / "tokenizer.json"
+    arguments = [tmp_path, "--text", folder / "text.txt", "--tokenizer", tokenizer]
+    code, _, error = run_command(capsys, *arguments)
+    assert code == 1 and "pytorch_model.bin is a pickle" in error

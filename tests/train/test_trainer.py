@@ -79,7 +79,8 @@ import torch
 torch.set_num_threads(1)
 from pathlib import Path
 from tests.train.runs import run
-settings, folder, draw = {"data": sys.argv[1], "save_every": 2, "steps": 40}, Path(sys.argv[2]), random.Random(0)
+settings = {"data": sys.argv[1], "save_every": 2, "steps": 40}
+folder, draw = Path(sys.argv[2]), random.Random(0)
 
 def forked(act):
     child = os.fork()
@@ -451,7 +452,8 @@ def test_several_validation_sets(text, tmp_path):
 def test_a_trained_model_is_a_folder_for_anyone(text, tmp_path, tokenizer, capsys):
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
-        "layers: 2\ndim: 32\nheads: 2\ncontext: 32\nbatch: 4\narms:\n- mudd\n- {name: plain, connection: prenorm}\n"
+        "layers: 2\ndim: 32\nheads: 2\ncontext: 32\nbatch: 4\n"
+        "arms:\n- mudd\n- {name: plain, connection: prenorm}\n"
     )
     command = [
         "train",

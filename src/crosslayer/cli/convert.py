@@ -1,54 +1,59 @@
-"""`crosslayer convert`: a published checkpoint's folder to one that transformers loads."""
+"""`crosslayer convert`: a published checkpoint as a folder that transformers loads."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from ..validation import check_choice
+from ..validation import parse_dtype
 from .console import make_parser, silence_libraries
 
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def parser() -> Any:
     command = make_parser(
-        "Convert a published checkpoint (the layout of MUDDFormer-2.8B or MUDDPythia) into a folder that "
-        "transformers' from_pretrained loads once crosslayer is imported. The tokenizer's files are carried along."
+        "Convert a published checkpoint (MUDDFormer's or MUDDPythia's layout) into a folder for "
+        "transformers' from_pretrained. The tokenizer's files are copied."
     )
-    command.add_argument("source", type=str, help="folder with config.json and safetensors")
-    command.add_argument("out", type=str, help="folder to write, new or empty")
-    command.add_argument(
-        "--rope", type=str, default="exact",
-        help="exact, bfloat16 or float16: what RoPE's table is rounded to (the references': MUDDFormer bfloat16, "
-        "MUDDPythia float16)",
-    )  # fmt: skip
-    command.add_argument(
-        "--dtype", type=str | None, default=None, help="of the weights; the checkpoint's by default"
+    add = command.add_argument
+    add("source", type=str, help="folder with config.json and safetensors")
+    add("out", type=str, help="folder to write; new or empty")
+    add(
+        "--rope",
+        type=str,
+        default="exact",
+        help="dtype that RoPE's table is rounded to: exact, bfloat16 (MUDDFormer's reference) or "
+        "float16 (MUDDPythia's)",
     )
+    add("--dtype", type=str | None, default=None, help="of the weights; default: the checkpoint's")
     return command
 
 
 def run(options: Any) -> int:
     silence_libraries()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all it reads is local
     from ..convert import load_published
-    from ..validation import DTYPES
 
-    source, out = Path(options.source), Path(options.out)
+    source = Path(options.source)
+    out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there already; name a new or an empty folder")
-    model = load_published(
-        source, options.rope, options.dtype and check_choice("dtype", options.dtype, DTYPES)
-    )
+        raise ValueError(f"{out} exists already; name a new or an empty folder")
+    dtype = None if options.dtype is None else parse_dtype(options.dtype)
+    model = load_published(source, options.rope, dtype)
     model.save_pretrained(out)
-    for path in (source / name for name in TOKENIZER):
-        if path.is_file():
-            shutil.copyfile(path, out / path.name)
-    parameters = sum(p.numel() for p in model.parameters())
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{out}: {type(model).__name__} with {model.config.crosslayer}, {parameters:,} parameters"
     )

@@ -1,150 +1,170 @@
-"""`crosslayer eval`: lm-evaluation-harness's tasks, a text's perplexity and target spans, of any saved model."""
+"""`crosslayer eval`: tasks of lm-evaluation-harness, perplexity of texts and of target spans."""
 
 import json
-import logging
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
+from ..files import write_text_atomic
+from ..validation import parse_dtype
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
 
-HEAD = ["task", "shots", "metric", "value", "stderr", "n"]
+RESULTS_FILE = "results.json"
 
 
 def parser() -> Any:
-    from ..evaluate.tasks import NINE, TASKS
-
     command = make_parser(
-        "Evaluate a saved model, connected or not, with lm-evaluation-harness on local files."
+        "Evaluate a language model, connected or not: tasks of lm-evaluation-harness, perplexity "
+        "of texts and of target spans."
     )
     add = command.add_argument
-    add("model", type=str, help="the folder of a saved model")
-    add("--tasks", nargs="+", type=str, default=[], help=f"of {', '.join(TASKS)}; without --text and --spans the "
-        f"default is the first {len(NINE)}")  # fmt: skip
-    add("--fewshot", nargs="+", type=int, default=[0], help="examples before each document, like 0 5; from the same "
-        "file, never the document itself")  # fmt: skip
     add(
-        "--limit",
+        "model",
+        type=str,
+        help="a folder (connected model, transformers model or published checkpoint) or a Hub name",
+    )
+    add(
+        "--tasks",
+        nargs="+",
+        type=str,
+        default=[],
+        help="lm-evaluation-harness's names, like lambada_openai piqa; see `lm_eval ls tasks`",
+    )
+    add(
+        "--num-fewshot",
         type=int | None,
         default=None,
-        help="the first documents of each task and spans file only",
+        help="examples before each document; default: as the task says",
     )
-    add("--batch", type=int, default=8, help="sequences at once")
     add(
-        "--device",
+        "--include-path",
         type=str | None,
         default=None,
-        help="like cuda or cpu; the default is a GPU where there is one",
+        help="folder of YAML task files of your own",
     )
-    add(
-        "--dtype",
-        type=str,
-        default="auto",
-        help="float32, bfloat16 or float16; the default is as it was saved",
-    )
+    add("--limit", type=int | None, default=None, help="only the first documents of each task")
     add(
         "--text",
         nargs="+",
         type=str,
         default=[],
-        help="text, .jsonl or .gz files or folders: their perplexity",
+        help="text or .jsonl files or folders: perplexity and bits per byte",
     )
-    add("--spans", nargs="+", type=str, default=[], help=".jsonl files with a context and a target a line: the "
-        "perplexity of the targets")  # fmt: skip
+    add(
+        "--spans",
+        nargs="+",
+        type=str,
+        default=[],
+        help=".jsonl files with a context and a target in each line: perplexity of the targets",
+    )
     add(
         "--context",
         type=int | None,
         default=None,
-        help="tokens the model sees at once; the default is all it can",
+        help="tokens that the model sees at once; default: the model's maximum",
     )
-    add("--stride", type=int | None, default=None, help="by how much the windows over a text move; the default is "
-        "the context")  # fmt: skip
-    add(
-        "--data",
-        type=str | None,
-        default=None,
-        help="folder of the tasks' files; the default is $CROSSLAYER_DATA/eval",
-    )
+    add("--batch-size", type=int, default=8, help="sequences in a batch")
     add(
         "--tokenizer",
         type=str | None,
         default=None,
-        help="its folder or tokenizer.json, where the model has none",
+        help="folder, tokenizer.json or Hub name; default: the model's own",
     )
-    add("--seed", type=int, default=1234, help="which few-shot examples are drawn")
+    add("--device", type=str | None, default=None, help="cuda or cpu; default: a GPU if available")
+    add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
     add(
         "--out",
         type=str | None,
         default=None,
-        help="folder of results.json, with which the same command goes on",
+        help=f"folder for {RESULTS_FILE}; default: only print the results",
     )
     return command
 
 
 def run(options: Any) -> int:
+    os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
     silence_libraries()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all it reads is local
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from ..evaluate import evaluate
-    from ..evaluate.records import digest
-    from ..evaluate.run import RESULTS
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # one error instead of every retry
+    # The bootstrap of standard errors would fork this process with the model in it.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
+    from ..data.sources import documents
+    from ..evaluate import (
+        evaluate_tasks,
+        find_tasks,
+        read_spans,
+        span_perplexity,
+        text_perplexity,
+    )
+    from ..evaluate.perplexity import check_context
 
-    console = make_console()
+    # Whatever can be wrong is found before the model is loaded.
+    if not options.tasks and not options.text and not options.spans:
+        raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
+    results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
+    if results_file is not None and results_file.exists():
+        raise ValueError(f"{results_file} exists already; choose another folder")
+    device = choose_device(options.device)
+    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    texts = {name: [document.text for document in documents(name)] for name in options.text}
+    spans = {name: read_spans(name) for name in options.spans}
+    task_manager = find_tasks(options.tasks, options.include_path) if options.tasks else None
 
-    def watch(job: Any, index: int, count: int) -> None:
-        console.print(f"[{index + 1}/{count}] {job}", highlight=False)
-
-    settings = {name: options[name] for name in ("limit", "dtype", "tokenizer", "context", "seed")}
-    if (
-        options.out is None
-    ):  # one of its own for every setting, so that the same command goes on with the same folder
-        options.out = f"eval-{digest(json.dumps([str(Path(options.model).resolve()), settings]).encode())[:8]}"
-    others = {
-        name: options[name]
-        for name in ("fewshot", "device", "data", "text", "spans", "stride", "out")
+    tokenizer = open_tokenizer(options.tokenizer or options.model)
+    model = open_model(options.model, dtype).to(device)
+    check_tokenizer(tokenizer, model)
+    context = check_context(model, options.context)
+    results: dict[str, Any] = {
+        "model": options.model,
+        "connection": getattr(model.config, "crosslayer", None),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "context": context,
+        "versions": {"crosslayer": __version__, "torch": version("torch")},
+        "text": {},
+        "spans": {},
     }
-    try:
-        rows = evaluate(
-            options.model,
-            options.tasks or None,
-            batch_size=options.batch,
-            watch=watch,
-            **settings,
-            **others,
-        )["results"]
-    except KeyboardInterrupt:
-        console.print("Stopped. What had finished is kept: the same command goes on.")
-        return 130
-    table = make_table("crosslayer eval", HEAD)
-    for row in rows:
-        for cells in lines(row):
-            table.add_row(*cells)
-    print_table(table, console)
-    cut = [f"{row['task']} {row['truncated']}" for row in rows if row.get("truncated")]
-    if cut:
-        console.print(
-            f"Sequences cut from the left to the model's window: {', '.join(cut)}.", soft_wrap=True
+    # Tasks first: their data may be out of reach.
+    if options.tasks:
+        from lm_eval.utils import make_table as format_tasks
+
+        results["tasks"] = evaluate_tasks(
+            model,
+            tokenizer,
+            options.tasks,
+            task_manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            context=context,
         )
-    console.print(f"Results: {Path(options.out) / RESULTS}", soft_wrap=True)
+        print(format_tasks(results["tasks"]))
+        if results["tasks"].get("groups"):
+            print(format_tasks(results["tasks"], "groups"))
+    table = make_table("perplexity", ["file", "metric", "value"])
+    batch_size = options.batch_size
+    for name, documents_of_file in texts.items():
+        text_result = text_perplexity(
+            model, tokenizer, documents_of_file, context, batch_size=batch_size
+        )
+        results["text"][name] = text_result._asdict()
+        _add_rows(table, name, text_result)
+    for name, spans_of_file in spans.items():
+        span_result = span_perplexity(model, tokenizer, spans_of_file, context, batch_size)
+        results["spans"][name] = span_result._asdict()
+        _add_rows(table, name, span_result)
+    if table.row_count:
+        print_table(table, make_console())
+    if results_file is not None:
+        results_file.parent.mkdir(parents=True, exist_ok=True)
+        # The harness's results contain functions and dtypes.
+        write_text_atomic(results_file, json.dumps(results, indent=1, default=str))
+        make_console().print(f"Results: {results_file}", soft_wrap=True)
     return 0
 
 
-def lines(row: dict[str, Any]) -> list[list[str]]:
-    """A row of the table for each metric."""
-    found = []
-    for name, metric in row["metrics"].items():
-        error = metric.get("stderr")
-        shown = "–" if error is None else f"{error:.4f}"
-        found.append(
-            [
-                row["task"],
-                str(row.get("shots", "–")),
-                name,
-                f"{metric['value']:.4f}",
-                shown,
-                f"{row['n']:,}",
-            ]
-        )
-    return found
+def _add_rows(table: Any, name: str, result: Any) -> None:
+    for metric, value in result._asdict().items():
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+        table.add_row(name, metric, shown)

@@ -1,11 +1,22 @@
-"""Published checkpoints and other libraries' parameters, to ours and back.
+"""Published checkpoints and other libraries' parameters, converted in both directions.
 
-`load` and `save` take whole checkpoints of MUDDFormer and MUDDPythia. Of connections alone, one module a library:
-`denseformer` and `hyper_connections` (the packages of those names), `deepseek` (V4's and V4.1's `hc_*`) and `kimi`
-(K3's attention residuals), each with a `load` that gives `Connections` and a `save` that takes them.
+`load_published` and `save_published` convert whole checkpoints of MUDDFormer and MUDDPythia.
+Connections alone have one module for each library: `denseformer` and `hyper_connections` (the
+packages of those names), `deepseek` (V4's and V4.1's `hc_*`) and `kimi` (K3's attention residuals).
+Each has `load_connections`, which returns `ConnectionParameters`, and `save_connections`, its
+inverse. `open_model` opens a model whatever its layout.
 """
 
-from .published import load_published, open_model, save_published
-from .rows import Connections, fill, own_states
+from .pretrained import open_model, open_tokenizer
+from .published import load_published, save_published
+from .rows import ConnectionParameters, fill_connections, read_connections
 
-__all__ = ["Connections", "fill", "load_published", "open_model", "own_states", "save_published"]
+__all__ = [
+    "ConnectionParameters",
+    "fill_connections",
+    "load_published",
+    "open_model",
+    "open_tokenizer",
+    "read_connections",
+    "save_published",
+]

@@ -1,35 +1,51 @@
-"""DeepSeek-V4's and V4.1's mHC tensors, `fn`, `base` and `scale` of every sub-layer, float32 and laid out as ours.
+"""DeepSeek-V4's and V4.1's mHC tensors: `fn`, `base` and `scale` of every sub-layer, float32, with
+the layout of "mhc".
 
-    released        layers.{l}.hc_attn_fn, layers.{l}.hc_ffn_fn, …; V4 also has the readout's hc_head_fn, …
-    transformers    layers.{l}.attn_hc.fn, layers.{l}.ffn_hc.fn, …; hc_head.hc_fn, …
+    released        layers.{l}.hc_attn_fn, layers.{l}.hc_ffn_fn, …; V4's readout: hc_head_fn, …
+    transformers    layers.{l}.attn_hc.fn, layers.{l}.ffn_hc.fn, …; V4's readout: hc_head.hc_fn, …
 
-V4 is "mhc". V4.1 (single-pass mHC) has the same tensors but no head: "mhc(single_pass=True)". Models that took mHC over
-under transformers' names are their own arms: GLM-5's "mhc(readout='mean', norm_eps=1e-5)" has no head either, so what
-the tensors are for is said by the arm and never guessed.
+V4 is "mhc". V4.1 (single-pass mHC) has the same tensors but no head: "mhc(single_pass=True)".
+Models that adopted mHC under transformers' names have specs of their own, like GLM-5's
+"mhc(readout='mean', norm_eps=1e-5)", which has no head either. The tensors do not show which spec
+they belong to, so the caller names it.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..spec import default_options, make
+from ..spec import ConnectionSpec, default_options, make
 from ..validation import check_choice
-from .rows import Connections, Row, check_names, convert, expand, joined, placed, split, turned
+from .rows import (
+    ConnectionParameters,
+    TensorRow,
+    all_options,
+    check_names,
+    convert_tensors,
+    expand_rows,
+    join_sites,
+    prefix_rows,
+    reverse_rows,
+    split_sites,
+)
 
 
-class Names(NamedTuple):
-    attn: str
-    ffn: str
+class SiteNames(NamedTuple):
+    """Names of a site's tensors; {l} is the layer and {p} one of `PARAMETERS`."""
+
+    attention: str
+    mlp: str
     head: str
 
 
 NAMES = {
-    "released": Names("layers.{l}.hc_attn_{p}", "layers.{l}.hc_ffn_{p}", "hc_head_{p}"),
-    "transformers": Names("layers.{l}.attn_hc.{p}", "layers.{l}.ffn_hc.{p}", "hc_head.hc_{p}"),
+    "released": SiteNames("layers.{l}.hc_attn_{p}", "layers.{l}.hc_ffn_{p}", "hc_head_{p}"),
+    "transformers": SiteNames("layers.{l}.attn_hc.{p}", "layers.{l}.ffn_hc.{p}", "hc_head.hc_{p}"),
 }
-CONFIG = {
+PARAMETERS = ("fn", "base", "scale")
+CONFIG_OPTIONS = {
     "hc_mult": "streams",
     "hc_sinkhorn_iters": "iterations",
     "hc_eps": "eps",
@@ -37,98 +53,129 @@ CONFIG = {
 }
 
 
-def arm_of(config: Mapping[str, Any], **given: Any) -> str:
-    """The arm that a config.json's `hc_*` and `rms_norm_eps` stand for, like `arm_of(config, single_pass=True)`."""
-    found = {ours: config[theirs] for theirs, ours in CONFIG.items() if theirs in config} | given
-    factory = make(f"mhc({', '.join(f'{name}={value!r}' for name, value in found.items())})")
-    default = default_options(factory.method)
-    return str(
-        factory.__class__("mhc", {n: v for n, v in factory.options.items() if v != default[n]})
-    )
-
-
-def load(tensors: Mapping[str, Tensor], arm: str = "mhc") -> Connections:
-    """The hyper-connections of a checkpoint as ours.
+def spec_from_config(config: Mapping[str, Any], **options: Any) -> ConnectionSpec:
+    """The spec that a config.json's `hc_*` and `rms_norm_eps` describe.
 
     Args:
-        tensors: a state dict, whole or its `hc` tensors alone, under either names, with any prefix before `layers`;
-            other tensors are passed over.
-        arm: what they are for, an mhc.
+        config: the content of config.json.
+        options: what it does not say, like single_pass=True.
+    """
+    described = {CONFIG_OPTIONS[key]: config[key] for key in CONFIG_OPTIONS if key in config}
+    spec = make("mhc", **(described | options))
+    default = default_options(spec.method)
+    return make("mhc", **{k: v for k, v in spec.options.items() if v != default.get(k)})
+
+
+def load_connections(
+    tensors: Mapping[str, Tensor], spec: str | ConnectionSpec = "mhc"
+) -> ConnectionParameters:
+    """The hyper-connections of a checkpoint as parameters of `make("mhc")`.
+
+    Args:
+        tensors: a state dict under either names, with any prefix before `layers`; other tensors are
+            ignored.
+        spec: what they belong to, an mhc.
 
     Raises:
-        ValueError: there are none, one is missing, or the arm has another head, number of streams or residual.
+        ValueError: a tensor is missing, or the spec has another head, number of streams or
+            residual.
     """
-    head, n, sizes = shape_of(arm)
-    names, prefix = found_names(tensors)
-    layers = 1 + max(
-        int(m[1])
-        for name in tensors
-        if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\..*hc", name))
-    )
-    if not head and any(name.startswith(prefix + names.head.format(p="")) for name in tensors):
-        raise ValueError(f"these tensors have a head and {arm!r} has none; DeepSeek-V4's is 'mhc'")
-    expected = rows(names, layers, head, prefix)
-    wanted = {row.theirs for row in expected}
-    given = {name: t for name, t in tensors.items() if name in wanted}
-    if head and not given.keys() & {row.theirs for row in expected[-3:]}:
-        raise ValueError(
-            f"these tensors have no head, which {arm!r} needs; DeepSeek-V4.1's arm is 'mhc(single_pass=True)'"
-        )
-    check_names(wanted, given)
-    for row in expected[: 6 * layers : 3]:
-        fn = given[row.theirs]
-        if fn.ndim != 2 or len(fn) != sizes or fn.shape[1] % n:
+    spec = make(spec)
+    n, fn_rows, has_head = _mhc_shape(spec)
+    names, prefix = _find_names(tensors)
+    if not has_head:
+        head_prefix = prefix + names.head.format(p="")
+        if any(name.startswith(head_prefix) for name in tensors):
             raise ValueError(
-                f"{row.theirs!r} has the shape {tuple(fn.shape)}, expected ({sizes}, {n}·D) for {arm!r}"
+                f"these tensors have a head and {str(spec)!r} has none; DeepSeek-V4's spec is 'mhc'"
             )
-    return Connections(arm, split(convert(expected, given), 2 * layers + 1), {})
+    layers = _count_layers(tensors, prefix)
+    rows = _mhc_rows(names, layers, has_head, prefix)
+    expected = {row.source for row in rows}
+    given = {name: tensor for name, tensor in tensors.items() if name in expected}
+    if has_head:
+        head_rows = rows[-len(PARAMETERS) :]
+        if not any(row.source in given for row in head_rows):
+            raise ValueError(
+                f"these tensors have no head, which {str(spec)!r} needs; "
+                "DeepSeek-V4.1's spec is 'mhc(single_pass=True)'"
+            )
+    check_names(expected, given)
+    sublayer_rows = rows[: 2 * layers * len(PARAMETERS)]
+    for row in sublayer_rows:
+        fn = given[row.source]
+        if not row.target.endswith(".fn"):
+            continue
+        if fn.ndim != 2 or len(fn) != fn_rows or fn.shape[1] % n:
+            raise ValueError(
+                f"{row.source!r} has the shape {tuple(fn.shape)}, "
+                f"expected ({fn_rows}, {n}·D) for {str(spec)!r}"
+            )
+    sites = split_sites(convert_tensors(rows, given), 2 * layers + 1)
+    return ConnectionParameters(spec, sites, {})
 
 
-def save(connections: Connections, names: str = "released", prefix: str = "") -> dict[str, Tensor]:
-    """The way back, to the last bit, under "released" or "transformers" names.
+def save_connections(
+    parameters: ConnectionParameters,
+    names: Literal["released", "transformers"] = "released",
+    prefix: str = "",
+) -> dict[str, Tensor]:
+    """The inverse of `load_connections`, bitwise.
+
+    Args:
+        parameters: of an mhc.
+        names: whose names the tensors get.
+        prefix: before every name.
 
     Raises:
-        ValueError: the arm is no mhc, or the names are neither.
+        ValueError: the spec is not mhc, or the names are neither.
     """
-    head, *_ = shape_of(connections.arm)
-    layers = (len(connections.states) - 1) // 2
-    table = rows(check_choice("names", names, NAMES), layers, head, prefix)
-    return convert(turned(table), joined(connections.states))
+    _, _, has_head = _mhc_shape(make(parameters.spec))
+    layers = (len(parameters.sites) - 1) // 2
+    rows = _mhc_rows(check_choice("names", names, NAMES), layers, has_head, prefix)
+    return convert_tensors(reverse_rows(rows), join_sites(parameters.sites))
 
 
-def rows(names: Names, layers: int, head: bool, prefix: str) -> list[Row]:
-    sites = [
-        (name, l, 2 * l + i)
-        for l in range(layers)
-        for i, name in enumerate((names.attn, names.ffn))
-    ]
-    sites += [(names.head, layers, 2 * layers)] if head else []
-    return [
-        row
-        for name, l, site in sites
-        for p in ("fn", "base", "scale")
-        for row in placed(expand([Row(name, p)], l=l, p=p), prefix, f"{site}.")
-    ]
+def _mhc_rows(names: SiteNames, layers: int, has_head: bool, prefix: str) -> list[TensorRow]:
+    site_names = []
+    for l in range(layers):
+        for name in (names.attention, names.mlp):
+            site_names.append(name.format(l=l, p="{p}"))
+    if has_head:
+        site_names.append(names.head)
+    rows = []
+    for site, name in enumerate(site_names):
+        for p in PARAMETERS:
+            rows += prefix_rows(expand_rows([TensorRow(name, p)], p=p), prefix, f"{site}.")
+    return rows
 
 
-def shape_of(arm: str) -> tuple[bool, int, int]:
-    """Whether an mhc has a head, its streams n, and the rows of its fn."""
-    factory = make(arm)
-    if factory.name != "mhc":
-        raise ValueError(f"these tensors are an mhc's, got the arm {arm!r}")
-    given = default_options(factory.method) | factory.options
-    n = given["streams"]
-    head = given["readout"] == "head" and not given["single_pass"]
-    return head, n, 2 * n + (n * n if given["residual"] == "sinkhorn" else 0)
+def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
+    """The streams n of an mhc, the rows of its fn, and whether it has a head."""
+    if spec.name != "mhc":
+        raise ValueError(f"these tensors are an mhc's, got the connection {str(spec)!r}")
+    options = all_options(spec)
+    n = options["streams"]
+    has_head = options["readout"] == "head" and not options["single_pass"]
+    fn_rows = 2 * n
+    if options["residual"] == "sinkhorn":
+        fn_rows += n * n
+    return n, fn_rows, has_head
 
 
-def found_names(tensors: Mapping[str, Tensor]) -> tuple[Names, str]:
-    """Under which names the tensors are, and what stands before `layers`."""
+def _find_names(tensors: Mapping[str, Tensor]) -> tuple[SiteNames, str]:
+    """The names that the tensors have, and the prefix before `layers`."""
+    first_names = []
     for names in NAMES.values():
-        first = names.attn.format(l=0, p="fn")
+        first_name = names.attention.format(l=0, p="fn")
+        first_names.append(repr(first_name))
         for name in tensors:
-            if name == first or name.endswith("." + first):
-                return names, name.removesuffix(first)
-    raise ValueError(
-        f"no mHC tensors; expected {' or '.join(repr(n.attn.format(l=0, p='fn')) for n in NAMES.values())}"
-    )
+            if name == first_name or name.endswith("." + first_name):
+                return names, name.removesuffix(first_name)
+    raise ValueError(f"no mHC tensors; expected {' or '.join(first_names)}")
+
+
+def _count_layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
+    pattern = re.compile(re.escape(prefix) + r"layers\.(\d+)\..*hc")
+    matches = [match for match in map(pattern.match, tensors) if match]
+    return 1 + max(int(match[1]) for match in matches)

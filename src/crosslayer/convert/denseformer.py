@@ -1,7 +1,8 @@
-"""The `denseformer` package's `DWAModules`: alphas.{i−1}.weight [1, ⌊i/k⌋ + 1] after block i, where p divides i.
+"""The `denseformer` package's `DWAModules`: alphas.{i−1}.weight [1, ⌊i/k⌋ + 1] after block i, where
+p divides i.
 
-Paper and package: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622; the sources stand in the order of depth in
-both. How many blocks there are, and the dilation k, cannot be told from the tensors.
+Paper and package: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622. The sources are in the
+order of depth in both. The tensors show neither the number of blocks nor the dilation k.
 """
 
 from collections.abc import Mapping
@@ -10,67 +11,75 @@ from torch import Tensor
 
 from ..spec import make
 from ..validation import check_positive
-from .rows import Change, Connections, Row, convert, expand, joined, split, turned
-
-ROW = Row(
-    "alphas.{i}.weight",
-    "{site}.alpha",
-    Change(lambda w: (w.squeeze(0),), lambda a: (a.unsqueeze(0),)),
+from .rows import (
+    DROP_FIRST_AXIS,
+    ConnectionParameters,
+    TensorRow,
+    convert_tensors,
+    expand_rows,
+    join_sites,
+    reverse_rows,
+    split_sites,
 )
 
+ALPHA = TensorRow("alphas.{i}.weight", "{site}.alpha", DROP_FIRST_AXIS)
 
-def load(
+
+def load_connections(
     tensors: Mapping[str, Tensor],
     blocks: int,
     dilation: int = 1,
     period: int = 1,
     sublayers: int = 2,
-) -> Connections:
-    """`DWAModules(blocks, dilation, period).state_dict()` as the parameters of ours.
+) -> ConnectionParameters:
+    """`DWAModules(blocks, dilation, period).state_dict()` as parameters of `make("denseformer")`.
 
     Args:
-        sublayers: the sites of a block: 2, or 1 where attention and MLP run side by side.
+        tensors: the state dict.
+        blocks: Transformer layers.
+        dilation: k, of the package.
+        period: p, of the package.
+        sublayers: the sites of a block: 2, or 1 where attention and MLP run in parallel.
 
     Raises:
-        ValueError: an alpha is missing, one is of no block, or its shape is another than the dilation says.
+        ValueError: an alpha is missing, belongs to no block, or has a shape of another dilation.
     """
     check_positive(blocks=blocks, dilation=dilation, period=period, sublayers=sublayers)
     for i in range(period, blocks + 1, period):
-        given = tensors.get(f"alphas.{i - 1}.weight")
-        if given is not None and given.shape != (1, i // dilation + 1):
+        name = f"alphas.{i - 1}.weight"
+        expected = (1, i // dilation + 1)
+        if name in tensors and tensors[name].shape != expected:
             raise ValueError(
-                f"'alphas.{i - 1}.weight' has the shape {tuple(given.shape)}, "
-                f"expected {(1, i // dilation + 1)} for dilation={dilation}"
+                f"{name!r} has the shape {tuple(tensors[name].shape)}, "
+                f"expected {expected} for dilation={dilation}"
             )
-    states = split(convert(rows(blocks, period, sublayers), tensors), blocks * sublayers + 1)
+    converted = convert_tensors(_alpha_rows(blocks, period, sublayers), tensors)
     options = {"dilation": dilation, "period": period}
-    given_options = ", ".join(f"{name}={value}" for name, value in options.items() if value != 1)
-    return Connections(
-        f"denseformer({given_options})" if given_options else "denseformer", states, {}
-    )
+    spec = make("denseformer", **{name: value for name, value in options.items() if value != 1})
+    return ConnectionParameters(spec, split_sites(converted, blocks * sublayers + 1), {})
 
 
-def save(connections: Connections) -> dict[str, Tensor]:
-    """The way back, to the last bit.
+def save_connections(parameters: ConnectionParameters) -> dict[str, Tensor]:
+    """The inverse of `load_connections`, bitwise.
 
     Raises:
-        ValueError: the arm is none that the package has.
+        ValueError: the package cannot represent the spec.
     """
-    factory = make(connections.arm)
-    period = factory.options.get("period", 1)
-    if (
-        factory.name != "denseformer"
-        or factory.options.get("last_k") is not None
-        or not isinstance(period, int)
-    ):
-        raise ValueError(f"the package has dilation and period alone, got {connections.arm!r}")
-    sites = len(connections.states) - 1
-    # every block opens with one site, and the first average stands where block `period` has ended
-    first = next((k for k, state in enumerate(connections.states) if state), period)
-    sublayers = first // period
-    return convert(turned(rows(sites // sublayers, period, sublayers)), joined(connections.states))
+    spec = make(parameters.spec)
+    period = spec.options.get("period", 1)
+    has_last_k = spec.options.get("last_k") is not None
+    if spec.name != "denseformer" or has_last_k or not isinstance(period, int):
+        raise ValueError(f"the package has only dilation and period, got {str(spec)!r}")
+    sites = len(parameters.sites) - 1
+    # Block `period` is the first with an average, at the site that opens the block after it.
+    first_average = next((k for k, site in enumerate(parameters.sites) if site), period)
+    sublayers = first_average // period
+    rows = _alpha_rows(sites // sublayers, period, sublayers)
+    return convert_tensors(reverse_rows(rows), join_sites(parameters.sites))
 
 
-def rows(blocks: int, period: int, sublayers: int) -> list[Row]:
-    depths = range(period, blocks + 1, period)
-    return [row for i in depths for row in expand([ROW], i=i - 1, site=i * sublayers)]
+def _alpha_rows(blocks: int, period: int, sublayers: int) -> list[TensorRow]:
+    rows = []
+    for i in range(period, blocks + 1, period):
+        rows += expand_rows([ALPHA], i=i - 1, site=i * sublayers)
+    return rows

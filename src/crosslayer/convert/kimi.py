@@ -1,11 +1,13 @@
-"""Kimi-K3's attention-residual tensors, as public serving code names them.
+"""Kimi-K3's attention-residual tensors, under the names of public serving code.
 
-    layers.{l}.self_attention_res_proj.weight [1, D]    w of the attention's pool      ..._res_norm.weight [D]   its g
-    layers.{l}.mlp_res_proj.weight [1, D]               w of the MLP's                 ..._res_norm.weight [D]
-    output_attn_res_proj.weight [1, D]                  w of the readout's             ..._res_norm.weight [D]
+    layers.{l}.self_attention_res_proj.weight [1, D]   w of the attention's pool
+    layers.{l}.self_attention_res_norm.weight [D]      its g
+    layers.{l}.mlp_res_proj.weight, ..._res_norm.weight             of the MLP's pool
+    output_attn_res_proj.weight, output_attn_res_norm.weight        of the readout's pool
 
-Its `attn_res_block_size` counts layers, ours sub-layers: twice as many. Layer 0's attention has one source, so that its
-pair is never read: it goes back as it came. Keys are normalised with eps 1e-6 here.
+`attn_res_block_size` counts layers; `block_size` here counts sub-layers, so it is twice as large.
+The attention of layer 0 has one source, so its pair is never read: loading keeps it as unused. Keys
+are normalised with eps 1e-6.
 """
 
 import re
@@ -13,76 +15,87 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..spec import default_options, make
+from ..spec import make
 from ..validation import check_positive
 from .rows import (
-    Change,
-    Connections,
-    Row,
+    DROP_FIRST_AXIS,
+    ConnectionParameters,
+    TensorRow,
+    all_options,
     check_names,
-    convert,
-    expand,
-    joined,
-    placed,
-    split,
-    turned,
+    convert_tensors,
+    expand_rows,
+    join_sites,
+    prefix_rows,
+    reverse_rows,
+    split_sites,
 )
 
-FLAT = Change(lambda w: (w.squeeze(0),), lambda w: (w.unsqueeze(0),))
-POOL = (Row("{pool}_proj.weight", "query", FLAT), Row("{pool}_norm.weight", "key_norm"))
-ATTN, MLP, OUT = "layers.{l}.self_attention_res", "layers.{l}.mlp_res", "output_attn_res"
+POOL = (
+    TensorRow("{pool}_proj.weight", "query", DROP_FIRST_AXIS),
+    TensorRow("{pool}_norm.weight", "key_norm"),
+)
+ATTENTION_POOL = "layers.{l}.self_attention_res"
+MLP_POOL = "layers.{l}.mlp_res"
+READOUT_POOL = "output_attn_res"
 
 
-def load(tensors: Mapping[str, Tensor], attn_res_block_size: int) -> Connections:
-    """The attention residuals of a checkpoint as ours.
+def load_connections(
+    tensors: Mapping[str, Tensor], attn_res_block_size: int
+) -> ConnectionParameters:
+    """The attention residuals of a checkpoint as parameters of `make("attnres")`.
 
     Args:
-        tensors: a state dict, whole or these tensors alone, with any prefix before `layers`; others are passed over.
+        tensors: a state dict with any prefix before `layers`; other tensors are ignored.
         attn_res_block_size: of the config, in layers.
 
     Raises:
-        ValueError: there are none, or one is missing.
+        ValueError: a tensor is missing.
     """
     check_positive(attn_res_block_size=attn_res_block_size)
-    found = [
-        m
-        for name in tensors
-        if (m := re.fullmatch(r"(.*\.)?layers\.(\d+)\.mlp_res_proj\.weight", name))
-    ]
-    if not found:
+    pattern = re.compile(r"(.*\.)?layers\.(\d+)\.mlp_res_proj\.weight")
+    matches = [match for match in map(pattern.fullmatch, tensors) if match]
+    if not matches:
         raise ValueError("no attention-residual tensors; expected 'layers.0.mlp_res_proj.weight'")
-    prefix = found[0][1] or ""
-    layers = 1 + max(int(m[2]) for m in found if (m[1] or "") == prefix)
-    table = rows(layers, prefix)
-    idle = {row.theirs for row in placed(expand(POOL, pool=ATTN.format(l=0)), prefix, "")}
-    wanted = {row.theirs for row in table}
-    given = {name: t for name, t in tensors.items() if name in wanted}
-    check_names(wanted, given)
-    states = split(convert(table, given), 2 * layers + 1)
-    unused = {name.removeprefix(prefix): tensors[name] for name in sorted(idle & tensors.keys())}
-    return Connections(f"attnres(block_size={2 * attn_res_block_size})", states, unused)
+    prefix = matches[0][1] or ""
+    layers = 1 + max(int(match[2]) for match in matches if (match[1] or "") == prefix)
+    rows = _pool_rows(layers, prefix)
+    names = {row.source for row in rows}
+    of_pools = {name: tensor for name, tensor in tensors.items() if name in names}
+    check_names(names, of_pools)
+    sites = split_sites(convert_tensors(rows, of_pools), 2 * layers + 1)
+    unused = {}
+    for row in expand_rows(POOL, pool=ATTENTION_POOL.format(l=0)):
+        if prefix + row.source in tensors:
+            unused[row.source] = tensors[prefix + row.source]
+    return ConnectionParameters(make("attnres", block_size=2 * attn_res_block_size), sites, unused)
 
 
-def save(connections: Connections, prefix: str = "") -> dict[str, Tensor]:
-    """The way back, to the last bit.
+def save_connections(parameters: ConnectionParameters, prefix: str = "") -> dict[str, Tensor]:
+    """The inverse of `load_connections`, bitwise.
 
     Raises:
-        ValueError: the arm is no attnres, or its blocks end inside a layer.
+        ValueError: the spec is not attnres, or its blocks end inside a layer.
     """
-    factory = make(connections.arm)
-    size = (default_options(factory.method) | factory.options).get("block_size", 1)
-    if factory.name != "attnres" or size % 2:
+    spec = make(parameters.spec)
+    if spec.name != "attnres" or all_options(spec)["block_size"] % 2:
         raise ValueError(
-            f"expected an attnres whose block_size is a number of layers, two each, got {connections.arm!r}"
+            "expected an attnres whose block_size is a multiple of 2, the sub-layers of a layer, "
+            f"got {str(spec)!r}"
         )
-    layers = (len(connections.states) - 1) // 2
-    given = convert(turned(rows(layers, prefix)), joined(connections.states))
-    return given | {prefix + name: tensor for name, tensor in connections.unused.items()}
+    layers = (len(parameters.sites) - 1) // 2
+    rows = reverse_rows(_pool_rows(layers, prefix))
+    tensors = convert_tensors(rows, join_sites(parameters.sites))
+    return tensors | {prefix + name: tensor for name, tensor in parameters.unused.items()}
 
 
-def rows(layers: int, prefix: str) -> list[Row]:
-    pools = [pool.format(l=l) for l in range(layers) for pool in (ATTN, MLP)]
-    sites = list(enumerate([*pools, OUT]))[1:]
-    return [
-        row for site, pool in sites for row in placed(expand(POOL, pool=pool), prefix, f"{site}.")
-    ]
+def _pool_rows(layers: int, prefix: str) -> list[TensorRow]:
+    pools = []
+    for l in range(layers):
+        pools += [ATTENTION_POOL.format(l=l), MLP_POOL.format(l=l)]
+    pools.append(READOUT_POOL)
+    rows = []
+    for site, pool in enumerate(pools):
+        if site > 0:  # The first site has one source and no parameters.
+            rows += prefix_rows(expand_rows(POOL, pool=pool), prefix, f"{site}.")
+    return rows

@@ -1,6 +1,8 @@
-"""What the layouts of published MUDD checkpoints share: gpt-fast's names for the sizes, and the dense connections'.
+"""What the layouts of published MUDD checkpoints share: gpt-fast's names for the sizes, and the
+dense connections'.
 
-dense_bs.{l}                  a [C, l+2] of the depth aggregation after block l, which ours keeps where l + 1 begins
+dense_bs.{l}                  a [C, l+2] of the depth aggregation after block l; here a parameter of
+                              the site that opens block l + 1
 dynamic_dense.{l}.w1.weight   W1ᵀ [K, D];   dynamic_dense.{l}.w2.weight   W2ᵀ [C(l+2), K]
 F_l = round(F(l/(L−1) + 0.5)/128)·128, l = 0..L−1: the hidden width of block l's MLP
 """
@@ -12,61 +14,67 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..spec import ConnectionSpec, default_options, make
+from ..spec import ConnectionSpec, make
 from ..validation import did_you_mean
-from .rows import TRANSPOSED, Change, Row, Tensors, placed
+from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows
 
-Config = dict[str, Any]
+ConfigDict = dict[str, Any]
 
 
 class Layout(NamedTuple):
-    """One published layout, both ways."""
+    """One published layout, in both directions.
 
-    architecture: str  # the reference's class
-    defaults: Config  # of its config class, as far as that is public
-    fixed: Config  # what every checkpoint has, and ours can represent
-    said: tuple[str, ...]  # what config.json must say beside `SAID`
-    host: Callable[
-        [Config], tuple[type[PreTrainedModel], Config]
-    ]  # transformers' class and its config's settings
-    rows: Callable[[Config], list[Row]]
-    theirs: Callable[[PreTrainedConfig], Config]  # the way back of `host`'s settings
+    Args:
+        architecture: the name of the reference's class.
+        defaults: of the reference's config class, as far as they are public.
+        fixed: options with the one value that can be represented here.
+        required: keys that config.json must have in addition to `REQUIRED`, unless they have a
+            default.
+        host_config: a completed config.json -> transformers' class and the settings of its config.
+        tensor_rows: a completed config.json -> the rows of all tensors, from the layout to
+            transformers.
+        published_config: transformers' config -> config.json, the inverse of `host_config`.
+    """
+
+    architecture: str
+    defaults: ConfigDict
+    fixed: ConfigDict
+    required: tuple[str, ...]
+    host_config: Callable[[ConfigDict], tuple[type[PreTrainedModel], ConfigDict]]
+    tensor_rows: Callable[[ConfigDict], list[TensorRow]]
+    published_config: Callable[[PreTrainedConfig], ConfigDict]
 
 
 SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
-SAID = (
-    "dense",
-    "use_qk_norm",
-    "rope_base",
-    *SIZES,
-)  # by config.json, or by a default of the reference's
-IGNORED = "head_dim"  # the reference's config class puts dim / n_head in its place, whatever config.json says
-DENSE = (
-    Row("dense_bs.{l}", "a"),
-    Row("dynamic_dense.{l}.w1.weight", "W1", TRANSPOSED),
-    Row("dynamic_dense.{l}.w2.weight", "W2", TRANSPOSED),
+REQUIRED = ("dense", "use_qk_norm", "rope_base", *SIZES)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# The reference's config class replaces it by dim / n_head, whatever config.json says.
+IGNORED = "head_dim"
+DENSE_OPTIONS = ("dense_type", "dynamic_dense", "sepln")  # ignored where dense=False
+# A checkpoint with dense=False contains these tensors, and the reference never reads them.
+IDLE_TENSORS = ("dense_bs.", "dynamic_dense.")
+DENSE_ROWS = (
+    TensorRow("dense_bs.{l}", "a"),
+    TensorRow("dynamic_dense.{l}.w1.weight", "W1", TRANSPOSE),
+    TensorRow("dynamic_dense.{l}.w2.weight", "W2", TRANSPOSE),
 )
-OF_DENSE = ("dense_type", "dynamic_dense", "sepln")  # options that dense=False ignores
-UNUSED = (
-    "dense_bs.",
-    "dynamic_dense.",
-)  # in a checkpoint with dense=False they are there, and nothing reads them
 
 
-def completed(given: Mapping[str, Any], layout: Layout) -> Config:
-    """Their config.json with the defaults of their config class.
+def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
+    """A config.json with the defaults of the reference's config class, checked.
 
     Raises:
-        ValueError: a size is missing or no whole number, or an option is one that ours cannot represent.
+        ValueError: a size is missing or no whole number, or an option cannot be represented here.
     """
-    config = layout.defaults | {name: value for name, value in given.items() if name != IGNORED}
-    if needed := sorted({*SAID, *layout.fixed, *layout.said} - config.keys()):
-        raise ValueError(f"config.json lacks {needed[0]!r}{did_you_mean(needed[0], given)}")
+    config = dict(layout.defaults)
+    config.update({name: value for name, value in given.items() if name != IGNORED})
+    missing = sorted({*REQUIRED, *layout.fixed, *layout.required} - config.keys())
+    if missing:
+        raise ValueError(f"config.json lacks {missing[0]!r}{did_you_mean(missing[0], given)}")
     for name in SIZES:
         if name == "intermediate_size" and config[name] is None and name in layout.defaults:
-            config[name] = (
-                -(-int(8 * config["dim"] / 3) // 256) * 256
-            )  # the reference's, for a gated MLP
+            # the reference's width of a gated MLP: 8/3 of D, rounded up to a multiple of 256
+            config[name] = -(-int(8 * config["dim"] / 3) // 256) * 256
         if type(config[name]) is not int or config[name] < 1:
             raise ValueError(
                 f"config.json: {name} must be a whole number of at least 1, got {config[name]!r}"
@@ -76,13 +84,15 @@ def completed(given: Mapping[str, Any], layout: Layout) -> Config:
             f"config.json: rope_base must be a positive number, got {config['rope_base']!r}"
         )
     for name, value in layout.fixed.items():
-        if config[name] != value and (config["dense"] or name not in OF_DENSE):
+        is_ignored = name in DENSE_OPTIONS and not config["dense"]
+        if config[name] != value and not is_ignored:
             raise ValueError(
                 f"config.json: {name} must be {value!r} in this layout, got {config[name]!r}"
             )
     if config["n_layer"] < 2:
         raise ValueError(
-            "config.json: n_layer must be at least 2, as the MLPs' widths grow from first to last"
+            "config.json: n_layer must be at least 2, because the MLPs' widths grow from the first "
+            "layer to the last"
         )
     if config["dim"] % config["n_head"]:
         raise ValueError(
@@ -90,17 +100,17 @@ def completed(given: Mapping[str, Any], layout: Layout) -> Config:
         )
     if config.get("n_local_heads", -1) == -1:
         config["n_local_heads"] = config["n_head"]
-    shared = config["n_local_heads"]
-    if type(shared) is not int or shared < 1 or config["n_head"] % shared:
+    key_heads = config["n_local_heads"]
+    if type(key_heads) is not int or key_heads < 1 or config["n_head"] % key_heads:
         raise ValueError(
-            f"config.json: n_local_heads must divide n_head={config['n_head']}, got {shared!r}"
+            f"config.json: n_local_heads must divide n_head={config['n_head']}, got {key_heads!r}"
         )
     return config
 
 
-def shared(config: Config) -> Config:
-    """The settings of transformers' config that every body has."""
-    return {
+def shared_host_config(config: ConfigDict) -> ConfigDict:
+    """The settings of transformers' config that every host model has."""
+    settings = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["dim"],
         "intermediate_size": config["intermediate_size"],
@@ -108,16 +118,19 @@ def shared(config: Config) -> Config:
         "num_attention_heads": config["n_head"],
         "max_position_embeddings": config["block_size"],
         "tie_word_embeddings": False,
-        **{name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        "crosslayer": str(arm(config)),
-        "crosslayer_widths": widths(config),
+        "crosslayer": str(connection_spec(config)),
+        "crosslayer_widths": mlp_widths(config),
     }
+    for name in TOKEN_IDS:
+        settings[name] = config.get(name)
+    return settings
 
 
-def shared_theirs(config: PreTrainedConfig) -> Config:
-    factory = make(config.crosslayer)
-    every = {name: bool(factory.options.get(name)) for name in ("round64", "expand_last")}
-    return {
+def shared_published_config(config: PreTrainedConfig) -> ConfigDict:
+    """The inverse of `shared_host_config`."""
+    spec = make(config.crosslayer)
+    is_dense = spec.name != "prenorm"
+    published = {
         "vocab_size": config.vocab_size,
         "dim": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -126,53 +139,59 @@ def shared_theirs(config: PreTrainedConfig) -> Config:
         "head_dim": config.hidden_size // config.num_attention_heads,
         "block_size": config.max_position_embeddings,
         "rope_base": config.rope_parameters["rope_theta"],
-        **{
-            name: getattr(config, name, None)
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        },
         "tie_word_embeddings": False,
-        "dense": factory.name != "prenorm",
+        "dense": is_dense,
         "dynamic_dense": True,
-        "sepln": factory.name != "prenorm",
-        **every,
+        "sepln": is_dense,
+        "round64": bool(spec.options.get("round64")),
+        "expand_last": bool(spec.options.get("expand_last")),
     }
+    for name in TOKEN_IDS:
+        published[name] = getattr(config, name, None)
+    return published
 
 
-def arm(config: Config) -> ConnectionSpec:
+def connection_spec(config: ConfigDict) -> ConnectionSpec:
+    """The connection of a completed config.json."""
     if not config["dense"]:
         return make("prenorm")
-    return ConnectionSpec(
-        "mudd", {name: True for name in ("round64", "expand_last") if config[name]}
-    )
+    return make("mudd", **{name: True for name in ("round64", "expand_last") if config[name]})
 
 
-def same_arm(first: str, second: str) -> bool:
-    a, b = make(first), make(second)
-    return (
-        a.name == b.name
-        and default_options(a.method) | a.options == default_options(b.method) | b.options
-    )
-
-
-def widths(config: Config) -> list[int]:
-    L, F = config["n_layer"], config["intermediate_size"]
+def mlp_widths(config: ConfigDict) -> list[int]:
+    """F_l, the hidden width of each block's MLP."""
+    L = config["n_layer"]
+    F = config["intermediate_size"]
     return [round(F * (l / (L - 1) + 0.5) / 128) * 128 for l in range(L)]
 
 
-def dense_rows(config: Config, body: str, readout: str) -> list[Row]:
+def dense_rows(config: ConfigDict, backbone: str, final_norm: str) -> list[TensorRow]:
+    """The rows of the dense connections.
+
+    Args:
+        config: a completed config.json.
+        backbone: transformers' name of the module that has the layers.
+        final_norm: transformers' name of the final norm, beneath which the readout's parameters
+            are.
+    """
     if not config["dense"]:
         return []
-    sites = [f"{body}.layers.{l}.connections.0." for l in range(1, config["n_layer"])]
+    sites = [f"{backbone}.layers.{l}.connections.0." for l in range(1, config["n_layer"])]
+    sites.append(f"{final_norm}.connection.")
     rows = []
-    for l, site in enumerate([*sites, f"{readout}.connection."]):
-        rows += placed([row._replace(theirs=row.theirs.format(l=l)) for row in DENSE], "", site)
+    for l, site in enumerate(sites):
+        of_block = [row._replace(source=row.source.format(l=l)) for row in DENSE_ROWS]
+        rows += prefix_rows(of_block, "", site)
     return rows
 
 
-def stacked(*sizes: int) -> Change:
-    """Their one matrix of q, k and v, whose rows come one after the other, as three."""
+def split_rows(*sizes: int) -> TensorChange:
+    """One matrix as several, which have `sizes` of its rows."""
 
-    def there(fused: Tensor) -> Tensors:
+    def split_matrix(fused: Tensor) -> Tensors:
         return tuple(part.clone() for part in fused.split(sizes))
 
-    return Change(there, lambda *parts: (torch.cat(parts),))
+    def join_matrices(*parts: Tensor) -> Tensors:
+        return (torch.cat(parts),)
+
+    return TensorChange(split_matrix, join_matrices)

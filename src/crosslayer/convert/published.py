@@ -1,4 +1,6 @@
-"""Published checkpoints of whole models: their folder to a transformers model with its connection, and back."""
+"""Published checkpoints of whole models: from their folder to a connected model of transformers,
+and back.
+"""
 
 import json
 from pathlib import Path
@@ -6,89 +8,109 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..hf import from_pretrained
-from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights, check_weights, read_json
+from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights, read_json
 from ..hf.host_quirks import ROPE_DTYPES
-from ..validation import DTYPES, check_choice, did_you_mean
+from ..spec import make
+from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia
-from .layout import UNUSED, completed, same_arm
-from .rows import check_names, check_shapes, convert, turned
+from .layout import IDLE_TENSORS, ConfigDict, complete_config
+from .rows import all_options, check_names, check_shapes, convert_tensors, reverse_rows
 
 LAYOUTS = {"muddformer": muddformer.LAYOUT, "muddpythia": muddpythia.LAYOUT}
-HOSTS = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}
+LAYOUT_OF_HOST = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}
 
 
 def load_published(
     folder: str | Path, rope: str | None = None, dtype: torch.dtype | str | None = None
 ) -> PreTrainedModel:
-    """A published checkpoint (MUDDFormer's or MUDDPythia's layout) as a connected transformers model.
+    """A published checkpoint (MUDDFormer's or MUDDPythia's layout) as a connected model of
+    transformers.
 
     Args:
         folder: has config.json and the weights as safetensors, single or sharded with an index.
-        rope: "exact" (also None), or "bfloat16" or "float16": what RoPE's cos and sin are rounded to. MUDDFormer's
-            reference rounds them to bfloat16 and MUDDPythia's to float16. It is kept in the config.
-        dtype: of the body, that of the embedding in the file where None; connection parameters are float32.
+        rope: the dtype that RoPE's cos and sin are rounded to: "exact" (also None), "bfloat16" as
+            in MUDDFormer's reference, or "float16" as in MUDDPythia's. The model's config keeps it.
+        dtype: of the backbone; None is the dtype of the embedding in the file. Connection
+            parameters are float32.
 
     Raises:
-        ValueError: the folder, its config.json or its weights are not whole, or of a layout that is not known. All
-            names and shapes are checked before a model is built.
+        ValueError: the layout is unknown, or config.json or the weights are damaged or incomplete.
+            All names and shapes are checked before a model is built.
     """
     folder = Path(folder)
-    dtype = check_choice("dtype", dtype, DTYPES) if isinstance(dtype, str) else dtype
-    given = read_json(folder / "config.json")
+    if isinstance(dtype, str):
+        dtype = parse_dtype(dtype)
+    given_config = read_json(folder / "config.json")
     weights = FolderWeights(folder)
-    layout = LAYOUTS[named(given, weights, folder)]
-    config = completed(given, layout)
-    cls, settings = layout.host(config)
+    layout = LAYOUTS[_find_layout(given_config, weights, folder)]
+    config = complete_config(given_config, layout)
+    model_class, settings = layout.host_config(config)
     if check_choice("rope", rope or "exact", ROPE_DTYPES) is not None:
         settings["crosslayer_rope"] = rope
-    host = cls.config_class(**settings)
-    rows = layout.rows(config)
-    shapes = {
-        n: s for n, s in weights.shapes.items() if config["dense"] or not n.startswith(UNUSED)
-    }
+    host_config = model_class.config_class(**settings)
+    rows = layout.tensor_rows(config)
+
+    # Names and shapes, from the files' headers and a model without weights.
+    shapes = weights.shapes
+    if not config["dense"]:
+        shapes = {n: shape for n, shape in shapes.items() if not n.startswith(IDLE_TENSORS)}
     with torch.device("meta"):
-        expected = convert(turned(rows), cls(host).state_dict())
+        host_tensors = model_class(host_config).state_dict()
+    expected = convert_tensors(reverse_rows(rows), host_tensors)
     try:
         check_names(expected, shapes)
         check_shapes(expected, shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+
     tensors = {name: tensor for name, tensor in weights.read().items() if name in shapes}
-    dtype = tensors["tok_embeddings.weight"].dtype if dtype is None else dtype
-    return cls.from_pretrained(None, config=host, state_dict=convert(rows, tensors), dtype=dtype)
+    if dtype is None:
+        dtype = tensors["tok_embeddings.weight"].dtype
+    state_dict = convert_tensors(rows, tensors)
+    return model_class.from_pretrained(None, config=host_config, state_dict=state_dict, dtype=dtype)
 
 
 def save_published(model: PreTrainedModel, folder: str | Path) -> None:
-    """The way back: config.json and model.safetensors in the published layout, in the body's dtype.
+    """The inverse of `load_published`: config.json and model.safetensors, in the dtype of the
+    backbone.
 
-    What `load` took comes back to the last bit, but for the idle dense parameters of a checkpoint with dense=False.
-    The layout does not say how RoPE's table is rounded.
+    Bitwise the same as what `load_published` read, without the idle dense parameters of a
+    checkpoint with dense=False. The layout does not say how RoPE's table is rounded.
+
+    Args:
+        model: a Llama, Qwen3 or GPT-NeoX connected with "mudd" or "prenorm".
+        folder: to write.
 
     Raises:
-        ValueError: the model is no Llama, Qwen3 or GPT-NeoX connected with MUDD or "prenorm", or has an option that
-            the layout cannot say. Nothing is written then.
+        ValueError: the layout cannot represent the model. Nothing is written then.
     """
     config: Any = model.config
-    if config.model_type not in HOSTS or not hasattr(config, "crosslayer"):
-        connected = (
-            f"with {config.crosslayer!r}" if hasattr(config, "crosslayer") else "unconnected"
-        )
+    spec = getattr(config, "crosslayer", None)
+    if config.model_type not in LAYOUT_OF_HOST or spec is None:
+        connection = "unconnected" if spec is None else f"with {spec!r}"
         raise ValueError(
-            f"the published layouts are of {', '.join(HOSTS)}, got {config.model_type!r} {connected}"
+            f"the published layouts are of {', '.join(LAYOUT_OF_HOST)}, "
+            f"got {config.model_type!r} {connection}"
         )
-    name = HOSTS[config.model_type]
+    name = LAYOUT_OF_HOST[config.model_type]
     layout = LAYOUTS[name]
-    theirs = layout.theirs(config)
-    for key, wanted in layout.host(completed(theirs, layout))[1].items():
-        found: Any = getattr(config, key, None)
-        if not (same_arm(found, wanted) if key == "crosslayer" else found == wanted):
+    published_config = layout.published_config(config)
+    # What loading would make of this config.json must be the model's own config.
+    _, settings = layout.host_config(complete_config(published_config, layout))
+    for key, expected in settings.items():
+        value = getattr(config, key, None)
+        is_equal = value == expected
+        if key == "crosslayer":
+            is_equal = _is_same_spec(spec, expected)
+        if not is_equal:
             raise ValueError(
-                f"the layout of {layout.architecture} cannot say {key}={found!r}, only {wanted!r}"
+                f"the layout of {layout.architecture} cannot represent {key}={value!r}, "
+                f"only {expected!r}"
             )
-    tensors = convert(turned(layout.rows(theirs)), model.state_dict())
+    rows = layout.tensor_rows(published_config)
+    tensors = convert_tensors(reverse_rows(rows), model.state_dict())
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
@@ -96,68 +118,45 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
         folder / WEIGHTS_FILE,
         {"format": "pt"},
     )
-    whole = {
+    header = {
         "architectures": [layout.architecture],
         "model_type": name,
-        "dtype": str(model.dtype).split(".")[1],
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
-    (folder / "config.json").write_text(json.dumps(whole | theirs, indent=2) + "\n")
+    content = json.dumps(header | published_config, indent=2)
+    (folder / "config.json").write_text(content + "\n")
 
 
-def named(config: dict[str, Any], weights: FolderWeights, folder: Path) -> str:
-    """The layout's name: what config.json says, or else what the weights look like."""
+def is_published(folder: Path) -> bool:
+    """Whether a folder's config.json has a published layout rather than transformers'."""
+    config = read_json(folder / "config.json")
+    if "model_type" in config:
+        return config["model_type"] in LAYOUTS
+    return "n_layer" in config
+
+
+def _find_layout(config: ConfigDict, weights: FolderWeights, folder: Path) -> str:
+    """The layout's name, which config.json says or the names of the weights show."""
     if isinstance(config.get("crosslayer"), str):
         raise ValueError(
-            f"{folder} is a transformers folder already; AutoModelForCausalLM.from_pretrained loads it"
+            f"{folder} is a transformers folder already; "
+            "AutoModelForCausalLM.from_pretrained loads it"
         )
-    said = config.get("model_type")
-    if said in LAYOUTS:
-        return str(said)
-    if (
-        said is None
-        and {"dim", "n_layer"} <= config.keys()
-        and "tok_embeddings.weight" in weights.shapes
-    ):
+    model_type = config.get("model_type")
+    if model_type in LAYOUTS:
+        return str(model_type)
+    if model_type is not None:
+        reason = f"model_type {model_type!r}{did_you_mean(str(model_type), LAYOUTS)}"
+    elif {"dim", "n_layer"} <= config.keys() and "tok_embeddings.weight" in weights.shapes:
+        # gpt-fast's names; MUDDPythia's norms have biases
         return "muddpythia" if "norm.bias" in weights.shapes else "muddformer"
-    what = (
-        f"model_type {said!r}{did_you_mean(str(said), LAYOUTS)}"
-        if said
-        else "neither a model_type nor gpt-fast's names"
-    )
-    raise ValueError(f"{folder} is of no known layout ({what}); known: {', '.join(LAYOUTS)}")
+    else:
+        reason = "neither a model_type nor gpt-fast's names"
+    raise ValueError(f"{folder} is of no known layout ({reason}); known: {', '.join(LAYOUTS)}")
 
 
-def published(folder: Path) -> bool:
-    """Whether a folder's config.json is of a published layout rather than transformers' own."""
-    config = read_json(folder / "config.json")
-    return config.get("model_type") in LAYOUTS or (
-        "model_type" not in config and "n_layer" in config
-    )
-
-
-def open_model(
-    folder: str | Path, dtype: torch.dtype | str = "auto", rope: str | None = None
-) -> PreTrainedModel:
-    """Any language model in a folder: a published checkpoint, a connected model, or a plain one of transformers.
-
-    Args:
-        folder: with config.json and safetensors; no pickle is loaded.
-        dtype: of the body, by default as it was saved.
-        rope: of a published checkpoint, see `load`.
-
-    Raises:
-        ValueError: there is no whole model in the folder.
-    """
-    folder = Path(folder)
-    if published(folder):
-        return load_published(folder, rope, None if dtype == "auto" else dtype)
-    if rope is not None:
-        raise ValueError(
-            "rope is of a published checkpoint; this folder's config.json says its own"
-        )
-    if "crosslayer" in read_json(folder / "config.json"):
-        return from_pretrained(folder, dtype=dtype)
-    check_weights(folder)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, local_files_only=True
-    )
+def _is_same_spec(first: str, second: str) -> bool:
+    """Whether two specs are equal once defaults are filled in."""
+    a = make(first)
+    b = make(second)
+    return a.name == b.name and all_options(a) == all_options(b)

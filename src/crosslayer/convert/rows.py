@@ -1,152 +1,202 @@
-"""Names and layouts of parameters as rows of data, applied either way by one function.
+"""Names and layouts of parameters as rows of data, converted in either direction by one function.
 
-A row pairs their names with ours, several separated by spaces where one side splits or fuses what the other does not,
-and says what becomes of the tensors on the way there and on the way back. Names are templates: `{l}` is filled in by
-`expand`.
+A row pairs the names of tensors in a source with their names in a target. A side has several names,
+separated by spaces, where it splits what the other side fuses. The row's change says how the
+tensors differ, in both directions. Names are templates: `expand_rows` fills in `{l}`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..connection import Connection
+from ..spec import COMMON_OPTIONS, ConnectionSpec, default_options
 from ..validation import did_you_mean
 
 Tensors = tuple[Tensor, ...]
 
 
-class Change(NamedTuple):
-    """What becomes of a row's tensors; the names say how many come in and go out. Works on the meta device too."""
+class TensorChange(NamedTuple):
+    """A change of a row's tensors and its inverse.
 
-    there: Callable[..., Tensors]
-    back: Callable[..., Tensors]
+    Each takes and returns as many tensors as the row has names. Both run on the meta device too.
+    """
+
+    apply: Callable[..., Tensors]
+    revert: Callable[..., Tensors]
 
 
-def same(*tensors: Tensor) -> Tensors:
+def _keep(*tensors: Tensor) -> Tensors:
     return tensors
 
 
-def transposed(t: Tensor) -> Tensors:
-    return (t.T.contiguous(),)
+def _transpose(tensor: Tensor) -> Tensors:
+    return (tensor.T.contiguous(),)
 
 
-SAME = Change(same, same)
-TRANSPOSED = Change(transposed, transposed)
+def _drop_first_axis(tensor: Tensor) -> Tensors:
+    return (tensor.squeeze(0),)
 
 
-class Row(NamedTuple):
-    theirs: str
-    ours: str
-    change: Change = SAME
+def _add_first_axis(tensor: Tensor) -> Tensors:
+    return (tensor.unsqueeze(0),)
 
 
-class Connections(NamedTuple):
-    """The parameters of a row of connections, apart from any model."""
-
-    arm: str
-    states: list[
-        dict[str, Tensor]
-    ]  # one a site, the readout's last; own parameters alone, no norms
-    unused: dict[str, Tensor]  # theirs that no site reads; they go back as they came
+KEEP = TensorChange(_keep, _keep)
+TRANSPOSE = TensorChange(_transpose, _transpose)
+DROP_FIRST_AXIS = TensorChange(_drop_first_axis, _add_first_axis)  # [1, N] -> [N]
 
 
-def expand(rows: Iterable[Row], **values: object) -> list[Row]:
+class TensorRow(NamedTuple):
+    """One or several tensors under their names in the source and in the target."""
+
+    source: str
+    target: str
+    change: TensorChange = KEEP
+
+
+class ConnectionParameters(NamedTuple):
+    """The parameters of a model's connections, without the model.
+
+    Args:
+        spec: the connection they belong to.
+        sites: by site the connection's own parameters, without its norms; the readout is the last.
+        unused: tensors of the source that no site reads; saving returns them unchanged.
+    """
+
+    spec: ConnectionSpec
+    sites: list[dict[str, Tensor]]
+    unused: dict[str, Tensor]
+
+
+def expand_rows(rows: Iterable[TensorRow], **values: object) -> list[TensorRow]:
     """The rows with `{name}` filled in on both sides."""
-    return [Row(row.theirs.format(**values), row.ours.format(**values), row.change) for row in rows]
+    return [
+        TensorRow(row.source.format(**values), row.target.format(**values), row.change)
+        for row in rows
+    ]
 
 
-def turned(rows: Iterable[Row]) -> list[Row]:
-    """The way back."""
-    return [Row(row.ours, row.theirs, Change(row.change.back, row.change.there)) for row in rows]
+def prefix_rows(rows: Iterable[TensorRow], source: str, target: str) -> list[TensorRow]:
+    """The rows with a prefix before the names of each side."""
+    return [
+        TensorRow(_prefix_names(row.source, source), _prefix_names(row.target, target), row.change)
+        for row in rows
+    ]
 
 
-def convert(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors as ours; ours as theirs with `turned(rows)`.
+def _prefix_names(names: str, prefix: str) -> str:
+    return " ".join(prefix + name for name in names.split())
+
+
+def reverse_rows(rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """The rows with source and target exchanged."""
+    return [
+        TensorRow(row.target, row.source, TensorChange(row.change.revert, row.change.apply))
+        for row in rows
+    ]
+
+
+def convert_tensors(rows: Iterable[TensorRow], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The source's tensors as the target's.
+
+    Args:
+        rows: the names of all tensors on both sides.
+        tensors: the source's, all of them.
 
     Raises:
-        ValueError: a tensor of a row is not there, or one that is there is in no row.
+        ValueError: a tensor of a row is missing, or a tensor is in no row.
     """
     rows = list(rows)
-    check_names([name for row in rows for name in row.theirs.split()], tensors)
+    check_names([name for row in rows for name in row.source.split()], tensors)
     converted: dict[str, Tensor] = {}
     for row in rows:
-        out = row.change.there(*(tensors[name] for name in row.theirs.split()))
-        converted |= dict(zip(row.ours.split(), out, strict=True))
+        changed = row.change.apply(*(tensors[name] for name in row.source.split()))
+        converted |= dict(zip(row.target.split(), changed, strict=True))
     return converted
 
 
 def check_names(expected: Iterable[str], given: Iterable[str]) -> None:
-    """Raise a ValueError that names the first tensor missing, or the first one nobody expects."""
-    expected, given = set(expected), set(given)
-    missing, foreign = sorted(expected - given), sorted(given - expected)
-    for what, names, others in (
-        ("missing", missing, foreign),
-        ("of no known part", foreign, expected),
-    ):
-        if names:
-            many = (
-                f"{len(names)} tensors are {what}, the first"
-                if names[1:]
-                else f"a tensor is {what}"
-            )
-            raise ValueError(f"{many}: {names[0]!r}{did_you_mean(names[0], others)}")
+    """Raise a ValueError that names the first missing tensor, or the first unknown one."""
+    expected = set(expected)
+    given = set(given)
+    missing = sorted(expected - given)
+    unknown = sorted(given - expected)
+    if missing:
+        raise ValueError(_describe_names("missing", missing, unknown))
+    if unknown:
+        raise ValueError(_describe_names("unknown", unknown, expected))
+
+
+def _describe_names(problem: str, names: list[str], candidates: Iterable[str]) -> str:
+    what = f"a tensor is {problem}"
+    if len(names) > 1:
+        what = f"{len(names)} tensors are {problem}, the first"
+    return f"{what}: {names[0]!r}{did_you_mean(names[0], candidates)}"
 
 
 def check_shapes(expected: Mapping[str, Tensor], given: Mapping[str, Iterable[int]]) -> None:
-    """Raise a ValueError that names the first tensor whose shape is another than expected."""
+    """Raise a ValueError that names the first tensor with an unexpected shape."""
     for name, tensor in expected.items():
-        if tuple(given[name]) != tuple(tensor.shape):
-            raise ValueError(
-                f"{name!r} has the shape {tuple(given[name])}, expected {tuple(tensor.shape)}"
-            )
+        shape = tuple(given[name])
+        if shape != tuple(tensor.shape):
+            raise ValueError(f"{name!r} has the shape {shape}, expected {tuple(tensor.shape)}")
 
 
-def placed(rows: Iterable[Row], theirs: str, ours: str) -> list[Row]:
-    """The rows beneath a prefix on either side."""
-    return [Row(prefixed(row.theirs, theirs), prefixed(row.ours, ours), row.change) for row in rows]
-
-
-def prefixed(names: str, prefix: str) -> str:
-    return " ".join(prefix + name for name in names.split())
-
-
-def split(tensors: Mapping[str, Tensor], sites: int) -> list[dict[str, Tensor]]:
-    """`{"3.fn": t}` as one dictionary a site."""
-    states: list[dict[str, Tensor]] = [{} for _ in range(sites)]
+def split_sites(tensors: Mapping[str, Tensor], sites: int) -> list[dict[str, Tensor]]:
+    """`{"3.fn": t}` as one dictionary for each site."""
+    by_site: list[dict[str, Tensor]] = [{} for _ in range(sites)]
     for name, tensor in tensors.items():
-        site, own = name.split(".", 1)
-        states[int(site)][own] = tensor
-    return states
+        site, parameter = name.split(".", 1)
+        by_site[int(site)][parameter] = tensor
+    return by_site
 
 
-def joined(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{site}.{name}": t for site, state in enumerate(states) for name, t in state.items()}
+def join_sites(sites: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One dictionary for each site as `{"3.fn": t}`."""
+    joined = {}
+    for index, tensors in enumerate(sites):
+        for name, tensor in tensors.items():
+            joined[f"{index}.{name}"] = tensor
+    return joined
+
+
+def all_options(spec: ConnectionSpec) -> dict[str, Any]:
+    """The options of a spec, with the defaults of those it leaves out."""
+    return COMMON_OPTIONS | default_options(spec.method) | spec.options
 
 
 @torch.no_grad()
-def fill(sites: Iterable[Connection], connections: Connections) -> None:
-    """Put the parameters into a row of connections built from `connections.arm`.
+def fill_connections(sites: Iterable[Connection], parameters: ConnectionParameters) -> None:
+    """Copy parameters into connections that were built from `parameters.spec`.
+
+    Args:
+        sites: the connections in the order of depth, the readout last.
+        parameters: what `load_connections` of a module here returned.
 
     Raises:
         ValueError: a site's own parameters have other names or shapes. Nothing is changed then.
     """
-    sites = list(sites)
-    own = [dict(site.named_parameters(recurse=False)) for site in sites]
-    if len(own) != len(connections.states):
+    own_parameters = [dict(site.named_parameters(recurse=False)) for site in sites]
+    if len(own_parameters) != len(parameters.sites):
         raise ValueError(
-            f"the parameters are of {len(connections.states)} sites, got {len(own)} connections"
+            f"the parameters are of {len(parameters.sites)} sites, "
+            f"got {len(own_parameters)} connections"
         )
-    wanted, given = joined(own), joined(connections.states)
-    check_names(wanted, given)
-    check_shapes(wanted, {name: t.shape for name, t in given.items()})
-    for name, parameter in wanted.items():
+    expected = join_sites(own_parameters)
+    given = join_sites(parameters.sites)
+    check_names(expected, given)
+    check_shapes(expected, {name: tensor.shape for name, tensor in given.items()})
+    for name, parameter in expected.items():
         parameter.copy_(given[name])
 
 
-def own_states(sites: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
-    """What `fill` puts in, taken out again: every site's own parameters, without its norms."""
-    return [
-        {n: p.detach().clone() for n, p in site.named_parameters(recurse=False)} for site in sites
-    ]
+def read_connections(sites: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
+    """The inverse of `fill_connections`: copies of each site's own parameters, without norms."""
+    copies = []
+    for site in sites:
+        parameters = site.named_parameters(recurse=False)
+        copies.append({name: parameter.detach().clone() for name, parameter in parameters})
+    return copies

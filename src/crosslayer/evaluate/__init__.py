@@ -1,16 +1,29 @@
-"""What a connected model can do: lm-evaluation-harness on local files, and perplexity of a text or of target spans.
+"""What a language model can do: tasks of lm-evaluation-harness, and perplexity of texts and of
+target spans.
 
-    from crosslayer.evaluate import evaluate
+from crosslayer.evaluate import evaluate_tasks, text_perplexity
 
-    results = evaluate("pythia-mudd", ["lambada", "piqa"], fewshot=[0, 5], data="eval/")
-
-Scoring is the harness's own (`lm_eval`, its `hf` model class); nothing here reaches for the network. Two things differ
-from the harness's defaults: log-probabilities are taken in float32 whatever the model's dtype, and the standard error
-of a perplexity comes from 1,000 bootstrap draws. `tasks` says where the tasks differ, `text` what a text's and a
-span's numbers mean.
+results = evaluate_tasks(model, tokenizer, ["lambada_openai", "piqa"], num_fewshot=5)
+perplexity = text_perplexity(model, tokenizer, [Path("novel.txt").read_text()])
 """
 
-from .run import evaluate
-from .tasks import TASKS
+from .harness_tasks import evaluate_tasks, find_tasks
+from .perplexity import (
+    Span,
+    SpanPerplexity,
+    TextPerplexity,
+    read_spans,
+    span_perplexity,
+    text_perplexity,
+)
 
-__all__ = ["TASKS", "evaluate"]
+__all__ = [
+    "Span",
+    "SpanPerplexity",
+    "TextPerplexity",
+    "evaluate_tasks",
+    "find_tasks",
+    "read_spans",
+    "span_perplexity",
+    "text_perplexity",
+]

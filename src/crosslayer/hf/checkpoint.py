@@ -46,11 +46,13 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     if is_diffusers_model:
         register_with_diffusers()
     else:
-        # The host's class would read the saved model type as another one's, and warn.
-        config, options = cls.config_class.from_dict(
-            host_config_dict(config_dict), return_unused_kwargs=True, **options
-        )
-        options |= {"config": config, "dtype": dtype}
+        if "config" not in options:
+            # The host's class itself would warn of another model type in config.json.
+            config, options = cls.config_class.from_dict(
+                host_config_dict(config_dict), return_unused_kwargs=True, **options
+            )
+            options["config"] = config
+        options["dtype"] = dtype
     model, info = cls.from_pretrained(
         folder,
         use_safetensors=True,
@@ -60,8 +62,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     )
     _check_loading_info(info, folder)
     if is_diffusers_model and dtype is not None:
-        # diffusers would cast the connections while loading; a connected model's `to` keeps them in
-        # float32.
+        # While loading, diffusers would cast the connections too; `to` keeps them in float32.
         model = model.to(dtype)
     return model
 
@@ -91,8 +92,7 @@ def check_weights(folder: Path) -> None:
 
 
 class FolderWeights:
-    """The tensors in a folder: their shapes at once, from the headers of the files; the tensors
-    from `read`.
+    """The tensors in a folder. Their shapes are read at once, from the headers of the files.
 
     Args:
         folder: has one safetensors file, or several with an index.

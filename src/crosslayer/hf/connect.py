@@ -186,8 +186,9 @@ def inequivalence_reason(method: type[Connection[Any]], family: Family) -> str:
 
 
 def looks_pretrained(backbone: Any, family: Family) -> bool:
-    """Whether the final norm has left its initial value, or, where it has no weight, the model was
-    loaded.
+    """Whether the final norm has left its initial value.
+
+    Where the norm has no weight: whether the model was loaded from somewhere.
     """
     weight = getattr(getattr(backbone, family.final), "weight", None)
     if weight is None:
@@ -237,9 +238,7 @@ def _unshare_config(model: Any) -> None:
 
 
 def _host_norms(layer: nn.Module, family: Family) -> NormFactory:
-    """The norms of a layer's ports: references to the host's, and copies where k and v are fed
-    separately.
-    """
+    """The norms of a layer's ports: references to the host's, and copies of it for k and v."""
 
     def norm(port: str) -> nn.Module:
         sublayer = family.mlp if port == "mlp" else family.attn
@@ -251,9 +250,7 @@ def _host_norms(layer: nn.Module, family: Family) -> NormFactory:
 
 
 def _readout_norms(backbone: nn.Module, final: nn.Module) -> NormFactory:
-    """The norms of the readout: a reference to the host's final norm, and copies for further
-    ports.
-    """
+    """The norms of the readout: a reference to the host's final norm; copies for more ports."""
 
     def norm(port: str) -> nn.Module:
         if port == "out":
@@ -266,8 +263,9 @@ def _readout_norms(backbone: nn.Module, final: nn.Module) -> NormFactory:
 def _make_on_device(
     spec: ConnectionSpec, site: Site, dim: int, norm: NormFactory, like: nn.Module
 ) -> Connection[Any]:
-    """A connection on the device of `like`. Its own parameters are float32, or float64 in a float64
-    model.
+    """A connection on the device of `like`.
+
+    Its own parameters are float32, or float64 in a float64 model.
     """
     parameter = next(like.parameters())
     with torch.device(parameter.device):

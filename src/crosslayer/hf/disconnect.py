@@ -81,9 +81,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
 
 @torch.no_grad()
 def _max_input_difference(connections: list[Connection[Any]], like: Tensor) -> float:
-    """The largest difference of a normed input from the plain residual's, over all sites and a few
-    random tokens.
-    """
+    """The largest difference of a normed input from the plain residual's, for random streams."""
     generator = torch.Generator().manual_seed(0)
 
     def random_stream() -> Tensor:

@@ -22,8 +22,9 @@ class Sublayer(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """How the outputs of one projection are divided: `groups` times sizes[0] of q, sizes[1] of k,
-    sizes[2] of v.
+    """How the outputs of one projection are divided between q, k and v.
+
+    They are `groups` times: sizes[0] of q, sizes[1] of k, sizes[2] of v.
     """
 
     groups: int
@@ -50,15 +51,12 @@ class Family(NamedTuple):
 
     attn: Sublayer
     mlp: Sublayer
-    qkv: tuple[
-        str, ...
-    ]  # within the attention: the projections of q, k and v, or the one that is all three
+    qkv: tuple[str, ...]  # projections within the attention: of q, k and v, or one of all three
     layers: str = "layers"  # within the backbone: the list of layers ...
     final: str = "norm"  # ... and the final norm
     parallel: str | None = None  # the config's switch for attention and MLP in parallel
-    fused: Callable[[Any], Fused] | None = (
-        None  # given the config, where one projection is q, k and v
-    )
+    # The order of the outputs where one projection is q, k and v, given the config.
+    fused: Callable[[Any], Fused] | None = None
     width: str = "config.hidden_size"  # of the stream, from the backbone
     condition: Condition | None = None  # where layers are conditioned on more than their input
 
@@ -82,9 +80,7 @@ def qkv_concatenated(config: Any) -> Fused:
 def adaln_zero(
     layer: Any, dtype: torch.dtype, arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Modulation]]:
-    """adaLN-Zero (DiT, arXiv 2212.09748): six vectors from the timestep and the class, three a
-    sub-layer.
-    """
+    """adaLN-Zero (DiT, arXiv 2212.09748): three vectors a sub-layer from timestep and class."""
     emb = layer.norm1.emb(arguments["timestep"], arguments["class_labels"], hidden_dtype=dtype)
     vectors = layer.norm1.linear(layer.norm1.silu(emb))[:, None].chunk(6, -1)
     attention_arguments = dict(arguments["cross_attention_kwargs"] or {})

@@ -1,9 +1,9 @@
-"""What published checkpoints compute and transformers' classes do not: named in config.json and
-rebuilt from it.
+"""What published checkpoints compute and transformers' classes do not.
 
-crosslayer_rope      "bfloat16" or "float16": RoPE's cos and sin are rounded to it, like the
-reference's table crosslayer_qk_norm   true: GPT-NeoX's q and k pass an RMSNorm per head before
-RoPE, with eps `layer_norm_eps`
+Two keys of config.json name it, and `apply_host_quirks` rebuilds it:
+
+    crosslayer_rope      "bfloat16" or "float16": RoPE's cos and sin are rounded to it
+    crosslayer_qk_norm   true: GPT-NeoX's q and k pass an RMSNorm per head before RoPE
 """
 
 from typing import Any
@@ -73,8 +73,9 @@ class RoundedRope:
 
 
 class NormedProjection(FusedLinear):
-    """GPT-NeoX's projection of q, k and v, outputs (head, q | k | v, channel), with an RMSNorm per
-    head on q and k.
+    """GPT-NeoX's projection of q, k and v, with an RMSNorm per head on q and k.
+
+    Its outputs are in the order (head, q | k | v, channel).
     """
 
     q_norm: LlamaRMSNorm

@@ -1,5 +1,4 @@
-"""What a host's modules become: its backbone, its layers, its final norm, and the norms that
-connections use.
+"""What the modules of a host become when `connect` connects it.
 
 `connect` swaps the classes of three kinds of module (see `class_swap`): the backbone becomes a
 `ConnectedModel`, each layer a `ConnectedLayer`, and the final norm the `ReadoutNorm`. Between
@@ -23,8 +22,9 @@ from .qkv import QKVInputs
 
 
 class ConnectedModel:
-    """The backbone, which owns the layers. transformers calls its `_init_weights` for what a
-    checkpoint lacks.
+    """The backbone, which owns the layers.
+
+    transformers calls its `_init_weights` for parameters that a checkpoint lacks.
     """
 
     connection_spec: str  # the connection's name and options
@@ -99,18 +99,14 @@ class HiddenState(NamedTuple):
 
 
 class OpaqueTree:
-    """The structure of a pytree on its way through a layer. FSDP would take the bare dataclass
-    apart.
-    """
+    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart."""
 
     def __init__(self, spec: TreeSpec):
         self.spec = spec
 
 
 class ConnectionOwner:
-    """A module with connections as submodules. A host's checkpoint also fills the norms that
-    connections own.
-    """
+    """A module with connections. A host's checkpoint fills the norms that these own, too."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         for name, norm in self.named_modules():  # type: ignore[attr-defined]
@@ -220,8 +216,9 @@ class ReadoutNorm(ConnectionOwner):
 
 
 class NormReference(nn.Module):
-    """A norm of the host's, looked up at each call and not registered a second time. It may be
-    replaced meanwhile.
+    """A norm of the host's, looked up at each call, as an adapter may have replaced it.
+
+    It is not registered a second time.
 
     Args:
         owner: the layer that has the norm.

@@ -18,8 +18,7 @@ _MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
 def growing_widths(layers: int, width: int) -> list[int]:
-    """The hidden widths of MUDD's Eq. 9, from half the width in the first layer to one and a half
-    in the last.
+    """The hidden widths of MUDD's Eq. 9, from half the config's width to one and a half.
 
         D_f'(i) = (0.5 (L − i) + 1.5 (i − 1)) / (L − 1) · D_f      i = 1 … L
 

@@ -1,6 +1,4 @@
-"""Separate inputs for q, k and v: an attention whose projections take their inputs from three
-ports.
-"""
+"""Separate inputs for q, k and v: an attention that takes its inputs from three ports."""
 
 from functools import partial
 from typing import Any
@@ -14,9 +12,7 @@ from .families import Fused
 
 
 class QKVInputs(tuple):
-    """The inputs of q, k and v, which the attention takes for one tensor until each projection
-    selects its own.
-    """
+    """The inputs of q, k and v, in place of one tensor until each projection selects its own."""
 
     __slots__ = ()
     shape = property(lambda self: self[0].shape)
@@ -26,8 +22,9 @@ class QKVInputs(tuple):
 
 
 class SplitInputAttention:
-    """An attention whose projections select their inputs, also a projection set later: an adapter,
-    a quantised one.
+    """An attention whose projections select their inputs.
+
+    This includes a projection that is set later, like an adapter or a quantised one.
     """
 
     projections: tuple[str, ...]  # of q, k and v, or the one that is all three

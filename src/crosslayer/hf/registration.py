@@ -4,14 +4,14 @@ A saved connected model is its host's checkpoint with the connections' parameter
 `"crosslayer": "mudd"` in config.json. transformers without crosslayer would load that folder as the
 plain host and silently drop the connections. Therefore config.json gives the model type as
 "crosslayer-llama", and its `auto_map` refers to `crosslayer_model.py` in the same folder, which
-imports crosslayer. Without crosslayer the Auto classes refuse the folder; with
-`trust_remote_code=True` they import crosslayer, or say that it is missing. A host class called by
-name, like `LlamaForCausalLM.from_pretrained`, and diffusers' classes still load the host's weights
-and report the others as unexpected.
+imports crosslayer. In a process without crosslayer the Auto classes refuse the folder; with
+`trust_remote_code=True` they import crosslayer, or say that it is missing. Only a host class called
+by name, like `LlamaForCausalLM.from_pretrained`, and diffusers' classes still load the host's
+weights there, and report the others as unexpected.
 
 Importing `crosslayer.hf` calls `register_with_transformers`. It registers the saved model types
-with `AutoConfig`, and patches two functions for which transformers has no registration. diffusers
-gets one patch, once it is in use.
+with `AutoConfig`, and patches two methods for which transformers has no registration. diffusers
+gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model.
 """
 
 import functools
@@ -30,17 +30,14 @@ from .host_quirks import apply_host_quirks
 
 PREFIX = "crosslayer-"
 REMOTE_FILE = "crosslayer_model.py"
-REMOTE_CODE = '''"""The layers of this model are connected by crosslayer: pip install
-'crosslayer[hf]'.
-"""
+REMOTE_CODE = '''"""A model connected by crosslayer, which must be installed to load it."""
 
 from crosslayer.hf import SavedConfig  # noqa: F401
 '''
 
 
 class SavedConfig:
-    """The config of a saved connected model: reads "crosslayer-llama" and returns the host's own
-    config.
+    """Reads the config of a saved connected model, and returns the config of its host's class.
 
     `AutoConfig` finds it under every model type with our prefix, and in a process without
     crosslayer through `auto_map`. The config that it returns has the keys that name the connection,
@@ -60,16 +57,13 @@ class SavedConfig:
 
     @classmethod
     def register_for_auto_class(cls, *_: Any) -> None:
-        """transformers copies the code of registered classes into saved folders; this one has its
-        own file there.
-        """
+        """Nothing: transformers need not copy this class's code into saved folders."""
 
 
 @functools.cache
 def register_with_transformers() -> None:
     """Make transformers read, build and write connected models. A second call changes nothing."""
-    # A model with a connected part, like the language model of a vision-language model, has a type
-    # of its own too.
+    # All types, not only our families: a vision-language model may have a connected part.
     for model_type in list(CONFIG_MAPPING.keys()):
         AutoConfig.register(PREFIX + model_type, SavedConfig)
     # transformers has no hook between building a model and loading its weights.
@@ -84,13 +78,11 @@ def register_with_transformers() -> None:
 def register_with_diffusers() -> None:
     """Make diffusers build connected models from saved configs. A second call changes nothing.
 
-    The first function that meets a diffusers model calls it, because importing diffusers takes
-    seconds.
+    Whatever meets a diffusers model calls it, because importing diffusers takes seconds.
     """
     from diffusers import ConfigMixin
 
-    # diffusers has neither a registry of models nor a hook between building a model and loading its
-    # weights.
+    # diffusers has no registry of models, nor a hook between building one and loading weights.
     from_config = _connect_after_from_config(ConfigMixin.from_config.__func__)
     ConfigMixin.from_config = classmethod(from_config)
 
@@ -104,9 +96,7 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
 
 
 def mark_config(file: Path) -> None:
-    """Rewrite a config.json so that nothing mistakes it for the plain host's, and add the file it
-    refers to.
-    """
+    """Rewrite a config.json as a connected model's, and write the file that it refers to."""
     config = json.loads(file.read_text())
     config["model_type"] = PREFIX + config["model_type"].removeprefix(PREFIX)
     config["auto_map"] = {"AutoConfig": f"{Path(REMOTE_FILE).stem}.{SavedConfig.__name__}"}
@@ -115,9 +105,7 @@ def mark_config(file: Path) -> None:
 
 
 def host_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """A saved config as the host's class reads it: the host's model type, with the keys that name
-    the connection.
-    """
+    """A saved config with the host's model type, and with the keys that name the connection."""
     host_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
     host_dict["model_type"] = str(config_dict.get("model_type")).removeprefix(PREFIX)
     return host_dict
@@ -138,9 +126,7 @@ def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., N
 
 
 def _restore_model_type(config: Any) -> None:
-    """Give a config back its class's model type, where a host class called by name has read a
-    marked config.json.
-    """
+    """Undo `mark_config` in a config that a host class called by name has read."""
     if str(vars(config).get("model_type")).startswith(PREFIX):
         del config.model_type
         vars(config).pop("auto_map", None)
@@ -150,8 +136,7 @@ def _mark_after_writing(to_json_file: Callable[..., None]) -> Callable[..., None
     @functools.wraps(to_json_file)
     def marking_to_json_file(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
         to_json_file(self, json_file_path, *args, **kwargs)
-        # Where only a part of the model is connected, the part's config says so. It is a value of
-        # this one.
+        # Where only a part of the model is connected, the part's config within this one says so.
         configs = [self, *vars(self).values()]
         if any(getattr(config, "crosslayer", None) for config in configs):
             mark_config(Path(json_file_path))

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
@@ -290,7 +291,8 @@ class Trainer:
             self._batches = self.training_batches(self.state.step)
 
         # Nothing but the step's number, the seed and the rank decides what follows.
-        torch.manual_seed(hash((self.seed, step, self.fabric.global_rank)) % 2**63)  # of dropout
+        entropy = np.random.SeedSequence([self.seed, step, self.fabric.global_rank])
+        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))  # of dropout
         set_learning_rates(self.optimizers, step - 1, optimization)
 
         # Gradients of this rank's share of the batch.

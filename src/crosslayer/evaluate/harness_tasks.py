@@ -1,0 +1,144 @@
+"""Tasks of lm-evaluation-harness (`lm_eval`) on a model that is loaded, connected or not.
+
+Task names, prompts, few-shot examples and metrics are the harness's own. Log-probabilities are
+computed in float32 whatever the model's dtype is, as `lm_eval --model_args softmax_dtype=float32`
+does.
+"""
+
+import contextlib
+import copy
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..validation import check_non_negative, check_positive, did_you_mean
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BOOTSTRAP_ITERATIONS = 1000  # resamplings for the standard error of a perplexity
+
+
+def evaluate_tasks(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    tasks: Sequence[str],
+    task_manager: "TaskManager | None" = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    context: int | None = None,
+) -> dict[str, Any]:
+    """Evaluate a model on tasks of lm-evaluation-harness.
+
+    Args:
+        model: a language model of transformers.
+        tokenizer: its tokenizer.
+        tasks: the harness's names of tasks, groups and tags, or patterns like "arc_*".
+        task_manager: the harness's index of tasks, from `find_tasks`. None is the index of its own
+            tasks.
+        num_fewshot: examples before each document; None is what the task says.
+        limit: evaluate only the first documents of each task.
+        batch_size: sequences in a batch.
+        context: tokens that the model sees at once; None is what its config says.
+
+    Returns:
+        What `lm_eval.simple_evaluate` returns, like "results" by task and metric and "n-shot".
+
+    Raises:
+        ValueError: a task is unknown, its data cannot be loaded, or an answer is longer than the
+            context.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    check_positive(batch_size=batch_size)
+    if limit is not None:
+        check_positive(limit=limit)
+    if num_fewshot is not None:
+        check_non_negative(num_fewshot=num_fewshot)
+    if task_manager is None:
+        task_manager = find_tasks(tasks)
+    has_no_first_token = tokenizer.bos_token_id is None and tokenizer.eos_token_id is None
+    with _log_level("lm_eval.models.huggingface", logging.ERROR):
+        harness_model = HFLM(
+            pretrained=model,  # the harness warns that it is not a name
+            backend="causal",
+            tokenizer=copy.deepcopy(tokenizer),  # the harness gives it a padding token
+            max_length=context,
+            batch_size=batch_size,
+            softmax_dtype="float32",
+            # the harness needs one even where no request is without context
+            prefix_token_id=0 if has_no_first_token else None,
+        )
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the harness prints remarks
+            return simple_evaluate(
+                harness_model,
+                tasks=task_manager.match_tasks(list(tasks)),
+                task_manager=task_manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP_ITERATIONS,
+                log_samples=False,
+            )
+    except OSError as error:  # ConnectionError and datasets' own errors are OSErrors
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"cannot load the data of {', '.join(tasks)} ({reason}); the harness downloads it from "
+            "the Hugging Face Hub once, so run this with a network first, or give tasks on local "
+            "files by --include-path"
+        ) from error
+    except AssertionError as error:  # the harness's only check of lengths is an assert
+        raise ValueError(
+            f"the harness refused a request of {', '.join(tasks)}: is an answer longer than the "
+            f"context of {harness_model.max_length} tokens?"
+        ) from error
+
+
+def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> "TaskManager":
+    """The harness's index of tasks, in which every one of `tasks` is known.
+
+    Args:
+        tasks: names or patterns.
+        include_path: a folder of YAML task files besides the harness's own.
+
+    Raises:
+        ValueError: the folder does not exist, or a task is unknown.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        if not Path(include_path).is_dir():
+            raise ValueError(f"{include_path}: no such folder of task files")
+        # The harness has 14,000 tasks, which take seconds to index. Local tasks do not need them.
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if set(tasks) <= set(manager.all_subtasks):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    check_task_names(tasks, manager)
+    return manager
+
+
+def check_task_names(tasks: Sequence[str], manager: "TaskManager") -> None:
+    """Raise a ValueError for a name that the harness does not know."""
+    for name in tasks:
+        if not manager.match_tasks([name]):
+            raise ValueError(
+                f"unknown task {name!r}{did_you_mean(name, manager.all_tasks)}; "
+                "`lm_eval ls tasks` lists the tasks of lm-evaluation-harness"
+            )
+
+
+@contextlib.contextmanager
+def _log_level(name: str, level: int) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    previous = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(previous)

@@ -1,0 +1,189 @@
+"""Perplexity of texts and of target spans against loops that score one window at a time."""
+
+import gzip
+import math
+import statistics
+
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity
+from crosslayer.evaluate.perplexity import Window, rolling_windows, split_window
+from tests.evaluate.tiny_models import byte_tokenizer, log_probabilities, tiny_model, write_lines
+
+TEXT = "".join(f"{i}: the quick “naïve” fox jumps over {i * i} lazy dogs.\n" for i in range(9))
+SHORT = "A second text.\n"
+END = 256
+CONTEXT = 32
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("mudd", CONTEXT)
+
+
+def nats_by_hand(model, tokens: list[int], stride: int) -> float:
+    """Of every token after the first, each in a window that ends where its stride ends."""
+    total, scored = 0.0, 1
+    for end in [*range(CONTEXT + 1, len(tokens), stride), len(tokens)]:
+        window = tokens[max(0, end - CONTEXT - 1) : end]
+        total -= log_probabilities(model, window)[-(end - scored) :].sum().item()
+        scored = end
+    return total
+
+
+@pytest.mark.parametrize(
+    ("stride", "end"),
+    [(None, "<|endoftext|>"), (11, None)],
+    ids=["disjoint-after-eos", "overlapping-without-eos"],
+)
+def test_text_by_hand(model, stride, end):
+    tokenizer = byte_tokenizer(end)
+    result = text_perplexity(model, tokenizer, [TEXT, SHORT], stride=stride, batch_size=5)
+    nats = count = 0
+    for text in (TEXT, SHORT):
+        tokens = tokenizer.encode(text)
+        assert len(tokens) == len(text.encode())
+        if end is not None:
+            tokens = [END, *tokens]
+        nats += nats_by_hand(model, tokens, stride or CONTEXT)
+        count += len(tokens) - 1
+    expected = {
+        "tokens": count,
+        "loss": nats / count,
+        "perplexity": math.exp(nats / count),
+        "bits_per_byte": nats / math.log(2) / count,
+        "word_perplexity": math.exp(nats / len((TEXT + SHORT).split())),
+    }
+    assert result._asdict() == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_equals_the_harness_rolling_loglikelihood(model):
+    harness_model = HFLM(
+        pretrained=model, tokenizer=byte_tokenizer(), batch_size=5, softmax_dtype="float32"
+    )
+    request = Instance("loglikelihood_rolling", {}, (TEXT,), 0)
+    (total,) = harness_model.loglikelihood_rolling([request])
+    result = text_perplexity(model, byte_tokenizer(), [TEXT])
+    assert result.loss * result.tokens == pytest.approx(-total, rel=1e-6)
+
+
+def test_a_text_without_tokens(model):
+    with pytest.raises(ValueError, match="the text has no token to score"):
+        text_perplexity(model, byte_tokenizer(None), ["", "a"])
+
+
+@pytest.mark.parametrize(
+    ("length", "stride"), [(1, 5), (2, 1), (33, 5), (34, 32), (100, 1), (100, 32)]
+)
+def test_rolling_windows_score_every_token_once(length, stride):
+    tokens = list(range(length))
+    windows = rolling_windows(tokens, CONTEXT, stride)
+    assert [token for window in windows for token in window.target] == tokens[1:]
+    for window in windows:
+        start, end = window.context[0], window.target[-1] + 1
+        assert window.context + window.target == tokens[start:end]
+        assert len(window.context) + len(window.target) <= CONTEXT + 1
+        assert len(window.context) >= min(CONTEXT - stride + 1, window.target[0])
+
+
+SPANS = [
+    Span("Question: is it? Answer:", " yes, it is"),
+    Span("Translate: chat", "\ncat"),
+    Span("A context that is longer than the window of the model and is truncated. So:", " no"),
+    Span("", "nothing before it"),
+    Span("trailing space ", "and words"),
+    Span("Long: ", "a target that is a good deal longer than the window of the model can hold"),
+]
+
+
+def span_nats_by_hand(model, spans: list[Span]) -> tuple[list[float], list[int]]:
+    encode = byte_tokenizer().encode
+    nats, counts = [], []
+    for context, target in spans:
+        space = context[len(context.rstrip()) :]
+        seen, scored = encode(context.rstrip()) or [END], encode(space + target)
+        piece = CONTEXT if len(scored) <= CONTEXT else CONTEXT // 2
+        total = 0.0
+        for i in range(0, len(scored), piece):
+            part = scored[i : i + piece]
+            window = (seen + scored[:i] + part)[-(CONTEXT + 1) :]
+            total -= log_probabilities(model, window)[-len(part) :].sum().item()
+        nats.append(total)
+        counts.append(len(scored))
+    return nats, counts
+
+
+def test_spans_by_hand(model):
+    result = span_perplexity(model, byte_tokenizer(), SPANS, batch_size=4)
+    nats, counts = span_nats_by_hand(model, SPANS)
+    losses = [total / count for total, count in zip(nats, counts, strict=True)]
+    expected = {
+        "spans": 6,
+        "tokens": sum(counts),
+        "truncated": 3,
+        "loss": sum(nats) / sum(counts),
+        "perplexity": math.exp(sum(nats) / sum(counts)),
+        "loss_by_span": statistics.mean(losses),
+        "loss_by_span_stderr": statistics.stdev(losses) / math.sqrt(6),
+    }
+    assert result._asdict() == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_span_has_no_standard_error(model):
+    result = span_perplexity(model, byte_tokenizer(), SPANS[:1])
+    assert math.isnan(result.loss_by_span_stderr) and result.loss_by_span == result.loss
+
+
+def test_training_mode_is_restored(model):
+    model.train()
+    text_perplexity(model, byte_tokenizer(), [SHORT])
+    assert model.training
+    model.eval()
+
+
+@pytest.mark.parametrize(("seen", "scored"), [(3, 5), (40, 5), (3, 32), (3, 33), (40, 100)])
+def test_split_windows_score_every_target_token_once(seen, scored):
+    tokens = list(range(seen + scored))
+    windows = split_window(Window(tokens[:seen], tokens[seen:]), CONTEXT)
+    assert [token for window in windows for token in window.target] == tokens[seen:]
+    for window in windows:
+        end = window.target[-1] + 1
+        length = min(CONTEXT + 1, end)
+        assert window.context + window.target == tokens[end - length : end]
+        assert window.context
+
+
+@pytest.mark.parametrize("keys", [("context", "target"), ("inputs", "targets")])
+def test_span_files(keys, tmp_path):
+    rows = [dict(zip(keys, span, strict=True)) for span in SPANS]
+    file = write_lines(tmp_path / "spans.jsonl", rows)
+    compressed = tmp_path / "spans.jsonl.gz"
+    compressed.write_bytes(gzip.compress(file.read_bytes()))
+    assert read_spans(file) == read_spans(compressed) == SPANS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"context": "a", "target": "b"}\n{"context": "a"}\n', "line 2 needs .* it has context"),
+        ('{"context": "a", "target": ""}\n', 'line 1 needs a "context"'),
+        ("[1, 2]\n", "line 1 is a list, expected an object"),
+        ('{"context": \n', "line 1 is not JSON"),
+        ("\n", "empty"),
+    ],
+)  # fmt: skip
+def test_span_files_that_are_wrong(content, message, tmp_path):
+    (tmp_path / "spans.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_spans(tmp_path / "spans.jsonl")
+    with pytest.raises(ValueError, match=r"no\.jsonl: cannot be read"):
+        read_spans(tmp_path / "no.jsonl")
+
+
+def test_context_and_stride_out_of_range(model):
+    with pytest.raises(ValueError, match="context must be from 2 to the model's 32, got 33"):
+        text_perplexity(model, byte_tokenizer(), [TEXT], context=33)
+    with pytest.raises(ValueError, match="stride must be from 1 to the context of 32, got 40"):
+        text_perplexity(model, byte_tokenizer(), [TEXT], stride=40)
