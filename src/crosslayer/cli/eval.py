@@ -90,7 +90,7 @@ def run(options: Any) -> int:
     # The bootstrap of standard errors would fork this process with the model in it.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
-    from ..data.sources import documents
+    from ..data.sources import read_documents
     from ..evaluate import (
         evaluate_tasks,
         find_tasks,
@@ -108,7 +108,7 @@ def run(options: Any) -> int:
         raise ValueError(f"{results_file} exists already; choose another folder")
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
-    texts = {name: [document.text for document in documents(name)] for name in options.text}
+    texts = {name: [document.text for document in read_documents(name)] for name in options.text}
     spans = {name: read_spans(name) for name in options.spans}
     task_manager = find_tasks(options.tasks, options.include_path) if options.tasks else None
 
