@@ -1,4 +1,4 @@
-"""crosslayer: residual connections for Transformers behind one interface. Read `crosslayer.connection` first."""
+"""Residual connections for Transformers behind one interface. Read `crosslayer.connection` first."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,9 @@ from .spec import ConnectionSpec, available, make
 from .stack import Stack
 
 if TYPE_CHECKING:
-    from .hf import connect, disconnect, from_pretrained
+    from .hf.checkpoint import from_pretrained
+    from .hf.connect import connect
+    from .hf.disconnect import disconnect
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,7 +34,7 @@ use_kernels(None)
 
 
 def __getattr__(name: str) -> Any:
-    # `import crosslayer` imports torch alone. transformers is imported when one of these is first used.
+    # `import crosslayer` imports torch alone; transformers follows when one of these is used.
     if name in {"connect", "disconnect", "from_pretrained"}:
         from . import hf
 

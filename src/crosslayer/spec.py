@@ -110,11 +110,10 @@ def make(connection: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
             f"unknown connection {name!r}{did_you_mean(name, available())}; "
             f"known: {', '.join(available())}"
         )
-    for key in options:
+    for key, value in options.items():
         if key in spec_options:
             raise ValueError(
-                f"{name}: the option {key!r} is given twice, "
-                f"as {spec_options[key]!r} and {options[key]!r}"
+                f"{name}: the option {key!r} is given twice, as {spec_options[key]!r} and {value!r}"
             )
     spec_options |= options
     known = default_options(ConnectionSpec(name).method) | COMMON_OPTIONS

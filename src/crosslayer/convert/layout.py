@@ -71,14 +71,12 @@ def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
     missing = sorted({*REQUIRED, *layout.fixed, *layout.required} - config.keys())
     if missing:
         raise ValueError(f"config.json lacks {missing[0]!r}{did_you_mean(missing[0], given)}")
+    if config["intermediate_size"] is None and "intermediate_size" in layout.defaults:
+        # the reference's width of a gated MLP: 8/3 of D, rounded up to a multiple of 256
+        _check_size(config, "dim")
+        config["intermediate_size"] = -(-int(8 * config["dim"] / 3) // 256) * 256
     for name in SIZES:
-        if name == "intermediate_size" and config[name] is None and name in layout.defaults:
-            # the reference's width of a gated MLP: 8/3 of D, rounded up to a multiple of 256
-            config[name] = -(-int(8 * config["dim"] / 3) // 256) * 256
-        if type(config[name]) is not int or config[name] < 1:
-            raise ValueError(
-                f"config.json: {name} must be a whole number of at least 1, got {config[name]!r}"
-            )
+        _check_size(config, name)
     if not isinstance(config["rope_base"], int | float) or config["rope_base"] <= 0:
         raise ValueError(
             f"config.json: rope_base must be a positive number, got {config['rope_base']!r}"
@@ -100,12 +98,19 @@ def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
         )
     if config.get("n_local_heads", -1) == -1:
         config["n_local_heads"] = config["n_head"]
-    key_heads = config["n_local_heads"]
-    if type(key_heads) is not int or key_heads < 1 or config["n_head"] % key_heads:
+    _check_size(config, "n_local_heads")
+    if config["n_head"] % config["n_local_heads"]:
         raise ValueError(
-            f"config.json: n_local_heads must divide n_head={config['n_head']}, got {key_heads!r}"
+            f"config.json: n_local_heads must divide n_head={config['n_head']}, "
+            f"got {config['n_local_heads']}"
         )
     return config
+
+
+def _check_size(config: Mapping[str, Any], name: str) -> None:
+    value = config[name]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
 
 
 def shared_host_config(config: ConfigDict) -> ConfigDict:
