@@ -163,7 +163,8 @@ def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
         "",
         (
             f"A {options['family']} backbone of {options['layers']} layers, width "
-            f"{options['dim']}, {options['heads']} heads; AdamW at {options['lr']:g}, {options['precision']}; on "
+            f"{options['dim']}, {options['heads']} heads; AdamW at {options['lr']:g}, "
+            f"{options['precision']}; on "
             f"{environment['device']}, torch {environment['torch']}, crosslayer "
             f"{environment['crosslayer']}. Losses in nats per byte on held-out text; differences "
             "seed by seed, ± their standard deviation."
