@@ -164,9 +164,10 @@ def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
         (
             f"A {options['family']} backbone of {options['layers']} layers, width "
             f"{options['dim']}, {options['heads']} heads; AdamW at {options['lr']:g}, "
-            f"{options['precision']}; on {environment['device']}, torch {environment['torch']}, "
-            f"crosslayer {environment['crosslayer']}. Losses in nats per byte on held-out text; "
-            "differences seed by seed, ± their standard deviation."
+            f"{options['precision']}; on "
+            f"{environment['device']}, torch {environment['torch']}, crosslayer "
+            f"{environment['crosslayer']}. Losses in nats per byte on held-out text; differences "
+            "seed by seed, ± their standard deviation."
         ),
         "",
         f"![Validation loss of late switches]({figure})",

@@ -1,4 +1,4 @@
-"""Residual connections for Transformers behind one interface. Read `crosslayer.connection` first."""
+"""Residual connections for Transformers, behind one interface: see `crosslayer.connection`."""
 
 from typing import TYPE_CHECKING, Any
 

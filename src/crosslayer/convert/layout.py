@@ -87,6 +87,14 @@ def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
             raise ValueError(
                 f"config.json: {name} must be {value!r} in this layout, got {config[name]!r}"
             )
+    if config.get("n_local_heads", -1) == -1:
+        config["n_local_heads"] = config["n_head"]
+    _check_size(config, "n_local_heads")
+    _check_shape(config)
+    return config
+
+
+def _check_shape(config: Mapping[str, Any]) -> None:
     if config["n_layer"] < 2:
         raise ValueError(
             "config.json: n_layer must be at least 2, because the MLPs' widths grow from the first "
@@ -96,15 +104,11 @@ def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
         raise ValueError(
             f"config.json: n_head must divide dim={config['dim']}, got {config['n_head']}"
         )
-    if config.get("n_local_heads", -1) == -1:
-        config["n_local_heads"] = config["n_head"]
-    _check_size(config, "n_local_heads")
     if config["n_head"] % config["n_local_heads"]:
         raise ValueError(
             f"config.json: n_local_heads must divide n_head={config['n_head']}, "
             f"got {config['n_local_heads']}"
         )
-    return config
 
 
 def _check_size(config: Mapping[str, Any], name: str) -> None:
