@@ -165,11 +165,20 @@ def test_a_full_disk(text, tmp_path):
             r"__0_0.distcp has \d+ bytes, expected \d+; remove it to resume from .*03",
         ),
         (".metadata", None, r"\.metadata is missing"),
-        (".metadata", lambda b: bytes(len(b)), r"step-00000006: cannot be read \(.+\); remove it"),
+        (
+            ".metadata",
+            lambda b: bytes(len(b)),
+            r"\.metadata is damaged, its checksum differs; remove",
+        ),
+        (
+            "__0_0.distcp",
+            lambda b: b[: len(b) // 2] + bytes([b[len(b) // 2] ^ 1]) + b[len(b) // 2 + 1 :],
+            r"__0_0.distcp is damaged, its checksum differs; remove it to resume from .*03",
+        ),
         ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
     ],
-    ids=["cut", "missing", "overwritten", "index cut", "index of another kind"],
+    ids=["cut", "missing", "overwritten", "one bit", "index cut", "index of another kind"],
 )
 def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     settings = {"data": text, "save_every": 3}

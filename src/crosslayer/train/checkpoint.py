@@ -2,7 +2,7 @@
 
 A checkpoint is written to a temporary folder, which is renamed when it is complete:
 
-FOLDER/step-00000100/checkpoint.json    the run's identity and state; sizes of the other files
+FOLDER/step-00000100/checkpoint.json    the run's identity and state; size and CRC-32 of other files
                      __0_0.distcp …     a file a rank (torch.distributed.checkpoint)
 
 Any number of ranks can load it.
@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,8 +77,7 @@ class Checkpoints:
         def finish() -> None:
             if error:
                 raise OSError(error)
-            sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-            index = {"identity": self.identity, "state": state, "files": sizes}
+            index = {"identity": self.identity, "state": state, "files": fingerprints}
             write_text_atomic(temporary / INDEX_FILE, json.dumps(index, indent=1))
             shutil.rmtree(path, ignore_errors=True)
             atomic_replace(temporary, path)
@@ -95,6 +95,7 @@ class Checkpoints:
                 )
         except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
             error = _one_line(failure)
+        fingerprints = self._fingerprints(temporary)
         try:
             self._on_rank_zero(finish)
         except OSError as failure:
@@ -133,12 +134,16 @@ class Checkpoints:
         return index["state"]
 
     def _read_index(self, path: Path) -> dict[str, Any]:
-        """The index of a checkpoint of this run whose files are all there and of their sizes."""
+        """The index of a checkpoint of this run, whose files are as they were written."""
         remedy = self._remedy(path)
         try:
             index = json.loads((path / INDEX_FILE).read_text("utf8"))
-            identity, files, _ = index["identity"], index["files"], index["state"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            identity, _ = index["identity"], index["state"]
+            files = {
+                name: (int(size), int(checksum))
+                for name, (size, checksum) in index["files"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}: {INDEX_FILE} is damaged ({_one_line(error)}){remedy}"
             ) from None
@@ -150,18 +155,29 @@ class Checkpoints:
                     f"here it is {current!r}"
                 )
 
-        def check_files() -> None:
-            for name, expected in files.items():
-                if not (path / name).is_file():
-                    raise ValueError(f"{path}: {name} is missing{remedy}")
-                size = (path / name).stat().st_size
-                if size != expected:
-                    raise ValueError(
-                        f"{path}: {name} has {size} bytes, expected {expected}{remedy}"
-                    )
-
-        self._on_rank_zero(check_files)
+        found = self._fingerprints(path)
+        for name, (size, checksum) in files.items():
+            if name not in found:
+                raise ValueError(f"{path}: {name} is missing{remedy}")
+            if found[name][0] != size:
+                raise ValueError(
+                    f"{path}: {name} has {found[name][0]} bytes, expected {size}{remedy}"
+                )
+            if found[name][1] != checksum:
+                raise ValueError(f"{path}: {name} is damaged, its checksum differs{remedy}")
         return index
+
+    def _fingerprints(self, folder: Path) -> dict[str, tuple[int, int]]:
+        """Size and CRC-32 of the files that torch wrote. The ranks share the reading."""
+        files = sorted(file for file in folder.iterdir() if file.name != INDEX_FILE)
+        fingerprints = {}
+        for file in files[self.fabric.global_rank :: self.fabric.world_size]:
+            fingerprints[file.name] = (file.stat().st_size, _crc32(file))
+        if self.fabric.world_size == 1:
+            return fingerprints
+        of_ranks: list[Any] = [None] * self.fabric.world_size
+        torch.distributed.all_gather_object(of_ranks, fingerprints)
+        return {name: entry for part in of_ranks for name, entry in part.items()}
 
     def _remedy(self, path: Path) -> str:
         others = [str(other) for other in self.complete() if other != path]
@@ -186,6 +202,14 @@ def _state_dict(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
     """By parameter name, so that any number of ranks can load it."""
     model_state, optimizer_state = get_state_dict(model, optimizers)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _crc32(file: Path) -> int:
+    checksum = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def _one_line(error: BaseException) -> str:
