@@ -277,7 +277,7 @@ SIZES = ["--layers=2", "--dim=32", "--heads=2", "--batch=2", "--context=16", "--
 
 def test_command_prints_the_estimate(capsys):
     specs = ["prenorm", "mudd(dilation=2, ways='k v r')", "hyper,mgr"]
-    assert main(["cost", *SIZES, "--arms", *specs, "--gpu=A100"]) == 0
+    assert main(["cost", *SIZES, "--connections", *specs, "--gpu=A100"]) == 0
     printed = capsys.readouterr().out
     for word in (*specs[:2], "hyper", "mgr", "1.00×", "A100 SXM", "2,039 GB/s"):
         assert word in printed
@@ -290,7 +290,7 @@ def test_command_prints_the_estimate(capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--arms", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
+        (["--connections", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
         (
             ["--gpu=H10"],
             "gpu must be one of A100, H100, H200, B200, got 'H10' (did you mean 'H100'?)",

@@ -374,7 +374,7 @@ def test_recomputation_that_is_not_supported(text):
         run({"data": text, "recompute": "inversion"}, "hyper")
     with pytest.raises(
         ValueError,
-        match=r"inversion needs the streams in float32; say mgr\(stream_dtype='float32'\)",
+        match=r"inversion needs the streams in float32; use mgr\(stream_dtype='float32'\)",
     ):
         run({"data": text, "recompute": "inversion", "precision": "bf16-true"}, "mgr")
     with pytest.raises(

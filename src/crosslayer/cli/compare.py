@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import (
-    DEFAULT_ARMS,
+    DEFAULT_SPECS,
     ProgressBars,
-    add_arms,
     add_recipe,
     add_settings,
+    add_specs,
     is_first_rank,
     make_console,
     make_parser,
@@ -40,14 +40,14 @@ def parser() -> Any:
     command.add_argument(
         "--out", type=str | None, default=None, help="folder of results.json and the report"
     )
-    add_arms(command)
+    add_specs(command, "--arms")
     add_settings(command)
     return command
 
 
 def run(options: Any) -> int:
     silence_libraries()
-    recipe = recipe_from_options(options, DEFAULT_ARMS)
+    recipe = recipe_from_options(options, DEFAULT_SPECS)
     return compare_and_report(recipe, options.get("seeds", 1), options.get("out"))
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
     from ..train.trainer import StepResult
 
-DEFAULT_ARMS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
+DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
 
 
 def make_parser(description: str) -> Any:
@@ -23,12 +23,12 @@ def make_parser(description: str) -> Any:
     return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
 
 
-def add_arms(parser: Any) -> None:
-    """The option --arms."""
+def add_specs(parser: Any, option: str) -> None:
+    """An option that takes one or several connections."""
     parser.add_argument(
-        "--arms",
+        option,
         nargs="+",
-        default=DEFAULT_ARMS,
+        default=DEFAULT_SPECS,
         type=str,
         help='connections, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
         + ", ".join(available()),

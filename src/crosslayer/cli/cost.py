@@ -5,7 +5,14 @@ from typing import Any
 
 from ..spec import split_specs
 from ..validation import check_choice
-from .console import add_arms, make_console, make_parser, make_table, print_table, silence_libraries
+from .console import (
+    add_specs,
+    make_console,
+    make_parser,
+    make_table,
+    print_table,
+    silence_libraries,
+)
 
 COLUMNS = (
     "connection",
@@ -28,7 +35,13 @@ def parser() -> Any:
         "Estimate what connections cost before training: parameters, FLOPs, activation memory, and "
         "the least time that their memory traffic takes."
     )
-    command.add_function_arguments(make_config, None)
+    command.add_function_arguments(make_config, None, skip={"overrides"})
+    command.add_argument(
+        "--model-config",
+        type=dict[str, Any],
+        default={},
+        help='other keys of the model\'s config, like {"tie_word_embeddings": true}',
+    )
     command.add_argument("--batch", type=int, default=8, help="sequences a step on one GPU")
     command.add_argument("--context", type=int, default=2048, help="tokens a sequence")
     command.add_argument(
@@ -37,7 +50,7 @@ def parser() -> Any:
         default="H100",
         help="the GPU whose memory bandwidth is used: " + ", ".join(GPUS),
     )
-    add_arms(command)
+    add_specs(command, "--connections")
     return command
 
 
@@ -47,10 +60,9 @@ def run(options: Any) -> int:
     from ..hf.config import make_config
 
     gpu = check_choice("gpu", options.gpu, GPUS)
-    specs = split_specs(" ".join(options.arms))
-    config = make_config(
-        **{name: options[name] for name in inspect.signature(make_config).parameters}
-    )
+    specs = split_specs(" ".join(options.connections))
+    sizes = [name for name in inspect.signature(make_config).parameters if name in options]
+    config = make_config(**{name: options[name] for name in sizes}, overrides=options.model_config)
     costs = estimate_costs(specs, config, options.batch, options.context)
     console = make_console()
     table = make_table("crosslayer cost", COLUMNS)
