@@ -275,7 +275,7 @@ def test_an_unknown_family_is_shown_the_row_to_add():
 
 def test_a_row_adds_a_family():
     """The lines that the error shows, on a model of nobody's library."""
-    from crosslayer.hf.connect import FAMILY_TEMPLATE
+    from crosslayer.hf.attach import FAMILY_TEMPLATE
     from crosslayer.hf.families import FAMILIES as rows
 
     class Mine(torch.nn.Module):

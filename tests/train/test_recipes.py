@@ -12,7 +12,7 @@ from torch import nn
 
 import crosslayer
 from crosslayer.cost.estimate import count_parameters
-from crosslayer.hf.connect import find_backbone
+from crosslayer.hf.attach import find_backbone
 from crosslayer.spec import make
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.task import LANGUAGE, build_model

@@ -91,13 +91,7 @@ def run(options: Any) -> int:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
     from ..data.sources import read_documents
-    from ..evaluate import (
-        evaluate_tasks,
-        find_tasks,
-        read_spans,
-        span_perplexity,
-        text_perplexity,
-    )
+    from ..evaluate import evaluate_tasks, find_tasks, read_spans, span_perplexity, text_perplexity
     from ..evaluate.perplexity import check_context
 
     # Whatever can be wrong is found before the model is loaded.

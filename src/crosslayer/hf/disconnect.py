@@ -10,7 +10,7 @@ from ..class_swap import restore_class
 from ..connection import Connection
 from ..fused_norms import FusedNormConnection
 from ..norms import add_write
-from .connect import check_not_dispatched, find_backbone, is_connected, set_config_keys
+from .attach import check_not_dispatched, find_backbone, is_connected, set_config_keys
 from .layers import OwnedNorm
 from .qkv import FusedProjection, SplitInputAttention, select_port
 

@@ -25,7 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..spec import make
-from .connect import attach_connections, find_backbone
+from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 
 PREFIX = "crosslayer-"

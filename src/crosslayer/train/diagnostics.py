@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..connection import Connection, State, autocast_disabled, find_connections
-from ..hf.connect import find_backbone
+from ..hf.attach import find_backbone
 
 MAX_TOKENS = 256  # of the first example: enough for a mean
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..class_swap import swap_class
 from ..connection import Connection, State, find_connections
-from ..hf.connect import find_backbone
+from ..hf.attach import find_backbone
 from ..recompute import enable_recompute
 from .settings import Engine
 
