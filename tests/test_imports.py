@@ -108,4 +108,5 @@ def test_every_import_is_declared():
 
 def test_every_declared_dependency_is_imported():
     declared = declared_distributions("hf", "train", "eval", "kernels")
-    assert declared <= imported_distributions()
+    through_datasets = {"zstandard"}  # which reads .zst files with it
+    assert declared - through_datasets <= imported_distributions()

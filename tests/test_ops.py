@@ -93,7 +93,7 @@ def test_environment_variable_sets_the_default(value, on, restore_kernels, monke
 
 def test_environment_variable_without_triton_is_ignored(restore_kernels, monkeypatch):
     monkeypatch.setenv("CROSSLAYER_KERNELS", "1")
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    monkeypatch.setattr("crosslayer.kernel_switch.find_spec", lambda name: None)
     crosslayer.use_kernels(None)
     assert not kernels_are_on()
 

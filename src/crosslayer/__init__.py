@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .connection import Connection, Site, plan
-from .ops.dispatch import use_kernels
+from .kernel_switch import use_kernels
 from .optim import param_groups
 from .spec import ConnectionSpec, available, make
 from .stack import Stack

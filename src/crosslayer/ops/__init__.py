@@ -1,7 +1,7 @@
 """The tensor functions that the methods share. Their torch references here are the definition."""
 
 from .attention import depth_attention, depth_scores
-from .dispatch import use_kernels, uses_kernel
+from .dispatch import uses_kernel
 from .gate import gate_pool, gate_streams
 from .mix import depth_mix
 from .norm import add_norm
@@ -22,7 +22,6 @@ __all__ = [
     "mix_streams",
     "project_tall",
     "sinkhorn",
-    "use_kernels",
     "uses_kernel",
     "width_connection",
     "write_norm_project",

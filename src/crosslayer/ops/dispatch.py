@@ -1,11 +1,7 @@
 """Chooses an op's implementation: its torch reference, or the Triton kernel of the same name."""
 
 import functools
-import importlib
-import os
 from collections.abc import Callable
-from importlib.util import find_spec
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -13,7 +9,7 @@ from torch import Tensor
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Device types on which kernels run. Empty by default: no kernel has been measured on a GPU yet.
+# Device types on which kernels run; `crosslayer.use_kernels` sets them.
 kernel_devices: tuple[str, ...] = ()
 
 
@@ -75,42 +71,3 @@ def kernel_op(reference: Op) -> Op:
 
     cast(KernelOp, op).reference = reference
     return cast(Op, op)
-
-
-class use_kernels:
-    """Switch the Triton kernels on CUDA tensors on or off, from here on or within a `with` block.
-
-        crosslayer.use_kernels(True)
-        with crosslayer.use_kernels(False):
-            ...
-
-    Args:
-        enabled: True, False, or None for the default: on where the environment has
-            CROSSLAYER_KERNELS=1 and triton is installed, otherwise off.
-
-    Raises:
-        ModuleNotFoundError: `enabled` is True and triton is not installed.
-    """
-
-    def __init__(self, enabled: bool | None = True):
-        global kernel_devices
-        if enabled is None:
-            enabled = (
-                os.environ.get("CROSSLAYER_KERNELS") == "1" and find_spec("triton") is not None
-            )
-        if enabled:
-            importlib.import_module("crosslayer.kernels")
-        self._devices_before = kernel_devices
-        kernel_devices = ("cuda",) if enabled else ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global kernel_devices
-        kernel_devices = self._devices_before

@@ -1,0 +1,48 @@
+"""`use_kernels`: whether ops on CUDA tensors run their Triton kernels.
+
+They are off by default, because no kernel has been measured on a GPU yet.
+"""
+
+import importlib
+import os
+from importlib.util import find_spec
+from types import TracebackType
+
+from .ops import dispatch
+
+
+class use_kernels:
+    """Switch the Triton kernels on CUDA tensors on or off, from here on or within a `with` block.
+
+        crosslayer.use_kernels(True)
+        with crosslayer.use_kernels(False):
+            ...
+
+    Args:
+        enabled: True, False, or None for the default: on where the environment has
+            CROSSLAYER_KERNELS=1 and triton is installed, otherwise off.
+
+    Raises:
+        ModuleNotFoundError: `enabled` is True and triton is not installed.
+    """
+
+    def __init__(self, enabled: bool | None = True):
+        if enabled is None:
+            enabled = (
+                os.environ.get("CROSSLAYER_KERNELS") == "1" and find_spec("triton") is not None
+            )
+        if enabled:
+            importlib.import_module("crosslayer.kernels")
+        self._devices_before = dispatch.kernel_devices
+        dispatch.kernel_devices = ("cuda",) if enabled else ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        dispatch.kernel_devices = self._devices_before
