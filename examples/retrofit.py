@@ -34,11 +34,12 @@ from crosslayer.train.trainer import Trainer
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 connects from the start
 INTRODUCTION = """\
-Results of `examples/retrofit.py`, whose docstring describes a run. At the switch, DenseFormer and
-MUDD change nothing, hyper-connections and attention residuals change the loss by what the eps of a
-norm does, and MGR, which cannot start as PreNorm, changes it much. Two seeds of the smaller model
-end 0.18 apart, so only differences within a seed count there. On the larger model, with one seed,
-differences below 0.01 are chance, and no connection is told from another."""
+Results of `examples/retrofit.py`, whose docstring describes a run.
+`python examples/retrofit.py run --help` lists its options. At the switch, DenseFormer and MUDD
+change nothing. Hyper-connections and attention residuals change the loss by the epsilon of a norm.
+MGR, which cannot start as pre-norm, changes it much. Two seeds of the smaller model end 0.18 apart,
+so only differences within a seed count there. On the larger model, with one seed, differences below
+0.01 are chance, and no connection is told from another."""
 COLUMNS = (
     "connection",
     "connected at step",
@@ -141,7 +142,7 @@ def report(results: list[str], page: str) -> None:
         results: folders of `run`.
         page: a .md file to write; its figures are .svg files in the same folder.
     """
-    title = (__doc__ or "").splitlines()[0]
+    title = (__doc__ or "").splitlines()[0].removesuffix(".")
     sections = [f"# {title}", "", INTRODUCTION]
     for number, folder in enumerate(results, start=1):
         files = sorted(Path(folder).glob("*.json"))

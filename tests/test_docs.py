@@ -1,7 +1,8 @@
-"""The documentation is true: its Python blocks run, and so does the tutorial's connection."""
+"""The documentation is true: its Python blocks run, the tutorial's connection works, arms exist."""
 
 import importlib
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 
 import crosslayer
 from crosslayer import connections
+from crosslayer.train.recipe import load_recipe
 from tests.support.hub import snapshot_folder
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "add-a-connection.md"
 
 
@@ -38,6 +41,25 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     exec(block, {})
+
+
+def commands_with_a_recipe_and_an_arm() -> list[tuple[Path, str, str]]:
+    """(page, recipe, arm) of every `RECIPE … --arm NAME` in README and docs."""
+    commands = []
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+        text = page.read_text("utf8").replace("\\\n", " ")
+        for recipe, arm in re.findall(
+            r"(recipes/[\w.]+\.yaml)[^\n]*? --arm[ =](\"[^\"]+\"|'[^']+'|[^\s`]+)", text
+        ):
+            commands.append((page, recipe, shlex.split(arm)[0]))
+    return commands
+
+
+def test_arms_of_commands_exist():
+    commands = commands_with_a_recipe_and_an_arm()
+    assert len(commands) >= 4
+    for page, recipe, arm in commands:
+        assert arm in [row.name for row in load_recipe(ROOT / recipe).arms], f"{page.name}: {arm}"
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """README's blocks run as a stranger would run them: no environment variable, no file of our own.
 
 Every Python block is executed. Every line of a shell block is run through the command line's entry
-point, in a folder with the recipes alone. Two things differ from a stranger's machine.
-`TINY_OPTIONS` are appended to a command, so that it takes seconds. Names of the Hub are resolved
-from a cache (tests/support/hub.py), because tests have no network. `.ci/run` runs the lines of
-`pip`; here their extras and the versions of torch are checked.
+point, in order, in a folder with the recipes and LICENSE alone. Two things differ from a stranger's
+machine. `TINY_OPTIONS` are appended to a command, so that it takes seconds. Names of the Hub are
+resolved from a cache (tests/support/hub.py), because tests have no network. `.ci/run` runs the
+lines of `pip`; here their extras and the versions of torch are checked.
 """
 
 import json
@@ -58,12 +58,13 @@ INSTALLS = [line for line in shell_lines() if line.startswith("pip")]
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A folder with the recipes and a published checkpoint, and caches instead of the Hub."""
+    """A folder with recipes, LICENSE and a published checkpoint, and caches instead of the Hub."""
     import datasets.config
     from huggingface_hub import constants
 
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
+    shutil.copy(ROOT / "LICENSE", folder)
     write_published_checkpoint(folder / "MUDDFormer-2.8B")
     fill_hub(folder / "hub", folder / "datasets")
     with pytest.MonkeyPatch.context() as patch:
@@ -74,14 +75,18 @@ def checkout(tmp_path_factory):
 
 
 def fill_hub(hub_cache: Path, datasets_cache: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     from tests.hf.backbones import build
 
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = [(library / f"{name}.py").read_text("utf8") for name in ("ast", "argparse", "typing")]
     rows = [{"text": part} for text in texts for part in text.split("\n\n")]
-    build("neox-parallel").save_pretrained(snapshot_folder(hub_cache, "EleutherAI/pythia-160m"))
-    tokenizer = snapshot_folder(hub_cache, "openai-community/gpt2") / "tokenizer.json"
-    train_tokenizer(texts).save(str(tokenizer))
+    tokenizer = train_tokenizer(texts)
+    tokenizer.save(str(snapshot_folder(hub_cache, "openai-community/gpt2") / "tokenizer.json"))
+    pythia = snapshot_folder(hub_cache, "EleutherAI/pythia-160m")
+    build("neox-parallel").save_pretrained(pythia)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(pythia)
     save_dataset(
         datasets_cache, "Salesforce/wikitext", "wikitext-2-raw-v1",
         {"train": rows, "validation": rows[:200]},
