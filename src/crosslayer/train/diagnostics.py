@@ -24,7 +24,7 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
     gate/k      mean of the gate on the pending write, for methods that declare `gate_fields`
     gain/k      how much a change of y_k, the output of sub-layer k (0: the embedding), changes what
                 the output head reads, in a random direction and through the connections alone. 1
-                for every k in PreNorm; that of y_0 is the composite gain.
+                for every k in pre-norm; that of y_0 is the composite gain.
 
     Args:
         model: connected.

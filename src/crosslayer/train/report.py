@@ -118,7 +118,7 @@ def report_notes(comparison: Comparison) -> list[str]:
             "Every arm sees the same batches in the same order from the same backbone weights. "
             f"vs prenorm is the difference in validation loss ({_loss_unit(comparison)}). Speed "
             "and activations (what one forward pass stores for the backward pass) are ratios to "
-            "prenorm's, with the reference implementation, not with fused kernels."
+            "prenorm's, with the PyTorch operations, not with fused kernels."
         ),
     ]
     seeds = max((row.seeds for row in rows), default=0)
