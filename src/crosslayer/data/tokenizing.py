@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ..hub import NO_NETWORK
 from ..validation import did_you_mean
-from .sources import NO_NETWORK
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
