@@ -1,12 +1,15 @@
 """Folders that hold no model, and names that lead nowhere."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 import crosslayer
 from crosslayer.convert import open_model, open_tokenizer
 from crosslayer.data.corpus import load_corpus
+from crosslayer.hub import check_model_source
 from tests.hf.backbones import llama
 from tests.support.hub import snapshot_folder
 
@@ -57,6 +60,30 @@ def test_the_folder_of_a_training_run(load):
 def test_a_cached_name_is_found(tmp_path):
     llama().save_pretrained(snapshot_folder(tmp_path / "cache", "org/cached"))
     assert open_model("org/cached").config.model_type == "llama"
+
+
+def test_whether_the_hub_answers(monkeypatch):
+    """A refusal is an answer, and a slow Hub is asked again; without a connection it is none."""
+
+    class ReadTimeout(Exception):
+        pass
+
+    class ConnectError(Exception):
+        pass
+
+    def fail_with(error):
+        def fail(url):
+            raise error
+
+        return fail
+
+    refusal = HfHubHTTPError("404", response=SimpleNamespace(headers={}, request=None))
+    for error in (refusal, ReadTimeout()):
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fail_with(error))
+        check_model_source("org/name")
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fail_with(ConnectError()))
+    with pytest.raises(ValueError, match="cannot be reached"):
+        check_model_source("org/name")
 
 
 def test_a_model_without_a_tokenizer():
