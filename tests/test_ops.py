@@ -98,6 +98,14 @@ def test_environment_variable_without_triton_is_ignored(restore_kernels, monkeyp
     assert not kernels_are_on()
 
 
+def test_a_machine_without_triton_is_an_error(restore_kernels, monkeypatch):
+    monkeypatch.setattr("crosslayer.kernel_switch.find_spec", lambda name: None)
+    message = r"^triton is not installed; pip install -e '\.\[kernels\]'$"
+    with pytest.raises(ModuleNotFoundError, match=message) as error:
+        crosslayer.use_kernels(True)
+    assert error.value.name == "triton"
+
+
 def test_kernels_without_triton_are_an_error(restore_kernels, monkeypatch):
     for name in list(sys.modules):
         if name.split(".")[0] == "triton" or name.startswith("crosslayer.kernels"):

@@ -28,6 +28,10 @@ def test_public_names():
         _ = crosslayer.conect
 
 
+def test_completion_shows_the_public_names():
+    assert dir(crosslayer) == sorted(crosslayer.__all__)
+
+
 def test_import_is_light():
     heavy = {
         "transformers",
@@ -186,8 +190,46 @@ def test_plan():
         (4, 2, ("out",), True, True, 4),
     ]
     assert [s.ports for s in crosslayer.plan(1, parallel=True)] == [("attn", "mlp"), ("out",)]
-    with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="layers must be a whole number of at least 1, got 0"):
         crosslayer.plan(0)
+
+
+SITE = crosslayer.plan(1)[0]
+NO_MODEL = "^connect takes a model, got a string; load it with AutoModelForCausalLM.from_pretrained"
+NO_FUNCTION = r"^norm must be a function that makes a norm, like nn.RMSNorm, got RMSNorm\(\(8,\)"
+
+
+def stack_of_two(**options) -> crosslayer.Stack:
+    return crosslayer.Stack("prenorm", [nn.Linear(8, 8), nn.Linear(8, 8)], 8, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: crosslayer.connect("mudd", nn.Linear(8, 8)), NO_MODEL),
+        (lambda: crosslayer.connect("EleutherAI/x", "mudd"), NO_MODEL),
+        (lambda: make("mudd")(0, 8, nn.RMSNorm), "^site must come from crosslayer.plan, got 0$"),
+        (lambda: make("mudd")(SITE, 8, nn.RMSNorm(8)), NO_FUNCTION),
+        (lambda: stack_of_two(norm=nn.RMSNorm(8)), NO_FUNCTION),
+        (lambda: crosslayer.plan("2"), "^layers must be a whole number of at least 1, got '2'$"),
+        (
+            lambda: stack_of_two(recompute="layers"),
+            "^recompute must be one of streams, inversion, got 'layers'$",
+        ),
+        (
+            lambda: stack_of_two()(torch.zeros(2, 16, 64)),
+            r"^embedding must be \[B T 8\], got \[2, 16, 64\]$",
+        ),
+        (lambda: stack_of_two()(torch.zeros(2, 8)), r"must be \[B T 8\], got \[2, 8\]$"),
+    ],
+)
+def test_wrong_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_connect_and_make_name_their_argument_spec():
+    assert crosslayer.connect(llama(), spec="mudd").config.crosslayer == str(make(spec="mudd"))
 
 
 # ---- what is printed
@@ -206,6 +248,9 @@ def test_a_stack_and_a_connected_model_print_their_connections():
     assert "skip_gain, site 1 of 4, gain [1]" in repr(crosslayer.Stack("skip_gain", sublayers, 8))
     model = crosslayer.connect(llama(), "attnres(block_size=2)")
     assert "attnres(block_size=2), site 1 of 6, query [32], key_norm [32]" in repr(model)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        assert f"NormReference({norm})" in repr(model)
+    assert "FinalNormReference(norm)" in repr(model)
 
 
 # ---- Stack

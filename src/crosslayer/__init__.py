@@ -33,6 +33,10 @@ __all__ = [
 use_kernels(None)
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # `import crosslayer` imports torch alone; transformers follows when one of these is used.
     if name in {"connect", "disconnect", "from_pretrained"}:

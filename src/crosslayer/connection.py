@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .validation import check_positive
+
 # A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only its own
 # method looks inside.
 State = Any
@@ -54,8 +56,7 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
     Returns:
         One site a sub-layer, and the readout.
     """
-    if layers < 1:
-        raise ValueError(f"plan: layers must be at least 1, got {layers}")
+    check_positive(layers=layers)
     ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
     depth = layers * len(ports_of_layer)
     sites: list[Site] = []
@@ -102,8 +103,8 @@ class Connection(nn.Module, Generic[StateT]):
         lr_factors: own parameters whose learning rate is a multiple of the model's.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
-        stream_dtype: dtype of the streams; None for that of the embedding. Every spec accepts it
-            as an option.
+        stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
+            every connection: "mudd(stream_dtype='float32')".
     """
 
     name: ClassVar[str] = ""

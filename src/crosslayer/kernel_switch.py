@@ -32,6 +32,10 @@ class use_kernels:
                 os.environ.get("CROSSLAYER_KERNELS") == "1" and find_spec("triton") is not None
             )
         if enabled:
+            if find_spec("triton") is None:
+                raise ModuleNotFoundError(
+                    "triton is not installed; pip install -e '.[kernels]'", name="triton"
+                )
             importlib.import_module("crosslayer.kernels")
         self._devices_before = dispatch.kernel_devices
         dispatch.kernel_devices = ("cuda",) if enabled else ()

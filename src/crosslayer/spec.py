@@ -13,6 +13,8 @@ import pkgutil
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from . import connections
 from .connection import Connection, NormFactory, Site, format_spec
 from .validation import did_you_mean, parse_dtype
@@ -53,8 +55,11 @@ class ConnectionSpec:
             norm: port -> the norm of that port's input, for example `lambda port: nn.RMSNorm(dim)`.
 
         Raises:
-            ValueError: an option has a wrong value.
+            ValueError: an option or an argument has a wrong value.
         """
+        if not isinstance(site, Site):
+            raise ValueError(f"site must come from crosslayer.plan, got {site!r}")
+        check_norm_factory(norm)
         method_options = {
             key: value for key, value in self.options.items() if key not in COMMON_OPTIONS
         }
@@ -77,6 +82,12 @@ class ConnectionSpec:
         return hash((self.name, frozenset(map(repr, self.options.items()))))
 
 
+def check_norm_factory(norm: object) -> None:
+    """Raise a ValueError for a norm where a function that makes norms is expected."""
+    if isinstance(norm, nn.Module) or not callable(norm):
+        raise ValueError(f"norm must be a function that makes a norm, like nn.RMSNorm, got {norm}")
+
+
 def available() -> tuple[str, ...]:
     """The names that `make` knows: the files in `crosslayer/connections/`."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(connections.__path__)))
@@ -89,21 +100,21 @@ def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters if name not in inherited}
 
 
-def make(connection: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
+def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     """The spec of a connection, which builds it: `make("mudd", dilation=2)(site, dim, norm)`.
 
     Args:
-        connection: a name, a string with options like "mudd(dilation=2)", or a spec.
+        spec: a name, a string with options like "mudd(dilation=2)", or a spec.
         options: options by keyword, added to those of the string.
 
     Raises:
         ValueError: the string is no name with keyword literals, the name or an option is unknown,
             or an option is given twice.
     """
-    if isinstance(connection, ConnectionSpec):
-        name, spec_options = connection.name, dict(connection.options)
+    if isinstance(spec, ConnectionSpec):
+        name, spec_options = spec.name, dict(spec.options)
     else:
-        name, spec_options = _parse_spec(connection)
+        name, spec_options = _parse_spec(spec)
         name = FORMER_NAMES.get(name, name)
     if name not in available():
         raise ValueError(

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from .connection import Connection, plan
 from .recompute import RecomputeMode, enable_recompute, recompute_inputs
-from .spec import ConnectionSpec, make
+from .spec import ConnectionSpec, check_norm_factory, make
+from .validation import check_literal
 
 
 class Stack(nn.Module):
@@ -35,8 +36,8 @@ class Stack(nn.Module):
     Shapes: embedding [B T D] -> hidden state [B T D].
 
     Raises:
-        ValueError: the spec is unknown, or `sublayers` has an odd number of sub-layers that are not
-            parallel.
+        ValueError: the spec is unknown, `norm` is a module, or `sublayers` has an odd number of
+            sub-layers that are not parallel.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Stack(nn.Module):
         recompute: RecomputeMode | None = None,
     ):
         super().__init__()
+        self.dim = dim
         self.sublayers = nn.ModuleList(sublayers)
         count = len(self.sublayers)
         if not parallel and count % 2:
@@ -56,6 +58,7 @@ class Stack(nn.Module):
                 "Stack: sublayers must be attention and MLP by turns, an even number of them, "
                 f"got {count}"
             )
+        check_norm_factory(norm)
         sites = plan(count if parallel else count // 2, parallel)
         make_connection = make(spec)
         self.connections = nn.ModuleList(
@@ -63,10 +66,12 @@ class Stack(nn.Module):
         )
         self.recompute = recompute
         if recompute is not None:
+            check_literal("recompute", recompute, RecomputeMode)
             enable_recompute(self._sites(), recompute)
 
     def _sites(self) -> list[Connection[Any]]:
-        return cast(list[Connection[Any]], list(self.connections))
+        # in quotes: torch.compile cannot trace a generic alias
+        return cast("list[Connection[Any]]", list(self.connections))
 
     def forward(self, embedding: Tensor, **attention_options: Any) -> Tensor:
         """The hidden state after the final norm.
@@ -77,8 +82,14 @@ class Stack(nn.Module):
 
         Returns:
             [B T D].
+
+        Raises:
+            ValueError: `embedding` has another shape.
         """
         *sites, readout = self._sites()
+        if embedding.dim() != 3 or embedding.shape[-1] != self.dim:
+            shape = list(embedding.shape)
+            raise ValueError(f"embedding must be [B T {self.dim}], got {shape}")
         state = sites[0].init(embedding)
         for connection, sublayer in zip(sites, self.sublayers, strict=True):
             inputs, state = connection(state)

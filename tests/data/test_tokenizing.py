@@ -137,7 +137,7 @@ def test_a_name_on_the_hub(tmp_path, monkeypatch, name):
 def test_no_network_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     error = error_of("openai-community/gpt2")
-    assert error.startswith("openai-community/gpt2: no such folder, not in the local cache")
+    assert error.startswith("openai-community/gpt2: no such folder; not in the local cache")
     assert "no network" in error
 
 

@@ -98,7 +98,7 @@ def test_a_tokenizer_of_another_model(folder, tmp_path, capsys):
     code, _, error = run_command(capsys, *arguments)
     assert code == 1 and "the tokenizer has 257 tokens and the model's embedding 100" in error
     code, _, error = run_command(capsys, *arguments[:3])
-    assert code == 1 and "no tokenizer can be read from" in error
+    assert code == 1 and "has no tokenizer; copy that of the original model" in error
 
 
 def test_no_pickle_is_loaded(folder, tmp_path, capsys):

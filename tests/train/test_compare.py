@@ -257,7 +257,7 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
         (["--step=3"], "unknown option --step (did you mean '--steps'?)"),
         (["--save_every=3"], "unknown option --save_every (did you mean '--save-every'?)"),
         (["--floor=0.3"], "floor has no option on the command line; set it in a recipe file"),
-        (["--steps=many"], "Parser key \"steps\": Expected a <class 'int'>. Got value: many"),
+        (["--steps=many"], "--steps must be a whole number, got 'many'"),
         (["--steps=0"], "steps must be a whole number of at least 1, got 0"),
         (["--seeds=0"], "seeds must be at least 1, got 0"),
         (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),

@@ -66,7 +66,7 @@ def test_a_wrong_recipe_is_one_clear_line(tmp_path, content, message):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere\.yaml: cannot be read as a recipe"):
+    with pytest.raises(ValueError, match=r"nowhere\.yaml: no such file"):
         load_recipe(tmp_path / "nowhere.yaml")
     with pytest.raises(
         ValueError, match=r"scale must be one of full, tiny, got 'tinny' \(did you mean 'tiny'\?\)"

@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     ("changed", "arm", "message"),
     [
         ({"lr": 1e-4}, "prenorm", "belongs to another run, whose lr is 0.0015; here it is 0.0001"),
-        ({"dim": 64}, "prenorm", "whose dim is 32; here it is 64"),
+        ({"dim": 64}, "prenorm", "whose dim is 32; here it is 64; choose another --out"),
         (
             {"model_config": {"rms_norm_eps": 1e-5}},
             "prenorm",

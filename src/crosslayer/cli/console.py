@@ -204,10 +204,13 @@ def print_table(table: Any, console: Any) -> None:
 
 
 def silence_libraries() -> None:
-    """Silence start-up messages of transformers and Lightning."""
+    """Silence start-up messages of transformers and Lightning, and the Hub's retries."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # one error instead of every retry
+    for name in ("huggingface_hub", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     # a pending write is a Linear's output, which is a view; nothing writes into it

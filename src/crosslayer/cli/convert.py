@@ -47,6 +47,8 @@ def run(options: Any) -> int:
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; name a new or an empty folder")
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such folder; download the checkpoint first")
     dtype = None if options.dtype is None else parse_dtype(options.dtype)
     model = load_published(source, options.rope, dtype)
     model.save_pretrained(out)

@@ -86,7 +86,6 @@ def parser() -> Any:
 def run(options: Any) -> int:
     os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
     silence_libraries()
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # one error instead of every retry
     # The bootstrap of standard errors would fork this process with the model in it.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer

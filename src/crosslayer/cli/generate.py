@@ -1,6 +1,5 @@
 """`crosslayer generate`: continue a prompt, token by token."""
 
-import os
 import sys
 from typing import Any
 
@@ -38,7 +37,6 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # one error instead of every retry
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
 
     check_positive(max_new_tokens=options.max_new_tokens)

@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if package == "crosslayer":
             raise
         extra = "eval" if "eval" in arguments[:1] else "train"
-        message = f"{package} is not installed; pip install 'crosslayer[{extra}]'"
+        if package == "triton":
+            extra = "kernels"
+        message = (
+            f"{package} is not installed; in the clone of crosslayer: pip install -e '.[{extra}]'"
+        )
     except KeyboardInterrupt:
         print("crosslayer: stopped", file=sys.stderr)
         return 130
@@ -69,9 +73,29 @@ def _run_command(arguments: Sequence[str]) -> int:
     except ArgumentError as error:
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", str(error))
         if unknown is None or command is None:
-            raise
+            raise ValueError(_plain_message(str(error))) from None
         raise ValueError(_unknown_option(unknown[1], command, command_parsers)) from None
     return modules[options.command].run(options[options.command])
+
+
+def _plain_message(message: str) -> str:
+    """jsonargparse's message in the words of the command line, where it is of a known kind."""
+    message = " ".join(message.split())
+    if match := re.search(r"argument command: invalid choice: '(.*?)' \(choose", message):
+        hint = did_you_mean(match[1], COMMANDS)
+        return f"unknown command {match[1]!r}{hint}; the commands: {', '.join(COMMANDS)}"
+    wrong_type = r'Parser key "(\w+)": Expected a <class \'(int|float)\'>\. Got value: (.*)'
+    if match := re.fullmatch(wrong_type, message):
+        option = "--" + match[1].replace("_", "-")
+        kind = "a whole number" if match[2] == "int" else "a number"
+        return f"{option} must be {kind}, got {match[3]!r}"
+    wrong_word = r'Parser key "(\w+)": Expected a typing\.Literal\[(.*)\]\. Got value: (.*)'
+    if match := re.fullmatch(wrong_word, message):
+        option = "--" + match[1].replace("_", "-")
+        words = re.findall(r"'([^']*)'", match[2])
+        hint = did_you_mean(match[3], words)
+        return f"{option} must be one of {', '.join(words)}, got {match[3]!r}{hint}"
+    return message
 
 
 def _unknown_option(option: str, command: str, parsers: list[Any]) -> str:

@@ -45,7 +45,8 @@ STREAM_OF_PORT = {"attn": "q", "q": "q", "k": "k", "v": "v", "mlp": "r", "out": 
 class Mudd(FusedNormConnection[History]):
     """MUDD: multiway dynamic dense connections, for each of q, k, v and the residual stream r.
 
-    Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
+    Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10. The letters are
+    those of the module docstring: `help(crosslayer.connections.mudd)`.
 
     Args:
         ways: the mixtures, separated by spaces, each named by the streams it feeds. "q k v r" is

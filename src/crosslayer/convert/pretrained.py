@@ -18,6 +18,7 @@ from transformers import (
 
 from ..hf import from_pretrained
 from ..hf.checkpoint import check_weights
+from ..hub import check_model_source
 from .published import is_published, load_published
 
 END_OF_TEXT = "<|endoftext|>"
@@ -36,6 +37,7 @@ def open_model(
     Raises:
         ValueError: there is no complete model at `source`.
     """
+    check_model_source(source)
     folder = Path(source)
     is_local = folder.is_dir()
     if is_local and is_published(folder):
@@ -69,6 +71,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: there is no tokenizer at `source`.
     """
+    check_model_source(source, "folder or file")
     path = Path(source)
     file = path / "tokenizer.json" if path.is_dir() else path
     has_config = path.is_dir() and (path / "tokenizer_config.json").is_file()
@@ -81,6 +84,11 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             return tokenizer
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises no class of its own
+        if path.is_dir() and not file.is_file() and not has_config:
+            raise ValueError(
+                f"{source} has no tokenizer; copy that of the original model into it, "
+                "or name one with --tokenizer"
+            ) from None
         problem = f"no tokenizer can be read from {source}"
         if not path.exists():
             problem = f"{source}: no such folder or file, and no such name on the Hub"

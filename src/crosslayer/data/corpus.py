@@ -14,7 +14,15 @@ from torch.utils.data import Dataset
 
 from ..validation import check_positive
 from .prepared import open_prepared
-from .sources import TRAIN, Source, name_sets, read_sets, set_names, training_texts
+from .sources import (
+    TRAIN,
+    Source,
+    check_exists,
+    name_sets,
+    read_sets,
+    set_names,
+    training_texts,
+)
 from .streams import TokenStream, encode_in_memory
 from .tokenizing import Tokenizer, load_tokenizer
 
@@ -93,6 +101,8 @@ def load_corpus(
     """
     check_positive(context=context)
     sets = name_sets(source, valid)
+    for spec in sets.values():  # before a tokenizer is downloaded
+        check_exists(spec)
     if Source.parse(source).kind == "prepared":
         streams, loaded = _open_with_sets(source, tokenizer, valid or {})
         names = list(streams)

@@ -17,6 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..hub import NO_NETWORK
 from ..validation import did_you_mean
 
 SUFFIXES = (
@@ -25,10 +26,6 @@ SUFFIXES = (
 )  # fmt: skip
 COMPRESSIONS = (".gz", ".zst")
 CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` made
-NO_NETWORK = (
-    "not in the local cache, and the Hugging Face Hub cannot be reached (no network, or "
-    "HF_HUB_OFFLINE is set); give a local file or folder"
-)
 
 TRAIN, HELD_OUT = "train", "held-out"
 VALID_SHARE = 0.05  # of the documents, by a hash of their names
@@ -111,6 +108,13 @@ def read_documents(spec: str) -> Iterator[Document]:
             yield document
     if is_empty:
         raise ValueError(f"{spec}: empty")
+
+
+def check_exists(spec: str) -> None:
+    """Raise a ValueError where a source is a file or folder that does not exist."""
+    source = Source.parse(spec)
+    if source.kind == "files" and not Path(source.path).exists():
+        _list_files(Path(source.path))
 
 
 def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:

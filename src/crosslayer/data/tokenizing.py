@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ..hub import NO_NETWORK
 from ..validation import did_you_mean
-from .sources import NO_NETWORK
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -106,7 +106,7 @@ def _download_tokenizer(name: str) -> Path:
     try:
         folder = snapshot_download(name, allow_patterns=[TOKENIZER_FILE, CONFIG_FILE])
     except LocalEntryNotFoundError:
-        raise ValueError(f"{name}: no such folder, {NO_NETWORK}") from None
+        raise ValueError(f"{name}: no such folder; {NO_NETWORK}") from None
     except Exception as error:  # no such repository, no access, a broken connection
         reason = " ".join(str(error).split())
         raise ValueError(f"{name}: no such folder, nor a tokenizer of the Hub ({reason})") from None

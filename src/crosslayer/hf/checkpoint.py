@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..hub import NO_NETWORK, check_model_source
 from .registration import host_config_dict, register_with_diffusers
 
 WEIGHTS_FILE = "model.safetensors"
@@ -35,6 +36,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
         ValueError: the folder has no connected model, or its weights are damaged, incomplete or
             another model's.
     """
+    check_model_source(path)
     folder = Path(path)
     if not folder.is_dir():
         folder = _download_folder(str(path))
@@ -186,7 +188,9 @@ def _download_folder(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+    except LocalEntryNotFoundError:
+        raise ValueError(f"{name}: no such folder; {NO_NETWORK}") from None
+    except (HFValidationError, HfHubHTTPError) as error:
         raise ValueError(
             f"{name}: no such folder, and no such model on the Hub ({type(error).__name__})"
         ) from None

@@ -22,7 +22,7 @@ from .registration import register_with_diffusers
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def connect(model: Model, connection: str | ConnectionSpec, reallocate: bool = False) -> Model:
+def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) -> Model:
     """Replace the residual connections of a model, in place.
 
     The model keeps its classes, module paths and state-dict keys. The connection's parameters are
@@ -33,7 +33,7 @@ def connect(model: Model, connection: str | ConnectionSpec, reallocate: bool = F
 
     Args:
         model: a model of a family in `crosslayer.hf.families`, on any device, meta included.
-        connection: a string like "mudd(dilation=2)", or what `make` returns.
+        spec: a string like "mudd(dilation=2)", or what `make` returns.
         reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
             with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
             changes by at most half a percent.
@@ -45,7 +45,11 @@ def connect(model: Model, connection: str | ConnectionSpec, reallocate: bool = F
         ValueError: the connection, an option or the family is unknown, or the model is already
             connected. The model is then unchanged.
     """
-    spec = make(connection)
+    if isinstance(model, str):
+        raise ValueError(
+            "connect takes a model, got a string; load it with AutoModelForCausalLM.from_pretrained"
+        )
+    spec = make(spec)
     backbone, family = find_backbone(model)
     if is_connected(backbone):
         raise ValueError(f"the model is already connected, with {backbone.connection_spec!r}")

@@ -243,6 +243,10 @@ class NormReference(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.host_norm_module()(x) if self.names else x
 
+    def extra_repr(self) -> str:
+        """The norm's name in the host."""
+        return ".".join(self.names) or "no norm"
+
 
 class FinalNormReference(NormReference):
     """The host's final norm as a norm, because the module itself is now the `ReadoutNorm`."""
@@ -256,6 +260,11 @@ class FinalNormReference(NormReference):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.host_norm_module().host_norm(x)
+
+    def extra_repr(self) -> str:
+        """The norm's name in the backbone."""
+        names = [name for name, child in self.owner[0].named_children() if child is self.final[0]]
+        return ".".join(names)
 
 
 class OwnedNorm:

@@ -152,7 +152,7 @@ class Checkpoints:
             if saved != current:
                 raise ValueError(
                     f"{path}: belongs to another run, whose {key} is {saved!r}; "
-                    f"here it is {current!r}"
+                    f"here it is {current!r}; choose another --out"
                 )
 
         found = self._fingerprints(path)

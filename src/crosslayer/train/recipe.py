@@ -148,8 +148,12 @@ def load_recipe(
     """
     import yaml
 
+    path = Path(path)
+    if not path.exists():
+        siblings = [file.name for file in path.parent.glob("*.yaml")]
+        raise ValueError(f"{path}: no such file{did_you_mean(path.name, siblings)}")
     try:
-        options = yaml.safe_load(Path(path).read_text("utf8"))
+        options = yaml.safe_load(path.read_text("utf8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None

@@ -1,0 +1,66 @@
+"""Models, tokenizers and data by the name that users give: a local folder, or a name on the Hub."""
+
+import re
+from pathlib import Path
+
+NO_NETWORK = (
+    "not in the local cache, and the Hugging Face Hub cannot be reached (no network, or "
+    "HF_HUB_OFFLINE is set); give a local file or folder"
+)
+# One of these is in the cache of every model or tokenizer that was downloaded.
+_CACHED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def check_model_source(source: str | Path, expected: str = "folder") -> None:
+    """Check what can be found out about a model's place without loading it.
+
+    Args:
+        source: a folder, or a name on the Hub.
+        expected: what may be at a local path, for the message.
+
+    Raises:
+        ValueError: it is the folder of a training run, a local path where there is nothing, or a
+            name that is not in the cache while the Hub cannot be reached.
+    """
+    path = Path(source)
+    if path.is_dir():
+        _check_no_training_run(path)
+    elif path.exists():
+        return
+    elif not _can_be_hub_name(str(source)):
+        raise ValueError(f"{source}: no such {expected}")
+    elif not _is_reachable(str(source)):
+        raise ValueError(f"{source}: no such {expected}; {NO_NETWORK}")
+
+
+def _check_no_training_run(folder: Path) -> None:
+    if (folder / "config.json").exists() or (folder / "tokenizer.json").exists():
+        return
+    model = folder / "model"
+    if (model / "config.json").is_file():
+        raise ValueError(f"{folder} holds a training run; its model is {model}")
+    if any(folder.glob("step-*/checkpoint.json")):
+        raise ValueError(f"{folder} holds a training run, which writes {model} when it has ended")
+
+
+def _can_be_hub_name(source: str) -> bool:
+    """Whether a path where there is nothing may be a name like openai-community/gpt2."""
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
+        return False
+    return "/" not in source or not Path(source).parent.is_dir()
+
+
+def _is_reachable(name: str) -> bool:
+    """Whether the cache has files of this name, or the Hub answers. It is asked once."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in _CACHED_FILES):
+            return True
+        get_hf_file_metadata(hf_hub_url(name, _CACHED_FILES[0]))
+    except (HfHubHTTPError, HFValidationError):
+        return True  # the loader names the problem
+    except Exception as error:  # of the HTTP library, which depends on huggingface_hub's version
+        return type(error).__name__ == "ReadTimeout"  # a slow Hub: the loader tries again
+    return True

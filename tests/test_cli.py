@@ -1,0 +1,71 @@
+"""The messages of `crosslayer` that belong to no single command."""
+
+import logging
+
+import pytest
+
+from crosslayer.cli import main as cli_main
+from crosslayer.cli.console import silence_libraries
+from crosslayer.cli.main import COMMANDS, main
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert main(arguments) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (["train"], "lightning", "train"),
+        (["eval", "x"], "lm_eval", "eval"),
+        (["train", "--kernels"], "triton", "kernels"),
+    ],
+)
+def test_a_missing_package(arguments, package, extra, monkeypatch, capsys):
+    def run_without(_):
+        raise ModuleNotFoundError("no module", name=package + ".part")
+
+    monkeypatch.setattr(cli_main, "_run_command", run_without)
+    assert error_of(capsys, *arguments) == (
+        f"crosslayer: {package} is not installed; "
+        f"in the clone of crosslayer: pip install -e '.[{extra}]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train --save-every x", "--save-every must be a whole number, got 'x'"),
+        ("train --lr fast", "--lr must be a number, got 'fast'"),
+        (
+            "train --strategy fdsp",
+            "--strategy must be one of ddp, fsdp, got 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        ("train --loggers x", "Parser key \"loggers\": Expected a <class 'list'>. Got value: x"),
+        (
+            "trian",
+            f"unknown command 'trian' (did you mean 'train'?); the commands: {', '.join(COMMANDS)}",
+        ),
+        ("eval", "the following arguments are required: eval.model"),
+    ],
+)
+def test_a_wrong_option_or_command(line, message, capsys):
+    assert error_of(capsys, *line.split()) == f"crosslayer: {message}\n"
+
+
+def test_a_missing_recipe(tmp_path, capsys):
+    (tmp_path / "wikitext.yaml").write_text("arms: [prenorm]")
+    path = tmp_path / "wikitex.yaml"
+    expected = f"crosslayer: {path}: no such file (did you mean 'wikitext.yaml'?)\n"
+    assert error_of(capsys, "train", str(path)) == expected
+
+
+def test_the_hub_does_not_print_its_retries():
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    try:
+        silence_libraries()
+        assert not logger.isEnabledFor(logging.WARNING) and logger.isEnabledFor(logging.ERROR)
+    finally:
+        logger.setLevel(level)
