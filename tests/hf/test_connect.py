@@ -25,10 +25,10 @@ from tests.hf.backbones import (
     trained,
     without_eps,
 )
-from tests.support.tiny import ARMS, shake
+from tests.support.tiny import SPECS, shake
 
 # Each kind of wiring with every method, and every variant of a method on llama.
-STARTS = list(dict.fromkeys([*each_kind(), *(("llama", spec) for spec in ARMS)]))
+STARTS = list(dict.fromkeys([*each_kind(), *(("llama", spec) for spec in SPECS)]))
 DIFFERS = "changes the outputs of this pretrained model"
 
 

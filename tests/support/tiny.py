@@ -15,7 +15,6 @@ from examples.gpt import MLP, Attention
 DEFAULTS = list(crosslayer.available())
 VARIANTS = [spec for name in DEFAULTS for spec in crosslayer.make(name).method.test_variants]
 SPECS = DEFAULTS + VARIANTS
-ARMS = SPECS  # the former name
 
 
 class Block(nn.Module):

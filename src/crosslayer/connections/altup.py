@@ -41,7 +41,7 @@ class AltUp(Connection[Alternating]):
     Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 
     Args:
-        streams: K, the number of blocks. The paper's models have 2 or 4.
+        streams: K, the number of blocks.
     """
 
     gate_fields = ("g",)

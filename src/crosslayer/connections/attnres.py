@@ -7,7 +7,7 @@ Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 2-5.
     full:   v = [y_0, y_1, …, y_{k−1}]
     block:  v = [y_0, sums of the completed blocks …, the current block's sum so far if it has one]
 
-The values are raw, there is no 1/√D, and the readout has a query of its own. The first sub-layer
+The values are raw, there is no 1/√D, and the readout has its own query. The first sub-layer
 has one source and so no parameters. w = 0 and g = 1 at initialisation: the uniform average is the
 plain residual stream divided by the number of sources. The norms remove this factor up to their
 eps, which is visible where embeddings are tiny.

@@ -37,7 +37,7 @@ class DenseFormer(FusedNormConnection[History]):
     Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2 and 3.3.
 
     Args:
-        dilation: k, averages over every k-th block. 1 is the paper's best; its large models use 4.
+        dilation: k, averages over every k-th block. 1 averages over all blocks.
         period: p, averages after every p-th block. "last" averages once, after the last block
             ("Connect to Last", Table 4).
         last_k: averages over the last `last_k` blocks and the embedding alone ("Last K", Table 4);

@@ -32,8 +32,7 @@ class Highway(Connection[Carried]):
     Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3.
 
     Args:
-        bias: initial value of b. The paper suggests −1 to −10, more negative for deeper models, so
-            that training starts by carrying the stream.
+        bias: initial value of b. Negative: training starts by carrying the stream.
     """
 
     starts_as_prenorm = False

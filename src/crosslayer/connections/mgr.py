@@ -60,7 +60,7 @@ class MGR(FusedNormConnection[Gated]):
 
     Args:
         streams: n, the number of streams.
-        gate: "competitive": the streams and a forget gate share one softmax, the paper's default;
+        gate: "competitive": the streams and a forget gate share one softmax;
             "independent": a sigmoid a stream.
         eq14: n in Eq. 14 for independent gates, whose bias is −b. "text" has n = 1, which gives the
             bias −3 that the paper's text asks for; "literal" has n as the formula is printed.

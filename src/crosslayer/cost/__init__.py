@@ -4,10 +4,11 @@ memory.
     from crosslayer.cost import GPUS, estimate_cost
     from crosslayer.hf.config import make_config
 
-    cost = estimate_cost("mudd", make_config("llama", layers=24, dim=2048, heads=16), batch=8,
-    context=2048) cost.bandwidth_bound_seconds(GPUS["H100"])
+    config = make_config("llama", layers=24, dim=2048, heads=16)
+    cost = estimate_cost("mudd", config, batch=8, context=2048)
+    cost.bandwidth_bound_seconds(GPUS["H100"])
 
-`estimate` counts on the meta device; `memory` simulates the peak of activation memory there.
+`estimate.py` counts on the meta device; `memory.py` simulates the peak of activation memory there.
 """
 
 from .estimate import (

@@ -38,8 +38,8 @@ def evaluate_tasks(
         model: a language model of transformers.
         tokenizer: its tokenizer.
         tasks: the harness's names of tasks, groups and tags, or patterns like "arc_*".
-        task_manager: the harness's index of tasks, from `find_tasks`. None is the index of its own
-            tasks.
+        task_manager: the harness's index of tasks, from `find_tasks`. None: the tasks that
+            the harness ships.
         num_fewshot: examples before each document; None is what the task says.
         limit: evaluate only the first documents of each task.
         batch_size: sequences in a batch.

@@ -2,7 +2,7 @@
 
 It writes, pools, and computes the scores of the next gate:
 
-s'_i = s_i + β_i (y − s_i),   rounded as it is stored;   r_i = rsqrt(mean(s'_i²) + eps)
+s'_i = s_i + β_i (y − s_i),   rounded to s's dtype;   r_i = rsqrt(mean(s'_i²) + eps)
 z_i  = r_i ⟨pool, s'_i⟩,   p = softmax(z),   h = Σ p_i s'_i,   q_i = r_i ⟨score, s'_i⟩
 reads (n + 1)·D, writes (n + 1)·D elements a token: the softmax is updated stream by stream
 

@@ -1,6 +1,6 @@
 """Kernels of `ops.add_norm`: a pending write and the norm after it.
 
-h' = h + y, rounded as it is stored, and norm(h')
+h' = h + y, rounded to h's dtype, and norm(h')
 reads 2D, writes 2D elements a token;   backward reads 3D (h', dh', dout) and writes D: dh = dy
 """
 

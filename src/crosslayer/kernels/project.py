@@ -1,6 +1,6 @@
 """Kernels of `ops.write_norm_project`: a pending write and projections of the normed streams.
 
-H'_s = H_s + β_s Y_s, rounded as it is stored;   z = (v − μ) r W,   r = rsqrt(mean((v − μ)²) + eps)
+H'_s = H_s + β_s Y_s, rounded to H's dtype;   z = (v − μ) r W,   r = rsqrt(mean((v − μ)²) + eps)
 v is one stream of H', or all streams of a token as one vector; μ is its mean if `centred`, else 0.
 (v − μ) W equals v times W minus the mean of W's columns, so W is centred instead of v.
 reads (n + 1)·D, writes n·D elements a token; each tile of tokens reads W from cache
