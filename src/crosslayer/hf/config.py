@@ -1,12 +1,16 @@
 """Configs of transformers from a few sizes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..validation import check_positive, did_you_mean
+from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
 from .families import FAMILIES
 
+MAX_WIDTH = 2**24  # of a stream, a hidden layer or a vocabulary
 _MLP_MULTIPLE = 32  # the hidden width of a gated MLP is rounded up to a multiple of it
 
 
@@ -31,11 +35,13 @@ def make_config(
     Raises:
         ValueError: the family is unknown, or the sizes do not fit together.
     """
-    if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    known = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    if family not in known:
+        kind = "no language model is called" if family in FAMILIES else "unknown family"
         raise ValueError(
-            f"unknown family {family!r}{did_you_mean(family, FAMILIES)}; known: {known}"
+            f"{kind} {family!r}{did_you_mean(family, known)}; known: {', '.join(known)}"
         )
+    check_plain("model_config", overrides)
     check_positive(layers=layers, dim=dim, heads=heads, vocab=vocab)
     if dim % (2 * heads):
         raise ValueError(
@@ -62,4 +68,51 @@ def make_config(
         "pad_token_id": None,
     }
     sizes.update(overrides or {})
-    return AutoConfig.for_model(family, **sizes)
+    if sizes.pop("model_type", family) != family:
+        raise ValueError("model_config has no model_type; the option family names it")
+    with host_refusals(f"{family} refuses this config"):
+        config = AutoConfig.for_model(family, **sizes)
+    check_sizes(config)
+    return config
+
+
+def check_sizes(config: Any) -> None:
+    """Raise a ValueError for a config of which no model can be built in any time or memory."""
+    bounds = {
+        "num_hidden_layers": MAX_LAYERS,
+        "hidden_size": MAX_WIDTH,
+        "intermediate_size": MAX_WIDTH,
+        "vocab_size": MAX_WIDTH,
+        "num_attention_heads": MAX_WIDTH,
+        "num_key_value_heads": MAX_WIDTH,
+        "head_dim": MAX_WIDTH,
+    }
+    for name, bound in bounds.items():
+        size = getattr(config, name, None)
+        if isinstance(size, int) and not 1 <= size <= bound:
+            raise ValueError(f"{name} must be from 1 to {bound:,}, got {size}")
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
+            f"{kv_heads}"
+        )
+
+
+@contextmanager
+def host_refusals(problem: str) -> Iterator[None]:
+    """Errors of the host library, from values that a user gave, as a ValueError of one line.
+
+    Configs and constructors of transformers raise errors of any class for a value they do not know:
+    a KeyError for an unknown activation function, a ZeroDivisionError for no heads.
+
+    Args:
+        problem: what the message begins with.
+    """
+    try:
+        yield
+    except (ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{problem}: {type(error).__name__} {error}") from error

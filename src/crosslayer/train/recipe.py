@@ -11,12 +11,15 @@ An arm is a connection, or a mapping: its name, its connection, the parameters a
 paper states, and the options in which it differs from the other arms.
 """
 
+import math
+import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ..files import read_text
 from ..spec import make
-from ..validation import check_choice, did_you_mean
+from ..validation import check_choice, check_plain, did_you_mean
 from .settings import GROUP_OF_OPTION, Settings, parse_options
 from .task import LANGUAGE, Task
 
@@ -57,13 +60,13 @@ class Arm:
         if isinstance(row, str):
             row = {"connection": row}
         if not isinstance(row, dict):
-            raise ValueError(f"an arm is a connection or a mapping, got {row!r}")
+            raise ValueError(f"an arm is a connection or a mapping, got {reprlib.repr(row)}")
         own_keys = {f.name for f in fields(cls)} - {"options"}
         for key in row.keys() - own_keys - GROUP_OF_OPTION.keys():
             hint = did_you_mean(str(key), [*own_keys, *GROUP_OF_OPTION])
             raise ValueError(f"unknown key {key!r} of an arm{hint}")
         if "connection" not in row:
-            raise ValueError(f"an arm needs a connection, got {row}")
+            raise ValueError(f"an arm needs a connection, got {reprlib.repr(row)}")
 
         connection = str(make(row["connection"]))
         name, reason, paper = (
@@ -74,9 +77,9 @@ class Arm:
         # YAML reads `no` as False and 2 as a number
         for key, text in (("name", name), ("reason", reason)):
             if not isinstance(text, str):
-                raise ValueError(f"{key} of an arm must be text, got {text!r}")
+                raise ValueError(f"{key} of an arm must be text, got {reprlib.repr(text)}")
         if not isinstance(paper, dict):
-            raise ValueError(f"paper of an arm must be a mapping, got {paper!r}")
+            raise ValueError(f"paper of an arm must be a mapping, got {reprlib.repr(paper)}")
         parameters = row.get("parameters")
         if parameters is not None:
             parameters = _parse_number("parameters", parameters)
@@ -92,9 +95,12 @@ class Arm:
 
 def _parse_number(name: str, value: Any) -> float:
     try:
-        return float(value)  # YAML reads 405e6 as text
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} of an arm must be a number, got {value!r}") from None
+        number = float(value)  # YAML reads 405e6 as text
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} of an arm must be a finite number, got {reprlib.repr(value)}")
+    return number
 
 
 @dataclass
@@ -153,18 +159,20 @@ def load_recipe(
         siblings = [file.name for file in path.parent.glob("*.yaml")]
         raise ValueError(f"{path}: no such file{did_you_mean(path.name, siblings)}")
     try:
-        options = yaml.safe_load(path.read_text("utf8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        options = yaml.safe_load(read_text(path))
+    except (yaml.YAMLError, TypeError, RecursionError, OverflowError) as error:
+        # TypeError: a mapping as the key of a mapping; RecursionError: nested too deep
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None
+    check_plain(str(path), options)
     if not isinstance(options, dict):
         raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
     rows = options.pop("arms", ["prenorm"])
     if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{path}: arms must be a list of at least one, got {rows!r}")
+        raise ValueError(f"{path}: arms must be a list of at least one, got {reprlib.repr(rows)}")
 
-    arms = [Arm.from_row(row) for row in rows]
     try:
+        arms = [Arm.from_row(row) for row in rows]
         options = parse_options(options)
         for arm in arms:
             arm.options = parse_options(arm.options)

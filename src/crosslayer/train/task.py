@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from ..data.sampler import BatchSampler
 from ..data.sources import HELD_OUT
 from ..hf import connect
-from ..hf.config import make_config
+from ..hf.config import host_refusals, make_config
 from ..spec import make
 from .settings import Data, Model, Settings
 
@@ -117,7 +117,8 @@ def build_language_model(
         model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
     )
     config.max_position_embeddings = data.context
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with host_refusals(f"no {model.family} can be built of this config"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
