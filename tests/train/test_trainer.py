@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import re
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -50,6 +52,7 @@ def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
     assert (
         rest["weights"] == whole["weights"] and rest["result"]["curve"] == whole["result"]["curve"]
     )
+    assert rest["result"]["metrics"] == whole["result"]["metrics"]
     assert steps(tmp_path / "parts") == [9, 12], "two are kept"
     lines = [
         json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
@@ -453,8 +456,41 @@ def test_several_validation_sets(text, tmp_path):
         list(found["valid"]) == ["tolstoy", "same"]
         and found["valid_loss"] == found["valid"]["tolstoy"]["loss"]
     )
-    assert {"bits/byte", "same loss", "same bits/byte"} == found["metrics"].keys()
+    named = {"bits/byte", "same loss", "same bits/byte", "mean loss", "mean bits/byte"}
+    assert {"training loss", *named} == found["metrics"].keys()
     assert found["metrics"]["bits/byte"] == pytest.approx(found["valid_loss"] / math.log(2))
+
+
+def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
+    for name in ("c4", "pile", "wiki"):
+        (tmp_path / name).write_text(f"All happy families of {name} are alike. " * 99)
+    valid = {name: str(tmp_path / name) for name in ("c4", "pile", "wiki")}
+    groups = {"V2": ["c4", "pile"], "V3": ["wiki"]}
+    settings = {"data": text, "valid": valid, "valid_groups": groups, "tokenizer": "bpe:300"}
+    monkeypatch.setattr("crosslayer.train.trainer.RECENT_STEPS", 5)
+    found = run({**settings, "layers": 1}, "prenorm")
+    result, metrics = found["result"], found["result"]["metrics"]
+    losses = [result["valid"][name]["loss"] for name in valid]
+    perplexities = [math.exp(loss) for loss in losses]
+    assert metrics["V2 loss"] == statistics.fmean(losses[:2])
+    assert metrics["V2 perplexity"] == statistics.fmean(perplexities[:2])
+    assert metrics["V3 perplexity"] == perplexities[2]
+    assert metrics["mean perplexity"] == statistics.fmean(perplexities)
+    assert metrics["training loss"] == statistics.fmean(found["losses"][-5:])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"V2": ["hel-out"]}, "'V2' names 'hel-out', which is no validation set (did you mean"),
+        ({"V2": []}, "'V2' names no validation set"),
+        ({"held-out": ["held-out"]}, "'held-out' is the name of a validation set already"),
+        ({"mean": ["held-out"]}, "'mean' is the name of a validation set already"),
+    ],
+)
+def test_wrong_groups(text, groups, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run({"data": text, "valid_groups": groups}, "prenorm")
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:300", "bytes"])
