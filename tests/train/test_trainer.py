@@ -1,15 +1,19 @@
 """Runs that are killed, stopped, resumed, without disk space or with bad input; their metrics."""
 
+import io
 import json
 import math
 import os
+import pickle
 import re
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -194,6 +198,68 @@ def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         run(settings, "prenorm", tmp_path)
     assert "\n" not in str(error.value) and steps(tmp_path) == [3, 6]
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def change_class(stream):
+    """A pickle that sets an attribute of a class of torch."""
+    stream.write(b"ctorch.distributed.checkpoint.metadata\nMetadata\n")
+    stream.write(b"(N}X\x05\x00\x00\x00ownedI1\nstb.")
+
+
+def edit_metadata(folder, payload, marker):
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as stream:
+        if payload == "metadata":
+            content.planner_data["x"] = Payload(marker)
+            pickle.dump(content, stream)
+        elif payload == "class":
+            change_class(stream)
+        else:  # a value of an optimizer, which is no tensor, is read from elsewhere
+            value = io.BytesIO()
+            torch.save(Payload(marker), value)
+            shard = folder / "__0_0.distcp"
+            for index, place in content.storage_data.items():
+                if index.fqn == "optimizer.param_groups.0.lr":
+                    place.offset, place.length = shard.stat().st_size, len(value.getvalue())
+            shard.write_bytes(shard.read_bytes() + value.getvalue())
+            pickle.dump(content, stream)
+
+
+PAYLOADS = {
+    "metadata": r".metadata names posix.system, which it must not contain",
+    "class": r".metadata changes <class '.*Metadata'>",
+    "value": r"optimizer.param_groups.0.lr is not a plain value",
+}
+
+
+def test_a_checkpoint_runs_no_code(text, tmp_path):
+    """Whoever edits a checkpoint can correct its checksums too."""
+    settings = {"data": text, "save_every": 3}
+    run(settings, "prenorm", tmp_path / "run", stop=4)
+    for payload, message in PAYLOADS.items():
+        folder = tmp_path / payload
+        shutil.copytree(tmp_path / "run", folder)
+        (checkpoint,) = folder.glob("step-*")
+        edit_metadata(checkpoint, payload, tmp_path / "marker")
+        index = json.loads((checkpoint / "checkpoint.json").read_text())
+        for name in index["files"]:
+            content = (checkpoint / name).read_bytes()
+            index["files"][name] = len(content), zlib.crc32(content)
+        (checkpoint / "checkpoint.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=rf"cannot be read \({message}\); remove it") as error:
+            run(settings, "prenorm", folder)
+        assert "\n" not in str(error.value) and not (tmp_path / "marker").exists()
+    assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "owned")
 
 
 @pytest.mark.parametrize(
