@@ -9,7 +9,7 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -43,6 +43,9 @@ GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
     ("pathlib", "PosixPath"): lambda *parts: None,
     ("pathlib._local", "PosixPath"): lambda *parts: None,
 }
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # the one of which an opcode can be replaced
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -80,8 +83,8 @@ class CheckpointPlanner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, copy)
 
 
-class _MetadataUnpickler(pickle._Unpickler):  # written in Python, so that an opcode can be replaced
-    dispatch = dict(pickle._Unpickler.dispatch)
+class _MetadataUnpickler(_PythonUnpickler):
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in GLOBALS:
