@@ -251,7 +251,7 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
         ),
         (
             ["--arms", "mgr(streams=9)", "mgr(streams=4, gate='x')"],
-            "gate must be one of competitive, independent",
+            "gate must be one of 'competitive', 'independent', got 'x'",
         ),
         (["--arms", "mgr(streams=3)", "mudd("], "cannot read the connection 'mudd('"),
         (["--step=3"], "unknown option --step (did you mean '--steps'?)"),
