@@ -19,11 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from crosslayer.cli.compare import compare_and_report
 from crosslayer.cli.main import main
+from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
+from crosslayer.files import lock_folder
+from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarize_metrics
 from crosslayer.train.trainer import Diverged
-from tests.train.runs import run
+from tests.train.runs import SMALL, run
 
 HERE = Path(__file__).parent
 
@@ -356,6 +360,30 @@ def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
     assert run(settings, "prenorm")["losses"][:7] == skipping["losses"][:7]
 
 
+def test_a_run_that_skips_most_steps_fails(text, tmp_path):
+    task = LANGUAGE._replace(loss=lambda model, batch: next_token_loss(model, batch) * math.nan)
+    recipe = Recipe(
+        [Arm.from_row("prenorm")], {**SMALL, "data": text, "unstable": "skip"}, task=task
+    )
+    message = "prenorm: 7 of 12 steps were skipped and the loss is nan at step 7; there is no"
+    with pytest.raises(ValueError, match=message):
+        train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_non_finite_validation_loss_fails(text, tmp_path):
+    def evaluate(model, batch, indices):
+        return {"loss": torch.full([len(batch)], math.nan)}
+
+    task = LANGUAGE._replace(evaluate=evaluate)
+    recipe = Recipe([Arm.from_row("prenorm")], {**SMALL, "data": text}, task=task)
+    message = "prenorm: the loss on the validation set held-out is nan at step 6; there is no"
+    with pytest.raises(ValueError, match=message):
+        train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "model").exists()
+    assert compare_and_report(recipe, 1, str(tmp_path / "compared")) == 1
+
+
 def test_a_spike(text):
     settings = {"data": text, "steps": 30, "spike": 3.0}
     message = r"prenorm: the loss is 1\d\.\d+ at step 25; there is no checkpoint"
@@ -388,6 +416,42 @@ def test_perplexity_of_a_diverged_run_is_infinite():
     examples = Examples(None, {}, 300, "", {}, tokenizer=tokenizer)
     evaluation = {"held-out": {"loss": 1000.0}}
     assert summarize_metrics(examples, evaluation) == {"perplexity": math.inf}
+
+
+def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
+    settings = {"data": text, "save_every": 3, "log_every": 1}
+    whole = run(settings, "prenorm", tmp_path / "whole")
+    run(settings, "prenorm", tmp_path / "run", stop=8)
+    half_written, half_deleted = (tmp_path / "run" / f"step-0000000{i}" for i in ("9.part", 2))
+    for folder in (half_written, half_deleted):
+        folder.mkdir()
+        (folder / "__0_0.distcp").touch()
+    (tmp_path / "run" / "step-00000006.part").touch()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)[:6]
+    # a line without its end, and what is no line of a log
+    metrics.write_bytes(b"\xff\n12\n{}\n" + b"".join(lines)[:-1])
+    again = run(settings, "prenorm", tmp_path / "run")
+    assert again["weights"] == whole["weights"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "metrics.jsonl",
+        "model",
+        "step-00000009",
+        "step-00000012",
+    ]
+    steps_logged = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert set(steps_logged) == set(range(1, 13))
+
+
+def test_a_folder_in_use_is_refused(text, tmp_path, capsys):
+    small = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
+    for command in ("train", "compare"):
+        folder = tmp_path / command
+        with lock_folder(folder):
+            assert main([command, f"--data={text}", *small, f"--out={folder}"]) == 1
+        printed = capsys.readouterr().err
+        assert f"{folder}: in use by process {os.getpid()} on" in printed
+        assert printed.count("\n") == 1
 
 
 def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):

@@ -95,6 +95,7 @@ def _train_in_folder(
                 folder,
                 lambda result: bars.show_step(arm.name, steps, result),
             )
+            result = trainer.result()
     except Stopped as stop:
         if is_first_rank():
             console.print(f"{stop}. The same command resumes.", soft_wrap=True)
@@ -103,7 +104,6 @@ def _train_in_folder(
         raise ValueError(str(error)) from None
 
     export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
-    result = trainer.result()
     if fabric.is_global_zero:
         content = {
             "environment": describe_environment(),
