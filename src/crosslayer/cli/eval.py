@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..files import lock_folder, write_text_atomic
-from ..validation import parse_dtype
+from ..validation import check_positive, parse_dtype
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
 
 RESULTS_FILE = "results.json"
@@ -104,6 +104,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
+    check_positive(batch_size=options.batch_size)
     _check_new(results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
