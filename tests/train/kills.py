@@ -17,10 +17,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import datasets.arrow_writer  # noqa: F401
+import matplotlib.figure  # noqa: F401
 import torch
+from transformers.models.llama import modeling_llama  # noqa: F401
 
+# imported once, and not in every process that is killed
+import crosslayer.data.prepared
+import crosslayer.train.export
+import crosslayer.train.report  # noqa: F401
 from crosslayer.cli.main import main
 
 STEPS = 12
@@ -66,20 +74,20 @@ class Command:
         arguments = [
             words.get(word, word.replace("OUT", str(out))) for word in COMMANDS[self.name][1]
         ]
-        log = open(self.folder / f"{self.name}.log", "ab")
-        if self.name == "ranks":
-            command = [*TORCHRUN, "-m", "crosslayer", *arguments]
-            return subprocess.Popen(command, stdout=log, stderr=log).pid
-        child = os.fork()
-        if not child:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            code = 1
-            try:
-                code = main(arguments)
-            finally:
-                os._exit(code)
-        return child
+        with open(self.folder / f"{self.name}.log", "ab") as log:
+            if self.name == "ranks":
+                command = [*TORCHRUN, "-m", "crosslayer", *arguments]
+                return subprocess.Popen(command, stdout=log, stderr=log).pid
+            child = os.fork()
+            if not child:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                code = 1
+                try:
+                    code = main(arguments)
+                finally:
+                    os._exit(code)
+            return child
 
     def numbers(self, out: Path) -> dict:
         """What a finished command must end with, and that nothing is left over."""
@@ -142,10 +150,8 @@ def kill(pid: int, draw: random.Random) -> bool:
     The ranks of a killed agent, and the agent of a killed rank, must end by themselves.
     """
     family = [pid, *children(pid)]
-    try:
+    with suppress(ProcessLookupError):  # a rank that has just ended
         os.kill(draw.choice(family), signal.SIGKILL)
-    except ProcessLookupError:  # a rank that has just ended
-        pass
     _, status = os.waitpid(pid, 0)
     until = time.time() + 120
     while any(is_running(rank) for rank in family[1:]):
