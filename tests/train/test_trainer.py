@@ -84,52 +84,13 @@ def test_dropout_is_resumed_too(text, tmp_path):
     assert dry["losses"] != whole["losses"]
 
 
-KILLED = """
-import os, random, signal, sys, time
-import torch
-torch.set_num_threads(1)
-from pathlib import Path
-from tests.train.runs import run
-settings = {"data": sys.argv[1], "save_every": 2, "steps": 40}
-folder, draw = Path(sys.argv[2]), random.Random(0)
-
-def forked(act):
-    child = os.fork()
-    if not child:
-        try:
-            act()
-        finally:
-            os._exit(0)
-    return child
-
-def whole(name):
-    (folder / f"{name}.txt").write_text(run(settings, "hyper", folder / name)["weights"])
-
-def text_of(name):
-    return (folder / f"{name}.txt").read_text()
-
-start = time.time()
-os.waitpid(forked(lambda: whole("undisturbed")), 0)
-usual, kills = time.time() - start, 0
-while kills < 20:
-    child = forked(lambda: whole("disturbed"))
-    time.sleep(draw.uniform(0, usual / 2))
-    os.kill(child, signal.SIGKILL)
-    kills += os.waitpid(child, 0)[1] == signal.SIGKILL
-    if (folder / "disturbed.txt").exists():  # it was faster: begin anew
-        assert text_of("disturbed") == text_of("undisturbed"), kills
-        (folder / "disturbed.txt").unlink()
-        os.system(f"rm -rf {folder}/disturbed")
-os.waitpid(forked(lambda: whole("disturbed")), 0)
-assert text_of("disturbed") == text_of("undisturbed")
-print(kills, "kills")
-"""
-
-
 @pytest.mark.slow
-def test_killed_twenty_times(text, tmp_path):
+def test_killed_at_random_moments(tmp_path):
+    """train, compare, data prepare and torchrun; KILLS=100 for more kills than 26."""
+    command = [sys.executable, "-m", "tests.train.kills", str(tmp_path)]
+    count = os.environ.get("KILLS", "26")
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, text, str(tmp_path)],
+        [*command, "--kills", count],
         capture_output=True,
         text=True,
         env={
@@ -138,7 +99,7 @@ def test_killed_twenty_times(text, tmp_path):
             "OMP_NUM_THREADS": "1",
         },
     )
-    assert done.returncode == 0 and "20 kills" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"{count} kills" in done.stdout, done.stderr
 
 
 def test_a_full_disk(text, tmp_path):
