@@ -288,7 +288,8 @@ def _do_run(
 def _remove_checkpoints(comparison: Comparison) -> None:
     """Remove the checkpoints of runs whose result is written: they are of no use any more."""
     results = comparison.results
-    for run in [*results.runs, *results.diverged]:
+    done: list[RunResult | DivergedRun] = [*results.runs, *results.diverged]
+    for run in done:
         for checkpoint in run_folder(comparison, run.arm, run.seed).glob("step-*"):
             remove_checkpoint(checkpoint)
 
