@@ -236,11 +236,11 @@ class TestBadFolders:
         self.refuses(tmp_path / "nowhere", "nowhere: no such folder$")
 
     def test_no_config(self, tmp_path):
-        self.refuses(tmp_path, "has no config.json")
+        self.refuses(tmp_path, "config.json: no such file")
 
     def test_a_damaged_config(self, folder):
         (folder / "config.json").write_text('{"crosslayer": ')
-        self.refuses(folder, "config.json is not JSON")
+        self.refuses(folder, "config.json: not JSON")
 
     def test_an_unknown_connection(self, folder):
         config = json.loads((folder / "config.json").read_text())

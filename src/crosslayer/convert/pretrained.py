@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -16,8 +15,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ..files import read_json
 from ..hf import from_pretrained
-from ..hf.checkpoint import check_weights
+from ..hf.checkpoint import CONFIG_FILE, find_folder, load_complete, read_config
+from ..hf.registration import names_connection
 from ..hub import check_model_source
 from .published import is_published, load_published
 
@@ -37,27 +38,21 @@ def open_model(
     Raises:
         ValueError: there is no complete model at `source`.
     """
-    check_model_source(source)
-    folder = Path(source)
-    is_local = folder.is_dir()
-    if is_local and is_published(folder):
+    folder = find_folder(source)
+    if is_published(folder):
         return load_published(folder, rope, None if dtype == "auto" else dtype)
     if rope is not None:
         raise ValueError("rope is an option of published checkpoints; this config.json has its own")
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{source}: no such folder, and no such model on the Hub ({reason})"
-        ) from None
-    if hasattr(config, "crosslayer"):
-        return from_pretrained(source, dtype=dtype)
-    if is_local:
-        check_weights(folder)
-    return AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
-    )
+    if names_connection(read_json(folder / CONFIG_FILE, dict), folder):
+        model = from_pretrained(folder, dtype=dtype)
+    else:
+        config = read_config(folder)
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise ValueError(f"{folder}: {config.model_type!r} is no type of language models")
+        model = load_complete(AutoModelForCausalLM, folder, config=config, dtype=dtype)
+    if not getattr(model, "can_generate", bool)():
+        raise ValueError(f"{folder} is a {type(model).__name__}, which is no language model")
+    return model
 
 
 def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
