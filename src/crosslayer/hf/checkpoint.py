@@ -7,6 +7,7 @@ known family. `auto_map`, which names code of the folder's own, is not followed.
 
 import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from ..files import read_json
 from ..hub import NO_NETWORK, check_model_source
 from ..validation import did_you_mean
 from .families import FAMILIES
-from .registration import PREFIX, host_config_dict, names_connection, register_with_diffusers
+from .registration import (
+    PREFIX,
+    SavedConfig,
+    host_config_dict,
+    names_connection,
+    register_with_diffusers,
+)
 from .weights import check_weights
 
 CONFIG_FILE = "config.json"
 _ADAPTER_FILE = "adapter_config.json"  # of PEFT, which names its base model by a path of its own
 _HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors"]
 _HUB_FILES += ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*.safetensors"]
-# Keys of a config that choose code, or the file of the weights.
-_UNTRUSTED_KEYS = ("auto_map", "transformers_weights")
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Any:
@@ -59,10 +64,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     dtype = options.pop("torch_dtype", options.pop("dtype", None))
     if "_class_name" not in config_dict:
         if "config" not in options:
-            # The host's class itself would warn of another model type in config.json.
-            config, options = cls.config_class.from_dict(
-                host_config_dict(config_dict), return_unused_kwargs=True, **options
-            )
+            config, options = read_config(folder, **options)
             options["config"] = config
         return load_complete(cls, folder, dtype=dtype, **options)
     register_with_diffusers()
@@ -87,44 +89,71 @@ def load_complete(cls: Any, folder: Path, **options: Any) -> Any:
             f"{folder} holds an adapter of PEFT ({_ADAPTER_FILE}); merge it into its model and "
             "save that"
         )
+    if any(folder.glob("shard-*-model-*.safetensors")):
+        raise ValueError(f"{folder} holds a distributed checkpoint; save the whole model")
     check_weights(folder)
-    model, info = cls.from_pretrained(
-        folder,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
+    try:
+        model, info = cls.from_pretrained(
+            folder,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # of every kind, where a config's values do not fit together
+        raise ValueError(f"{folder}: {_one_line(error)}") from error
     _check_loading_info(model, info, folder)
     return model
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """A transformers config, without what a config must not choose.
+def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """A transformers config, without what a folder must not choose.
+
+    Args:
+        folder: has a config.json.
+        options: those that are keys of the config replace its values.
+
+    Returns:
+        The config, and the other options.
 
     Raises:
         ValueError: the model type is unknown, or transformers refuses a value.
     """
     config_dict = read_json(folder / CONFIG_FILE, dict)
+    names_connection(config_dict, folder)
     _config_class(config_dict, folder)
+    if config_dict["model_type"] not in CONFIG_MAPPING:  # a family of the user's own, connected
+        AutoConfig.register(config_dict["model_type"], SavedConfig)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config, unused = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, return_unused_kwargs=True, **options
+        )
     except Exception as error:  # transformers raises classes of every kind
-        raise ValueError(f"{folder / CONFIG_FILE}: {summarize_error(error)}") from error
-    for key in _UNTRUSTED_KEYS:
+        raise ValueError(f"{folder / CONFIG_FILE}: {_one_line(error)}") from error
+    for key in ("auto_map", "transformers_weights"):
         vars(config).pop(key, None)
-    # An attention or a mixture of experts may be the name of code on the Hub.
-    config._attn_implementation = config._experts_implementation = None
-    return config
+    # An implementation may be the name of code on the Hub.
+    config._attn_implementation = options.get("attn_implementation")
+    config._experts_implementation = options.get("experts_implementation")
+    return config, unused
 
 
-def find_folder(path: str | Path) -> Path:
+def find_folder(
+    path: str | Path, files: Sequence[str] = _HUB_FILES, expected: str = "folder"
+) -> Path:
     """A local folder, or the files of a name on the Hub: downloaded, or from the cache.
+
+    Args:
+        path: a folder or a name.
+        files: patterns of the files to download.
+        expected: what may be at a local path, for the message.
 
     Raises:
         ValueError: there is no such folder and no such name, or it is a training run's.
     """
-    check_model_source(path)
+    check_model_source(path, expected)
     if Path(path).is_dir():
         return Path(path)
 
@@ -132,19 +161,18 @@ def find_folder(path: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(str(path), allow_patterns=[CONFIG_FILE, *files]))
     except LocalEntryNotFoundError:
-        raise ValueError(f"{path}: no such folder; {NO_NETWORK}") from None
+        raise ValueError(f"{path}: no such {expected}; {NO_NETWORK}") from None
     except (HFValidationError, HfHubHTTPError) as error:
         raise ValueError(
-            f"{path}: no such folder, and no such model on the Hub ({type(error).__name__})"
+            f"{path}: no such {expected}, and no such name on the Hub ({type(error).__name__})"
         ) from None
 
 
-def summarize_error(error: Exception) -> str:
-    """The last line of a library's error, which names the value; its class where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 def _saved_class(config_dict: dict[str, Any], folder: Path) -> Any:

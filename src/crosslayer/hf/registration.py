@@ -25,6 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..spec import make
+from ..validation import check_positive
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 
@@ -91,7 +92,11 @@ def register_with_diffusers() -> None:
 def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
     """Connect a freshly built backbone as its config says."""
     spec = make(config["crosslayer"])
-    attach_connections(*find_backbone(backbone), spec, config.get("crosslayer_widths"))
+    widths = config.get("crosslayer_widths")
+    if widths is not None and not isinstance(widths, list):
+        raise ValueError(f"crosslayer_widths must be a list of one width a layer, got {widths!r}")
+    check_positive(**{f"crosslayer_widths[{i}]": width for i, width in enumerate(widths or [])})
+    attach_connections(*find_backbone(backbone), spec, widths)
     if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):
         apply_host_quirks(backbone)
 
