@@ -60,6 +60,8 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
     import torch
     from transformers import GenerationConfig, TextStreamer
 
+    from ..evaluate.perplexity import end_tokens
+
     inputs = tokenizer(prompt, return_tensors="pt")
     # A prompt without tokens gives an empty tensor of floats.
     ids = inputs["input_ids"].long().to(model.device)
@@ -73,14 +75,11 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
             "top_p": options.top_p,
             "top_k": 0,
         }
-    # The tokenizer's comes first: in a published config it may be a default of the config's class.
-    eos_token_id = tokenizer.eos_token_id
-    if eos_token_id is None:
-        eos_token_id = model.generation_config.eos_token_id
+    # The tokenizer's end comes first: a published config may have a default of the config's class.
     # What else the folder's generation_config.json asks for would be added to these options.
     model.generation_config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
-        eos_token_id=eos_token_id,
+        eos_token_id=end_tokens(tokenizer, model) or None,
         pad_token_id=0,  # One prompt at a time needs no padding, but transformers warns without it.
         **settings,
     )

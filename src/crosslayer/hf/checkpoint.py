@@ -224,7 +224,9 @@ def _check_loading_info(model: nn.Module, info: dict[str, Any], folder: Path) ->
     A plain model's folder may have parts that the model does not have, like a vision tower.
     """
     # A key of another size comes with both sizes.
-    mismatched = [key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ())]
+    mismatched = [
+        key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ())
+    ]
     unexpected = list(info.get("unexpected_keys", ()))
     if not any(isinstance(module, Connection) for module in model.modules()):
         of_connections = [key for key in unexpected if re.search(r"\.connections?\.", key)]
