@@ -246,3 +246,10 @@ class TestBadFolders:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "crosslayer": "mud"}))
         self.refuses(folder, "did you mean 'mudd'")
+
+    def test_an_unknown_class_of_diffusers(self, tmp_path):
+        connected("dit", "mudd").save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        for name in ("StableDiffusionPipeline", "loaders", 5):
+            (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": name}))
+            self.refuses(tmp_path, f"unknown class {name!r}.* known .*: DiTTransformer2DModel")

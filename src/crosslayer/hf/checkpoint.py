@@ -208,7 +208,7 @@ def _config_class(config_dict: dict[str, Any], folder: Path) -> Any:
 
 
 def _auto_classes(config_class: Any) -> dict[str, Any]:
-    """The models that transformers' auto classes have for a config, by the names of their classes."""
+    """The models of transformers' auto classes for a config, by the names of their classes."""
     classes = {}
     for mapping in vars(modeling_auto).values():
         if isinstance(mapping, _LazyAutoMapping) and config_class in mapping:

@@ -162,7 +162,7 @@ def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., N
 def _restore_model_type(config: Any) -> None:
     """Undo `mark_config` in a config that a host class called by name has read."""
     if str(vars(config).get("model_type")).startswith(PREFIX):
-        names_connection(config.to_dict(), "config.json")
+        names_connection({**config.to_dict(), "model_type": config.model_type}, "config.json")
         del config.model_type
         vars(config).pop("auto_map", None)
 
