@@ -114,7 +114,7 @@ LINES = [
         {},
         "no llama can be built of this config: KeyError",
     ),
-    ('cost --model-config {"hidden_size":null}', {}, "llama refuses this config: StrictDataclass"),
+    ('cost --model-config {"hidden_size":null}', {}, "llama refuses these values: StrictData"),
     ('cost --model-config {"num_key_value_heads":3}', {}, "must be a multiple of num_key_value"),
     ('train --model-config {"a":2001-01-01}', {}, "model_config: has a value of type date"),
     ("train --layers 1000000000", {}, "layers must be at most 10,000, got 1000000000"),

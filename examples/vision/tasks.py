@@ -1,5 +1,6 @@
 """Two tasks for crosslayer's Trainer: classification with ViT, denoising with DiT."""
 
+import inspect
 from os.path import expandvars
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from crosslayer.hf.config import make_config
 from crosslayer.train.settings import Data, Model
 from crosslayer.train.task import Examples, Task, cross_entropy
+from crosslayer.validation import did_you_mean
 from examples.vision.data import load_images, load_latents
 
 # Share of the signal's variance that is left after t steps of DDPM's linear schedule.
@@ -53,6 +55,10 @@ def build_dit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) ->
     """diffusers' DiT with random weights, conditioned on `num_classes` classes."""
     from diffusers import DiTTransformer2DModel
 
+    known = inspect.signature(DiTTransformer2DModel.__init__).parameters
+    for key in model.model_config:
+        if key not in known:
+            raise ValueError(f"DiT has no config key {key!r}{did_you_mean(key, known)}")
     dit = DiTTransformer2DModel(
         num_layers=model.layers,
         num_attention_heads=model.heads,

@@ -115,11 +115,11 @@ BROKEN = {
         lambda f: save_file({}, f / "other.safetensors"),
         "has 2 safetensors files but no index of them",
     ),
-    "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "bad-config": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "no-config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "bad-config": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "odd-config": (
         lambda f: (f / "config.json").write_text("[]"),
-        "config.json must hold an object, got a list",
+        "config.json: expected an object of JSON, got list",
     ),
     "a-shard-lost": (
         lambda f: shards(f, drop=1),
@@ -197,7 +197,7 @@ def test_arguments(checkpoint, built, tmp_path):
         ValueError, match="dtype must be one of float32, bfloat16, float16, got 'half'"
     ):
         load_published(tmp_path / "published", dtype="half")
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
         load_published(tmp_path / "nowhere")
     assert not built
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights, read_json
+from ..files import read_json
 from ..hf.host_quirks import ROPE_DTYPES
+from ..hf.weights import WEIGHTS_FILE, FolderWeights
 from ..spec import make
 from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia
@@ -42,7 +43,7 @@ def load_published(
     folder = Path(folder)
     if isinstance(dtype, str):
         dtype = parse_dtype(dtype)
-    given_config = read_json(folder / "config.json")
+    given_config = read_json(folder / "config.json", dict)
     weights = FolderWeights(folder)
     layout = LAYOUTS[_find_layout(given_config, weights, folder)]
     config = complete_config(given_config, layout)
@@ -129,7 +130,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
 
 def is_published(folder: Path) -> bool:
     """Whether a folder's config.json has a published layout rather than transformers'."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", dict)
     if "model_type" in config:
         return config["model_type"] in LAYOUTS
     return "n_layer" in config

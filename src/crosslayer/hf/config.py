@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
@@ -33,7 +33,7 @@ def make_config(
         overrides: other keys of the family's config. They override what follows from the sizes.
 
     Raises:
-        ValueError: the family is unknown, or the sizes do not fit together.
+        ValueError: the family or a key is unknown, or the sizes do not fit together.
     """
     known = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     if family not in known:
@@ -67,12 +67,29 @@ def make_config(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    sizes.update(overrides or {})
-    if sizes.pop("model_type", family) != family:
+    return _build_config(family, sizes, overrides or {})
+
+
+def _build_config(
+    family: str, sizes: dict[str, Any], overrides: dict[str, Any]
+) -> PreTrainedConfig:
+    """A family's config. `sizes` may have keys that the family does not know, `overrides` not."""
+    if overrides.get("model_type", family) != family:
         raise ValueError("model_config has no model_type; the option family names it")
-    with host_refusals(f"{family} refuses this config"):
-        config = AutoConfig.for_model(family, **sizes)
+    keys = {**sizes, **overrides, "model_type": family}
+    with host_refusals(f"the config of {family} refuses these values"):
+        plain = AutoConfig.for_model(family)
+        config = AutoConfig.for_model(**keys)
     check_sizes(config)
+    known = {*vars(plain), *type(plain).attribute_map}
+    for key in overrides:
+        # A config keeps a key that it does not know. One that it has taken in is not kept.
+        if key not in known and key in vars(config):
+            public = [name for name in known if not name.startswith("_")]
+            raise ValueError(
+                f"{family} has no config key {key!r}{did_you_mean(key, public)}; "
+                f"see transformers' {type(plain).__name__}"
+            )
     return config
 
 
