@@ -85,8 +85,8 @@ def test_a_folder_in_use_is_left_alone(stories, tmp_path):
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        ("bad.jsonl", "bytes", "line 81 is not JSON"),
-        ("bad.jsonl", "bpe:300", "line 81 is not JSON"),
+        ("bad.jsonl", "bytes", "line 81: not JSON"),
+        ("bad.jsonl", "bpe:300", "line 81: not JSON"),
         ("nowhere", "bytes", "no such file"),
         ("stories.jsonl", "bites", "unknown tokenizer"),
         ("short.txt", "bytes", "too little text, its set train is empty"),

@@ -195,7 +195,7 @@ TORN = gzip.compress(np.random.default_rng(0).bytes(5000).hex().encode(), mtime=
         ("image.txt", b"\x89PNG\r\n\x1a\n" * 99, "not UTF-8 text"),
         ("torn.txt.gz", TORN, "torn.txt.gz: cannot be read"),
         ("fake.txt.gz", b"not gzip at all", "fake.txt.gz: cannot be read"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl: line 2 is not JSON"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl: line 2: not JSON"),
         ("typo.jsonl", b'{"texts": "a"}', "row 1 has no column \"text\" (did you mean 'texts'?)"),
         ("list.jsonl", b"[1, 2]", "row 1 of its column text is [1, 2], not Unicode text"),
         ("half.jsonl", b'"a"\n{"text": "\\ud83d"}', "row 2 of its column text is '\\ud83d', not"),
@@ -270,4 +270,4 @@ def test_no_network_is_one_line(source):
 
 
 def test_a_dataset_without_a_name():
-    assert "expected datasets:NAME[,CONFIG][@SPLIT]" in error_of("datasets:")
+    assert "expected datasets:OWNER/NAME[,CONFIG][@SPLIT]" in error_of("datasets:")
