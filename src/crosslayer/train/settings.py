@@ -50,6 +50,8 @@ class Data:
             file, or a folder of them; datasets:NAME; or a folder that `crosslayer data prepare`
             wrote.
         valid: validation sets by name; by default a part of the data is held out.
+        valid_groups: names of validation sets by the name of their group. The results have the
+            means over each group.
         tokenizer: bytes; bpe:SIZE, trained on the data; or a tokenizer's name on the Hub or its
             file.
         context: tokens of a sequence.
@@ -61,6 +63,7 @@ class Data:
 
     data: str = "stdlib"
     valid: dict[str, str] = field(default_factory=dict)
+    valid_groups: dict[str, list[str]] = field(default_factory=dict)
     tokenizer: str = "bytes"
     context: int = 256
     batch: int = 8
@@ -177,10 +180,10 @@ GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
 # options of a recipe that the command line does not have
 YAML_ONLY = frozenset(
     {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
-    | {"log_every"}
+    | {"log_every", "valid_groups"}
 )
-# options that may change when a run is resumed: they change its result by rounding at most
-CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers"}
+# options that may change when a run is resumed: they change its losses by rounding at most
+CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
 
 
 class Settings(NamedTuple):
