@@ -68,6 +68,17 @@ def test_every_arm_has_the_papers_parameters(file):
             )
 
 
+def test_the_larger_models_have_the_published_parameters():
+    """Pythia's counts (Biderman et al., 2023), and MUDD's shares in the paper's Table 1."""
+    pythia = FOLDER / "mudd_table3_larger.yaml"
+    counts = [count_parameters(on_meta(pythia, "full", number))[0] for number in range(2)]
+    assert counts == [6857302016, 11846072320]
+    for number, width, share in ((1, 2048, 0.22), (3, 2560, 0.23), (5, 4096, 0.14)):
+        total, own = count_parameters(on_meta(FOLDER / "mudd_table4.yaml", "full", number))
+        layers = total - own - 2 * 50304 * width  # the table leaves embedding and head out
+        assert 100 * own / layers == pytest.approx(share, abs=0.006)
+
+
 def structure(model: nn.Module) -> dict[str, Any]:
     """What a small model must have of the large one."""
     body, family = find_backbone(model)
