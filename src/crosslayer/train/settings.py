@@ -116,6 +116,8 @@ class Optimization:
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
         check_non_negative(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
+        check_non_negative(lr=self.lr, muon_lr=self.muon_lr, weight_decay=self.weight_decay)
+        check_non_negative(eps=self.eps, momentum=self.momentum)
 
 
 @dataclass
