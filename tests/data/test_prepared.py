@@ -159,6 +159,31 @@ def test_a_damaged_folder_is_one_line(stories, tmp_path, damage):
     assert "out: damaged, prepare it again (" in error_of(open_prepared, folder)
 
 
+def test_a_description_of_the_wrong_shape_is_one_line(stories, tmp_path):
+    folder = tmp_path / "out"
+    prepare_corpus(stories, "bytes", folder)
+    right = json.loads((folder / "corpus.json").read_text())
+    train = right["sets"]["train"]
+    wrong = [
+        {"sets": {}},
+        {"sets": [1]},
+        {"sets": {"train": [1]}},
+        {"sets": {"train": train | {"text_bytes": "x"}}},
+        {"sets": {"train": train | {"documents": 0}}},
+        {"tokenizer": []},
+        {"tokenizer": right["tokenizer"] | {"vocab": "x"}},
+        {"tokenizer": right["tokenizer"] | {"end": None}},
+        {"digests": {"train": 3}},
+        {"digests": []},
+    ]
+    for values in wrong:
+        (folder / "corpus.json").write_text(json.dumps(right | values))
+        assert "out: damaged, prepare it again (" in error_of(open_prepared, folder), values
+    for text in ("[]", "[" * 100_000, "3"):
+        (folder / "corpus.json").write_text(text)
+        assert "out: damaged, prepare it again (" in error_of(open_prepared, folder), text
+
+
 def test_not_a_prepared_folder(tmp_path):
     assert "not a prepared corpus, it has no corpus.json" in error_of(open_prepared, tmp_path)
 

@@ -108,6 +108,11 @@ def test_the_separator_is_the_eos_token_of_the_config(tmp_path):
         assert load_tokenizer(str(tmp_path)).end == 2
     config.write_text(json.dumps({"eos_token": None}))
     assert load_tokenizer(str(tmp_path)).end == 1
+    for eos_token in ([1], {"content": {}}, 3):
+        config.write_text(json.dumps({"eos_token": eos_token}))
+        assert "tokenizer_config.json: its eos_token must be text" in error_of(tmp_path)
+    config.write_text("[" * 100_000)
+    assert "tokenizer_config.json: JSON that is nested too deep" in error_of(tmp_path)
     config.write_text("[")
     assert "tokenizer_config.json: not JSON" in error_of(tmp_path)
 
@@ -146,6 +151,8 @@ def test_no_network_is_one_line(tmp_path, monkeypatch):
     [
         ("bites", "unknown tokenizer 'bites' (did you mean 'bytes'?); expected bytes, bpe:SIZE"),
         ("gpt2", "unknown tokenizer 'gpt2'; expected"),
+        ("", "unknown tokenizer ''; expected"),
+        ("bpe:99999999999999999999", "and at most"),
         ("bpe:256", "bpe:256: needs a size of at least 257"),
         ("bpe:4k", "unknown tokenizer 'bpe:4k'"),
         ("bpe:-5", "unknown tokenizer 'bpe:-5'"),
