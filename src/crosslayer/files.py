@@ -76,21 +76,13 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
     Raises:
         ValueError: the file cannot be read, is not JSON in UTF-8, or contains something else.
     """
-    return parse_json(read_text(path), str(path), kind)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8.
-
-    Raises:
-        ValueError: there is no such file, it is a pipe or a folder, or it is not UTF-8.
-    """
-    if not path.is_file():  # a pipe would wait for someone to write to it
+    if not path.is_file():
         raise ValueError(f"{path}: not a file" if path.exists() else f"{path}: no such file")
     try:
-        return path.read_text("utf8")
+        text = path.read_text("utf8")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not text in UTF-8") from None
+    return parse_json(text, str(path), kind)
 
 
 def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:

@@ -112,9 +112,10 @@ def _check_shape(config: Mapping[str, Any]) -> None:
 
 
 def _check_size(config: Mapping[str, Any], name: str) -> None:
+    bound = MAX_LAYERS if name == "n_layer" else LARGEST_SIZE
     value = config[name]
-    if type(value) is not int or value < 1:
-        raise ValueError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
+    if type(value) is not int or not 1 <= value <= bound:
+        raise ValueError(f"config.json: {name} must be from 1 to {bound:,}, got {value!r}")
 
 
 def shared_host_config(config: ConfigDict) -> ConfigDict:

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..files import read_text
 from ..spec import make
-from ..validation import check_choice, check_plain, did_you_mean
+from ..validation import check_choice, did_you_mean
 from .settings import GROUP_OF_OPTION, Settings, parse_options
 from .task import LANGUAGE, Task
 
@@ -76,10 +75,10 @@ class Arm:
         )
         # YAML reads `no` as False and 2 as a number
         for key, text in (("name", name), ("reason", reason)):
-            if not isinstance(text, str):
-                raise ValueError(f"{key} of an arm must be text, got {reprlib.repr(text)}")
+            if not isinstance(text, str) or not text.isprintable():
+                raise ValueError(f"{key} of an arm must be a line of text, got {text!r}")
         if not isinstance(paper, dict):
-            raise ValueError(f"paper of an arm must be a mapping, got {reprlib.repr(paper)}")
+            raise ValueError(f"paper of an arm must be a mapping, got {paper!r}")
         parameters = row.get("parameters")
         if parameters is not None:
             parameters = _parse_number("parameters", parameters)
@@ -99,7 +98,7 @@ def _parse_number(name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{name} of an arm must be a finite number, got {reprlib.repr(value)}")
+        raise ValueError(f"{name} of an arm must be a number, got {reprlib.repr(value)}")
     return number
 
 
@@ -152,33 +151,23 @@ def load_recipe(
         ValueError: the file cannot be read, or it has an unknown key or a value that is not
             allowed.
     """
-    import yaml
-
     path = Path(path)
     if not path.exists():
         siblings = [file.name for file in path.parent.glob("*.yaml")]
         raise ValueError(f"{path}: no such file{did_you_mean(path.name, siblings)}")
-    try:
-        options = yaml.safe_load(read_text(path))
-    except (yaml.YAMLError, TypeError, RecursionError, OverflowError) as error:
-        # TypeError: a mapping as the key of a mapping; RecursionError: nested too deep
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None
-    check_plain(str(path), options)
-    if not isinstance(options, dict):
-        raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
+    options = _read_yaml(path)
     rows = options.pop("arms", ["prenorm"])
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{path}: arms must be a list of at least one, got {reprlib.repr(rows)}")
-
     try:
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"arms must be a list of at least one, got {reprlib.repr(rows)}")
         arms = [Arm.from_row(row) for row in rows]
         options = parse_options(options)
         for arm in arms:
             arm.options = parse_options(arm.options)
+            Settings.from_options(**{**options, **arm.options})
+        recipe = Recipe(arms, options, scale, overrides, task)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    recipe = Recipe(arms, options, scale, overrides, task)
 
     if scale == "tiny":
         for arm in arms:
@@ -186,6 +175,59 @@ def load_recipe(
             tiny_layers = recipe.settings(arm).model.layers
             arm.connection = _shorten_connection(arm.connection, layers, tiny_layers)
     return recipe
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a recipe's file, of text, numbers, lists and mappings alone."""
+    import yaml
+
+    try:
+        if not path.is_file():
+            raise ValueError("not a regular file")
+        loader = yaml.SafeLoader(path.read_text("utf8"))
+        node = loader.get_single_node()
+        _check_yaml(node, "the file", set())
+        options = loader.construct_document(node) if node else None
+    except RecursionError:
+        raise ValueError(f"{path}: cannot be read as a recipe (nested too deep)") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
+    return options
+
+
+def _check_yaml(node: Any, where: str, seen: set[int]) -> None:
+    """Raise a ValueError for what a recipe never needs: aliases, keys that are no text or are
+    repeated, and values like dates.
+
+    Args:
+        node: of the document, as PyYAML composes it.
+        where: the key of the node.
+        seen: ids of the nodes before it. An alias is its anchor's node, and could expand a small
+            file without bound.
+    """
+    if node is None:
+        return
+    if id(node) in seen:
+        raise ValueError(f"{where} is an alias; write its value out")
+    seen.add(id(node))
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    if kind not in ("map", "seq", "str", "int", "float", "bool", "null"):
+        raise ValueError(f"{where} is a {kind}, expected text, a number, a list or a mapping")
+    if kind == "seq":
+        for number, item in enumerate(node.value, start=1):
+            _check_yaml(item, f"item {number} of {where}", seen)
+    elif kind == "map":
+        keys = set()
+        for key, value in node.value:
+            if not key.tag.endswith(":str"):
+                raise ValueError(f"the key {reprlib.repr(key.value)} of {where} is not text")
+            if key.value in keys:
+                raise ValueError(f"the key {key.value!r} of {where} is repeated")
+            keys.add(key.value)
+            _check_yaml(value, repr(key.value), seen)
 
 
 def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
