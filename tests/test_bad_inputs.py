@@ -102,13 +102,17 @@ def test_an_error_of_ours_keeps_its_traceback(error, monkeypatch):
 LINES = [
     ("train --arm prenorm", {"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
     ("train --arm prenorm", {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number of processes"),
-    ("train pipe", {}, "pipe: not a file"),
+    ("train pipe", {}, "pipe: cannot be read as a recipe"),
     ("compare --arms ,", {}, "--arms names no connection; known: altup"),
     ("cost --connections ,", {}, "--connections names no connection; known: altup"),
     ("cost --layers 1000000000", {}, "num_hidden_layers must be from 1 to 10,000, got 1000000000"),
     ("cost --batch 2000000000", {}, "batch × context must be at most"),
-    ("cost --family vit", {}, "no language model is called 'vit'"),
-    ("cost --family DiTTransformer2DModel", {}, "no language model is called 'DiT"),
+    ("cost --family vit", {}, "'vit' is no family of language models"),
+    (
+        "cost --family DiTTransformer2DModel",
+        {},
+        "the config of DiTTransformer2DModel refuses these values",
+    ),
     (
         'cost --model-config {"hidden_act":"x"}',
         {},
@@ -116,7 +120,7 @@ LINES = [
     ),
     ('cost --model-config {"hidden_size":null}', {}, "llama refuses these values: StrictData"),
     ('cost --model-config {"num_key_value_heads":3}', {}, "must be a multiple of num_key_value"),
-    ('train --model-config {"a":2001-01-01}', {}, "model_config: has a value of type date"),
+    ('train --model-config {"a":2001-01-01}', {}, "llama has no config key 'a'"),
     ("train --layers 1000000000", {}, "layers must be at most 10,000, got 1000000000"),
     ("train --lr -1", {}, "lr must be a number of at least 0, got -1.0"),
 ]

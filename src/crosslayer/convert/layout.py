@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..spec import ConnectionSpec, make
-from ..validation import did_you_mean
+from ..validation import LARGEST_SIZE, MAX_LAYERS, did_you_mean
 from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows
 
 ConfigDict = dict[str, Any]

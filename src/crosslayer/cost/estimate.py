@@ -170,10 +170,10 @@ def build_on_meta(spec: str, config: Any, context: int, dtype: torch.dtype) -> n
         context: tokens a sequence.
         dtype: dtype of the model.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     from ..hf import connect
-    from ..hf.config import host_refusals
+    from ..hf.config import make_language_model
 
     # transformers builds no mask for an attention function it does not know, and passes None.
     AttentionInterface.register(_causal_attention.__name__, _causal_attention)
@@ -186,8 +186,8 @@ def build_on_meta(spec: str, config: Any, context: int, dtype: torch.dtype) -> n
     # Families without positions have no maximum.
     positions = getattr(config, "max_position_embeddings", context)
     config.max_position_embeddings = max(context, positions)
-    with torch.device("meta"), host_refusals(f"no {config.model_type} can be built of this config"):
-        model = AutoModelForCausalLM.from_config(
+    with torch.device("meta"):
+        model = make_language_model(
             config, attn_implementation=_causal_attention.__name__, dtype=dtype
         )
     return connect(model, spec)

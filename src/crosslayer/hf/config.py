@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
 from .families import FAMILIES
@@ -35,11 +34,10 @@ def make_config(
     Raises:
         ValueError: the family or a key is unknown, or the sizes do not fit together.
     """
-    known = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    if family not in known:
-        kind = "no language model is called" if family in FAMILIES else "unknown family"
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise ValueError(
-            f"{kind} {family!r}{did_you_mean(family, known)}; known: {', '.join(known)}"
+            f"unknown family {family!r}{did_you_mean(family, FAMILIES)}; known: {known}"
         )
     check_plain("model_config", overrides)
     check_positive(layers=layers, dim=dim, heads=heads, vocab=vocab)
@@ -91,6 +89,22 @@ def _build_config(
                 f"see transformers' {type(plain).__name__}"
             )
     return config
+
+
+def make_language_model(config: Any, **options: Any) -> PreTrainedModel:
+    """A causal language model of transformers with random weights.
+
+    Args:
+        config: of transformers.
+        options: keyword arguments of `from_config`, like dtype.
+
+    Raises:
+        ValueError: the config is not a language model's, or transformers refuses its values.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{config.model_type!r} is no family of language models")
+    with host_refusals(f"no {config.model_type} can be built of this config"):
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
 def check_sizes(config: Any) -> None:
