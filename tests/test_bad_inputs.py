@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import crosslayer
 from crosslayer.cli import main as cli_main
 from crosslayer.cli.main import main
-from tests.support.bad_inputs import SCENES, cases, options_of, run_case, specs, write_inputs
+from tests.support.bad_inputs import cases, options_of, run_case, specs
+from tests.support.scenes import SCENES, write_inputs
 
 SECONDS = 60  # that a case may take: most take less than one
 
@@ -65,7 +66,8 @@ def test_a_connection_is_made_or_refused(spec):
 @pytest.mark.parametrize("name", SCENES)
 def test_every_command(name, inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    check_cases(name, 100, inputs, tmp_path)
+    # the harness reads the names of its thousands of tasks for every unknown one
+    check_cases(name, 5 if name == "eval tasks" else 100, inputs, tmp_path)
 
 
 @pytest.mark.parametrize(

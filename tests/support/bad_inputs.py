@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import struct
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,128 +25,18 @@ from hypothesis import strategies as st
 
 from crosslayer.cli.main import main
 from crosslayer.spec import available, default_options, make
-from tests.evaluate.tiny_models import byte_tokenizer, tiny_model, write_lines
+from tests.support.scenes import SCENES, working_in
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-PUBLISHED = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
 MEMORY = 3 * 2**30  # bytes that a case may allocate
-SHAPE = ["--layers", "1", "--dim", "16", "--heads", "2", "--context", "8", "--batch", "2"]
-RUN = {
-    "layers": 1, "dim": 16, "heads": 2, "context": 8, "batch": 2, "steps": 2, "evals": 1,
-    "eval_batches": 1, "save_every": 1, "data": "text.txt", "valid": {"stories": "stories.jsonl"},
-    "model_config": {"tie_word_embeddings": True}, "betas": [0.9, 0.95], "loggers": [],
-}  # fmt: skip
-ARMS = ["prenorm", {"name": "M", "connection": "mudd(dilation=1)", "paper": {"loss": 2.5}}]
-TASK = """
-task: local_word
-dataset_path: json
-dataset_kwargs: {data_files: {test: spans.jsonl}, cache_dir: cache}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{context}}"
-doc_to_target: " {{target}}"
-metric_list:
-  - metric: perplexity
-    aggregation: perplexity
-    higher_is_better: false
-"""
-
-
-class Scene(NamedTuple):
-    """A command line that works, and the files that it reads."""
-
-    words: tuple[str, ...]
-    files: tuple[str, ...] = ()  # files, or folders of them
-
-
-MODEL = ("model",)
-SCENES = {
-    "train": Scene(("train", "recipe.yaml", "--arm", "M", "--out", "run"), ("recipe.yaml", "run")),
-    "train without a recipe": Scene(
-        ("train", "--arm", "mudd", "--data", "prepared", "--steps", "1", "--evals", "1", *SHAPE),
-        ("prepared",),
-    ),
-    "compare": Scene(
-        ("compare", "recipe.yaml", "--out", "comparison"), ("recipe.yaml", "comparison")
-    ),
-    "cost": Scene(
-        ("cost", "--vocab", "64", "--connections", "mudd(dilation=1)", "hyper(streams=2)", *SHAPE)
-    ),
-    "data prepare": Scene(
-        [
-            "data",
-            "prepare",
-            "stories.jsonl",
-            "--out",
-            "new",
-            "--tokenizer",
-            "tokenizer",
-            "--valid",
-            "a=text.txt",
-        ],
-        ("stories.jsonl", "text.txt", "tokenizer"),
-    ),
-    "data show": Scene(("data", "show", "prepared"), ("prepared",)),
-    "eval": Scene(
-        [
-            "eval",
-            "model",
-            "--text",
-            "text.txt",
-            "--spans",
-            "spans.jsonl",
-            "--context",
-            "16",
-            "--out",
-            "new",
-        ],
-        ("model", "text.txt", "spans.jsonl"),
-    ),
-    "eval tasks": Scene(
-        ["eval", "model", "--tasks", "local_word", "--include-path", "tasks", "--limit", "1"],
-        ("tasks", "spans.jsonl"),
-    ),
-    "generate": Scene(["generate", "model", "ab", "--max-new-tokens", "2"], MODEL),
-    "convert": Scene(["convert", "published", "new"], ("published",)),
-}
-
-
-def write_inputs(folder: Path) -> None:
-    """The valid inputs of every scene."""
-    lines = [{"text": f"{i}: a fox and {i * i} dogs.\n" * 3} for i in range(50)]
-    write_lines(folder / "stories.jsonl", lines)
-    (folder / "text.txt").write_text("".join(line["text"] for line in lines))
-    write_lines(folder / "spans.jsonl", [{"context": "Is it? Answer:", "target": " yes"}] * 3)
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "word.yaml").write_text(TASK)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({**RUN, "arms": ARMS}))
-    byte_tokenizer().save_pretrained(folder / "tokenizer")
-    tiny_model("mudd(dilation=2)").save_pretrained(folder / "model")
-    for file in (folder / "tokenizer").iterdir():
-        shutil.copyfile(file, folder / "model" / file.name)
-    (folder / "published").mkdir()
-    weights = folder / "published" / "model.safetensors"
-    shutil.copyfile(GOLDEN / f"{PUBLISHED}.params.safetensors", weights)
-    config = json.loads((GOLDEN / f"{PUBLISHED}.json").read_text())["config"]
-    (folder / "published" / "config.json").write_text(json.dumps(config))
-    with _working_in(folder), contextlib.redirect_stdout(io.StringIO()):
-        assert main(["data", "prepare", "stories.jsonl", "--out", "prepared"]) == 0
-        assert main([*SCENES["train"].words]) == 0
-        shutil.rmtree("run/model")
-        assert main([*SCENES["compare"].words]) == 0
-        results = json.loads(Path("comparison/results.json").read_text())
-        results["runs"].pop()
-        Path("comparison/results.json").write_text(json.dumps(results))
-
 
 # what people and their scripts put where something else belongs
 NUMBERS = ["-1", "0", "1", "3", "nan", "inf", "-inf", "1e400", "1.5", "1e3", "1_000", "0x10"]
 HUGE = ["1000000000", "9223372036854775808", "1" + "0" * 30]
 WORDS = [
-    "", " ", "x", "null", "true", "no", "~", "-", "--", "-x", "=", ".", "..", "/", "a=b", "ü", "\udcff",
-    "a\nb", "[]", "{}", "[1, 2]", '{"a": 1}', "[[]]", "[" * 3000, "{a: " * 500, "'", "a" * 3000, ",",
-    "!!python/name:os.system", "!!set {a}", "&a [*a]", "2001-01-01", "text.txt", "model", "pipe",
-    "loop", "missing/x.json", "prenorm,", "mudd(", "$HOME", "bpe:300", "bpe:-1", "cuda:9", "meta",
+    "", " ", "x", "null", "true", "no", "~", "-", "--", "-x", "=", ".", "..", "/", "a=b", "ü",
+    "\udcff", "a\nb", "[]", "{}", "[1, 2]", '{"a": 1}', "[[]]", "[" * 3000, "{a: " * 500, "'",
+    "a" * 3000, ",", "!!python/name:os.system", "!!set {a}", "&a [*a]", "2001-01-01", "text.txt",
+    "model", "pipe", "loop", "missing/x.json", "prenorm,", "mudd(", "$HOME", "bpe:300", "bpe:-1", "cuda:9", "meta",
     "datasets:", "datasets:missing", "stdlib/", "1=text.txt",
 ]  # fmt: skip
 # huge values of these are requests for much work, which nobody refuses
@@ -155,7 +44,8 @@ LONG_OPTIONS = {"--steps", "--eval-batches", "--evals", "--seeds", "--max-new-to
 HARMLESS = {"--help", "--version", "-h", "--print_config", "--config"}
 LITERALS = [
     "None", "True", "-1", "0", "1", "2", "3.5", "1e999", "1" + "0" * 25, "''", "'x'", "b'x'", "[]",
-    "{}", "()", "(1, 2)", "[[1], 2]", "{1: 2}", "{1}", "{[1]: 2}", "1+2j", "...", "-'x'", "x", "f(1)",
+    "{}", "()", "(1, 2)", "[[1], 2]", "{1: 2}", "{1}", "{[1]: 2}", "1+2j", "...", "-'x'", "x",
+    "f(1)",
     "[" * 150 + "]" * 150, "(" * 3000, "-" * 5000 + "1", "'" + "x" * 3000 + "'", "'float16'", "nan",
 ]  # fmt: skip
 VALUES: list[Any] = [
@@ -347,7 +237,7 @@ def run_case(case: Case, inputs: Path, folder: Path, seconds: float) -> Outcome:
     """Run a case in a new folder with copies of the valid inputs."""
     shutil.copytree(inputs, folder)
     errors = io.StringIO()
-    with _working_in(folder), _bounded(seconds), contextlib.redirect_stderr(errors):
+    with working_in(folder), _bounded(seconds), contextlib.redirect_stderr(errors):
         os.mkfifo("pipe")
         os.symlink("loop", "loop")
         if case.spoilt is not None:
@@ -366,19 +256,6 @@ def run_case(case: Case, inputs: Path, folder: Path, seconds: float) -> Outcome:
         return Outcome("succeeded", text)
     is_line = text.startswith("crosslayer: ") and text.count("\n") == 1 and len(text) < 2000
     return Outcome("refused" if is_line else "other", text)
-
-
-@contextlib.contextmanager
-def _working_in(folder: Path) -> Iterator[None]:
-    """In the folder, with nothing on standard input."""
-    before, stdin = os.getcwd(), sys.stdin
-    os.chdir(folder)
-    sys.stdin = io.StringIO("")
-    try:
-        yield
-    finally:
-        os.chdir(before)
-        sys.stdin = stdin
 
 
 @contextlib.contextmanager

@@ -72,8 +72,7 @@ def _machine_limit(error: Exception) -> str | None:
         return "out of memory: a smaller model, context or batch needs less"
     if isinstance(error, RecursionError):
         return "a value of the input is nested too deep"
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if is_full or os.strerror(errno.ENOSPC) in text:
+    if any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return f"the disk is full ({text}); make room, then give the same command again"
     return None
 
