@@ -251,7 +251,8 @@ def run_case(case: Case, inputs: Path, folder: Path, seconds: float) -> Outcome:
             return Outcome("other", f"SystemExit {error.code}")
         except BaseException:
             return Outcome("traceback", traceback.format_exc())
-    text = errors.getvalue()
+    # a progress bar of transformers is no message
+    text = "".join(line for line in errors.getvalue().splitlines(True) if "it/s]" not in line)
     if code == 0:
         return Outcome("succeeded", text)
     is_line = text.startswith("crosslayer: ") and text.count("\n") == 1 and len(text) < 2000
