@@ -151,7 +151,22 @@ def test_eval_reads_what_train_ends_with(family, tokenizer, tmp_path, capsys):
     text, valid = tmp_path / "text.txt", tmp_path / "valid.jsonl"
     text.write_text("".join(f"{i}: a dog and a fox, {i * i} “naïve” dogs.\n" for i in range(60)))
     write_lines(valid, [{"text": f"{i} foxes saw {i * i} dogs."} for i in range(30)])
-    sizes = "--layers 2 --dim 32 --heads 2 --context 16 --batch 2 --steps 2 --vocab 320".split()
+    sizes = [
+        "--layers",
+        "2",
+        "--dim",
+        "32",
+        "--heads",
+        "2",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+        "--steps",
+        "2",
+        "--vocab",
+        "320",
+    ]
     command = ["train", "--family", family, "--data", text, "--tokenizer", tokenizer, *sizes]
     command += ["--valid", json.dumps({"v": str(valid)}), "--arm", "mudd", "--out", tmp_path]
     assert main([str(word) for word in command]) == 0
