@@ -534,6 +534,26 @@ def test_autocast_leaves_coefficients_in_float32(spec, parallel):
     assert all(torch.equal(x, y) for x, y in zip(inputs, expected, strict=True))
 
 
+@every_variant
+def test_half_precision_outputs_are_summed_in_the_embeddings_dtype(spec, parallel):
+    """Under autocast sub-layers return bf16: the streams lose no more than those outputs did.
+
+    The writes are exact in bf16, so summed in float32 they are what float32 writes would be.
+    """
+    sites = [site.float() for site in chain(spec, parallel, layers=5)]
+    x = torch.randn(2, 8, 6)
+    states = [sites[0].init(x), sites[0].init(x)]
+    with torch.autocast("cpu", torch.bfloat16):
+        for k, site in enumerate(sites[:-1]):
+            inputs, states[0] = site.read(states[0])
+            _, states[1] = site.read(states[1])
+            y = sublayer(k, inputs).bfloat16()
+            states = [site.write(states[0], y), site.write(states[1], y.float())]
+        half, full = (sites[-1].readout(state) for state in states)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, full, rtol=1e-5, atol=1e-6)
+
+
 # ---- the registry
 
 

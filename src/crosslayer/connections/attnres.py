@@ -82,7 +82,10 @@ class AttnRes(FusedNormConnection[Values]):
         norm = norms[0] if norms else None
         if self.query is None or self.key_norm is None or state.y is None:  # the first sub-layer
             return (apply_norm(state.done[0], norm),), state
-        partial = add_write(state.y, state.partial)
+        y = state.y
+        if not self.completes_block:  # Under autocast y is in half precision. A block's sum is not.
+            y = y.to(state.done[0].dtype)
+        partial = add_write(y, state.partial)
         sources = (*state.done, partial)
         h = depth_attention(sources, self.query * self.key_norm, self.eps, norm)
         if self.completes_block:
