@@ -554,6 +554,24 @@ def test_half_precision_outputs_are_summed_in_the_embeddings_dtype(spec, paralle
     torch.testing.assert_close(half, full, rtol=1e-5, atol=1e-6)
 
 
+@every_sequential
+def test_stream_dtype_is_the_dtype_of_the_streams(spec, parallel):
+    """Float32 streams in a bf16 model: they are those of a float32 model with the same writes."""
+    sites = [site.float() for site in chain(f"{spec}(stream_dtype='float32')", parallel)]
+    bf16_sites = [copy.deepcopy(site).bfloat16() for site in sites]
+    for site, bf16_site in zip(sites, bf16_sites, strict=True):
+        site.norms.load_state_dict(bf16_site.norms.state_dict())
+    x = torch.randn(2, 8, 6).bfloat16()
+    bf16_state, state = bf16_sites[0].init(x), sites[0].init(x.float())
+    for k, (bf16_site, site) in enumerate(zip(bf16_sites[:-1], sites[:-1], strict=True)):
+        inputs, bf16_state = bf16_site.read(bf16_state)
+        _, state = site.read(state)
+        assert all(x.dtype == torch.bfloat16 for x in inputs)
+        torch.testing.assert_close(bf16_state, state, rtol=1e-5, atol=1e-6)
+        y = sublayer(k, inputs)
+        bf16_state, state = bf16_site.write(bf16_state, y), site.write(state, y.float())
+
+
 # ---- the registry
 
 
