@@ -340,7 +340,6 @@ def test_parameters_keep_the_house_rules(spec, parallel):
     names = {name for site in sites for name, _ in site.named_parameters(recurse=False)}
     if spec in DEFAULTS:
         assert make.method.weight_decay_params <= names
-        assert make.method.lr_factors.keys() <= names
     for site in sites:
         parameters = dict(site.named_parameters(recurse=False))
         for p in parameters.values():
@@ -355,9 +354,10 @@ def test_parameters_keep_the_house_rules(spec, parallel):
 
 @every_variant
 def test_weight_decay_keeps_the_initial_function(spec, parallel):
-    """Weight decay shrinks the generators of coefficients, never the static part.
+    """Weight decay shrinks the generators of coefficients, not the static part.
 
-    Where the parameters that decay are zero, the model is the one training starts from.
+    Where the parameters that decay are zero, the model is the one training starts from. DenseFormer
+    and its baseline are the exceptions: their authors' code decays α and the gains.
     """
     model, ids = gpt(spec, parallel, shaken=False), tokens()
     initial = model(ids)
@@ -368,7 +368,8 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
             for parameter in connection.parameters(recurse=False):
                 if id(parameter) in decayed:
                     parameter.zero_()
-    torch.testing.assert_close(model(ids), initial, rtol=1e-6, atol=1e-6)
+    decays_static_part = crosslayer.make(spec).name in ("denseformer", "skip_gain")
+    assert torch.allclose(model(ids), initial, rtol=1e-6, atol=1e-6) != decays_static_part
 
 
 @every_sequential

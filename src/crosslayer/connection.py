@@ -100,7 +100,6 @@ class Connection(nn.Module, Generic[StateT]):
         norms_its_stream: applies the sub-layers' norms to its streams, so the host must have them.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
         weight_decay_params: own parameters that take weight decay. The others take none.
-        lr_factors: own parameters whose learning rate is a multiple of the model's.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
@@ -114,7 +113,6 @@ class Connection(nn.Module, Generic[StateT]):
     norms_its_stream: ClassVar[bool] = False
     gate_fields: ClassVar[tuple[str, ...]] = ()
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
-    lr_factors: ClassVar[dict[str, float]] = {}
     test_variants: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
