@@ -324,7 +324,7 @@ class MuddOptions(NamedTuple):
     dilation: int = 1
     period: int = 1
     window: int | None = None
-    normed: bool = False
+    normed: bool | str = False
     round64: bool = False
     expand_last: bool = False
     gelu: str = "erf"
@@ -346,7 +346,7 @@ def mudd(options: MuddOptions) -> Loop:
         per, L = (1 if net.case.parallel else 2), net.case.layers
         X, P = [x], []
         S = dict.fromkeys("qkvr", x)
-        if options.normed:
+        if options.normed in (True, "pre", "every way"):
             P = [rms(x, options.eps) * net.sites[0].pre]
         for l in range(1, L + 1):
             site = (l - 1) * per
@@ -380,14 +380,16 @@ def aggregated(
     l = len(X) - 1
     groups = [group for group in options.ways.split() if l < L or "r" in group]
     sources = averaged(l, options.dilation, options.period, options.window, L) if groups else []
-    if options.normed and sources:
+    norms_sources = options.normed in (True, "pre", "every way")
+    adds_block = options.normed in (True, "post", "every way")
+    if norms_sources and sources:
         P.append(rms(X[l], options.eps) * site.pre)
     S = dict.fromkeys("qkvr", X[l])
     if not sources:
         assert site.a is None and site.W1 is None
         return S
     N = rms(X[l], options.eps)
-    if options.normed and options.dynamic:
+    if norms_sources and options.dynamic:
         N = N * site.weigh
     for c, group in enumerate(groups):
         mixed = 0
@@ -396,9 +398,11 @@ def aggregated(
             if options.dynamic:
                 hidden = GELU[options.gelu](N @ site.W1)
                 weight = weight + dot(hidden, site.W2[:, c * len(sources) + j])
-            mixed = mixed + weight * (P if options.normed else X)[source]
-        S |= dict.fromkeys(group, X[l] + mixed if options.normed else mixed)
-        if options.normed and "r" in group:  # the post-norm is the residual stream's alone
+            mixed = mixed + weight * (P if norms_sources else X)[source]
+        if options.normed == "every way":
+            mixed = rms(mixed, options.eps) * site.post[c]
+        S |= dict.fromkeys(group, X[l] + mixed if adds_block else mixed)
+        if options.normed in (True, "post") and "r" in group:  # the authors norm r alone
             S["r"] = X[l] + rms(mixed, options.eps) * site.post
     return S
 
@@ -407,15 +411,20 @@ loop_of("mudd")(mudd(MuddOptions()))
 
 WAYS = ("q k v r", "qkvr", "k v r", "q v r", "q k r", "q k v", "qk vr", "r", "qkv r", "q kvr", "v")
 
+NORMED = st.sampled_from([False, True, "pre", "post", "every way"])
+
 
 @few
-@given(case=cases, ways=st.sampled_from(WAYS), dynamic=st.booleans(), normed=st.booleans())
+@given(case=cases, ways=st.sampled_from(WAYS), dynamic=st.booleans(), normed=NORMED)
 @example(case=Case(), ways="q k v r", dynamic=True, normed=False)
 @example(case=Case(parallel=True), ways="q k v r", dynamic=True, normed=False)
 @example(case=Case(parallel=True), ways="q k v r", dynamic=True, normed=True)
 @example(case=Case(), ways="qkvr", dynamic=True, normed=False)  # DDFormer
 @example(case=Case(), ways="q k v r", dynamic=False, normed=False)
 @example(case=Case(layers=1), ways="q k v", dynamic=True, normed=True)
+@example(case=Case(), ways="q k v r", dynamic=True, normed="pre")
+@example(case=Case(), ways="q k v r", dynamic=True, normed="post")
+@example(case=Case(), ways="q k v r", dynamic=True, normed="every way")
 def test_mudd(case, ways, dynamic, normed):
     options = MuddOptions(ways, dynamic, normed=normed)
     check(options.spec, mudd(options), case)
@@ -440,7 +449,7 @@ def test_mudd_dilation_and_period(case, ways, dilation, period, expand_last):
     case=cases,
     ways=st.sampled_from(WAYS),
     window=st.integers(1, 5),
-    normed=st.booleans(),
+    normed=NORMED,
     round64=st.booleans(),
     gelu=st.sampled_from(["erf", "tanh"]),
     eps=st.sampled_from([1e-6, 1e-2]),
