@@ -102,6 +102,8 @@ class Connection(nn.Module, Generic[StateT]):
         weight_decay_params: own parameters that take weight decay. The others take none.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
+        output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
+            applies it. 1 in every method but `hyper`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
             every connection: "mudd(stream_dtype='float32')".
     """
@@ -130,6 +132,7 @@ class Connection(nn.Module, Generic[StateT]):
         self.dim = dim
         self.ports = ports or site.ports
         self.options: dict[str, Any] = {}
+        self.output_scale = 1.0
         self.stream_dtype: torch.dtype | None = None
         # `forward` branches on booleans alone: an integer that differs between layers would
         # compile one graph per layer.
