@@ -26,7 +26,7 @@ from ..connection import Connection, NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..norms import NormSpec, apply_norm
 from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
-from ..validation import check_choice, check_positive
+from ..validation import check_choice, check_non_negative, check_positive
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
 Frozen = Literal["", "B", "WC", "B WC"]
@@ -55,6 +55,7 @@ class Hyper(FusedNormConnection[Streams]):
             (Eq. 17-19, 54): one for every sub-layer, or a list of them taken in turn.
         frozen: "B", "WC" or "B WC": the depth connections B or the width connections WC keep their
             initial values (Table 4).
+        eps: eps of N; None for 1e-5 of a LayerNorm and 1e-6 of an RMSNorm.
     """
 
     gate_fields = ("beta",)
@@ -78,6 +79,7 @@ class Hyper(FusedNormConnection[Streams]):
         beta: float = 1.0,
         matrix: Sequence[Any] | None = None,
         frozen: Frozen = "",
+        eps: float | None = None,
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
@@ -96,6 +98,9 @@ class Hyper(FusedNormConnection[Streams]):
         self.dynamic = dynamic
         self.bound = torch.tanh if tanh else nn.Identity()
         self.statistics = check_choice("stats", stats, STATISTICS)
+        if eps is not None:
+            check_non_negative(eps=eps)
+            self.statistics = self.statistics._replace(eps=eps)
         if matrix is None:
             self.initial_alpha = _initial_alpha(site, streams)
             self.initial_beta = [float(beta)] * streams

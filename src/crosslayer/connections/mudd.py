@@ -16,7 +16,7 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
     P_j = n_j(X_j);   m_c = Σ_j A_{c,j} ⊙ P_j
     S_c = X_l + m_c for q, k, v;   S_r = X_l + n_post(m_r)
 
-GELU is erf's and the generator's RMSNorm has no weight, as in the released code. W1 ~ N(0, 1/D),
+The generator's RMSNorm has no weight, as in the released code. W1 ~ N(0, 1/D),
 W2 = 0 and a is one-hot on X_l, so that training starts exactly as the plain Transformer. With
 PrePostDANorm a = 0, n_post's weight is 1e-3, and the generator's norm has a weight.
 q, k and v have norms of their own where they are mixed apart.
@@ -34,9 +34,10 @@ from ..connection import NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
 from ..norms import NormSpec, rms
 from ..ops import add_norm, depth_mix, project_tall
-from ..validation import check_positive
+from ..validation import check_literal, check_non_negative, check_positive
 from .denseformer import History, averaged_blocks
 
+Gelu = Literal["erf", "tanh"]
 STREAMS = "qkvr"
 # The stream that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
 STREAM_OF_PORT = {"attn": "q", "q": "q", "k": "k", "v": "v", "mlp": "r", "out": "r"}
@@ -65,6 +66,9 @@ class Mudd(FusedNormConnection[History]):
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
         expand_last: four times K after the last block, as the released checkpoints have it.
             `round64` is applied after it.
+        gelu: the generator's GELU: "erf" as in the released checkpoints, or its "tanh"
+            approximation as in the authors' JAX trainer.
+        eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
     """
 
     bitwise_prenorm = True
@@ -93,9 +97,13 @@ class Mudd(FusedNormConnection[History]):
         normed: bool = False,
         round64: bool = False,
         expand_last: bool = False,
+        gelu: Gelu = "erf",
+        eps: float = 1e-6,
     ):
         if window is not None:
             check_positive(window=window)
+        check_literal("gelu", gelu, Gelu)
+        check_non_negative(eps=eps)
         if normed and (dilation, period) != (1, 1):
             raise ValueError(
                 "normed=True excludes dilation and period: the norm n_j of a block that is never "
@@ -126,6 +134,8 @@ class Mudd(FusedNormConnection[History]):
         super().__init__(site, dim, norm, tuple(ports))
         self.sources = sources if aggregates else ()
         self.mixture_of_stream = mixture_of_stream
+        self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
+        self.eps = eps
         self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
         # The op that mixes makes every port's input, unless X_l or PrePostDANorm is added after it.
         all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
@@ -197,17 +207,18 @@ class Mudd(FusedNormConnection[History]):
         if not self.opens_layer:
             return state.X
         if self.pre is not None:
-            h = (rms(h) * self.pre).to(h.dtype)
+            h = (rms(h, self.eps) * self.pre).to(h.dtype)
         return (*state.X, h)
 
     def aggregation_weights(self, x: Tensor, a: Tensor) -> Tensor:
         """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]."""
         if self.W1 is None or self.W2 is None:
             return a
-        N = rms(x)
+        N = rms(x, self.eps)
         if self.weigh is not None:
             N = N * self.weigh
-        generated = project_tall(F.gelu(project_tall(N, self.W1)), self.W2)
+        hidden = F.gelu(project_tall(N, self.W1), approximate=self.gelu_approximation)
+        generated = project_tall(hidden, self.W2)
         return generated.unflatten(-1, a.shape) + a
 
     def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
@@ -219,7 +230,7 @@ class Mudd(FusedNormConnection[History]):
         if self.pre is None:
             return m
         if stream == "r" and self.post is not None:
-            m = (rms(m) * self.post).to(h.dtype)
+            m = (rms(m, self.eps) * self.post).to(h.dtype)
         return h + m
 
     def memory_traffic(self) -> float:
