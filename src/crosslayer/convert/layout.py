@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..spec import ConnectionSpec, default_options, make
+from ..spec import ConnectionSpec, make
 from ..validation import check_option_type
-from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows
+from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows, short_spec
 
 ConfigDict = dict[str, Any]
 
@@ -194,11 +194,12 @@ def connection_spec(config: ConfigDict) -> ConnectionSpec:
     """The connection of a completed config.json."""
     if not config["dense"]:
         return make("prenorm")
-    given = {"eps": config["norm_eps"]}
-    for name in ("round64", "expand_last"):
-        given[name] = config[name]
-    default = default_options(make("mudd").method)
-    return make("mudd", **{name: v for name, v in given.items() if v != default[name]})
+    return short_spec(
+        "mudd",
+        round64=config["round64"],
+        expand_last=config["expand_last"],
+        eps=config["norm_eps"],
+    )
 
 
 def mlp_widths(config: ConfigDict) -> list[int]:

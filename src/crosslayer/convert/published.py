@@ -18,7 +18,14 @@ from ..spec import make
 from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia
 from .layout import IDLE_TENSORS, ConfigDict, anchor_shapes, complete_config
-from .rows import all_options, check_names, check_shapes, convert_tensors, reverse_rows
+from .rows import (
+    all_options,
+    check_names,
+    check_shapes,
+    convert_tensors,
+    read_shapes,
+    reverse_rows,
+)
 
 LAYOUTS = {"muddformer": muddformer.LAYOUT, "muddpythia": muddpythia.LAYOUT}
 LAYOUT_OF_HOST = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}
@@ -67,7 +74,7 @@ def load_published(
     expected = convert_tensors(reverse_rows(rows), host_tensors)
     try:
         check_names(expected, shapes)
-        check_shapes(expected, shapes)
+        check_shapes(read_shapes(expected), shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -166,11 +173,9 @@ def _check_anchors(config: ConfigDict, weights: FolderWeights) -> None:
 
     Before anything of the sizes in config.json is built.
     """
-    for name, expected in anchor_shapes(config).items():
-        if name not in weights.shapes:
-            raise ValueError(f"a tensor is missing: {name!r}")
-        if weights.shapes[name] != expected:
-            raise ValueError(f"{name!r} has the shape {weights.shapes[name]}, expected {expected}")
+    expected = anchor_shapes(config)
+    check_names(expected, expected.keys() & weights.shapes.keys())
+    check_shapes(expected, weights.shapes)
 
 
 def _is_same_spec(first: str, second: str) -> bool:
