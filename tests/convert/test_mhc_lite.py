@@ -121,7 +121,7 @@ def test_tensors_without_counterpart(name, tensor, message):
 def test_specs_that_the_repository_has_not():
     ours = mhc_lite.load_connections(module_tensors(False, 4), PREFIXES)
     for spec in ("mhc", "hyper", "mhc(readout='sum', order='dst last', norm_eps=1e-24)"):
-        with pytest.raises(ValueError, match="the repository has only 'mhc_lite' and .mhc"):
+        with pytest.raises(ValueError, match=r"the repository has only 'mhc_lite' and .mhc"):
             mhc_lite.save_connections(ours._replace(spec=spec), PREFIXES)
     with pytest.raises(ValueError, match="expected a prefix for each of 3 sub-layers, got 2"):
         mhc_lite.save_connections(ours, PREFIXES[:2])
