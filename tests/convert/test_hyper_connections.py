@@ -77,7 +77,7 @@ def test_gamma_is_saved_exactly():
     [
         (
             {"static_alpha": (4, 6)},
-            r"'hc\.static_alpha' has the shape \(4, 6\), expected \(4, 5\): fractions, several",
+            r"'hc\.static_alpha' has the shape \(4, 6\), expected \(2, 3\): fractions, several",
         ),
         (
             {"dynamic_beta_fn": (D, 2)},

@@ -27,6 +27,7 @@ from .rows import (
     TensorRow,
     Tensors,
     all_options,
+    check_names,
     check_shapes,
     convert_tensors,
     join_sites,
@@ -95,11 +96,11 @@ def load_connections(
                 f"{prefix!r} has no static_beta: add_branch_out_to_residual=False has no "
                 "counterpart here"
             )
-    converted = convert_tensors(rows_of_modules(ROWS, prefixes), of_modules)
-    sites = split_sites(converted, len(prefixes) + 1)
-    n = len(sites[0]["static_alpha"])
-    dim = len(sites[0]["dynamic_alpha_fn"])
-    _check_module_shapes(of_modules, prefixes, n, dim)
+    rows = rows_of_modules(ROWS, prefixes)
+    check_names([row.source for row in rows], of_modules)
+    n = of_modules[prefixes[0] + "static_beta"].numel()
+    _check_module_shapes(of_modules, prefixes, n)
+    sites = split_sites(convert_tensors(rows, of_modules), len(prefixes) + 1)
     spec = short_spec("hyper", streams=n, stats="rmsnorm", tanh=tanh, eps=NORM_EPS)
     return ConnectionParameters(spec, sites, {})
 
@@ -127,14 +128,15 @@ def save_connections(
         return convert_tensors(rows, join_sites(parameters.sites))
 
 
-def _check_module_shapes(
-    tensors: Mapping[str, Tensor], prefixes: Sequence[str], n: int, dim: int
-) -> None:
-    shapes = {
+def _check_module_shapes(tensors: Mapping[str, Tensor], prefixes: Sequence[str], n: int) -> None:
+    dim = tensors[prefixes[0] + "norm.gamma"].numel()
+    shapes: dict[str, tuple[int, ...]] = {
         "static_alpha": (n, n + 1),
         "dynamic_alpha_fn": (dim, n + 1),
+        "dynamic_alpha_scale": (),
         "static_beta": (n,),
         "dynamic_beta_fn": (dim,),
+        "dynamic_beta_scale": (),
         "norm.gamma": (dim,),
     }
     remark = ": fractions, several input views and channels first have no counterpart here"

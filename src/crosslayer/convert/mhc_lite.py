@@ -90,7 +90,7 @@ def _streams_of_rows(rows: Tensor) -> int:
     return math.isqrt(len(rows) + 1) - 1
 
 
-MHC_ROWS = (
+MHC_ROWS: tuple[TensorRow, ...] = (
     TensorRow("static_alpha static_beta", "base", TensorChange(_join_bias, _split_bias)),
     TensorRow(
         "pre_branch_scale h_post_scale residual_scale",
@@ -103,7 +103,7 @@ MHC_ROWS = (
         TensorChange(_join_projections, _split_projections),
     ),
 )
-LITE_ROWS = (
+LITE_ROWS: tuple[TensorRow, ...] = (
     TensorRow("static_alpha", "static_alpha"),
     TensorRow("static_beta", "static_beta"),
     TensorRow("dynamic_alpha_fn", "dynamic_alpha_fn"),
@@ -134,7 +134,7 @@ def load_connections(
     is_lite = first_alpha is not None and first_alpha.ndim == 1
     rows = rows_of_modules(LITE_ROWS if is_lite else MHC_ROWS, prefixes)
     check_names([name for row in rows for name in row.source.split()], of_modules)
-    n = len(of_modules[prefixes[0] + "static_beta"])
+    n = of_modules[prefixes[0] + "static_beta"].numel()
     _check_modules(of_modules, prefixes, n, is_lite)
     sites = split_sites(convert_tensors(rows, of_modules), len(prefixes) + 1)
     if is_lite:
@@ -191,7 +191,7 @@ def _check_modules(
     """Raise a ValueError for a tensor whose shape or values the parameters here cannot have."""
     width = tensors[prefixes[0] + "norm.gamma"].numel()
     columns = n + math.factorial(n) if is_lite else n * (n + 1)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "static_alpha": (columns,) if is_lite else (n, n + 1),
         "static_beta": (n,),
         "dynamic_alpha_fn": (width, columns),
