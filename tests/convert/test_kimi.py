@@ -84,6 +84,9 @@ def test_tensors_that_do_not_fit():
         ValueError, match="attn_res_block_size must be a whole number of at least 1, got 0"
     ):
         kimi.load_connections(kimi_tensors(), 0)
+    theirs = kimi_tensors() | {"layers.1000000000000.mlp_res_proj.weight": randn(1, D)}
+    with pytest.raises(ValueError, match="have layer 1000000000000 and lack layer 3"):
+        kimi.load_connections(theirs, 1)
     for spec in ("attnres", "attnres(block_size=3)", "mhc"):
         with pytest.raises(
             ValueError, match="expected an attnres whose block_size is a multiple of 2"

@@ -2,15 +2,19 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import crosslayer
 from crosslayer.convert import fill_connections, mhc_lite, read_connections
 from tests.support.chain import D, flat, randn, run, same, sublayer
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 SUBLAYERS = 3
+ITERATIONS = 2  # few, so that the order of the normalisations shows
 PREFIXES = ["transformer.h.0.hc_attn.", "transformer.h.0.hc_mlp.", "transformer.h.1.hc_attn."]
 
 
@@ -56,7 +60,7 @@ def loop(theirs: dict[str, torch.Tensor], lite: bool, n: int, x: torch.Tensor) -
                 alpha = alpha.view(n, n + 1)
                 pre = t["pre_branch_scale"] * alpha[:, 0] + t["static_alpha"][:, 0]
                 R = (t["residual_scale"] * alpha[:, 1:] + t["static_alpha"][:, 1:]).exp()
-                for _ in range(20):
+                for _ in range(ITERATIONS):
                     R = R / R.sum(0)
                     R = R / R.sum(1, keepdim=True)
             post = 2 * (t["h_post_scale"] * beta + t["static_beta"]).sigmoid()
@@ -69,7 +73,7 @@ def loop(theirs: dict[str, torch.Tensor], lite: bool, n: int, x: torch.Tensor) -
 @pytest.mark.parametrize(("lite", "n"), [(False, 4), (False, 2), (True, 4)])
 def test_round_trips_and_streams(lite, n):
     theirs = module_tensors(lite, n)
-    ours = mhc_lite.load_connections(theirs, PREFIXES)
+    ours = mhc_lite.load_connections(theirs, PREFIXES, ITERATIONS)
     of_modules = {name: t for name, t in theirs.items() if "hc_" in name}
     assert same(mhc_lite.save_connections(ours, PREFIXES), of_modules)
 
@@ -84,6 +88,26 @@ def test_round_trips_and_streams(lite, n):
     fill_connections(sites, ours)
     x = torch.randn(2, 3, D, dtype=torch.float64) * 1e-3  # an eps of 1e-6 would show
     torch.testing.assert_close(run(sites, x), loop(theirs, lite, n, x), rtol=1e-11, atol=1e-14)
+
+
+def test_mhc_lite_against_numbers_of_the_repository():
+    file = load_file(GOLDEN / "mhc_lite_n4_3sublayers.safetensors")
+    of_modules = {n.removeprefix("param/"): t for n, t in file.items() if n.startswith("param/hc")}
+    prefixes = [f"hc{k}." for k in range(SUBLAYERS)]
+    ours = mhc_lite.load_connections(of_modules, prefixes)
+    assert same(mhc_lite.save_connections(ours, prefixes), of_modules)
+    width = file["input/x"].shape[-1]
+    make = crosslayer.make(ours.spec)
+    sites = [make(k, width, lambda port: torch.nn.Identity()).double() for k in flat(SUBLAYERS)]
+    fill_connections(sites, ours)
+    state = sites[0].init(file["input/x"].double())
+    for k, site in enumerate(sites[:-1]):
+        (h,), state = site.read(state)
+        weight, bias = (file[f"param/layer{k}.{name}"].double() for name in ("weight", "bias"))
+        state = site.write(state, torch.nn.functional.linear(h, weight, bias))
+    torch.testing.assert_close(
+        sites[-1].readout(state), file["f64/output/out"], rtol=1e-10, atol=1e-12
+    )
 
 
 def test_what_was_trained_here_is_saved_without_gamma():
