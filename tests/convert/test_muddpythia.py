@@ -271,8 +271,8 @@ def test_the_config_that_is_written_is_the_published_one(written, tmp_path):
     assert all(config[key] == CONFIG[key] for key in CONFIG.keys() - ignored)
 
 
-def test_defaults_and_the_papers_letter(written):
-    """The defaults are those of the published config class; m, the papers' r, is understood."""
+def test_defaults_and_the_trainers_letter(written):
+    """The defaults are those of the published config class; m, for r, is understood."""
     whole = complete_config({}, LAYOUT)
     sizes = [whole[key] for key in ("dim", "n_layer", "vocab_size", "intermediate_size")]
     assert sizes == [2560, 32, 32000, 10240]

@@ -51,7 +51,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The reference's config class replaces it by dim / n_head, whatever config.json says.
 IGNORED = "head_dim"
 DENSE_OPTIONS = ("dense_type", "dynamic_dense", "sepln")  # ignored where dense=False
-# The reference says r for the residual stream; the paper, and crosslayer up to 0.1, say m.
+# The residual stream is r in the reference, m in the authors' JAX trainer and in crosslayer 0.1.
 DENSE_TYPE_ALIASES = {"qkvm": "qkvr"}
 # A checkpoint with dense=False contains these tensors, and the reference never reads them.
 IDLE_TENSORS = ("dense_bs.", "dynamic_dense.")
