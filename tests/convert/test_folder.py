@@ -115,7 +115,7 @@ BROKEN = {
         lambda f: save_file({}, f / "other.safetensors"),
         "has 2 safetensors files but no index of them",
     ),
-    "no-config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "no-config": (lambda f: (f / "config.json").unlink(), "published/config.json: no such file"),
     "bad-config": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "odd-config": (
         lambda f: (f / "config.json").write_text("[]"),
@@ -167,7 +167,7 @@ BROKEN = {
         edited(norm__weight=torch.ones(64).to(torch.int8)),
         "'norm.weight' is I8, expected one of F64, F32",
     ),
-    "rope-base": (configured(rope_base="1e4"), "rope_base must be a positive number, got '1e4'"),
+    "rope-base": (configured(rope_base="1e4"), "rope_base must be a finite number, got '1e4'"),
     "shared-norms": (
         configured(sepln=False),
         "config.json: sepln must be True in this layout, got False",
@@ -197,7 +197,7 @@ def test_arguments(checkpoint, built, tmp_path):
         ValueError, match="dtype must be one of float32, bfloat16, float16, got 'half'"
     ):
         load_published(tmp_path / "published", dtype="half")
-    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+    with pytest.raises(ValueError, match=r"nowhere/config\.json: no such file"):
         load_published(tmp_path / "nowhere")
     assert not built
 

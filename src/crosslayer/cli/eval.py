@@ -44,7 +44,7 @@ def parser() -> Any:
         "--include-path",
         type=str | None,
         default=None,
-        help="folder of YAML task files of your own",
+        help="folder of YAML task files of your own, which may call Python code",
     )
     add("--limit", type=int | None, default=None, help="only the first documents of each task")
     add(

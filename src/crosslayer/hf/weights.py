@@ -107,6 +107,6 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is truncated or not safetensors ({reason})") from error
