@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 LOCK_FILE = ".lock"
-KIND_NAMES = {dict: "an object", list: "a list"}  # in words, for errors
+KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
 
 
 def write_text_atomic(path: Path, content: str) -> None:

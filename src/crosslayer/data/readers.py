@@ -160,9 +160,10 @@ def _rows(subject: str, load: Callable[[], Iterable[Any]]) -> Iterator[dict[str,
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ValueError(f"{subject}: not UTF-8 text (it has a byte 0x{byte:02x})") from None
-    except ConnectionError:
-        raise ValueError(f"{subject}: {NO_NETWORK}") from None
     except Exception as error:  # the library and its file systems raise classes of every kind
+        # the HTTP library, and so the class, depends on huggingface_hub's version
+        if isinstance(error, ConnectionError) or type(error).__name__ == "ConnectError":
+            raise ValueError(f"{subject}: {NO_NETWORK}") from None
         reason = _one_line(error)
         if "zst" in reason and not find_spec("zstandard"):
             reason = ZSTANDARD_MISSING
