@@ -36,8 +36,8 @@ WORDS = [
     "", " ", "x", "null", "true", "no", "~", "-", "--", "-x", "=", ".", "..", "/", "a=b", "ü",
     "\udcff", "a\nb", "[]", "{}", "[1, 2]", '{"a": 1}', "[[]]", "[" * 3000, "{a: " * 500, "'",
     "a" * 3000, ",", "!!python/name:os.system", "!!set {a}", "&a [*a]", "2001-01-01", "text.txt",
-    "model", "pipe", "loop", "missing/x.json", "prenorm,", "mudd(", "$HOME", "bpe:300", "bpe:-1", "cuda:9", "meta",
-    "datasets:", "datasets:missing", "stdlib/", "1=text.txt",
+    "model", "pipe", "loop", "missing/x.json", "prenorm,", "mudd(", "$HOME", "bpe:300", "bpe:-1",
+    "cuda:9", "meta", "datasets:", "datasets:missing", "stdlib/", "1=text.txt",
 ]  # fmt: skip
 # huge values of these are requests for much work, which nobody refuses
 LONG_OPTIONS = {"--steps", "--eval-batches", "--evals", "--seeds", "--max-new-tokens", "--workers"}
