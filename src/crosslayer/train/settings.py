@@ -254,7 +254,7 @@ def parse_options(options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"unknown option {name!r}{did_you_mean(name, GROUP_OF_OPTION)}")
         check_plain(name, value)
     types = _option_types()
-    parsed = {}
+    parsed: dict[str, Any] = {}
     for name, value in options.items():
         try:
             parsed |= _option_parser().parse_object({name: value}, defaults=False).as_dict()
