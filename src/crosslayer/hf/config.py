@@ -70,7 +70,7 @@ def _build_config(
     """A family's config. `sizes` may have keys that the family does not know, `overrides` not."""
     keys = sizes | overrides
     try:
-        plain = AutoConfig.for_model(family)
+        plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
         config = AutoConfig.for_model(family, **keys)
     except Exception as error:  # transformers raises classes of every kind
         reason = " ".join(str(error).split())
