@@ -10,6 +10,7 @@ import torch
 
 import crosslayer
 from crosslayer import Connection
+from crosslayer.hf.config import make_config
 from tests.hf.backbones import (
     FAMILIES,
     METHODS,
