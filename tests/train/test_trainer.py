@@ -149,8 +149,17 @@ def test_a_full_disk(text, tmp_path):
         ),
         ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
+        ("checkpoint.json", lambda b: b"[" * 100_000, "checkpoint.json is damaged"),
     ],
-    ids=["cut", "missing", "overwritten", "one bit", "index cut", "index of another kind"],
+    ids=[
+        "cut",
+        "missing",
+        "overwritten",
+        "one bit",
+        "index cut",
+        "index of another kind",
+        "too deep",
+    ],
 )
 def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     settings = {"data": text, "save_every": 3}
