@@ -236,6 +236,17 @@ def test_a_checkpoint_runs_no_code(text, tmp_path):
     assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "owned")
 
 
+def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
+    """It pickles a member of an enumeration as getattr(class, name)."""
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    reduced = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(encoding, "__reduce_ex__", reduced)
+    run({"data": text, "layers": 1}, "prenorm", tmp_path)
+    (checkpoint,) = tmp_path.glob("step-*")
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert run({"data": text, "layers": 1}, "prenorm", tmp_path)["losses"] == []
+
+
 @pytest.mark.parametrize(
     ("changed", "arm", "message"),
     [
