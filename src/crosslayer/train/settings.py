@@ -139,7 +139,8 @@ class Engine:
         save_every: steps between checkpoints; with 0 a run is saved only when it ends or is
             stopped.
         keep_checkpoints: number of checkpoints kept.
-        unstable: on a non-finite or spiking loss, stop the run or skip the batch.
+        unstable: on a non-finite or spiking loss, stop the run or skip the batch. A run of which
+            most of the last 200 steps are skipped stops too.
         spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
         log_every: steps between lines of metrics.jsonl.
         diagnostics_every: steps between diagnostics of the connections; 0 for none.
