@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel_op
+from .manual_backward import definition_gradients, run_function
 
 
 @kernel_op
@@ -25,11 +26,18 @@ def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     Returns:
         [… n n].
     """
-    return _Sinkhorn.apply(logits, rounds, eps)
+    return run_function(_Sinkhorn, logits, rounds, eps)
 
 
 class _Sinkhorn(Function):
     """M' = M/s, s = Σ M + eps:   dM = (dM' − Σ dM' M')/s for each division, last to first."""
+
+    @staticmethod
+    def definition(logits: Tensor, rounds: int, eps: float) -> Tensor:
+        M = logits.softmax(-1) + eps
+        for axis in (-2, *(-1, -2) * (rounds - 1)):
+            M = M / (M.sum(axis, keepdim=True) + eps)
+        return M
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rounds: int, eps: float) -> Tensor:
@@ -42,13 +50,19 @@ class _Sinkhorn(Function):
             s = M.sum(axis, keepdim=True).add_(eps)
             M = M / s
             divisions += [s, M]
-        ctx.save_for_backward(P, *divisions)
+        ctx.rounds, ctx.eps = rounds, eps
+        ctx.save_for_backward(logits, P, *divisions)
         return M.movedim((0, 1), (-2, -1)).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dM: Tensor) -> tuple[Tensor, None, None]:
-        P, *divisions = ctx.saved_tensors
+        logits, P, *divisions = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+
+            def define(logits: Tensor) -> Tensor:
+                return _Sinkhorn.definition(logits, ctx.rounds, ctx.eps)
+
+            return *definition_gradients(define, (logits,), dM), None, None
         d = dM.movedim((-2, -1), (0, 1)).contiguous()
         axes = (0, *(1, 0) * (len(divisions) // 4))
         steps = list(zip(axes, divisions[::2], divisions[1::2], strict=True))

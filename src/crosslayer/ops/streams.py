@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..norms import NormSpec, apply_norm, upcast
 from .dispatch import kernel_op
+from .manual_backward import run_function
 from .products import mix_streams, row_dots, stream_gram
 
 
@@ -36,7 +36,8 @@ def depth_connection(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor
     """
     if Y is None or beta is None:
         return H
-    return torch.addcmul(upcast(H), upcast(beta)[..., None], upcast(Y)).to(H.dtype)
+    # Y in its own dtype: autograd saves it as it is.
+    return torch.addcmul(upcast(H), upcast(beta)[..., None], Y).to(H.dtype)
 
 
 @kernel_op
@@ -59,7 +60,7 @@ def width_connection(
         x [B T D] and H' [B T n D] in H's dtype.
     """
     lead, n = H.shape[:-2], H.shape[-2]
-    x, H = _WidthConnection.apply(H, pre.expand(*lead, n), res.expand(*lead, n, n))
+    x, H = run_function(_WidthConnection, H, pre.expand(*lead, n), res.expand(*lead, n, n))
     return apply_norm(x, norm), H
 
 
@@ -67,12 +68,15 @@ class _WidthConnection(Function):
     """dpre_s = ⟨dx, H_s⟩,   dres[s, c] = ⟨dH'_c, H_s⟩,   dH_s = pre_s dx + Σ_c res[s, c] dH'_c"""
 
     @staticmethod
-    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(H, pre, res)
+    def definition(H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
         return mix_streams(H, pre[..., None]).squeeze(-2), mix_streams(H, res)
 
     @staticmethod
-    @once_differentiable
+    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(H, pre, res)
+        return _WidthConnection.definition(H, pre, res)
+
+    @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
         dout = upcast(dout).contiguous()  # the gradient of a sum over streams has stride 0

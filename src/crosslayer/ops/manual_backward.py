@@ -1,0 +1,59 @@
+"""Hand-written backwards, and the definitions that they must agree with.
+
+An op with a hand-written backward is a `Function` with a `definition`: the same result in plain
+torch. The backward is fast, but it cannot be differentiated again, as it uses what the forward
+saved. So the definition takes its place in three cases:
+
+    torch.func, forward-mode AD     `run_function` calls the definition
+    a backward under create_graph   the backward returns `definition_gradients`
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.functional import vjp
+
+
+class DefinedFunction(Protocol):
+    """A `torch.autograd.Function` with a definition."""
+
+    @staticmethod
+    def definition(*args: Any) -> Any:
+        """What `apply` returns, in plain torch."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any: ...
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode AD is active."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def run_function(function: type[DefinedFunction], *args: Any) -> Any:
+    """`function.apply`, or its definition where autograd must see plain torch."""
+    if is_transformed():
+        return function.definition(*args)
+    # With dynamic shapes a float is an input of the graph in which dynamo first meets it. Met
+    # within a Function, it would be one of the Function's graph alone (torch 2.13).
+    numbers = [float(x) if isinstance(x, float) else x for x in args]
+    return function.apply(*numbers)
+
+
+def definition_gradients(
+    definition: Callable[..., Any], inputs: tuple[Tensor, ...], *dout: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of `definition(*inputs)` as functions of `inputs` and `dout`.
+
+    Args:
+        definition: takes `inputs`, and returns one tensor or a tuple of them.
+        inputs: tensors; one may depend on another.
+        dout: the gradient of each output.
+    """
+    v = dout if len(dout) > 1 else dout[0]
+    return vjp(definition, inputs, v, create_graph=True)[1]
