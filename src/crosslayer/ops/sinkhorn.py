@@ -41,22 +41,19 @@ class _Sinkhorn(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rounds: int, eps: float) -> Tensor:
-        # The matrix axes come first: torch sums planes of a tensor many times as fast as rows of n
-        # numbers.
-        P = logits.movedim((-2, -1), (0, 1)).contiguous().softmax(1)
-        M = P + eps
+        M = _row_softmax(logits) + eps
         divisions = []
         for axis in (0, *(1, 0) * (rounds - 1)):
             s = M.sum(axis, keepdim=True).add_(eps)
             M = M / s
             divisions += [s, M]
         ctx.rounds, ctx.eps = rounds, eps
-        ctx.save_for_backward(logits, P, *divisions)
+        ctx.save_for_backward(logits, *divisions)
         return M.movedim((0, 1), (-2, -1)).contiguous()
 
     @staticmethod
     def backward(ctx: Any, dM: Tensor) -> tuple[Tensor, None, None]:
-        logits, P, *divisions = ctx.saved_tensors
+        logits, *divisions = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
 
             def define(logits: Tensor) -> Tensor:
@@ -68,5 +65,14 @@ class _Sinkhorn(Function):
         steps = list(zip(axes, divisions[::2], divisions[1::2], strict=True))
         for axis, s, M in reversed(steps):
             d = (d - (d * M).sum(axis, keepdim=True)).div_(s)
+        P = _row_softmax(logits)
         d = P * (d - (P * d).sum(1, keepdim=True))
         return d.movedim((0, 1), (-2, -1)), None, None
+
+
+def _row_softmax(logits: Tensor) -> Tensor:
+    """The softmax of each row, with the matrix axes in front: [… n n] -> [n n …].
+
+    torch sums planes of a tensor many times as fast as rows of n numbers.
+    """
+    return logits.movedim((-2, -1), (0, 1)).contiguous().softmax(1)
