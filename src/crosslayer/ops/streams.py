@@ -40,6 +40,29 @@ def depth_connection(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor
     return torch.addcmul(upcast(H), upcast(beta)[..., None], Y).to(H.dtype)
 
 
+def collapse_streams(
+    H: Tensor, weights: Tensor | None = None, norm: NormSpec | None = None
+) -> Tensor:
+    """norm(Σ_s w_s H_s), or the norm of the streams' sum.
+
+    Args:
+        H: [B T n D].
+        weights: [n] static, or [B T n]; float32; None for the plain sum.
+        norm: None for no norm. Where there is one, a sum of float16 streams stays in float32 until
+            it is normed, because it may exceed float16's range.
+
+    Returns:
+        [B T D] in H's dtype.
+    """
+    is_wider = norm is not None and H.dtype == torch.float16
+    streams = upcast(H) if is_wider else H
+    if weights is None:
+        x = streams.sum(-2)
+    else:
+        x = mix_streams(streams, weights[..., None]).squeeze(-2)
+    return apply_norm(x, norm).to(H.dtype)
+
+
 @kernel_op
 def width_connection(
     H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
@@ -59,6 +82,8 @@ def width_connection(
     Returns:
         x [B T D] and H' [B T n D] in H's dtype.
     """
+    if norm is not None and H.dtype == torch.float16:
+        return collapse_streams(H, pre, norm), mix_streams(H, res)
     lead, n = H.shape[:-2], H.shape[-2]
     x, H = run_function(_WidthConnection, H, pre.expand(*lead, n), res.expand(*lead, n, n))
     return apply_norm(x, norm), H
