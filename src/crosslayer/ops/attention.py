@@ -66,15 +66,10 @@ class _DepthAttention(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, r, z, p, *X = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-
-            def define(q: Tensor, *X: Tensor) -> Tensor:
-                return _DepthAttention.definition(q, ctx.eps, *X)
-
-            dq, *dX = definition_gradients(define, (q, *X), dout)
-            return dq, None, *dX
+            return definition_gradients(_DepthAttention.definition, (q, ctx.eps, *X), dout)
         a = torch.stack([row_dot(dout, x) for x in X], -1)
         dz = p * (a - (p * a).sum(-1, keepdim=True))
-        dX: list[Tensor] = []
+        dX = []
         dQ = torch.zeros_like(q)[None]
         for l, x in enumerate(X):
             dx = p[..., l, None] * dout

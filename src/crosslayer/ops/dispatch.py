@@ -30,6 +30,11 @@ class KernelOp(Protocol):
     reference: Callable[..., Any]
 
 
+def reference_of(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op's torch reference."""
+    return cast(KernelOp, op).reference
+
+
 def _supports_everything(*args: Any, **kwargs: Any) -> bool:
     return True
 

@@ -102,12 +102,8 @@ class _GatePool(Function):
         S = streams[: len(dgated)]
         gated = streams[len(dgated) :]
         if torch.is_grad_enabled():  # create_graph
-
-            def define(y: Tensor, beta: Tensor, Q: Tensor, *S: Tensor) -> tuple[Tensor, ...]:
-                return _GatePool.definition(y, beta, Q, ctx.eps, *S)
-
-            gradients = definition_gradients(define, (y, beta, Q, *S), dh, dq, *dgated)
-            return *gradients[:3], None, *gradients[3:]
+            inputs = (y, beta, Q, ctx.eps, *S)
+            return definition_gradients(_GatePool.definition, inputs, dh, dq, *dgated)
         a = torch.stack([row_dot(dh, s) for s in gated], -1)
         dz_pool = p * (a - (p * a).sum(-1, keepdim=True))
         dz = torch.stack([dz_pool, dq][: len(Q)], -2)

@@ -2,10 +2,10 @@
 
 An op with a hand-written backward is a `Function` with a `definition`: the same result in plain
 torch. The backward is fast, but it cannot be differentiated again, as it uses what the forward
-saved. So the definition takes its place in three cases:
+saved. So the definition takes its place here:
 
     torch.func, forward-mode AD     `run_function` calls the definition
-    a backward under create_graph   the backward returns `definition_gradients`
+    a backward under create_graph   it returns `definition_gradients`; a kernel's does too
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.functional import vjp
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class DefinedFunction(Protocol):
@@ -46,14 +47,27 @@ def run_function(function: type[DefinedFunction], *args: Any) -> Any:
 
 
 def definition_gradients(
-    definition: Callable[..., Any], inputs: tuple[Tensor, ...], *dout: Tensor
-) -> tuple[Tensor, ...]:
+    definition: Callable[..., Any], inputs: tuple[Any, ...], *dout: Tensor
+) -> Any:
     """The gradients of `definition(*inputs)` as functions of `inputs` and `dout`.
 
     Args:
         definition: takes `inputs`, and returns one tensor or a tuple of them.
-        inputs: tensors; one may depend on another.
+        inputs: tensors, lists of them, and other arguments. One may depend on another.
         dout: the gradient of each output.
+
+    Returns:
+        A tuple like `inputs`, with the gradient for a tensor and None for anything else.
     """
-    v = dout if len(dout) > 1 else dout[0]
-    return vjp(definition, inputs, v, create_graph=True)[1]
+    leaves, structure = tree_flatten(inputs)
+    is_tensor = [isinstance(x, Tensor) for x in leaves]
+
+    def define(*tensors: Tensor) -> Any:
+        remaining = iter(tensors)
+        filled = [next(remaining) if is_t else x for x, is_t in zip(leaves, is_tensor, strict=True)]
+        return definition(*tree_unflatten(filled, structure))
+
+    tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+    _, gradients = vjp(define, tensors, dout if len(dout) > 1 else dout[0], create_graph=True)
+    remaining = iter(gradients)
+    return tree_unflatten([next(remaining) if is_t else None for is_t in is_tensor], structure)

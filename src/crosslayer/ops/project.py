@@ -79,6 +79,7 @@ class _WriteNormProject(Function):
         z = project_manual_grad(rows, W) * r
         ctx.save_for_backward(written, Y, beta, W, z, r, mean)
         ctx.eps = eps
+        ctx.centred = centred
         rows_per_token = H.shape[-2] * H.shape[-1] // len(W)
         return written, z.view(*H.shape[:-2], rows_per_token, W.shape[-1])
 
@@ -86,9 +87,7 @@ class _WriteNormProject(Function):
     def backward(ctx: Any, dwritten: Tensor, dz: Tensor) -> Any:
         written, Y, beta, W, z, r, mean = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-            return _differentiable_backward(
-                written, Y, beta, W, ctx.eps, mean is not None, dwritten, dz
-            )
+            return differentiable_backward(ctx, written, Y, beta, W, dwritten, dz)
         rows = upcast(written).reshape(-1, len(W))
         dz = dz.reshape(z.shape)
         g = dz * r
@@ -116,25 +115,28 @@ def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor
     return rms(rows, eps) @ W
 
 
-def _differentiable_backward(
+def differentiable_backward(
+    ctx: Any,
     written: Tensor,
     Y: Tensor | None,
     beta: Tensor | None,
     W: Tensor,
-    eps: float,
-    centred: bool,
     dwritten: Tensor,
     dz: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The backward of `_WriteNormProject` in plain torch. `written` is its output."""
+    """The backward of `write_norm_project` in plain torch.
 
-    def project(written: Tensor, W: Tensor) -> Tensor:
-        return _norm_and_project(written, W, eps, centred)
+    Args:
+        ctx: has `eps` and `centred`.
+        written: the output H'.
+        Y, beta, W: as in the forward.
+        dwritten, dz: the gradients of the outputs.
 
-    dH, dW = definition_gradients(project, (written, W), dz)
-    dH = dH + dwritten
-    if Y is None or beta is None:
-        return dH, None, None, dW, None, None
+    Returns:
+        The gradient of each input of the forward.
+    """
+    inputs = (written, W, ctx.eps, ctx.centred)
+    dH, dW, _, _ = definition_gradients(_norm_and_project, inputs, dz)
     # `depth_connection` is linear in H: its gradients do not depend on H.
-    _, dY, dbeta = definition_gradients(depth_connection, (written, Y, beta), dH)
+    dH, dY, dbeta = definition_gradients(depth_connection, (written, Y, beta), dH + dwritten)
     return dH, dY, dbeta, dW, None, None

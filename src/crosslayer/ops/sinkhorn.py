@@ -55,11 +55,7 @@ class _Sinkhorn(Function):
     def backward(ctx: Any, dM: Tensor) -> tuple[Tensor, None, None]:
         logits, *divisions = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-
-            def define(logits: Tensor) -> Tensor:
-                return _Sinkhorn.definition(logits, ctx.rounds, ctx.eps)
-
-            return *definition_gradients(define, (logits,), dM), None, None
+            return definition_gradients(_Sinkhorn.definition, (logits, ctx.rounds, ctx.eps), dM)
         d = dM.movedim((-2, -1), (0, 1)).contiguous()
         axes = (0, *(1, 0) * (len(divisions) // 4))
         steps = list(zip(axes, divisions[::2], divisions[1::2], strict=True))
