@@ -44,6 +44,17 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.parametrize("method", ["hyper", "frac"])
+def test_static_wiring_keeps_no_more_than_dynamic(method):
+    """Hyper-Connections (arXiv 2409.19606), Table 9."""
+    config = make_config(layers=2, dim=64, heads=4, vocab=32)
+    dynamic, static = (
+        estimate_peak_memory(f"{method}(dynamic={dynamic})", config, 1, 128).saved_bytes
+        for dynamic in (True, False)
+    )
+    assert static <= dynamic
+
+
 @pytest.mark.parametrize(
     ("spec", "mode", "bound"),
     [
