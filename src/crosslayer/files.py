@@ -1,7 +1,17 @@
-"""Atomic writes: after a crash a file is either complete or as it was before."""
+"""Files that survive crashes, other processes and other people: writes, locks and JSON."""
 
+import json
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
+
+LOCK_FILE = ".lock"
+KIND_NAMES = {dict: "an object", list: "a list"}  # in words, for errors
 
 
 def write_text_atomic(path: Path, content: str) -> None:
@@ -25,3 +35,75 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process. A process that is killed releases it.
+
+    Args:
+        folder: created if it does not exist. The lock is its file `.lock`.
+
+    Raises:
+        ValueError: another process holds it. The message names that process.
+    """
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_FILE
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text("utf8") or "another process"
+        raise ValueError(
+            f"{folder}: in use by {holder}; wait until it has ended, or choose another folder"
+        ) from None
+    try:
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf8")
+        yield
+    finally:
+        lock.release()  # The file stays: a process that removed it could remove another's lock.
+
+
+def read_json(path: Path, kind: type[Kind]) -> Kind:
+    """The content of a JSON file.
+
+    Args:
+        path: a regular file.
+        kind: what the file must contain, `dict` or `list`.
+
+    Raises:
+        ValueError: the file cannot be read, is not JSON in UTF-8, or contains something else.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: not a file" if path.exists() else f"{path}: no such file")
+    try:
+        text = path.read_text("utf8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not text in UTF-8") from None
+    return parse_json(text, str(path), kind)
+
+
+def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
+    """The value of a JSON text.
+
+    Args:
+        text: one JSON value.
+        source: where the text is from, for the message of an error.
+        kind: what the value must be, `dict` or `list`.
+
+    Raises:
+        ValueError: the text is not JSON, is nested too deep, or its value is of another kind.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{source}: JSON that is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: not JSON ({error})") from None
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{source}: expected {KIND_NAMES[kind]} of JSON, got {type(value).__name__}"
+        )
+    return value

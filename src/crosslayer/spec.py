@@ -10,14 +10,15 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import reprlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import nn
 
 from . import connections
 from .connection import Connection, NormFactory, Site, format_spec
-from .validation import did_you_mean, parse_dtype
+from .validation import check_option_type, did_you_mean, parse_dtype
 
 # Names under which connections were saved before they had their papers' names.
 FORMER_NAMES = {"gains": "skip_gain", "residual_dual": "resi_dual"}
@@ -127,7 +128,9 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
                 f"{name}: the option {key!r} is given twice, as {spec_options[key]!r} and {value!r}"
             )
     spec_options |= options
-    known = default_options(ConnectionSpec(name).method) | COMMON_OPTIONS
+    method = ConnectionSpec(name).method
+    known = default_options(method) | COMMON_OPTIONS
+    annotations = get_type_hints(method.__init__) | {"stream_dtype": str | None}
     for key in spec_options:
         if key not in known:
             listed = ", ".join(f"{k}={v!r}" for k, v in known.items())
@@ -135,6 +138,7 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
                 f"unknown option {key!r} of {name!r}{did_you_mean(key, known)}; "
                 f"its options: {listed}"
             )
+        check_option_type(f"{name}: {key}", spec_options[key], annotations[key])
     return ConnectionSpec(name, spec_options)
 
 
@@ -168,10 +172,27 @@ def _parse_spec(text: str) -> tuple[str, dict[str, Any]]:
                 return name, {}
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
                 if all(keyword.arg for keyword in keywords):  # `**options` has no name
-                    return name, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
-    except (SyntaxError, ValueError, AttributeError):
-        pass
+                    return name, _literal_options(name, keywords, text.strip())
+    except (SyntaxError, TypeError, RecursionError, MemoryError, AttributeError):
+        pass  # MemoryError and RecursionError: nested too deep for Python's parser
     raise ValueError(
-        f"cannot read the connection {text!r}: expected a name, "
+        f"cannot read the connection {reprlib.repr(text)}: expected a name, "
         "or like \"mudd(dilation=2, ways='qkvr')\""
     )
+
+
+def _literal_options(name: str, keywords: list[ast.keyword], text: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for keyword in keywords:
+        key = str(keyword.arg)
+        if key in options:
+            raise ValueError(f"{name}: the option {key!r} is given twice")
+        try:
+            options[key] = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            value = ast.get_source_segment(text, keyword.value)
+            raise ValueError(
+                f"{name}: {key} must be a number, a string, a list, True, False or None, "
+                f"got {reprlib.repr(value)}"
+            ) from None
+    return options

@@ -1,0 +1,62 @@
+"""Locks on folders, and the one place that reads JSON."""
+
+import multiprocessing
+import os
+import re
+import signal
+
+import pytest
+
+from crosslayer.files import lock_folder, parse_json, read_json
+
+
+def _hold(folder, connection):
+    with lock_folder(folder):
+        connection.send("held")
+        connection.recv()
+
+
+def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    holder = context.Process(target=_hold, args=(tmp_path / "run", there))
+    holder.start()
+    assert here.recv() == "held"
+    message = f"{tmp_path / 'run'}: in use by process {holder.pid} on "
+    with pytest.raises(ValueError, match=re.escape(message)), lock_folder(tmp_path / "run"):
+        pass
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    for _ in range(2):
+        with lock_folder(tmp_path / "run"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff{}", "not text in UTF-8"),
+        (b"[]", "expected an object of JSON, got list"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b"", "not JSON"),
+    ],
+)
+def test_bad_json_is_one_line(tmp_path, content, message):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*{message}") as caught:
+        read_json(path, dict)
+    assert "\n" not in str(caught.value)
+
+
+def test_json_of_the_expected_kind(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"a": [1]}')
+    assert read_json(path, dict) == {"a": [1]}
+    assert parse_json("[1]", "line 1", list) == [1]
+    with pytest.raises(ValueError, match="no such file"):
+        read_json(tmp_path / "y.json", dict)
+    with pytest.raises(ValueError, match="not a file"):
+        read_json(tmp_path, dict)
