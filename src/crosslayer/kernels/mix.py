@@ -28,6 +28,7 @@ from .fused_norm import (
     load_affine,
     norm_arguments,
     norm_backward_bytes,
+    norm_of_arguments,
     norm_row_backward,
     normalise_row,
     store_affine_gradients,
@@ -284,9 +285,10 @@ def _define(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, ...]:
+    step = len(affine) // max(1, len(ways))
     norms = []
-    for c, weight, bias in zip(ways, *_weights_and_biases(affine, len(ways)), strict=True):
-        norms.append((c, NormSpec(weight, bias, eps, centred)))
+    for i, c in enumerate(ways):
+        norms.append((c, norm_of_arguments(affine[i * step : (i + 1) * step], eps, centred)))
     return reference_of(ops.depth_mix)(tuple(X), w, tuple(norms))
 
 

@@ -330,7 +330,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
 
 def _backward(ctx: Any, dnew: Tensor, dz: Tensor, *_: Any) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # create_graph
-        return differentiable_backward(ctx, *ctx.saved_tensors[:4], dnew, dz)
+        new, Y, beta, W, *_ = ctx.saved_tensors
+        return differentiable_backward(ctx, new, Y, beta, W, dnew, dz)
     dH, dY, dbeta, dW = torch.ops.crosslayer.write_norm_project_backward(
         dnew, dz, *ctx.saved_tensors
     )
