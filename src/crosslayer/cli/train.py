@@ -56,6 +56,7 @@ def run(options: Any) -> int:
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
     """Train an arm with a progress bar, save model and result, print losses; the exit code."""
     from ..files import write_text_atomic
+    from ..train.averaging import averaged_weights
     from ..train.compare import describe_environment
     from ..train.export import export_model
     from ..train.parallel import shutdown_distributed
@@ -92,7 +93,8 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
     except Diverged as error:
         raise ValueError(str(error)) from None
 
-    export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
+    with averaged_weights(trainer.model, trainer.optimizers):
+        export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
     result = trainer.result()
     if fabric.is_global_zero:
         content = {

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from ..cost.estimate import count_parameters
 from ..optim import zero_connection_updates
+from .averaging import averaged_weights
 from .evaluation import evaluate_examples, evenly_spaced
 from .optimizers import build_optimizers, set_learning_rates
 from .parallel import setup_model
@@ -334,14 +335,18 @@ class Trainer:
         )
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Metrics of each validation set: means over examples, whatever the number of ranks."""
+        """Metrics of each validation set: means over examples, whatever the number of ranks.
+
+        With `ema` they are those of the averaged weights.
+        """
         batch = self.settings.data.batch
-        return {
-            name: evaluate_examples(
-                self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
-            )
-            for name, dataset in self.examples.valid.items()
-        }
+        with averaged_weights(self.model, self.optimizers):
+            return {
+                name: evaluate_examples(
+                    self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
+                )
+                for name, dataset in self.examples.valid.items()
+            }
 
     def result(self) -> RunResult:
         """Sizes, losses and speed of the run, with the last evaluation's metrics."""
