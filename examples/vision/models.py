@@ -1,5 +1,6 @@
 """The backbones: transformers' ViT and diffusers' DiT, with what the papers add to them."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageClassification, ViTConfig, ViTModel, ViTPreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.models.vit.modeling_vit import ViTPatchEmbeddings
+
+from crosslayer.validation import did_you_mean
 
 
 class MeanPooledViT(ViTPreTrainedModel):
@@ -117,7 +120,16 @@ def make_dit(qk_norm: bool, dtype: torch.dtype, **config: Any) -> Any:
     """
     from diffusers import DiTTransformer2DModel
 
+    known = inspect.signature(DiTTransformer2DModel).parameters
+    for key in config:
+        if key not in known:
+            raise ValueError(f"DiT's config has no key {key!r}{did_you_mean(key, known)}")
     dit = DiTTransformer2DModel(**config)
+    if dit.out_channels < dit.config.in_channels:
+        raise ValueError(
+            f"out_channels must be at least in_channels, {dit.config.in_channels}, "
+            f"got {dit.out_channels}"
+        )
     if qk_norm:
         for block in dit.transformer_blocks:
             # diffusers' attention applies these two where they are set; its DiT has no option

@@ -1,5 +1,7 @@
 """Two tasks for crosslayer's Trainer: classification with ViT, denoising with DiT."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expandvars
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from crosslayer.hf.config import make_config
 from crosslayer.train.settings import Data, Model
 from crosslayer.train.task import Examples, Task, cross_entropy
-from crosslayer.validation import check_option_type, did_you_mean
+from crosslayer.validation import check_option_type, check_positive, did_you_mean
 from examples.vision.data import load_images, load_latents
 from examples.vision.models import make_dit, make_vit
 
@@ -94,24 +96,60 @@ def load_dit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
 def build_vit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
     """transformers' ViT with random weights and a head of `num_classes` classes."""
     options = read_task_options(VitOptions, data)
-    config = make_config(
-        model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
-    )
-    config.num_labels = num_classes
-    return make_vit(config, options.positions, options.pooling, dtype)
+    check_patches(model.model_config, "image_size", 224, 16)
+    with model_config_errors(model):
+        config = make_config(
+            model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
+        )
+        config.num_labels = num_classes
+        return make_vit(config, options.positions, options.pooling, dtype)
 
 
 def build_dit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
     """diffusers' DiT with random weights, conditioned on `num_classes` classes."""
-    return make_dit(
-        qk_norm=read_task_options(DitOptions, data).qk_norm,
-        dtype=dtype,
-        num_layers=model.layers,
-        num_attention_heads=model.heads,
-        attention_head_dim=model.dim // model.heads,
-        num_embeds_ada_norm=num_classes,
-        **model.model_config,
-    )
+    options = read_task_options(DitOptions, data)
+    check_patches(model.model_config, "sample_size", 32, 2)
+    with model_config_errors(model):
+        return make_dit(
+            options.qk_norm,
+            dtype,
+            num_layers=model.layers,
+            num_attention_heads=model.heads,
+            attention_head_dim=model.dim // model.heads,
+            num_embeds_ada_norm=num_classes,
+            **model.model_config,
+        )
+
+
+def check_patches(model_config: dict[str, Any], key: str, size: int, patch_size: int) -> None:
+    """Raise a ValueError where images of the config's size have no whole number of patches.
+
+    Args:
+        model_config: of the recipe.
+        key: of the height and width of an image or a latent.
+        size: its default.
+        patch_size: the default.
+    """
+    size = model_config.get(key, size)
+    patch_size = model_config.get("patch_size", patch_size)
+    check_positive(**{key: size, "patch_size": patch_size})
+    if size % patch_size:
+        raise ValueError(f"{key} must be a multiple of patch_size, got {size} and {patch_size}")
+
+
+@contextmanager
+def model_config_errors(model: Model) -> Iterator[None]:
+    """Whatever a library raises about a recipe's `model_config` becomes a ValueError."""
+    try:
+        yield
+    except (ValueError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # of any class
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{model.family} refuses model_config {model.model_config} "
+            f"({type(error).__name__}: {reason})"
+        ) from None
 
 
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

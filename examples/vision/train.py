@@ -8,21 +8,28 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 INSTALL = "pip install -e '.[train]' pillow diffusers"  # the README's
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors `main` prints."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m examples.vision.train", description=__doc__)
+    parser = OneLineParser(prog="python -m examples.vision.train", description=__doc__)
     parser.add_argument("recipe", type=Path, help="a .yaml file of examples/vision/recipes")
     parser.add_argument("--data", help="images: a folder with train/ and val/, or an .npz")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--steps", type=int, help="number of optimizer steps")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each connection")
     parser.add_argument("--out", help="folder of results.json and the report")
-    options = parser.parse_args(arguments)
     try:
-        return _compare(options)
+        return _compare(parser.parse_args(arguments))
     except ModuleNotFoundError as error:
         message = f"{error.name} is not installed; from the root of a checkout: {INSTALL}"
     except (ValueError, OSError) as error:

@@ -28,6 +28,20 @@ from tests.train.runs import run
 RECIPES = Path(__file__).parents[2] / "examples" / "vision" / "recipes"
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 12, 10, 3), np.uint8)
 LABELS = np.arange(40) % 4
+TINY = """
+layers: 1
+dim: 16
+heads: 2
+batch: 4
+steps: 1
+evals: 1
+eval_batches: 1
+arms: [prenorm, hyper]
+"""
+VIT = "family: vit\nmodel_config: {image_size: 16, patch_size: 8}\n"
+DIT = "family: DiTTransformer2DModel\nmodel_config: {sample_size: 8, in_channels: 4}\n"
+LATENTS = np.random.default_rng(1).standard_normal((40, 4, 8, 8)).astype(np.float16)
+DIT_CLASS = "DiTTransformer2DModel"
 
 
 def write_npz(folder: Path, x=PIXELS, y=LABELS, **arrays) -> str:
@@ -286,6 +300,41 @@ def test_data_that_cannot_be_read_is_one_clear_line(tmp_path, capsys, content, m
     assert message in error and error.count("\n") == 1
 
 
+def test_corrupt_image_in_a_worker_is_one_clear_line(tmp_path, capsys):
+    for split in ("train", "val"):
+        write_folder(tmp_path / split, 4)
+    for file in (tmp_path / "train").rglob("*.png"):
+        file.write_bytes(b"not an image")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(VIT + TINY + "workers: 1")
+    assert main([str(recipe), "--data", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("vision: ") and error.count("\n") == 1
+    assert ".png: cannot be read as an image" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "options", "message"),
+    [
+        ("vit", {"image_size": 16, "patch_size": 7}, {}, "image_size must be a multiple of patch"),
+        ("vit", {"hidden_act": "foo"}, {}, r"vit refuses model_config .* \(KeyError: 'foo'\)"),
+        ("vit", {}, {"mixup": 0.2}, r"unknown task option 'mixup' \(did you mean 'mixup_alpha'"),
+        ("vit", {}, {"pooling": "max"}, "pooling must be one of 'class token', 'mean', got 'max'"),
+        (DIT_CLASS, {"sample_sizee": 8}, {}, r"no key 'sample_sizee' \(did you mean 'sample_size'"),
+        (DIT_CLASS, {"out_channels": 2}, {}, "out_channels must be at least in_channels, 4, got 2"),
+        (DIT_CLASS, {}, {"qk_norm": 1}, "qk_norm must be True or False, got 1"),
+    ],
+)
+def test_option_that_cannot_be_used_is_one_clear_line(family, config, options, message):
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        build(family, config, **options)
+
+
+def test_wrong_argument_is_one_clear_line(capsys):
+    assert main(["recipe.yaml", "--steps", "many"]) == 1
+    assert capsys.readouterr().err == "vision: argument --steps: invalid int value: 'many'\n"
+
+
 def test_dit_without_diffusers_is_one_clear_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert main([str(RECIPES / "hyper_table10.yaml"), "--data", str(tmp_path)]) == 1
@@ -311,21 +360,6 @@ def test_validation_noise_depends_on_the_index_alone():
     assert torch.equal(
         together[[0, 2, 4, 1, 3, 5]], torch.cat([errors([0, 2, 4]), errors([1, 3, 5])])
     )
-
-
-TINY = """
-layers: 1
-dim: 16
-heads: 2
-batch: 4
-steps: 1
-evals: 1
-eval_batches: 1
-arms: [prenorm, hyper]
-"""
-VIT = "family: vit\nmodel_config: {image_size: 16, patch_size: 8}"
-DIT = "family: DiTTransformer2DModel\nmodel_config: {sample_size: 8, in_channels: 4}"
-LATENTS = np.random.default_rng(1).standard_normal((40, 4, 8, 8)).astype(np.float16)
 
 
 @pytest.mark.parametrize(("family", "x"), [(VIT, PIXELS), (DIT, LATENTS)], ids=["vit", "dit"])
