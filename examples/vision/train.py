@@ -8,16 +8,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+
+from crosslayer.cli.console import OneLineParser
 
 INSTALL = "pip install -e '.[train]' pillow diffusers"  # the README's
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors `main` prints."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

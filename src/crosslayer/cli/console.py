@@ -1,11 +1,12 @@
 """What the commands share: parsers, options of a run, progress bars, tables."""
 
+import argparse
 import logging
 import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from ..spec import available
 
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from ..train.trainer import StepResult
 
 DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse's parser for benchmarks and examples: it raises its errors, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def make_parser(description: str) -> Any:
