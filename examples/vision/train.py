@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--steps", type=int, help="number of optimizer steps")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each connection")
+    parser.add_argument("--arm", help="train this arm alone, and save its model in OUT/model")
     parser.add_argument("--out", help="folder of results.json and the report")
     try:
         return _compare(parser.parse_args(arguments))
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from crosslayer.cli.compare import compare_and_report
     from crosslayer.cli.console import silence_libraries
+    from crosslayer.cli.train import choose_arm, train_and_export
     from crosslayer.train.recipe import load_recipe
     from crosslayer.validation import check_choice
     from examples.vision.tasks import TASKS
@@ -47,6 +49,9 @@ def _compare(options: argparse.Namespace) -> int:
     family = load_recipe(options.recipe).options.get("family", "")
     task = check_choice("family", family, TASKS)
     recipe = load_recipe(options.recipe, options.scale, task, **overrides)
+    if options.arm is not None:
+        arm = choose_arm(recipe, options.arm)
+        return train_and_export(recipe, arm, seed=0, out=options.out)
     return compare_and_report(recipe, options.seeds, options.out)
 
 

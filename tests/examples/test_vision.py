@@ -1,5 +1,6 @@
 """examples/vision: its data, its two tasks, and a comparison at tiny size."""
 
+import json
 import math
 import os
 import random
@@ -21,6 +22,8 @@ from crosslayer.train.task import build_model
 from examples.vision.augment import OPERATIONS, rand_augment
 from examples.vision.data import EpochSampler, load_images
 from examples.vision.models import sincos_positions
+from examples.vision.sample import load_dit
+from examples.vision.sample import main as sample
 from examples.vision.tasks import CLASSIFICATION, DENOISING, TASKS, evaluate_denoiser
 from examples.vision.train import main
 from tests.train.runs import run
@@ -371,6 +374,30 @@ def test_comparison_of_one_step(family, x, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "prenorm" in printed and "hyper" in printed
     assert (out / "report.html").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning and diffusers
+def test_saved_dit_is_the_averaged_one_and_is_sampled(tmp_path):
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe.write_text(DIT + TINY.replace("steps: 1", "steps: 3\nema: 0.7\nlr: 1.0e-2"))
+    source = write_npz(tmp_path, LATENTS)
+    arguments = [str(recipe), "--arm", "hyper", "--data", source, "--out", str(out)]
+    assert main(arguments) == 0
+    model = load_dit(out / "model")
+    indices = [0, 2, 4, 6]  # which are evaluated
+    x = torch.from_numpy(LATENTS[indices].astype(np.float32))
+    batch = {"pixel_values": x, "labels": torch.from_numpy(LABELS[indices])}
+    with torch.no_grad():
+        loss = evaluate_denoiser(model, batch, indices)["loss"].mean().item()
+    result = json.loads((out / "result.json").read_text())
+    assert loss == pytest.approx(result["valid_loss"], rel=1e-6)
+
+    samples = tmp_path / "samples.npz"
+    words = [str(out / "model"), "--steps", "2", "--out", str(samples), "--classes"]
+    assert sample([*words, "0", "3"]) == 0
+    assert np.isfinite(np.load(samples)["x"]).all()
+    assert np.load(samples)["x"].shape == (2, 4, 8, 8)
+    assert sample([*words, "4"]) == 1 == sample([str(tmp_path)])
 
 
 @pytest.mark.parametrize(
