@@ -92,7 +92,8 @@ class Connection(nn.Module, Generic[StateT]):
 
     Attributes:
         name: the name that `make` knows, which is the name of the file in `connections/`.
-        starts_as_prenorm: equivalent to pre-norm at initialisation, up to the eps of the norms.
+        starts_as_prenorm: equivalent to pre-norm at initialisation, up to the eps of the norms. An
+            instance whose options change that sets it to False.
         bitwise_prenorm: bitwise equal to pre-norm at initialisation with the default options: the
             first input and every write are exactly those of pre-norm.
         prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
@@ -100,21 +101,21 @@ class Connection(nn.Module, Generic[StateT]):
         norms_its_stream: applies the sub-layers' norms to its streams, so the host must have them.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
         weight_decay_params: own parameters that take weight decay. The others take none.
-        lr_factors: own parameters whose learning rate is a multiple of the model's.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
+        output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
+            applies it. 1 in every method but `hyper`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
             every connection: "mudd(stream_dtype='float32')".
     """
 
     name: ClassVar[str] = ""
-    starts_as_prenorm: ClassVar[bool] = True
+    starts_as_prenorm: bool = True
     bitwise_prenorm: ClassVar[bool] = False
     prenorm_up_to_scale: ClassVar[bool] = False
     norms_its_stream: ClassVar[bool] = False
     gate_fields: ClassVar[tuple[str, ...]] = ()
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
-    lr_factors: ClassVar[dict[str, float]] = {}
     test_variants: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -132,6 +133,7 @@ class Connection(nn.Module, Generic[StateT]):
         self.dim = dim
         self.ports = ports or site.ports
         self.options: dict[str, Any] = {}
+        self.output_scale = 1.0
         self.stream_dtype: torch.dtype | None = None
         # `forward` branches on booleans alone: an integer that differs between layers would
         # compile one graph per layer.

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..connection import Connection, NormFactory, Site
+from ..connection import Connection, NormFactory, Site, autocast_disabled
 from ..norms import add_write
+from .postnorm import norm_stream
 
 
 class Dual(NamedTuple):
@@ -48,11 +49,12 @@ class ResiDual(Connection[Dual]):
         return inputs, Dual(x, d)
 
     def read(self, state: Dual) -> tuple[tuple[Tensor, ...], Dual]:
-        normed, (_, d, _) = super().read(state)
-        x = normed[0]
-        if self.is_readout:
-            return (x + normed[1],), Dual(x, d)
-        return normed, Dual(x, d)
+        with autocast_disabled(state):
+            inputs, (_, d, _) = self.mix_inputs(state)
+            normed, x = norm_stream(self, inputs)
+            if self.is_readout:
+                normed = (x + normed[1],)
+            return normed, Dual(x, d)
 
     def memory_traffic(self) -> float:
         # x, d and y are read and d is written. The input of the layers is x itself, written once.
