@@ -8,6 +8,7 @@ import torch
 from crosslayer.cli.main import main
 from crosslayer.convert import open_tokenizer
 from crosslayer.evaluate import text_perplexity
+from crosslayer.files import lock_folder
 from tests.evaluate.tiny_models import byte_tokenizer, tiny_model, write_lines
 
 TEXT = "A short text about a dog and a fox.\n"
@@ -48,6 +49,14 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     # a finished evaluation is never overwritten
     code, _, error = run_command(capsys, *arguments)
     assert code == 1 and "results.json exists already; choose another folder" in error
+
+
+def test_a_folder_in_use_is_refused(folder, tmp_path, capsys):
+    arguments = [folder / "model", "--text", folder / "text.txt", "--out", tmp_path / "out"]
+    with lock_folder(tmp_path / "out"):
+        code, _, error = run_command(capsys, *arguments)
+    assert code == 1 and f"{tmp_path / 'out'}: in use by process" in error
+    assert not (tmp_path / "out" / "results.json").exists()
 
 
 def test_dtype_and_context(folder, tmp_path, capsys):

@@ -1,23 +1,33 @@
 """Runs that are killed, stopped, resumed, without disk space or with bad input; their metrics."""
 
+import io
 import json
 import math
 import os
+import pickle
+import re
 import resource
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
+from crosslayer.cli.compare import compare_and_report
 from crosslayer.cli.main import main
+from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
+from crosslayer.files import lock_folder
+from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarize_metrics
 from crosslayer.train.trainer import Diverged
-from tests.train.runs import run
+from tests.train.runs import SMALL, run
 
 HERE = Path(__file__).parent
 
@@ -50,6 +60,7 @@ def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
     assert (
         rest["weights"] == whole["weights"] and rest["result"]["curve"] == whole["result"]["curve"]
     )
+    assert rest["result"]["metrics"] == whole["result"]["metrics"]
     assert steps(tmp_path / "parts") == [9, 12], "two are kept"
     lines = [
         json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
@@ -73,52 +84,13 @@ def test_dropout_is_resumed_too(text, tmp_path):
     assert dry["losses"] != whole["losses"]
 
 
-KILLED = """
-import os, random, signal, sys, time
-import torch
-torch.set_num_threads(1)
-from pathlib import Path
-from tests.train.runs import run
-settings = {"data": sys.argv[1], "save_every": 2, "steps": 40}
-folder, draw = Path(sys.argv[2]), random.Random(0)
-
-def forked(act):
-    child = os.fork()
-    if not child:
-        try:
-            act()
-        finally:
-            os._exit(0)
-    return child
-
-def whole(name):
-    (folder / f"{name}.txt").write_text(run(settings, "hyper", folder / name)["weights"])
-
-def text_of(name):
-    return (folder / f"{name}.txt").read_text()
-
-start = time.time()
-os.waitpid(forked(lambda: whole("undisturbed")), 0)
-usual, kills = time.time() - start, 0
-while kills < 20:
-    child = forked(lambda: whole("disturbed"))
-    time.sleep(draw.uniform(0, usual / 2))
-    os.kill(child, signal.SIGKILL)
-    kills += os.waitpid(child, 0)[1] == signal.SIGKILL
-    if (folder / "disturbed.txt").exists():  # it was faster: begin anew
-        assert text_of("disturbed") == text_of("undisturbed"), kills
-        (folder / "disturbed.txt").unlink()
-        os.system(f"rm -rf {folder}/disturbed")
-os.waitpid(forked(lambda: whole("disturbed")), 0)
-assert text_of("disturbed") == text_of("undisturbed")
-print(kills, "kills")
-"""
-
-
 @pytest.mark.slow
-def test_killed_twenty_times(text, tmp_path):
+def test_killed_at_random_moments(tmp_path):
+    """train, compare, data prepare and torchrun; KILLS=100 for more kills than 26."""
+    command = [sys.executable, "-m", "tests.train.kills", str(tmp_path)]
+    count = os.environ.get("KILLS", "26")
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, text, str(tmp_path)],
+        [*command, "--kills", count],
         capture_output=True,
         text=True,
         env={
@@ -127,7 +99,7 @@ def test_killed_twenty_times(text, tmp_path):
             "OMP_NUM_THREADS": "1",
         },
     )
-    assert done.returncode == 0 and "20 kills" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"{count} kills" in done.stdout, done.stderr
 
 
 def test_a_full_disk(text, tmp_path):
@@ -191,6 +163,68 @@ def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         run(settings, "prenorm", tmp_path)
     assert "\n" not in str(error.value) and steps(tmp_path) == [3, 6]
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def change_class(stream):
+    """A pickle that sets an attribute of a class of torch."""
+    stream.write(b"ctorch.distributed.checkpoint.metadata\nMetadata\n")
+    stream.write(b"(N}X\x05\x00\x00\x00ownedI1\nstb.")
+
+
+def edit_metadata(folder, payload, marker):
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as stream:
+        if payload == "metadata":
+            content.planner_data["x"] = Payload(marker)
+            pickle.dump(content, stream)
+        elif payload == "class":
+            change_class(stream)
+        else:  # a value of an optimizer, which is no tensor, is read from elsewhere
+            value = io.BytesIO()
+            torch.save(Payload(marker), value)
+            shard = folder / "__0_0.distcp"
+            for index, place in content.storage_data.items():
+                if index.fqn == "optimizer.param_groups.0.lr":
+                    place.offset, place.length = shard.stat().st_size, len(value.getvalue())
+            shard.write_bytes(shard.read_bytes() + value.getvalue())
+            pickle.dump(content, stream)
+
+
+PAYLOADS = {
+    "metadata": r".metadata names posix.system, which it must not contain",
+    "class": r".metadata changes <class '.*Metadata'>",
+    "value": r"optimizer.param_groups.0.lr is not a plain value",
+}
+
+
+def test_a_checkpoint_runs_no_code(text, tmp_path):
+    """Whoever edits a checkpoint can correct its checksums too."""
+    settings = {"data": text, "save_every": 3}
+    run(settings, "prenorm", tmp_path / "run", stop=4)
+    for payload, message in PAYLOADS.items():
+        folder = tmp_path / payload
+        shutil.copytree(tmp_path / "run", folder)
+        (checkpoint,) = folder.glob("step-*")
+        edit_metadata(checkpoint, payload, tmp_path / "marker")
+        index = json.loads((checkpoint / "checkpoint.json").read_text())
+        for name in index["files"]:
+            content = (checkpoint / name).read_bytes()
+            index["files"][name] = len(content), zlib.crc32(content)
+        (checkpoint / "checkpoint.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=rf"cannot be read \({message}\); remove it") as error:
+            run(settings, "prenorm", folder)
+        assert "\n" not in str(error.value) and not (tmp_path / "marker").exists()
+    assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "owned")
 
 
 @pytest.mark.parametrize(
@@ -287,6 +321,30 @@ def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
     assert run(settings, "prenorm")["losses"][:7] == skipping["losses"][:7]
 
 
+def test_a_run_that_skips_most_steps_fails(text, tmp_path):
+    task = LANGUAGE._replace(loss=lambda model, batch: next_token_loss(model, batch) * math.nan)
+    options = {**SMALL, "data": text, "unstable": "skip", "steps": 3}
+    recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
+    message = "prenorm: 2 of 3 steps were skipped and the loss is nan at step 2; there is no"
+    with pytest.raises(ValueError, match=message):
+        train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_non_finite_validation_loss_fails(text, tmp_path):
+    def evaluate(model, batch, indices):
+        return {"loss": torch.full([len(batch)], math.nan)}
+
+    task = LANGUAGE._replace(evaluate=evaluate)
+    options = {**SMALL, "data": text, "steps": 2, "evals": 1}
+    recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
+    message = "prenorm: the loss on the validation set held-out is nan at step 2; there is no"
+    with pytest.raises(ValueError, match=message):
+        train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "model").exists()
+    assert compare_and_report(recipe, 1, str(tmp_path / "compared")) == 1
+
+
 def test_a_spike(text):
     settings = {"data": text, "steps": 30, "spike": 3.0}
     message = r"prenorm: the loss is 1\d\.\d+ at step 25; there is no checkpoint"
@@ -319,6 +377,42 @@ def test_perplexity_of_a_diverged_run_is_infinite():
     examples = Examples(None, {}, 300, "", {}, tokenizer=tokenizer)
     evaluation = {"held-out": {"loss": 1000.0}}
     assert summarize_metrics(examples, evaluation) == {"perplexity": math.inf}
+
+
+def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
+    settings = {"data": text, "save_every": 3, "log_every": 1, "layers": 1}
+    whole = run(settings, "prenorm")
+    run(settings, "prenorm", tmp_path / "run", stop=8)
+    half_written, half_deleted = (tmp_path / "run" / f"step-0000000{i}" for i in ("9.part", 2))
+    for folder in (half_written, half_deleted):
+        folder.mkdir()
+        (folder / "__0_0.distcp").touch()
+    (tmp_path / "run" / "step-00000006.part").touch()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)[:6]
+    # a line without its end, and what is no line of a log
+    metrics.write_bytes(b"\xff\n12\n{}\n" + b"".join(lines)[:-1])
+    again = run(settings, "prenorm", tmp_path / "run")
+    assert again["weights"] == whole["weights"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "metrics.jsonl",
+        "model",
+        "step-00000009",
+        "step-00000012",
+    ]
+    steps_logged = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert set(steps_logged) == set(range(1, 13))
+
+
+def test_a_folder_in_use_is_refused(text, tmp_path, capsys):
+    small = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
+    for command in ("train", "compare"):
+        folder = tmp_path / command
+        with lock_folder(folder):
+            assert main([command, f"--data={text}", *small, f"--out={folder}"]) == 1
+        printed = capsys.readouterr().err
+        assert f"{folder}: in use by process {os.getpid()} on" in printed
+        assert printed.count("\n") == 1
 
 
 def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):
@@ -453,8 +547,41 @@ def test_several_validation_sets(text, tmp_path):
         list(found["valid"]) == ["tolstoy", "same"]
         and found["valid_loss"] == found["valid"]["tolstoy"]["loss"]
     )
-    assert {"bits/byte", "same loss", "same bits/byte"} == found["metrics"].keys()
+    named = {"bits/byte", "same loss", "same bits/byte", "mean loss", "mean bits/byte"}
+    assert {"training loss", *named} == found["metrics"].keys()
     assert found["metrics"]["bits/byte"] == pytest.approx(found["valid_loss"] / math.log(2))
+
+
+def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
+    for name in ("c4", "pile", "wiki"):
+        (tmp_path / name).write_text(f"All happy families of {name} are alike. " * 99)
+    valid = {name: str(tmp_path / name) for name in ("c4", "pile", "wiki")}
+    groups = {"V2": ["c4", "pile"], "V3": ["wiki"]}
+    settings = {"data": text, "valid": valid, "valid_groups": groups, "tokenizer": "bpe:300"}
+    monkeypatch.setattr("crosslayer.train.trainer.RECENT_STEPS", 5)
+    found = run({**settings, "layers": 1}, "prenorm")
+    result, metrics = found["result"], found["result"]["metrics"]
+    losses = [result["valid"][name]["loss"] for name in valid]
+    perplexities = [math.exp(loss) for loss in losses]
+    assert metrics["V2 loss"] == statistics.fmean(losses[:2])
+    assert metrics["V2 perplexity"] == statistics.fmean(perplexities[:2])
+    assert metrics["V3 perplexity"] == perplexities[2]
+    assert metrics["mean perplexity"] == statistics.fmean(perplexities)
+    assert metrics["training loss"] == statistics.fmean(found["losses"][-5:])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"V2": ["hel-out"]}, "'V2' names 'hel-out', which is no validation set (did you mean"),
+        ({"V2": []}, "'V2' names no validation set"),
+        ({"held-out": ["held-out"]}, "'held-out' is the name of a validation set already"),
+        ({"mean": ["held-out"]}, "'mean' is the name of a validation set already"),
+    ],
+)
+def test_wrong_groups(text, groups, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run({"data": text, "valid_groups": groups}, "prenorm")
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:300", "bytes"])

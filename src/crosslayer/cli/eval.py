@@ -2,13 +2,14 @@
 
 import json
 import os
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..files import write_text_atomic
-from ..validation import parse_dtype
+from ..files import lock_folder, write_text_atomic
+from ..validation import check_positive, parse_dtype
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
 
 RESULTS_FILE = "results.json"
@@ -84,6 +85,12 @@ def parser() -> Any:
 
 
 def run(options: Any) -> int:
+    with ExitStack() as held:
+        return _evaluate(options, held)
+
+
+def _evaluate(options: Any, held: ExitStack) -> int:
+    """Evaluate, with the lock of --out in `held` as soon as nothing can be wrong any more."""
     os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
     silence_libraries()
     # The bootstrap of standard errors would fork this process with the model in it.
@@ -97,8 +104,8 @@ def run(options: Any) -> int:
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
-    if results_file is not None and results_file.exists():
-        raise ValueError(f"{results_file} exists already; choose another folder")
+    check_positive(batch_size=options.batch_size)
+    _check_new(results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     texts = {name: [document.text for document in read_documents(name)] for name in options.text}
@@ -109,6 +116,9 @@ def run(options: Any) -> int:
     model = open_model(options.model, dtype).to(device)
     check_tokenizer(tokenizer, model)
     context = check_context(model, options.context)
+    if results_file is not None:
+        held.enter_context(lock_folder(results_file.parent))
+        _check_new(results_file)  # another process may have finished meanwhile
     results: dict[str, Any] = {
         "model": options.model,
         "connection": getattr(model.config, "crosslayer", None),
@@ -150,11 +160,15 @@ def run(options: Any) -> int:
     if table.row_count:
         print_table(table, make_console())
     if results_file is not None:
-        results_file.parent.mkdir(parents=True, exist_ok=True)
         # The harness's results contain functions and dtypes.
         write_text_atomic(results_file, json.dumps(results, indent=1, default=str))
         make_console().print(f"Results: {results_file}", soft_wrap=True)
     return 0
+
+
+def _check_new(results_file: Path | None) -> None:
+    if results_file is not None and results_file.exists():
+        raise ValueError(f"{results_file} exists already; choose another folder")
 
 
 def _add_rows(table: Any, name: str, result: Any) -> None:

@@ -10,6 +10,7 @@ from .console import (
     ProgressBars,
     add_recipe,
     add_settings,
+    hold_folder,
     is_first_rank,
     make_console,
     make_parser,
@@ -19,6 +20,7 @@ from .console import (
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
+    from ..train.task import Examples
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
 MODEL_FOLDER, RESULT_FILE = "model", "result.json"
@@ -55,6 +57,21 @@ def run(options: Any) -> int:
 
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
     """Train an arm with a progress bar, save model and result, print losses; the exit code."""
+    settings = recipe.settings(arm)
+    if out is None:
+        identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
+        out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    folder = Path(out)
+    check_out_folder(folder)
+    examples = recipe.task.load_examples(settings.data, settings.model.model_config)
+
+    with hold_folder(folder):
+        return _train_in_folder(recipe, arm, seed, examples, folder)
+
+
+def _train_in_folder(
+    recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path
+) -> int:
     from ..files import write_text_atomic
     from ..train.averaging import averaged_weights
     from ..train.compare import describe_environment
@@ -65,13 +82,6 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
 
     console = make_console()
     settings = recipe.settings(arm)
-    if out is None:
-        identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
-        out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-    folder = Path(out)
-    check_out_folder(folder)
-    examples = recipe.task.load_examples(settings.data, settings.model.model_config)
-
     steps = settings.optimization.steps
     fabric = launch_run(settings, arm, folder)
     try:
@@ -86,6 +96,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
                 folder,
                 lambda result: bars.show_step(arm.name, steps, result),
             )
+            result = trainer.result()
     except Stopped as stop:
         if is_first_rank():
             console.print(f"{stop}. The same command resumes.", soft_wrap=True)
@@ -95,7 +106,6 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
 
     with averaged_weights(trainer.model, trainer.optimizers):
         export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
-    result = trainer.result()
     if fabric.is_global_zero:
         content = {
             "environment": describe_environment(),

@@ -50,6 +50,8 @@ class Data:
             file, or a folder of them; datasets:NAME; or a folder that `crosslayer data prepare`
             wrote.
         valid: validation sets by name; by default a part of the data is held out.
+        valid_groups: names of validation sets by the name of their group. The results have the
+            means over each group.
         tokenizer: bytes; bpe:SIZE, trained on the data; or a tokenizer's name on the Hub or its
             file.
         context: tokens of a sequence.
@@ -61,6 +63,7 @@ class Data:
 
     data: str = "stdlib"
     valid: dict[str, str] = field(default_factory=dict)
+    valid_groups: dict[str, list[str]] = field(default_factory=dict)
     tokenizer: str = "bytes"
     context: int = 256
     batch: int = 8
@@ -136,7 +139,8 @@ class Engine:
         save_every: steps between checkpoints; with 0 a run is saved only when it ends or is
             stopped.
         keep_checkpoints: number of checkpoints kept.
-        unstable: on a non-finite or spiking loss, stop the run or skip the batch.
+        unstable: on a non-finite or spiking loss, stop the run or skip the batch. A run of which
+            most of the last 200 steps are skipped stops too.
         spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
         log_every: steps between lines of metrics.jsonl.
         diagnostics_every: steps between diagnostics of the connections; 0 for none.
@@ -182,10 +186,10 @@ GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
 # options of a recipe that the command line does not have
 YAML_ONLY = frozenset(
     {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
-    | {"log_every", "ema"}
+    | {"log_every", "ema", "valid_groups"}
 )
-# options that may change when a run is resumed: they change its result by rounding at most
-CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers"}
+# options that may change when a run is resumed: they change its losses by rounding at most
+CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
 
 
 class Settings(NamedTuple):

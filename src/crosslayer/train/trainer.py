@@ -38,6 +38,8 @@ from .settings import Settings
 from .signals import StopSignals
 from .task import LANGUAGE, Batch, Examples, Task, summarize_metrics
 
+RECENT_STEPS = 200  # whose mean training loss is a result, and most of which must be stable
+
 
 @dataclass
 class StepResult:
@@ -75,6 +77,7 @@ class RunState:
         curve: (step, metrics of each validation set) of every evaluation.
         train_loss: of the last step.
         running_loss: exponential moving average of the training loss.
+        recent_losses: of the last `RECENT_STEPS` steps, without those whose batch was skipped.
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation.
         tokens_per_second: (or images, …) over all ranks.
@@ -84,6 +87,7 @@ class RunState:
     curve: list[Any] = field(default_factory=list)
     train_loss: float = math.nan
     running_loss: float | None = None
+    recent_losses: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     seconds: float = 0.0
     tokens_per_second: float = 0.0
@@ -91,7 +95,7 @@ class RunState:
     def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
         """Whether loss and gradient are finite and the loss is no spike.
 
-        A stable loss joins the running mean.
+        A stable loss joins the running mean and the recent losses.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False
@@ -99,6 +103,7 @@ class RunState:
         if spike and self.step > 20 and loss > mean + spike:
             return False
         self.running_loss = 0.95 * mean + 0.05 * loss
+        self.recent_losses = [*self.recent_losses, loss][-RECENT_STEPS:]
         return True
 
 
@@ -114,7 +119,8 @@ class RunResult:
         extra_parameters: those of the connections.
         valid_loss: loss of the first validation set.
         valid: metrics of each validation set.
-        metrics: what follows from them, like "perplexity".
+        metrics: what follows from them, like "perplexity" and means over sets; and "training
+            loss", the mean over the last `RECENT_STEPS` steps.
         tokens_per_second: (or images, …) over all ranks.
         activation_bytes: what one micro-batch's forward pass stores for the backward pass.
         train_loss: of the last step.
@@ -144,12 +150,17 @@ class RunResult:
 
 
 class Diverged(Exception):
-    """The loss or its gradient is non-finite, or the loss spiked."""
+    """A loss is non-finite, or the training loss spikes or has a non-finite gradient.
 
-    def __init__(self, arm: str, step: int, loss: float, grad_norm: float, checkpoint: Path | None):
-        problem = f"the loss is {loss:.4g}"
-        if math.isfinite(loss) and not math.isfinite(grad_norm):
-            problem += f" and the norm of its gradient {grad_norm:.4g}"
+    Args:
+        arm: its name.
+        step: at which it happened.
+        loss: that of training or of a validation set.
+        problem: what is wrong, in words.
+        checkpoint: the last one.
+    """
+
+    def __init__(self, arm: str, step: int, loss: float, problem: str, checkpoint: Path | None):
         saved = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         super().__init__(f"{arm}: {problem} at step {step}; {saved}")
         self.step, self.loss = step, loss
@@ -251,8 +262,8 @@ class Trainer:
             callbacks: called in this order at the start and after every step.
 
         Raises:
-            Diverged: the loss or its gradient is non-finite, or the loss spiked.
-            Stopped: Ctrl-C or SIGTERM.
+            Diverged: as in `step` and `evaluate`.
+            Stopped: Ctrl-C or SIGTERM, or the death of torchrun's agent.
         """
         callbacks = list(callbacks)
         for callback in callbacks:
@@ -281,8 +292,8 @@ class Trainer:
         """Take one step on the next batch.
 
         Raises:
-            Diverged: the loss or its gradient is non-finite, or the loss spiked, and `unstable` is
-                "stop".
+            Diverged: the loss or its gradient is non-finite, or the loss spiked; and `unstable` is
+                "stop", or most of the recent steps were skipped.
         """
         optimization, engine = self.settings.optimization, self.settings.engine
         start = time.perf_counter()
@@ -308,10 +319,8 @@ class Trainer:
         if self.state.is_stable(loss, grad_norm, engine.spike):
             for optimizer in self._fabric_optimizers:
                 optimizer.step()
-        elif engine.unstable == "skip":
-            self.state.skipped.append(step)
         else:
-            raise Diverged(self.arm.name, step, loss, grad_norm, self.latest_checkpoint)
+            self._skip_or_raise(step, loss, grad_norm)
         for optimizer in self._fabric_optimizers:
             optimizer.zero_grad()
 
@@ -334,19 +343,47 @@ class Trainer:
             seconds_left=seconds * (optimization.steps - step),
         )
 
+    def _skip_or_raise(self, step: int, loss: float, grad_norm: float) -> None:
+        """Skip the batch of an unstable step.
+
+        Raises:
+            Diverged: `unstable` is "stop", or most of the recent steps were skipped.
+        """
+        problem = f"the loss is {loss:.4g}"
+        if math.isfinite(loss) and not math.isfinite(grad_norm):
+            problem += f" and the norm of its gradient {grad_norm:.4g}"
+        if self.settings.engine.unstable == "stop":
+            raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+
+        self.state.skipped.append(step)
+        window = min(RECENT_STEPS, self.settings.optimization.steps)
+        count = sum(skipped > step - window for skipped in self.state.skipped[-window:])
+        if 2 * count > window:
+            problem = f"{count} of {window} steps were skipped and {problem}"
+            raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Metrics of each validation set: means over examples, whatever the number of ranks.
 
         With `ema` they are those of the averaged weights.
+
+        Raises:
+            Diverged: the loss of a validation set is non-finite.
         """
         batch = self.settings.data.batch
+        evaluation = {}
         with averaged_weights(self.model, self.optimizers):
-            return {
-                name: evaluate_examples(
+            for name, dataset in self.examples.valid.items():
+                evaluation[name] = evaluate_examples(
                     self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
                 )
-                for name, dataset in self.examples.valid.items()
-            }
+        for name, metrics in evaluation.items():
+            loss = metrics["loss"]
+            if not math.isfinite(loss):
+                problem = f"the loss on the validation set {name} is {loss:.4g}"
+                step = self.state.step
+                raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+        return evaluation
 
     def result(self) -> RunResult:
         """Sizes, losses and speed of the run, with the last evaluation's metrics."""
@@ -354,6 +391,9 @@ class Trainer:
             self.state.curve.append([self.state.step, self.evaluate()])
         evaluation = self.state.curve[-1][1]
         first = next(iter(evaluation))
+        metrics = summarize_metrics(self.examples, evaluation)
+        if self.state.recent_losses:  # a checkpoint of version 0.1.0 has none
+            metrics["training loss"] = statistics.fmean(self.state.recent_losses)
         return RunResult(
             arm=self.arm.name,
             connection=self.arm.connection,
@@ -362,7 +402,7 @@ class Trainer:
             extra_parameters=self.extra_parameters,
             valid_loss=evaluation[first]["loss"],
             valid=evaluation,
-            metrics=summarize_metrics(self.examples, evaluation),
+            metrics=metrics,
             tokens_per_second=self.state.tokens_per_second,
             activation_bytes=self.activation_bytes,
             train_loss=self.state.train_loss,
@@ -415,7 +455,7 @@ class Trainer:
 
     def _all_reduce_loss_and_stop(self, loss: Tensor) -> tuple[float, bool]:
         """The mean loss of all ranks, and whether any of them was asked to stop."""
-        stop = torch.tensor(float(self._signals.received is not None), device=loss.device)
+        stop = torch.tensor(float(self._signals.ask_to_stop), device=loss.device)
         means: Any = self.fabric.all_reduce(torch.stack([loss, stop]))
         mean_loss, stop_share = means.tolist()
         return mean_loss, stop_share > 0
