@@ -333,6 +333,16 @@ def test_option_that_cannot_be_used_is_one_clear_line(family, config, options, m
         build(family, config, **options)
 
 
+def test_fewer_classes_than_the_data_has_is_one_clear_line(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(VIT + TINY + "vocab: 3")
+    arguments = [str(recipe), "--data", write_npz(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "vocab must be at least 4, the number of tokens or classes of the data, got 3" in error
+    assert error.count("\n") == 1
+
+
 def test_wrong_argument_is_one_clear_line(capsys):
     assert main(["recipe.yaml", "--steps", "many"]) == 1
     assert capsys.readouterr().err == "vision: argument --steps: invalid int value: 'many'\n"
