@@ -153,7 +153,7 @@ def test_a_comparison_keeps_numbers_alone(tiny, tmp_path, monkeypatch):
         return model
 
     monkeypatch.setattr("crosslayer.train.run.build_model", remember)
-    tiny |= {"steps": 1, "evals": 1}
+    tiny |= {"steps": 1, "evals": 1, "layers": 1}
     comparison = prepare_comparison(recipe(tiny, "prenorm", "mgr", "mudd"), 1, tmp_path / "out")
     alive = []
     run_comparison(
@@ -164,7 +164,7 @@ def test_a_comparison_keeps_numbers_alone(tiny, tmp_path, monkeypatch):
 
 def test_two_comparisons_in_one_folder_lose_no_result(tiny, tmp_path):
     """Both read the empty folder before either holds it."""
-    tiny |= {"steps": 1, "evals": 1}
+    tiny |= {"steps": 1, "evals": 1, "layers": 1}
     out = tmp_path / "out"
     first, second = (
         prepare_comparison(recipe(tiny, arm), 1, out) for arm in ("prenorm", "skip_gain")

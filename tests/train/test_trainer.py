@@ -149,8 +149,17 @@ def test_a_full_disk(text, tmp_path):
         ),
         ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
+        ("checkpoint.json", lambda b: b"[" * 100_000, "checkpoint.json is damaged"),
     ],
-    ids=["cut", "missing", "overwritten", "one bit", "index cut", "index of another kind"],
+    ids=[
+        "cut",
+        "missing",
+        "overwritten",
+        "one bit",
+        "index cut",
+        "index of another kind",
+        "too deep",
+    ],
 )
 def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     settings = {"data": text, "save_every": 3}
@@ -225,6 +234,17 @@ def test_a_checkpoint_runs_no_code(text, tmp_path):
             run(settings, "prenorm", folder)
         assert "\n" not in str(error.value) and not (tmp_path / "marker").exists()
     assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "owned")
+
+
+def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
+    """It pickles a member of an enumeration as getattr(class, name)."""
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    reduced = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(encoding, "__reduce_ex__", reduced)
+    run({"data": text, "layers": 1}, "prenorm", tmp_path)
+    (checkpoint,) = tmp_path.glob("step-*")
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert run({"data": text, "layers": 1}, "prenorm", tmp_path)["losses"] == []
 
 
 @pytest.mark.parametrize(
@@ -323,10 +343,9 @@ def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
 
 def test_a_run_that_skips_most_steps_fails(text, tmp_path):
     task = LANGUAGE._replace(loss=lambda model, batch: next_token_loss(model, batch) * math.nan)
-    recipe = Recipe(
-        [Arm.from_row("prenorm")], {**SMALL, "data": text, "unstable": "skip"}, task=task
-    )
-    message = "prenorm: 7 of 12 steps were skipped and the loss is nan at step 7; there is no"
+    options = {**SMALL, "data": text, "unstable": "skip", "steps": 3}
+    recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
+    message = "prenorm: 2 of 3 steps were skipped and the loss is nan at step 2; there is no"
     with pytest.raises(ValueError, match=message):
         train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
     assert not (tmp_path / "run" / "model").exists()
@@ -337,8 +356,9 @@ def test_a_non_finite_validation_loss_fails(text, tmp_path):
         return {"loss": torch.full([len(batch)], math.nan)}
 
     task = LANGUAGE._replace(evaluate=evaluate)
-    recipe = Recipe([Arm.from_row("prenorm")], {**SMALL, "data": text}, task=task)
-    message = "prenorm: the loss on the validation set held-out is nan at step 6; there is no"
+    options = {**SMALL, "data": text, "steps": 2, "evals": 1}
+    recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
+    message = "prenorm: the loss on the validation set held-out is nan at step 2; there is no"
     with pytest.raises(ValueError, match=message):
         train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
     assert not (tmp_path / "run" / "model").exists()
@@ -380,8 +400,8 @@ def test_perplexity_of_a_diverged_run_is_infinite():
 
 
 def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
-    settings = {"data": text, "save_every": 3, "log_every": 1}
-    whole = run(settings, "prenorm", tmp_path / "whole")
+    settings = {"data": text, "save_every": 3, "log_every": 1, "layers": 1}
+    whole = run(settings, "prenorm")
     run(settings, "prenorm", tmp_path / "run", stop=8)
     half_written, half_deleted = (tmp_path / "run" / f"step-0000000{i}" for i in ("9.part", 2))
     for folder in (half_written, half_deleted):

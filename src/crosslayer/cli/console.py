@@ -1,5 +1,6 @@
 """What the commands share: parsers, options of a run, progress bars, tables."""
 
+import argparse
 import logging
 import os
 import warnings
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from ..files import lock_folder
 from ..spec import available
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from ..train.trainer import StepResult
 
 DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse's parser for benchmarks and examples: it raises its errors, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def make_parser(description: str) -> Any:

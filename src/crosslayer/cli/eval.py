@@ -126,14 +126,14 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
-    check_positive(batch_size=options.batch_size)
-    _check_new(results_file)
     measures: dict[str, Any] = {
         "joined": partial(stream_perplexity, windows=options.windows),
         "apart": text_perplexity,
     }
     if options.documents == "apart" and options.windows is not None:
         raise ValueError("--windows is for joined documents; --documents apart scores every token")
+    check_positive(batch_size=options.batch_size)
+    _check_new(results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     texts = {name: [document.text for document in read_documents(name)] for name in options.text}

@@ -73,6 +73,7 @@ def _train_in_folder(
     recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path
 ) -> int:
     from ..files import write_text_atomic
+    from ..train.averaging import averaged_weights
     from ..train.compare import describe_environment
     from ..train.export import export_model
     from ..train.parallel import shutdown_distributed
@@ -103,7 +104,8 @@ def _train_in_folder(
     except Diverged as error:
         raise ValueError(str(error)) from None
 
-    export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
+    with averaged_weights(trainer.model, trainer.optimizers):
+        export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
     if fabric.is_global_zero:
         content = {
             "environment": describe_environment(),

@@ -287,7 +287,7 @@ def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -
     """The tokens that end a text: the tokenizer's, or those of the model's config, or none."""
     given = tokenizer.eos_token_id
     if given is None:
-        given = model.generation_config.eos_token_id
+        given = getattr(model.generation_config, "eos_token_id", None)
     ends = given if isinstance(given, list) else [given]
     return [token for token in ends if isinstance(token, int)]
 

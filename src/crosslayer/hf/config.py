@@ -76,7 +76,7 @@ def _build_config(
         raise ValueError("model_config has no model_type; the option family names it")
     keys = {**sizes, **overrides, "model_type": family}
     with host_refusals(f"the config of {family} refuses these values"):
-        plain = AutoConfig.for_model(family)
+        plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
         config = AutoConfig.for_model(**keys)
     check_sizes(config)
     known = {*vars(plain), *type(plain).attribute_map}

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from ..cost.estimate import count_parameters
 from ..data.sampler import evenly_spaced
 from ..optim import zero_connection_updates
+from .averaging import averaged_weights
 from .evaluation import evaluate_examples
 from .optimizers import build_optimizers, set_learning_rates
 from .parallel import setup_model
@@ -365,21 +366,24 @@ class Trainer:
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Metrics of each validation set: means over examples, whatever the number of ranks.
 
+        With `ema` they are those of the averaged weights.
+
         Raises:
             Diverged: the loss of a validation set is non-finite.
         """
         batch = self.settings.data.batch
         evaluation = {}
-        for name, dataset in self.examples.valid.items():
-            metrics = evaluate_examples(
-                self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
-            )
+        with averaged_weights(self.model, self.optimizers):
+            for name, dataset in self.examples.valid.items():
+                evaluation[name] = evaluate_examples(
+                    self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
+                )
+        for name, metrics in evaluation.items():
             loss = metrics["loss"]
             if not math.isfinite(loss):
                 problem = f"the loss on the validation set {name} is {loss:.4g}"
                 step = self.state.step
                 raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
-            evaluation[name] = metrics
         return evaluation
 
     def result(self) -> RunResult:
