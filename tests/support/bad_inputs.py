@@ -252,7 +252,8 @@ def run_case(case: Case, inputs: Path, folder: Path, seconds: float) -> Outcome:
         except BaseException:
             return Outcome("traceback", traceback.format_exc())
     # a progress bar of transformers is no message
-    text = "".join(line for line in errors.getvalue().splitlines(True) if "it/s]" not in line)
+    lines = [line for line in errors.getvalue().splitlines() if line and "it/s]" not in line]
+    text = "".join(f"{line}\n" for line in lines)
     if code == 0:
         return Outcome("succeeded", text)
     is_line = text.startswith("crosslayer: ") and text.count("\n") == 1 and len(text) < 2000
