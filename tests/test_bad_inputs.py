@@ -105,6 +105,7 @@ LINES = [
     ("train --arm prenorm", {"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
     ("train --arm prenorm", {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number of processes"),
     ("train pipe", {}, "pipe: cannot be read as a recipe"),
+    ("eval model --spans pipe", {}, "pipe: cannot be read (not a file)"),
     ("compare --arms ,", {}, "--arms names no connection; known: altup"),
     ("cost --connections ,", {}, "--connections names no connection; known: altup"),
     ("cost --layers 1000000000", {}, "num_hidden_layers must be from 1 to 10,000, got 1000000000"),
@@ -136,7 +137,7 @@ def test_one_line(line, variables, message, tmp_path, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     arguments = line.split(" ")
-    if arguments[0] != "cost":
+    if arguments[0] in ("train", "compare"):
         arguments += ["--data", "text.txt"]
     assert main(arguments) == 1
     error = capsys.readouterr().err
