@@ -24,19 +24,6 @@ RUN = {
     "model_config": {"tie_word_embeddings": True}, "betas": [0.9, 0.95], "loggers": [],
 }  # fmt: skip
 ARMS = ["prenorm", {"name": "M", "connection": "mudd(dilation=1)", "paper": {"loss": 2.5}}]
-TASK = """
-task: local_word
-dataset_path: json
-dataset_kwargs: {data_files: {test: spans.jsonl}, cache_dir: cache}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{context}}"
-doc_to_target: " {{target}}"
-metric_list:
-  - metric: perplexity
-    aggregation: perplexity
-    higher_is_better: false
-"""
 
 
 class Scene(NamedTuple):
@@ -89,10 +76,6 @@ SCENES = {
         ],
         ("model", "text.txt", "spans.jsonl"),
     ),
-    "eval tasks": Scene(
-        ["eval", "model", "--tasks", "local_word", "--include-path", "tasks", "--limit", "1"],
-        ("tasks", "spans.jsonl"),
-    ),
     "generate": Scene(["generate", "model", "ab", "--max-new-tokens", "2"], MODEL),
     "convert": Scene(["convert", "published", "new"], ("published",)),
 }
@@ -104,8 +87,6 @@ def write_inputs(folder: Path) -> None:
     write_lines(folder / "stories.jsonl", lines)
     (folder / "text.txt").write_text("".join(line["text"] for line in lines))
     write_lines(folder / "spans.jsonl", [{"context": "Is it? Answer:", "target": " yes"}] * 3)
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "word.yaml").write_text(TASK)
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**RUN, "arms": ARMS}))
     byte_tokenizer().save_pretrained(folder / "tokenizer")
     tiny_model("mudd(dilation=2)").save_pretrained(folder / "model")

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from ..files import LOCK_FILE, atomic_replace, fsync_path, lock_folder, read_json
 from ..validation import check_non_negative, check_positive
-from .sources import CORPUS_FILE, TRAIN, name_sets, read_sets, set_names, training_texts
+from .sources import (
+    CORPUS_FILE,
+    TRAIN,
+    check_has_files,
+    name_sets,
+    read_sets,
+    set_names,
+    training_texts,
+)
 from .streams import ProgressCallback, StreamCounts, TokenStream, encode_sets, id_dtype
 from .tokenizing import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
@@ -123,6 +131,7 @@ def _open_streams(
 ) -> dict[str, TokenStream]:
     import datasets
 
+    check_has_files(folder)
     saved = datasets.load_from_disk(str(folder))
     streams = {}
     for name, sizes in counts.items():

@@ -222,6 +222,7 @@ def _load_rows(source: Source) -> Any:
 
     if source.kind == "dataset":
         return datasets.load_dataset(source.path, source.config, split=source.split, streaming=True)
+    check_has_files(Path(source.path))
     saved = datasets.load_from_disk(source.path)
     if not isinstance(saved, datasets.DatasetDict):
         return saved
@@ -237,6 +238,13 @@ def _kind_of_path(path: str) -> Literal["remote", "tokens", "saved", "files"]:
     if path.endswith(TOKENS_SUFFIX) and not Path(path).is_dir():
         return "tokens"
     return "saved" if _is_saved(path) else "files"
+
+
+def check_has_files(folder: Path) -> None:
+    """Raise a ValueError for a pipe or a device in a folder: Arrow would wait for ever for it."""
+    for path in folder.rglob("*"):
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path.relative_to(folder)} is not a file")
 
 
 def _is_saved(path: str) -> bool:
