@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .mixing import MixingWeights
 from .validation import check_positive
 
 # A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only its own
@@ -103,6 +104,8 @@ class Connection(nn.Module, Generic[StateT]):
         lr_factors: own parameters whose learning rate is a multiple of the model's.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
+        fractions: the number of equal slices of the width that are mixed apart. Each is a part of
+            its own in `mixing_weights`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
             every connection: "mudd(stream_dtype='float32')".
     """
@@ -131,6 +134,7 @@ class Connection(nn.Module, Generic[StateT]):
         self.site = site
         self.dim = dim
         self.ports = ports or site.ports
+        self.fractions = 1
         self.options: dict[str, Any] = {}
         self.stream_dtype: torch.dtype | None = None
         # `forward` branches on booleans alone: an integer that differs between layers would
@@ -190,6 +194,17 @@ class Connection(nn.Module, Generic[StateT]):
         """The hidden state [B T D] after the final norm, for the head."""
         inputs, _ = self(state)
         return inputs[0]
+
+    def state_parts(self, state: StateT) -> tuple[Tensor, ...]:
+        """The tensors that a read mixes, [B T D] each, without the pending write.
+
+        With `mixing_weights`, what `crosslayer.inspect` needs of a method.
+        """
+        raise NotImplementedError(f"{self.name}: state_parts is not implemented")
+
+    def mixing_weights(self, state: StateT) -> MixingWeights:
+        """The read of this state as matrices over `state_parts`, its coefficients held fixed."""
+        raise NotImplementedError(f"{self.name}: mixing_weights is not implemented")
 
     def memory_traffic(self) -> float:
         """The least that this site's `read` moves in a forward pass, the pending write included.

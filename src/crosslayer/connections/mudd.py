@@ -32,10 +32,11 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec, rms
+from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
+from ..norms import NormSpec, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, project_tall
 from ..validation import check_positive
-from .denseformer import History, averaged_blocks
+from .denseformer import History, averaged_blocks, write_to_stream
 
 STREAMS = "qkvr"
 # The stream that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
@@ -220,6 +221,50 @@ class Mudd(FusedNormConnection[History]):
             return m
         if stream == "r" and self.post is not None:
             m = (rms(m) * self.post).to(h.dtype)
+        return h + m
+
+    def state_parts(self, state: History) -> tuple[Tensor, ...]:
+        return (*state.X, state.h)
+
+    def mixing_weights(self, state: History) -> MixingWeights:
+        blocks = len(state.X)
+        write = write_to_stream(state)
+        h = part_weights(1, blocks + 1, blocks, upcast(state.h))
+        finished = identity_weights(blocks + 1, upcast(state.h))
+        if not self.opens_layer:
+            return MixingWeights(write, h, finished)
+        X_l = state.h if state.y is None else state.h + state.y
+        # What joins the history when this block ends: X_l, or P_l for PrePostDANorm.
+        joins = h
+        if self.pre is not None:
+            joins = h * (rstd(X_l)[..., None] * self.pre)[..., None, None, :]
+        X = join_rows(finished[:-1], joins)
+        if self.a is None:
+            return MixingWeights(write, h, join_rows(X, h))
+        A = self.aggregation_weights(X_l, self.a)
+        written = torch.stack((*state.X, X_l), -2)
+        S = {stream: self._stream_weights(stream, h, A, X, written) for stream in STREAMS}
+        read = join_rows(*(S[stream] for stream in self.port_streams))
+        return MixingWeights(write, read, join_rows(X, S["r"]))
+
+    def _stream_weights(
+        self, stream: str, h: Tensor, A: Tensor, X: Tensor, written: Tensor
+    ) -> Tensor:
+        """The weights of S_c of one stream over the written parts, [.. 1 parts K].
+
+        h: the weights of X_l.  A: [.. C L].  X: the weights of the finished blocks.
+        written: the written parts themselves, [B T parts D].
+        """
+        c = self.mixture_of_stream[stream]
+        if c is None:
+            return h
+        sources = X[..., list(self.sources), :, :]
+        m = (A[..., c, :, None, None] * sources).sum(-3, keepdim=True)
+        if self.pre is None:
+            return m
+        if stream == "r" and self.post is not None:
+            value = (m.squeeze(-3) * written).sum(-2)
+            m = m * (rstd(value)[..., None] * self.post)[..., None, None, :]
         return h + m
 
     def memory_traffic(self) -> float:

@@ -12,9 +12,12 @@ training it.
 State: one stream. Parameters: none. Traffic: 3D a token and site.
 """
 
+import torch
 from torch import Tensor
 
 from ..connection import Connection
+from ..fused_norms import required_norm_spec
+from ..mixing import MixingWeights, identity_weights
 from ..norms import add_write
 from .prenorm import Stream
 
@@ -38,6 +41,18 @@ class PostNorm(Connection[Stream]):
     def read(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
         inputs, _ = super().read(state)
         return inputs, Stream(inputs[0])
+
+    def state_parts(self, state: Stream) -> tuple[Tensor, ...]:
+        return (state.h,)
+
+    def mixing_weights(self, state: Stream) -> MixingWeights:
+        # One written part a port, because a parallel block applies two norms to the same sum.
+        ports = len(self.ports)
+        columns = 1 if state.y is None else 2
+        write = torch.ones(ports, columns, 1, dtype=state.h.dtype, device=state.h.device)
+        read = identity_weights(ports, write)
+        norms = tuple(required_norm_spec(norm) for norm in self.norms)
+        return MixingWeights(write, read, read[:1], norms)
 
     def memory_traffic(self) -> float:
         # The layers' input is the stream itself, which is written once.
