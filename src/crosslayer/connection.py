@@ -104,6 +104,7 @@ class Connection(nn.Module, Generic[StateT]):
         lr_factors: own parameters whose learning rate is a multiple of the model's.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
+        weighs_channels: its `mixing_weights` differ between channels, or contain norms.
         fractions: the number of equal slices of the width that are mixed apart. Each is a part of
             its own in `mixing_weights`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
@@ -135,6 +136,7 @@ class Connection(nn.Module, Generic[StateT]):
         self.dim = dim
         self.ports = ports or site.ports
         self.fractions = 1
+        self.weighs_channels = self.norms_its_stream
         self.options: dict[str, Any] = {}
         self.stream_dtype: torch.dtype | None = None
         # `forward` branches on booleans alone: an integer that differs between layers would

@@ -67,6 +67,7 @@ class Frac(Connection[Streams]):
             )
         self.m = fractions
         self.fractions = fractions
+        self.weighs_channels = True
         self.dynamic = dynamic
         self.bound = torch.tanh if tanh else nn.Identity()
         self.statistics = STATISTICS["layernorm"]

@@ -43,6 +43,7 @@ class Highway(Connection[Carried]):
     def __init__(self, site: Site, dim: int, norm: NormFactory, bias: float = -2.0):
         super().__init__(site, dim, norm)
         self.bias = bias
+        self.weighs_channels = True
         self.W = None if self.is_readout else float32_parameter(dim, dim)
         self.b = None if self.is_readout else float32_parameter(dim)
         self.reset_parameters()

@@ -126,6 +126,7 @@ class Mudd(FusedNormConnection[History]):
                 ports.append(port)
         super().__init__(site, dim, norm, tuple(ports))
         self.sources = sources if aggregates else ()
+        self.weighs_channels = normed
         self.mixture_of_stream = mixture_of_stream
         self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
         # The op that mixes makes every port's input, unless X_l or PrePostDANorm is added after it.
