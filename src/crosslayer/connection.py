@@ -104,6 +104,7 @@ class Connection(nn.Module, Generic[StateT]):
         lr_factors: own parameters whose learning rate is a multiple of the model's.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
+        parts_are_streams: its `state_parts` are n streams, which persist over depth.
         weighs_channels: its `mixing_weights` differ between channels, or contain norms.
         fractions: the number of equal slices of the width that are mixed apart. Each is a part of
             its own in `mixing_weights`.
@@ -116,6 +117,7 @@ class Connection(nn.Module, Generic[StateT]):
     bitwise_prenorm: ClassVar[bool] = False
     prenorm_up_to_scale: ClassVar[bool] = False
     norms_its_stream: ClassVar[bool] = False
+    parts_are_streams: ClassVar[bool] = False
     gate_fields: ClassVar[tuple[str, ...]] = ()
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
     lr_factors: ClassVar[dict[str, float]] = {}

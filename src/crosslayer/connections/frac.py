@@ -43,6 +43,7 @@ class Frac(Connection[Streams]):
     """
 
     bitwise_prenorm = True
+    parts_are_streams = True
     gate_fields = ("beta",)
     test_variants = ("frac(dynamic=False)",)
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})

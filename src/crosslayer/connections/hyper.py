@@ -58,6 +58,7 @@ class Hyper(FusedNormConnection[Streams]):
             initial values (Table 4).
     """
 
+    parts_are_streams = True
     gate_fields = ("beta",)
     test_variants = (
         "hyper(streams=2, dynamic=False)",

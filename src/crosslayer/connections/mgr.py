@@ -68,6 +68,7 @@ class MGR(FusedNormConnection[Gated]):
             Competitive gates ignore it: their b_0 is b, and the other biases are 0.
     """
 
+    parts_are_streams = True
     gate_fields = ("beta",)
     starts_as_prenorm = False
     test_variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")

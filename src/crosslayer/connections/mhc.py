@@ -75,6 +75,7 @@ class MHC(FusedNormConnection[Manifold]):
         post_eps: see `magnitude`; 1e-6 in Hy4.
     """
 
+    parts_are_streams = True
     gate_fields = ("post",)
     prenorm_up_to_scale = True
     weight_decay_params = frozenset({"fn"})

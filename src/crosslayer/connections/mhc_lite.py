@@ -41,6 +41,7 @@ class MHCLite(FusedNormConnection[Streams]):
         streams: n, the number of streams; at most 5, because n! permutations are mixed.
     """
 
+    parts_are_streams = True
     gate_fields = ("beta",)
     prenorm_up_to_scale = True
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
