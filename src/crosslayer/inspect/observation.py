@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ..connection import Connection, autocast_disabled, find_connections
 from ..hf import connect, disconnect
-from ..hf.attach import find_backbone, is_connected
+from ..hf.attach import find_backbone
 
 Batch = Mapping[str, Tensor]  # a model's arguments, like input_ids and attention_mask
 
@@ -72,11 +72,12 @@ def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence
     is left behind. A model without a connection is seen as pre-norm, which it equals bitwise.
 
     Args:
-        model: of a family that `connect` knows, connected or not.
+        model: of a family that `connect` knows, connected or not, or a model of your own that
+            calls its connections as modules, like `Stack`.
         batches: arguments of the model. Tokens whose `attention_mask` is 0 are left out.
         analyses: called in their order.
     """
-    backbone, _ = find_backbone(model)
+    backbone = _find_observed(model)
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         for batch in batches:
@@ -89,7 +90,7 @@ def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence
 @contextmanager
 def connected_for_analysis(model: nn.Module) -> Iterator[None]:
     """Connect a plain model with pre-norm, which changes nothing it computes, and undo it."""
-    if is_connected(find_backbone(model)[0]):
+    if find_connections(model):
         yield
         return
     connect(model, "prenorm")
@@ -97,6 +98,12 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         disconnect(model)
+
+
+def _find_observed(model: nn.Module) -> nn.Module:
+    """What to call: the backbone of a transformers model, without its head, or else the model."""
+    has_own_connections = find_connections(model) and not hasattr(model, "config")
+    return model if has_own_connections else find_backbone(model)[0]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ GATE_BINS = 50
 
 @dataclass
 class SiteScales:
-    """Sizes at one site, over tokens.
+    """Sizes at one site, over tokens. Parts of the state are as the site finds them.
 
     Attributes:
         label: of the site.
