@@ -198,7 +198,7 @@ def find_alarms(sites: list[SiteScales], reads: list[SiteMixing]) -> list[str]:
         steady = [s for s in sites if s.stream_change is not None and len(s.stream_rms) == streams]
         if steady:
             alarms += _stream_alarms(steady)
-            alarms += _unused_streams([site.read_mean for site in reads], streams)
+            alarms += _unused_streams(reads, streams)
     for site in sites:
         gate = site.gate
         if gate is None or gate.minimum < 0 or gate.maximum > 1:
@@ -221,8 +221,11 @@ def _stream_alarms(sites: list[SiteScales]) -> list[str]:
     return alarms
 
 
-def _unused_streams(reads: list[Tensor], streams: int) -> list[str]:
-    rows = [read.abs().amax(0) for read in reads if read.shape[-1] == streams]
+def _unused_streams(reads: list[SiteMixing], streams: int) -> list[str]:
+    rows = []
+    for site in reads:
+        if site.label != "readout" and site.read_mean.shape[-1] == streams:
+            rows.append(site.read_mean.abs().amax(0))
     weights = torch.stack(rows)
     largest = weights.amax(0)
     limit = UNUSED_SHARE * largest.max()

@@ -1,0 +1,455 @@
+"""The report of `crosslayer inspect`: inspection.json, figures as SVG and PNG, and report.html."""
+
+import html
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..files import write_text_atomic
+from .figures import (
+    Draw,
+    draw_ablation,
+    draw_cosines,
+    draw_distances,
+    draw_gates,
+    draw_lines,
+    draw_matrix,
+    draw_unfolded_map,
+    render_figure,
+)
+from .inspection import ModelInspection, to_json_value
+
+JSON_FILE = "inspection.json"
+REPORT_FILE = "report.html"
+FIGURE_FOLDER = "figures"
+MOST_STREAMS = 8  # panels of streams in a figure
+
+Models = Sequence[ModelInspection]
+Panels = list[tuple[str, Draw]]
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #fff; --ink: #1a1a1a; --faint: #666; --line: #ddd; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181c; --ink: #e6e6e6; --faint: #a0a0a0; --line: #3a3d42; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
+p { margin: .3rem 0 .8rem; max-width: 48rem; } .note { color: var(--faint); font-size: .9rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
+         border-bottom: 1px solid var(--line); }
+figure { margin: 0; background: #fff; border-radius: 6px; padding: .4rem; overflow-x: auto; }
+figure svg { max-width: 100%; height: auto; display: block; }
+@media (max-width: 40rem) { figure svg { max-width: none; width: 60rem; } }
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A picture of the report.
+
+    Attributes:
+        name: of its files.
+        title: of the section.
+        text: what it shows, and the figures of the papers that show the same.
+        draw_panels: the panels for some models; empty where there is nothing to draw.
+    """
+
+    name: str
+    title: str
+    text: str
+    draw_panels: Callable[[Models], Panels]
+
+
+def write_report(models: Models, folder: Path, setup: str) -> Path:
+    """Write inspection.json, the figures and report.html, with the models side by side.
+
+    Args:
+        models: an inspection each.
+        folder: created if it does not exist.
+        setup: a sentence on what the models saw.
+
+    Returns:
+        The path of report.html.
+    """
+    pictures = folder / FIGURE_FOLDER
+    pictures.mkdir(parents=True, exist_ok=True)
+    content = {"setup": setup, "models": [to_json_value(model) for model in models]}
+    write_text_atomic(folder / JSON_FILE, json.dumps(content, indent=1))
+    body = ""
+    for section in SECTIONS:
+        panels = section.draw_panels(models)
+        if not panels:
+            continue
+        files = render_figure(panels)
+        for suffix, data in files.items():
+            (pictures / f"{section.name}.{suffix}").write_bytes(data)
+        svg = files["svg"].decode()
+        body += f"<h2>{html.escape(section.title)}</h2>\n<p>{html.escape(section.text)}</p>\n"
+        body += f"<figure>{svg[svg.index('<svg') :]}</figure>\n"
+    write_text_atomic(folder / REPORT_FILE, _page_html(models, setup, body))
+    return folder / REPORT_FILE
+
+
+def _page_html(models: Models, setup: str, body: str) -> str:
+    names = " and ".join(model.name for model in models)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>crosslayer inspect: {html.escape(names)}</title><style>{STYLE}</style></head><body>
+<h1>What the connections of {html.escape(names)} do</h1>
+<p>{html.escape(setup)}</p>
+<div class="scroll">{_findings_html(models)}</div>
+{_notes_html(models)}
+{body}
+</body></html>
+"""
+
+
+def _findings_html(models: Models) -> str:
+    rows = [
+        ("connection", [model.connection for model in models]),
+        ("Λ-shape score (1: as pre-norm)", [_number(m.findings.lambda_score) for m in models]),
+        (
+            "weight of the embedding in the readout (1: as the mean source)",
+            [_number(m.findings.embedding_in_readout) for m in models],
+        ),
+        ("share of weights on attentions", [_number(m.findings.attention_share) for m in models]),
+        (
+            "sub-layers that became parallel",
+            [_listed([f"{a} ∥ {b}" for a, b in m.findings.parallel_pairs]) for m in models],
+        ),
+        ("wasted sub-layers", [_listed(m.findings.wasted) for m in models]),
+        (
+            "sources that streams carry with opposite signs",
+            [_listed(m.findings.opposite_signs) for m in models],
+        ),
+        ("largest error of the unfolded map", [f"{m.unfolded.error:.1e}" for m in models]),
+        ("alarms", [_listed(m.alarms) for m in models]),
+    ]
+    cells = "".join(f"<th>{html.escape(model.name)}</th>" for model in models)
+    table = f"<table><tr><th></th>{cells}</tr>"
+    for name, values in rows:
+        cells = "".join(f"<td>{html.escape(value)}</td>" for value in values)
+        table += f"<tr><td>{html.escape(name)}</td>{cells}</tr>"
+    return table + "</table>"
+
+
+def _notes_html(models: Models) -> str:
+    notes = []
+    for model in models:
+        notes += [f"{model.name}: {line}." for line in model.not_done]
+        if model.unfolded.by_projection:
+            notes.append(
+                f"{model.name}: its connection weighs channels apart. The numbers of its unfolded "
+                f"map are projections, of {model.unfolded.tokens} tokens."
+            )
+    return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+
+
+def _number(value: float) -> str:
+    return "–" if value != value else f"{value:.2f}"
+
+
+def _listed(values: Sequence[str]) -> str:
+    shown = ", ".join(values[:8])
+    if len(values) > 8:
+        shown += f" and {len(values) - 8} more"
+    return shown or "none"
+
+
+def _unfolded_panels(models: Models) -> Panels:
+    limit = max(model.unfolded.mean.abs().max().item() for model in models)
+    return [(m.name, partial(draw_unfolded_map, unfolded=m.unfolded, limit=limit)) for m in models]
+
+
+def _one_token_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        u = m.unfolded
+        draw = partial(draw_matrix, values=u.one_token, rows=u.inputs, columns=u.sources)
+        panels.append((f"{m.name}: one token", draw))
+        draw = partial(draw_matrix, values=u.std, rows=u.inputs, columns=u.sources, signed=False)
+        panels.append((f"{m.name}: deviation over tokens", draw))
+    return panels
+
+
+def _stream_map_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        means = m.unfolded.stream_means
+        if not m.scales[-1].has_streams:
+            continue
+        sites = [site.label for site in m.mixing[: len(means)]]
+        for stream in range(min(means[-1].shape[0], MOST_STREAMS)):
+            rows = [
+                (label, mean[stream])
+                for label, mean in zip(sites, means, strict=True)
+                if stream < len(mean)
+            ]
+            draw = partial(
+                draw_matrix,
+                values=_stack_rows([mean for _, mean in rows]),
+                rows=[label for label, _ in rows],
+                columns=m.unfolded.sources,
+                names=("after", "output of"),
+            )
+            panels.append((f"{m.name}: stream {stream}", draw))
+    return panels
+
+
+def _stack_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of different lengths as a matrix, zeros at their ends."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _read_panels(models: Models) -> Panels:
+    """A panel a way: what each input reads, over the parts that its site mixes."""
+    panels: Panels = []
+    for m in models:
+        for way in _way_names(m):
+            labels, means, scaled = [], [], []
+            for site in m.mixing:
+                for label, mean in zip(site.inputs, site.read_mean, strict=True):
+                    if _way_of(label) == way:
+                        labels.append(label)
+                        means.append(mean)
+                        scaled.append(mean * site.part_norms)
+            columns = [str(number) for number in range(max(map(len, means)))]
+            names = ("input of", "part")
+            for title, values in ((way, means), (f"{way}, × mean norm", scaled)):
+                draw = partial(
+                    draw_matrix,
+                    values=_stack_rows(values),
+                    rows=labels,
+                    columns=columns,
+                    names=names,
+                )
+                panels.append((f"{m.name}: {title}", draw))
+    return panels
+
+
+def _way_of(label: str) -> str:
+    port = label.partition(".")[2]
+    return port if port in ("q", "k", "v") else "inputs"
+
+
+def _way_names(model: ModelInspection) -> list[str]:
+    names: dict[str, None] = {}  # ordered
+    for site in model.mixing:
+        names |= dict.fromkeys(map(_way_of, site.inputs))
+    return list(names)
+
+
+def _cosine_panels(models: Models) -> Panels:
+    cosines = [(model.name, model.cosines) for model in models]
+    return [
+        ("with the input before", partial(draw_cosines, models=cosines, kind="adjacent")),
+        ("with the embedding", partial(draw_cosines, models=cosines, kind="embedding")),
+    ]
+
+
+def _distance_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        panels.append((m.name, partial(draw_distances, distances=m.distances)))
+        for stream in range(min(len(m.distances.streams), MOST_STREAMS)):
+            if len(m.distances.streams) > 1:
+                draw = partial(draw_distances, distances=m.distances, stream=stream)
+                panels.append((f"{m.name}: stream {stream}", draw))
+    return panels
+
+
+def _cka_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        d = m.distances
+        draw = partial(
+            draw_matrix,
+            values=d.cka,
+            rows=d.labels,
+            columns=d.labels,
+            limit=1.0,
+            signed=False,
+            names=("at", "at"),
+        )
+        panels.append((m.name, draw))
+    return panels
+
+
+def _scale_panels(models: Models) -> Panels:
+    labels = [site.label for site in models[0].scales]
+    outputs = [(m.name, [site.output_rms for site in m.scales]) for m in models]
+    largest = [(m.name, [site.output_largest[0] for site in m.scales]) for m in models]
+    streams = []
+    for m in models:
+        for part in range(min(len(m.scales[-1].stream_largest), MOST_STREAMS)):
+            if m.scales[-1].has_streams or part == 0:
+                values = [_at(site.stream_largest, part) for site in m.scales]
+                streams.append((f"{m.name}: {part}", values))
+    draw = partial(draw_lines, labels=labels)
+    return [
+        ("RMS of the output before", partial(draw, lines=outputs, name="RMS")),
+        ("its largest magnitude", partial(draw, lines=largest, name="magnitude")),
+        ("largest magnitude of streams", partial(draw, lines=streams, name="magnitude")),
+    ]
+
+
+def _at(values: Tensor, place: int) -> float:
+    return values[place].item() if place < len(values) else float("nan")
+
+
+def _gain_panels(models: Models) -> Panels:
+    lines = []
+    for m in models:
+        if m.scales[-1].has_streams:
+            for name in ("forward_gain", "backward_gain"):
+                values = [getattr(site, name) for site in m.scales]
+                known = [float("nan") if value is None else value for value in values]
+                lines.append((f"{m.name}: {name.partition('_')[0]}", known))
+    labels = [site.label for site in models[0].scales]
+    if not lines:
+        return []
+    return [
+        ("of the streams' mixing", partial(draw_lines, labels=labels, lines=lines, name="gain"))
+    ]
+
+
+def _gate_panels(models: Models) -> Panels:
+    with_gates = [m for m in models if any(site.gate is not None for site in m.scales)]
+    return [(m.name, partial(draw_gates, sites=m.scales)) for m in with_gates]
+
+
+def _attention_panels(models: Models) -> Panels:
+    lines = [(m.name, m.attention.active.tolist()) for m in models if m.attention is not None]
+    if not lines:
+        return []
+    labels = [str(layer) for layer in range(max(len(values) for _, values in lines))]
+    draw = partial(draw_lines, labels=labels, lines=lines, name="share of active heads")
+    return [("active heads by layer", draw)]
+
+
+def _pattern_panels(models: Models) -> Panels:
+    """All heads of the middle layer."""
+    panels: Panels = []
+    for m in models:
+        if m.attention is None:
+            continue
+        layer = len(m.attention.patterns) // 2
+        for head, pattern in enumerate(m.attention.patterns[layer][:12]):
+            places = [str(place) for place in range(len(pattern))]
+            draw = partial(
+                draw_matrix,
+                values=pattern,
+                rows=places,
+                columns=places,
+                limit=1.0,
+                signed=False,
+                names=("token", "attends to"),
+            )
+            panels.append((f"{m.name}: layer {layer}, head {head}", draw))
+    return panels
+
+
+def _ablation_panels(models: Models) -> Panels:
+    done = [(m.name, m.ablation) for m in models if m.ablation is not None]
+    return [("without each sub-layer", partial(draw_ablation, models=done))] if done else []
+
+
+SECTIONS = [
+    Section(
+        "unfolded",
+        "How each sub-layer's output reaches later inputs",
+        "The weight of each output (columns) in each input (rows), mean over tokens. Pre-norm is a "
+        "full triangle of ones. Marks at the bottom are attentions. Hyper-Connections, Figures 7, "
+        "13 and 14.",
+        _unfolded_panels,
+    ),
+    Section(
+        "one_token",
+        "The same for one token, and how much it differs between tokens",
+        "A static method has no deviation. Hyper-Connections, Figure 13.",
+        _one_token_panels,
+    ),
+    Section(
+        "streams",
+        "How each output reaches each stream",
+        "The weight of each output in a stream after each site. Hyper-Connections, Eq. 27-29.",
+        _stream_map_panels,
+    ),
+    Section(
+        "mixing",
+        "What the method itself mixes with",
+        "The method's own weights over the parts of its state: blocks' outputs for DenseFormer, "
+        "MUDD and attention residuals, streams for the others. Right of each: times the mean norm "
+        "of the part. DenseFormer, Figures 5, 8, 15; MUDD, Figures 12 and 13.",
+        _read_panels,
+    ),
+    Section(
+        "cosines",
+        "How alike the inputs of neighbouring sub-layers are",
+        "Median and the band from 5 to 95 % over tokens. Lower means that a sub-layer sees "
+        "something new. Hyper-Connections, Figure 3; MUDD, Figure 6; DenseFormer, Figures 6 and 9.",
+        _cosine_panels,
+    ),
+    Section(
+        "distances",
+        "Angular distance between depths, of the last token",
+        "Dark blocks are runs of sub-layers that change the input little. Multi-Gate Residuals, "
+        "Eq. 15, Figures 3, 8 and 9.",
+        _distance_panels,
+    ),
+    Section(
+        "cka",
+        "Linear CKA between the inputs of sub-layers",
+        "1 means that two depths represent the tokens alike, up to a rotation and a scale.",
+        _cka_panels,
+    ),
+    Section(
+        "scales",
+        "Sizes of outputs and streams",
+        "Multi-Gate Residuals, Figures 2, 5, 6, 10, 11 and 12.",
+        _scale_panels,
+    ),
+    Section(
+        "gains",
+        "Composite gain of the streams' mixing",
+        "Largest row sum (forward) and column sum (backward) of the product of all mixing matrices "
+        "so far. mHC keeps both at 1.",
+        _gain_panels,
+    ),
+    Section(
+        "gates",
+        "Gates of writes",
+        "Whiskers reach from the smallest to the largest value; boxes are mean quartiles over "
+        "streams. Multi-Gate Residuals, Figures 7 and 13.",
+        _gate_panels,
+    ),
+    Section(
+        "attention",
+        "Heads that attend to content",
+        "A head is active at a token where its largest weight is neither on the first two "
+        "positions nor on BOS, a full stop or a newline. MUDD, Figure 8.",
+        _attention_panels,
+    ),
+    Section(
+        "patterns",
+        "Attention patterns of the middle layer",
+        "Every head's weights over the first 32 tokens of the first sequence. MUDD, Figures 10 and "
+        "11.",
+        _pattern_panels,
+    ),
+    Section(
+        "ablation",
+        "What the model loses without each sub-layer",
+        "Increase of log perplexity where the sub-layer's output is zero. Multi-Gate Residuals, "
+        "Figure 4.",
+        _ablation_panels,
+    ),
+]
