@@ -1,6 +1,7 @@
 """`crosslayer inspect`: what the connections of trained models do, as a report with figures."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def run(options: Any) -> int:
                     batches,
                     find_sink_ids(tokenizer),
                     options.ablate,
-                    lambda step, name=name: status.update(f"{name}: {step}"),
+                    progress=partial(_show_step, status, name),
                 )
             )
     setup = (
@@ -96,3 +97,7 @@ def run(options: Any) -> int:
             console.print(f"{inspection.name}: {alarm}")
     console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
     return 0
+
+
+def _show_step(status: Any, name: str, step: str) -> None:
+    status.update(f"{name}: {step}")

@@ -139,15 +139,16 @@ def draw_lines(
 
 def draw_gates(axes: Any, sites: Sequence[SiteScales]) -> None:
     """Quartiles and range of each site's gate, over tokens and streams, as boxes."""
-    boxes = []
+    boxes: list[dict[str, Any]] = []
+    labels = []
     for site in sites:
         if site.gate is None:
             continue
+        labels.append(site.label)
         q = site.gate.quartiles
         low, median, high = q[:, 1].mean(), q[:, 2].mean(), q[:, 3].mean()
         boxes.append(
             {
-                "label": site.label,
                 "whislo": site.gate.minimum,
                 "q1": low.item(),
                 "med": median.item(),
@@ -157,8 +158,7 @@ def draw_gates(axes: Any, sites: Sequence[SiteScales]) -> None:
             }
         )
     axes.bxp(boxes, showfliers=False)
-    axes.set_xticks(axes.get_xticks())
-    _label_ticks(axes.xaxis, [box["label"] for box in boxes], rotation=90, first=1)
+    _label_ticks(axes.xaxis, labels, rotation=90, first=1)
     axes.set_ylabel("gate of the write before")
     axes.grid(alpha=0.25, axis="y")
 
