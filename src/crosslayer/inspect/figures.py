@@ -51,6 +51,8 @@ def render_figure(panels: Sequence[tuple[str, Draw]], width: float = 5.2) -> dic
             draw(axes)
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out now, once for both files
         for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
             file = io.BytesIO()
             figure.savefig(file, format=suffix, metadata=metadata, dpi=110)
@@ -74,7 +76,7 @@ def draw_matrix(
         values: [rows columns].
         rows: labels, from top to bottom.
         columns: labels.
-        limit: of the colour scale; None for the largest magnitude.
+        limit: of the colour scale; None for the largest magnitude. Larger values take its ends.
         signed: colours on both sides of zero; else from zero upwards.
         names: of the two axes.
     """
@@ -132,6 +134,7 @@ def draw_lines(
     positive = [value for _, values in lines for value in values if value > 0]
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_ylabel(name)
     _finish_lines(axes, len(lines))

@@ -165,18 +165,24 @@ def _listed(values: Sequence[str]) -> str:
 
 
 def _unfolded_panels(models: Models) -> Panels:
-    limit = max(model.unfolded.mean.abs().max().item() for model in models)
+    # One scale for all. The readout may be a sum of streams, so it does not set the scale.
+    limit = max(model.unfolded.mean[:-1].abs().max().item() for model in models)
     return [(m.name, partial(draw_unfolded_map, unfolded=m.unfolded, limit=limit)) for m in models]
 
 
 def _one_token_panels(models: Models) -> Panels:
     panels: Panels = []
     for m in models:
+        if m.connection == "prenorm":
+            continue
         u = m.unfolded
         draw = partial(draw_matrix, values=u.one_token, rows=u.inputs, columns=u.sources)
         panels.append((f"{m.name}: one token", draw))
-        draw = partial(draw_matrix, values=u.std, rows=u.inputs, columns=u.sources, signed=False)
-        panels.append((f"{m.name}: deviation over tokens", draw))
+        if u.std.max() > 1e-6:
+            draw = partial(
+                draw_matrix, values=u.std, rows=u.inputs, columns=u.sources, signed=False
+            )
+            panels.append((f"{m.name}: deviation over tokens", draw))
     return panels
 
 
@@ -213,6 +219,8 @@ def _read_panels(models: Models) -> Panels:
     """A panel a way: what each input reads, over the parts that its site mixes."""
     panels: Panels = []
     for m in models:
+        if m.connection == "prenorm":  # all weights are 1
+            continue
         for way in _way_names(m):
             labels, means, scaled = [], [], []
             for site in m.mixing:
