@@ -168,7 +168,7 @@ def mhc_gate_has_no_eps(patch):
 @bug(golden=golden_attnres, loop=loop("attnres(block_size=2)", loops.attnres(2)))
 def attnres_norm_has_another_eps(patch):
     right = attnres.depth_attention
-    patch.setattr(attnres, "depth_attention", lambda X, q, norm: right(X, q, eps=1e-5))
+    patch.setattr(attnres, "depth_attention", lambda X, q, eps, norm: right(X, q, 1e-5))
 
 
 @bug(golden=golden_mgr, loop=loop("mgr", loops.mgr(4, "competitive")))
@@ -185,7 +185,7 @@ def mgr_gate_norm_has_another_eps(patch):
 @bug(golden=golden_mudd, loop=loop("mudd", loops.LOOPS["mudd"]))
 def mudd_norm_has_another_eps(patch):
     right = mudd.rms
-    patch.setattr(mudd, "rms", lambda x: right(x, 1e-5))
+    patch.setattr(mudd, "rms", lambda x, eps: right(x, 1e-5))
 
 
 @bug(golden=golden_hyper, loop=loop_hyper)

@@ -26,6 +26,21 @@ def test_sinkhorn_normalises_columns_and_differentiates_every_round():
     assert torch.autograd.gradcheck(lambda x: sinkhorn(x, 3, 1e-2), (logits,))
 
 
+def test_sinkhorn_without_eps_when_logits_spread_past_float32():
+    """exp of the spread is 0 in float32, but not in float64."""
+    logits = 200 * torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0))
+    cotangent = torch.randn(5, 4, 4)
+    wide, exact = logits.requires_grad_(), logits.detach().double().requires_grad_()
+    M = sinkhorn(wide, 3, 0.0)
+    M_exact = exact.softmax(-1)
+    for axis in (-2, -1, -2, -1, -2):
+        M_exact = M_exact / M_exact.sum(axis, keepdim=True)
+    torch.testing.assert_close(M, M_exact.float(), rtol=1e-3, atol=1e-6)
+    (gradient,) = torch.autograd.grad(M, wide, cotangent)
+    (gradient_exact,) = torch.autograd.grad(M_exact, exact, cotangent.double())
+    torch.testing.assert_close(gradient, gradient_exact.float(), rtol=1e-3, atol=1e-5)
+
+
 def test_depth_mix_checks_the_number_of_weights():
     with pytest.raises(ValueError, match="2 sources but weights for 3"):
         depth_mix((torch.ones(1, 1, 2),) * 2, torch.ones(1, 3))

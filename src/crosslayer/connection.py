@@ -101,13 +101,14 @@ class Connection(nn.Module, Generic[StateT]):
         norms_its_stream: applies the sub-layers' norms to its streams, so the host must have them.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
         weight_decay_params: own parameters that take weight decay. The others take none.
-        lr_factors: own parameters whose learning rate is a multiple of the model's.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
         parts_are_streams: its `state_parts` are n streams, which persist over depth.
         weighs_channels: its `mixing_weights` differ between channels, or contain norms.
         fractions: the number of equal slices of the width that are mixed apart. Each is a part of
             its own in `mixing_weights`.
+        output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
+            applies it. 1 in every method but `hyper`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
             every connection: "mudd(stream_dtype='float32')".
     """
@@ -120,7 +121,6 @@ class Connection(nn.Module, Generic[StateT]):
     parts_are_streams: ClassVar[bool] = False
     gate_fields: ClassVar[tuple[str, ...]] = ()
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
-    lr_factors: ClassVar[dict[str, float]] = {}
     test_variants: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -140,6 +140,7 @@ class Connection(nn.Module, Generic[StateT]):
         self.fractions = 1
         self.weighs_channels = self.norms_its_stream
         self.options: dict[str, Any] = {}
+        self.output_scale = 1.0
         self.stream_dtype: torch.dtype | None = None
         # `forward` branches on booleans alone: an integer that differs between layers would
         # compile one graph per layer.

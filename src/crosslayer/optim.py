@@ -19,8 +19,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
     """Parameter groups of `model` for any torch optimizer.
 
     Matrices of the backbone take weight decay, its vectors take none. Of a connection, the
-    parameters in its class's `weight_decay_params` take it, and its `lr_factors` multiply the
-    learning rate. Frozen parameters are left out.
+    parameters in its class's `weight_decay_params` take it. Frozen parameters are left out.
 
     Args:
         model: any module; its connections are found.
@@ -43,8 +42,8 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
             if isinstance(module, Connection):
                 decays = name in module.weight_decay_params
                 group = _Group(
-                    "connection dynamic" if decays else "connection static",
-                    lr * module.lr_factors.get(name, 1.0),
+                    "connection with weight decay" if decays else "connection",
+                    lr,
                     weight_decay if decays else 0.0,
                     muon=False,
                 )

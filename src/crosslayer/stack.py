@@ -64,6 +64,11 @@ class Stack(nn.Module):
         self.connections = nn.ModuleList(
             make_connection(site, dim, lambda port: norm(dim)) for site in sites
         )
+        if any(connection.output_scale != 1 for connection in self._sites()):
+            raise ValueError(
+                f"Stack does not know the output projections of its sub-layers: leave output_scale "
+                f"out of {make_connection} and scale their initial weights yourself"
+            )
         self.recompute = recompute
         if recompute is not None:
             check_literal("recompute", recompute, RecomputeMode)

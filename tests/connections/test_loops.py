@@ -324,13 +324,21 @@ class MuddOptions(NamedTuple):
     dilation: int = 1
     period: int = 1
     window: int | None = None
-    normed: bool = False
+    normed: bool | str = False
     round64: bool = False
     expand_last: bool = False
+    gelu: str = "erf"
+    eps: float = 1e-6
 
     @property
     def spec(self) -> str:
         return f"mudd({', '.join(f'{k}={v!r}' for k, v in self._asdict().items())})"
+
+
+GELU = {
+    "erf": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "tanh": lambda z: z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
+}
 
 
 def mudd(options: MuddOptions) -> Loop:
@@ -338,8 +346,8 @@ def mudd(options: MuddOptions) -> Loop:
         per, L = (1 if net.case.parallel else 2), net.case.layers
         X, P = [x], []
         S = dict.fromkeys("qkvr", x)
-        if options.normed:
-            P = [rms(x) * net.sites[0].pre]
+        if options.normed in (True, "pre", "every way"):
+            P = [rms(x, options.eps) * net.sites[0].pre]
         for l in range(1, L + 1):
             site = (l - 1) * per
             attention = (
@@ -372,25 +380,30 @@ def aggregated(
     l = len(X) - 1
     groups = [group for group in options.ways.split() if l < L or "r" in group]
     sources = averaged(l, options.dilation, options.period, options.window, L) if groups else []
-    if options.normed and sources:
-        P.append(rms(X[l]) * site.pre)
+    norms_sources = options.normed in (True, "pre", "every way")
+    adds_block = options.normed in (True, "post", "every way")
+    if norms_sources and sources:
+        P.append(rms(X[l], options.eps) * site.pre)
     S = dict.fromkeys("qkvr", X[l])
     if not sources:
         assert site.a is None and site.W1 is None
         return S
-    N = rms(X[l]) if not (options.normed and options.dynamic) else rms(X[l]) * site.weigh
+    N = rms(X[l], options.eps)
+    if norms_sources and options.dynamic:
+        N = N * site.weigh
     for c, group in enumerate(groups):
         mixed = 0
         for j, source in enumerate(sources):
             weight = site.a[c, j]
             if options.dynamic:
-                hidden = N @ site.W1
-                hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+                hidden = GELU[options.gelu](N @ site.W1)
                 weight = weight + dot(hidden, site.W2[:, c * len(sources) + j])
-            mixed = mixed + weight * (P if options.normed else X)[source]
-        S |= dict.fromkeys(group, X[l] + mixed if options.normed else mixed)
-        if options.normed and "r" in group:  # the post-norm is the residual stream's alone
-            S["r"] = X[l] + rms(mixed) * site.post
+            mixed = mixed + weight * (P if norms_sources else X)[source]
+        if options.normed == "every way":
+            mixed = rms(mixed, options.eps) * site.post[c]
+        S |= dict.fromkeys(group, X[l] + mixed if adds_block else mixed)
+        if options.normed in (True, "post") and "r" in group:  # the authors norm r alone
+            S["r"] = X[l] + rms(mixed, options.eps) * site.post
     return S
 
 
@@ -398,15 +411,20 @@ loop_of("mudd")(mudd(MuddOptions()))
 
 WAYS = ("q k v r", "qkvr", "k v r", "q v r", "q k r", "q k v", "qk vr", "r", "qkv r", "q kvr", "v")
 
+NORMED = st.sampled_from([False, True, "pre", "post", "every way"])
+
 
 @few
-@given(case=cases, ways=st.sampled_from(WAYS), dynamic=st.booleans(), normed=st.booleans())
+@given(case=cases, ways=st.sampled_from(WAYS), dynamic=st.booleans(), normed=NORMED)
 @example(case=Case(), ways="q k v r", dynamic=True, normed=False)
 @example(case=Case(parallel=True), ways="q k v r", dynamic=True, normed=False)
 @example(case=Case(parallel=True), ways="q k v r", dynamic=True, normed=True)
 @example(case=Case(), ways="qkvr", dynamic=True, normed=False)  # DDFormer
 @example(case=Case(), ways="q k v r", dynamic=False, normed=False)
 @example(case=Case(layers=1), ways="q k v", dynamic=True, normed=True)
+@example(case=Case(), ways="q k v r", dynamic=True, normed="pre")
+@example(case=Case(), ways="q k v r", dynamic=True, normed="post")
+@example(case=Case(), ways="q k v r", dynamic=True, normed="every way")
 def test_mudd(case, ways, dynamic, normed):
     options = MuddOptions(ways, dynamic, normed=normed)
     check(options.spec, mudd(options), case)
@@ -431,12 +449,22 @@ def test_mudd_dilation_and_period(case, ways, dilation, period, expand_last):
     case=cases,
     ways=st.sampled_from(WAYS),
     window=st.integers(1, 5),
-    normed=st.booleans(),
+    normed=NORMED,
     round64=st.booleans(),
+    gelu=st.sampled_from(["erf", "tanh"]),
+    eps=st.sampled_from([1e-6, 1e-2]),
 )
-@example(case=Case(layers=5), ways="q k v r", window=2, normed=True, round64=False)
-def test_mudd_window(case, ways, window, normed, round64):
-    options = MuddOptions(ways, window=window, normed=normed, round64=round64)
+@example(
+    case=Case(layers=5),
+    ways="q k v r",
+    window=2,
+    normed=True,
+    round64=False,
+    gelu="tanh",
+    eps=1e-2,
+)
+def test_mudd_window_rounding_and_generator(case, ways, window, normed, round64, gelu, eps):
+    options = MuddOptions(ways, window=window, normed=normed, round64=round64, gelu=gelu, eps=eps)
     check(options.spec, mudd(options), case)
 
 
@@ -475,20 +503,21 @@ def test_static_one_way_mudd_is_denseformer(case, dilation, period):
 # ---- attention over depth
 
 
-def attended(values: list[Tensor], w: Tensor, g: Tensor | float, scale: float) -> Tensor:
-    p = softmax([dot(rms(v) * g, w) * scale for v in values])
+def attended(
+    values: list[Tensor], w: Tensor, g: Tensor | float, scale: float, eps: float = 1e-6
+) -> Tensor:
+    p = softmax([dot(rms(v, eps) * g, w) * scale for v in values])
     return sum(p_i * v for p_i, v in zip(p, values, strict=True))
 
 
-def attnres(block_size: int) -> Loop:
+def attnres(block_size: int, eps: float = 1e-6) -> Loop:
     def loop(net: Network, x: Tensor) -> Tensor:
         Y = []
 
         def read(k: int) -> Tensor:
             blocks = [sum(Y[i : i + block_size]) for i in range(0, len(Y), block_size)]
-            return (
-                attended([x, *blocks], net.sites[k].query, net.sites[k].key_norm, 1.0) if k else x
-            )
+            site = net.sites[k]
+            return attended([x, *blocks], site.query, site.key_norm, 1.0, eps) if k else x
 
         for k in range(net.depth):
             Y.append(net.F(k, read(k)))
@@ -501,13 +530,17 @@ loop_of("attnres")(attnres(block_size=1))
 
 
 @few
-@given(case=cases, block_size=st.sampled_from([3, 2, 4, 1, 5, 6, 12]))
-@example(case=Case(layers=4), block_size=1)
-@example(case=Case(layers=4), block_size=3)  # 3 + 3 + 2 sub-layers
-@example(case=Case(layers=4, parallel=True), block_size=3)
-@example(case=Case(layers=4), block_size=12)  # never completed
-def test_attnres(case, block_size):
-    check(f"attnres(block_size={block_size})", attnres(block_size), case)
+@given(
+    case=cases,
+    block_size=st.sampled_from([3, 2, 4, 1, 5, 6, 12]),
+    eps=st.sampled_from([1e-6, 1e-2]),
+)
+@example(case=Case(layers=4), block_size=1, eps=1e-2)
+@example(case=Case(layers=4), block_size=3, eps=1e-6)  # 3 + 3 + 2 sub-layers
+@example(case=Case(layers=4, parallel=True), block_size=3, eps=1e-2)
+@example(case=Case(layers=4), block_size=12, eps=1e-6)  # never completed
+def test_attnres(case, block_size, eps):
+    check(f"attnres(block_size={block_size}, eps={eps})", attnres(block_size, eps), case)
 
 
 # ---- multi-gate residuals
@@ -623,22 +656,31 @@ def test_equation_14_has_a_domain(layers, n, inside):
 # ---- hyper-connections
 
 
-def layernorm(x: Tensor, weight: Tensor | float = 1.0, bias: Tensor | float = 0.0) -> Tensor:
+def layernorm(x: Tensor, eps: float) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
-    return centred / ((centred * centred).mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+    return centred / ((centred * centred).mean(-1, keepdim=True) + eps).sqrt()
 
 
-def wiring(site: crosslayer.Connection, H: list[Tensor], dynamic: bool, tanh: bool, stats: str):
+def wiring(
+    site: crosslayer.Connection,
+    H: list[Tensor],
+    dynamic: bool,
+    tanh: bool,
+    stats: str,
+    eps: float | None = None,
+):
     """alpha[s][c] and beta[s] of stream s, each a number a token."""
+    if eps is None:
+        eps = 1e-6 if stats == "rmsnorm" else 1e-5
     alpha, beta = [], []
     for s, h in enumerate(H):
         row = [site.static_alpha[s, c] for c in range(site.static_alpha.shape[1])]
         b = site.static_beta[s]
         if dynamic:
             N = {
-                "layernorm": lambda h: layernorm(h, site.norm_weight, site.norm_bias),
-                "rmsnorm": lambda h: rms(h) * site.norm_weight,
-                "unweighted": layernorm,
+                "layernorm": lambda h: layernorm(h, eps) * site.norm_weight + site.norm_bias,
+                "rmsnorm": lambda h: rms(h, eps) * site.norm_weight,
+                "unweighted": lambda h: layernorm(h, eps),
             }[stats](h)
             bound = torch.tanh if tanh else lambda z: z
             row = [
@@ -651,11 +693,17 @@ def wiring(site: crosslayer.Connection, H: list[Tensor], dynamic: bool, tanh: bo
     return alpha, beta
 
 
-def hyper(n: int, dynamic: bool = True, tanh: bool = True, stats: str = "layernorm") -> Loop:
+def hyper(
+    n: int,
+    dynamic: bool = True,
+    tanh: bool = True,
+    stats: str = "layernorm",
+    eps: float | None = None,
+) -> Loop:
     def loop(net: Network, x: Tensor) -> Tensor:
         H = [x] * n
         for k, site in enumerate(net.sites[:-1]):
-            alpha, beta = wiring(site, H, dynamic, tanh, stats)
+            alpha, beta = wiring(site, H, dynamic, tanh, stats, eps)
             mix = [sum(alpha[s][c] * H[s] for s in range(n)) for c in range(n + 1)]
             y = net.F(k, mix[0])
             H = [beta[s] * y + mix[1 + s] for s in range(n)]
@@ -678,14 +726,18 @@ STATS = st.sampled_from(["layernorm", "rmsnorm", "unweighted"])
     how=DYNAMIC,
     stats=STATS,
     beta=st.sampled_from([1.0, 0.5, 2**0.5]),
+    eps=st.sampled_from([None, 1e-2]),
 )
-@example(case=Case(), n=4, how=(True, True), stats="layernorm", beta=1.0)
-@example(case=Case(), n=4, how=(True, True), stats="rmsnorm", beta=1.0)
-@example(case=Case(), n=2, how=(True, False), stats="unweighted", beta=1.0)
-def test_hyper(case, n, how, stats, beta):
+@example(case=Case(), n=4, how=(True, True), stats="layernorm", beta=1.0, eps=None)
+@example(case=Case(), n=4, how=(True, True), stats="rmsnorm", beta=1.0, eps=1e-2)
+@example(case=Case(), n=2, how=(True, False), stats="unweighted", beta=1.0, eps=None)
+def test_hyper(case, n, how, stats, beta, eps):
     dynamic, tanh = how
-    spec = f"hyper(streams={n}, dynamic={dynamic}, tanh={tanh}, stats={stats!r}, beta={beta!r})"
-    check(spec, hyper(n, dynamic, tanh, stats), case)
+    spec = (
+        f"hyper(streams={n}, dynamic={dynamic}, tanh={tanh}, stats={stats!r}, beta={beta!r}, "
+        f"eps={eps})"
+    )
+    check(spec, hyper(n, dynamic, tanh, stats, eps), case)
     for site in Network(spec, case, shaken=False).sites[:-1]:
         assert site.static_beta.tolist() == pytest.approx([beta] * n, rel=1e-6)
 

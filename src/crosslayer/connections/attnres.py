@@ -24,7 +24,7 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, add_write, apply_norm, upcast
 from ..ops import depth_attention, depth_scores
-from ..validation import check_positive
+from ..validation import check_non_negative, check_positive
 
 
 class Values(NamedTuple):
@@ -42,14 +42,25 @@ class AttnRes(FusedNormConnection[Values]):
         block_size: the number of sub-layers in a block, whose outputs are summed to one source.
             Attention and MLP count one each, a parallel block counts one. 1 is full attention. The
             last block may be short.
+        eps: eps of the keys' RMSNorm. Where the outputs of sub-layers are small, it must be that of
+            the checkpoint: 1e-5 in Kimi K3.
     """
 
     prenorm_up_to_scale = True
     test_variants = ("attnres(block_size=3)", "attnres(block_size=4)")
 
-    def __init__(self, site: Site, dim: int, norm: NormFactory, block_size: int = 1):
+    def __init__(
+        self,
+        site: Site,
+        dim: int,
+        norm: NormFactory,
+        block_size: int = 1,
+        eps: float = 1e-6,
+    ):
         super().__init__(site, dim, norm)
         check_positive(block_size=block_size)
+        check_non_negative(eps=eps)
+        self.eps = eps
         # The pending write is the last of its block.
         self.completes_block = site.index % block_size == 0
         # y_0, the completed blocks and the current block.
@@ -72,9 +83,12 @@ class AttnRes(FusedNormConnection[Values]):
         norm = norms[0] if norms else None
         if self.query is None or self.key_norm is None or state.y is None:  # the first sub-layer
             return (apply_norm(state.done[0], norm),), state
-        partial = add_write(state.y, state.partial)
+        y = state.y
+        if not self.completes_block:  # Under autocast y is in half precision. A block's sum is not.
+            y = y.to(state.done[0].dtype)
+        partial = add_write(y, state.partial)
         sources = (*state.done, partial)
-        h = depth_attention(sources, self.query * self.key_norm, norm=norm)
+        h = depth_attention(sources, self.query * self.key_norm, self.eps, norm)
         if self.completes_block:
             return (h,), Values(sources)
         return (h,), Values(state.done, partial)
@@ -88,7 +102,7 @@ class AttnRes(FusedNormConnection[Values]):
         if self.query is None or self.key_norm is None or state.y is None:  # the first sub-layer
             return MixingWeights(parts, parts, parts)
         sources = (*state.done, add_write(state.y, state.partial))
-        p = depth_scores(sources, self.query * self.key_norm).softmax(-1)
+        p = depth_scores(sources, self.query * self.key_norm, self.eps).softmax(-1)
         kept = identity_weights(len(sources), upcast(state.y))
         # y joins the current block's sum, or starts it as a part of its own
         write = kept if state.partial is None else join_columns(kept, kept[:, -1:])

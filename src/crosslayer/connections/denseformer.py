@@ -8,7 +8,8 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2
 
 k is the `dilation` and p the `period`, counted in blocks as the paper defines them (its experiment
 code counts the dilation in groups of blocks). No softmax, no normalisation; α starts one-hot on
-X_i, which is the plain Transformer.
+X_i, which is the plain Transformer. α takes weight decay, as in the authors' code; the paper does
+not say.
 State: the outputs of all blocks so far. Parameters: ⌊i/k⌋ + 1 at each averaged depth i,
 L(L + 3)/2 for 1 × 1. Traffic: (i + 2)D a token at depth i, over k·p.
 """
@@ -46,6 +47,7 @@ class DenseFormer(FusedNormConnection[History]):
     """
 
     bitwise_prenorm = True
+    weight_decay_params = frozenset({"alpha"})
     test_variants = (
         "denseformer(dilation=2, period=3)",
         "denseformer(dilation=4, period=2)",

@@ -27,10 +27,17 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, apply_norm, upcast
 from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
-from ..validation import check_choice, check_positive
+from ..validation import check_choice, check_literal, check_non_negative, check_positive
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
 Frozen = Literal["", "B", "WC", "B WC"]
+OutputScale = Literal["1", "1/n", "1/sqrt(n)", "sqrt(n)"]
+OUTPUT_SCALE_EXPONENTS: dict[OutputScale, float] = {
+    "1": 0,
+    "1/n": -1,
+    "1/sqrt(n)": -0.5,
+    "sqrt(n)": 0.5,
+}
 
 
 class Streams(NamedTuple):
@@ -50,12 +57,17 @@ class Hyper(FusedNormConnection[Streams]):
         tanh: bounds the dynamic part by tanh.
         stats: N, the norm of the streams: "layernorm" with weight and bias as in the paper's
             listing, "rmsnorm", or "unweighted" LayerNorm as in OLMo.
-        beta: initial value of static_beta. 1/√n or √n is the paper's scaling of the output
-            projections, whose direction it does not state.
+        beta: initial value of static_beta.
         matrix: initial values of the static part as the paper writes it, [[0, B], [A_m, A_r]]
             (Eq. 17-19, 54): one for every sub-layer, or a list of them taken in turn.
         frozen: "B", "WC" or "B WC": the depth connections B or the width connections WC keep their
             initial values (Table 4).
+        output_scale: for training from scratch: `connect` multiplies the initial weights of the
+            sub-layers' output projections, so that the sum of the streams, n times a plain
+            residual, starts with the standard deviation of the original model. "1/n" keeps it,
+            where the embedding is small compared to the outputs. "1/sqrt(n)" and "sqrt(n)" are
+            the two readings of the factor √n that the paper prints (section 4).
+        eps: eps of N; None for 1e-5 of a LayerNorm and 1e-6 of an RMSNorm.
     """
 
     parts_are_streams = True
@@ -80,6 +92,8 @@ class Hyper(FusedNormConnection[Streams]):
         beta: float = 1.0,
         matrix: Sequence[Any] | None = None,
         frozen: Frozen = "",
+        eps: float | None = None,
+        output_scale: OutputScale = "1",
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
@@ -94,10 +108,15 @@ class Hyper(FusedNormConnection[Streams]):
             )
         if frozen not in get_args(Frozen):
             raise ValueError(f"frozen must be 'B', 'WC' or 'B WC', got {frozen!r}")
+        check_literal("output_scale", output_scale, OutputScale)
+        self.output_scale = streams ** OUTPUT_SCALE_EXPONENTS[output_scale]
         self.n = streams
         self.dynamic = dynamic
         self.bound = torch.tanh if tanh else nn.Identity()
         self.statistics = check_choice("stats", stats, STATISTICS)
+        if eps is not None:
+            check_non_negative(eps=eps)
+            self.statistics = self.statistics._replace(eps=eps)
         if matrix is None:
             self.initial_alpha = _initial_alpha(site, streams)
             self.initial_beta = [float(beta)] * streams

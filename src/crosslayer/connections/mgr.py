@@ -127,7 +127,8 @@ class MGR(FusedNormConnection[Gated]):
             S, h, q = gate_pool(S, y, beta, pool_query, gate_query, norm=norm)
         else:
             if y is not None:
-                S = (*S, y)
+                # Under autocast y is in half precision. The stream that begins here is not.
+                S = (*S, y.to(S[0].dtype))
             if pool_query is None:
                 h = apply_norm(S[0], norm)
             else:

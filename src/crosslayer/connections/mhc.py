@@ -37,7 +37,7 @@ from ..ops import (
     width_connection,
     write_norm_project,
 )
-from ..validation import check_literal, check_positive
+from ..validation import check_literal, check_non_negative, check_positive
 from .hyper import streams_memory_traffic, write_to_streams
 
 Orientation = Literal["src dst", "dst src"]
@@ -69,7 +69,7 @@ class MHC(FusedNormConnection[Manifold]):
         single_pass: the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes
             the streams. The first collapse takes stream 0 and the readout uses the last pre
             (DeepSeek-V4.1).
-        eps: eps of pre and of Sinkhorn.
+        eps: eps of pre and of Sinkhorn. 0 is computed with logarithms in torch, as sums underflow.
         norm_eps: eps of the norm of v; 1e-5 in GLM and Hy4.
         magnitude: post = magnitude · σ(z_post) + post_eps. 2 in the paper.
         post_eps: see `magnitude`; 1e-6 in Hy4.
@@ -108,6 +108,7 @@ class MHC(FusedNormConnection[Manifold]):
         check_literal("order", order, Order)
         check_literal("readout", readout, Readout)
         check_literal("residual", residual, Residual)
+        check_non_negative(eps=eps, norm_eps=norm_eps)
         if magnitude + post_eps <= 1 or post_eps >= 1:
             raise ValueError(
                 "post must be able to start at 1: magnitude + post_eps > 1 > post_eps, "

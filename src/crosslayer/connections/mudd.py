@@ -12,19 +12,21 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
     parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r))
     readout:      S_r of the last block, its only way
 
-    PrePostDANorm (Eq. 10), `normed=True`:
+    PrePostDANorm (Eq. 10) as the authors' code has it, `normed=True`:
     P_j = n_j(X_j);   m_c = Σ_j A_{c,j} ⊙ P_j
     S_c = X_l + m_c for q, k, v;   S_r = X_l + n_post(m_r)
+    as the paper's text has it, `normed="every way"`:   S_c = X_l + n_post,c(m_c) for q, k, v, r
 
-GELU is erf's and the generator's RMSNorm has no weight, as in the released code. W1 ~ N(0, 1/D),
+The generator's RMSNorm has no weight, as in the released code. W1 ~ N(0, 1/D),
 W2 = 0 and a is one-hot on X_l, so that training starts exactly as the plain Transformer. With
-PrePostDANorm a = 0, n_post's weight is 1e-3, and the generator's norm has a weight.
+PrePostDANorm a = 0 and n_post's weight is 1e-3. Where sources are normed, the generator's norm has
+a weight.
 q, k and v have norms of their own where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
 Traffic: (l + 5)D a token.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +37,31 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, project_tall
-from ..validation import check_positive
+from ..validation import check_literal, check_non_negative, check_positive
 from .denseformer import History, averaged_blocks, write_to_stream
 
+Gelu = Literal["erf", "tanh"]
+Normed = bool | Literal["pre", "post", "every way"]
 STREAMS = "qkvr"
 # The stream that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
 STREAM_OF_PORT = {"attn": "q", "q": "q", "k": "k", "v": "v", "mlp": "r", "out": "r"}
+
+
+class NormedForm(NamedTuple):
+    """What PrePostDANorm does at a depth aggregation."""
+
+    norms_sources: bool  # X_j are normed by n_j
+    adds_block: bool  # X_l is added to every mixture
+    post_streams: str  # the streams whose mixture is normed before
+
+
+NORMED_FORMS: dict[Normed, NormedForm] = {
+    False: NormedForm(norms_sources=False, adds_block=False, post_streams=""),
+    True: NormedForm(norms_sources=True, adds_block=True, post_streams="r"),
+    "pre": NormedForm(norms_sources=True, adds_block=False, post_streams=""),
+    "post": NormedForm(norms_sources=False, adds_block=True, post_streams="r"),
+    "every way": NormedForm(norms_sources=True, adds_block=True, post_streams=STREAMS),
+}
 
 
 class Mudd(FusedNormConnection[History]):
@@ -61,11 +82,17 @@ class Mudd(FusedNormConnection[History]):
             block alone, as in DenseFormer.
         window: only the last `window` blocks and the embedding are mixed (SW-n, section 4); None
             for all blocks.
-        normed: PrePostDANorm (Eq. 10). For models in which plain MUDD diverges: 24 layers and more
-            with a large learning rate.
+        normed: PrePostDANorm (Eq. 10), for models in which plain MUDD diverges: 24 layers and more
+            with a large learning rate. True norms the mixture of r alone, as the authors' JAX
+            trainer does; "every way" norms each mixture, with a weight of its own, as the text
+            does. "pre" and "post" are the trainer's two switches alone: S_c = m_c of normed
+            sources, or X_l added to mixtures of raw sources. These two do not start as pre-norm.
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
         expand_last: four times K after the last block, as the released checkpoints have it.
             `round64` is applied after it.
+        gelu: the generator's GELU: "erf" as in the released checkpoints, or its "tanh"
+            approximation as in the authors' JAX trainer.
+        eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
     """
 
     bitwise_prenorm = True
@@ -79,6 +106,7 @@ class Mudd(FusedNormConnection[History]):
         "mudd(window=2, round64=True, expand_last=True)",
         "mudd(normed=True)",
         "mudd(normed=True, ways='q kvr', dynamic=False)",
+        "mudd(normed='every way')",
     )
 
     def __init__(
@@ -91,16 +119,21 @@ class Mudd(FusedNormConnection[History]):
         dilation: int = 1,
         period: int | Literal["last"] = 1,
         window: int | None = None,
-        normed: bool = False,
+        normed: Normed = False,
         round64: bool = False,
         expand_last: bool = False,
+        gelu: Gelu = "erf",
+        eps: float = 1e-6,
     ):
         if window is not None:
             check_positive(window=window)
-        if normed and (dilation, period) != (1, 1):
+        check_literal("gelu", gelu, Gelu)
+        check_non_negative(eps=eps)
+        form = NORMED_FORMS[normed]
+        if form.norms_sources and (dilation, period) != (1, 1):
             raise ValueError(
-                "normed=True excludes dilation and period: the norm n_j of a block that is never "
-                "mixed would be idle"
+                f"normed={normed!r} excludes dilation and period: the norm n_j of a block that is "
+                "never mixed would be idle"
             )
         is_last = site.index == site.depth
         mixtures = _parse_ways(ways)
@@ -118,20 +151,18 @@ class Mudd(FusedNormConnection[History]):
         # Where q, k and v are mixed apart, each is a port of the attention with a norm of its own.
         qkv_differ = len({mixture_of_stream[stream] for stream in "qkv"}) > 1
         splits_qkv = aggregates and not is_last and qkv_differ
-        ports: list[str] = []
-        for port in site.ports:
-            if port == "attn" and splits_qkv:
-                ports += ["q", "k", "v"]
-            else:
-                ports.append(port)
-        super().__init__(site, dim, norm, tuple(ports))
+        ports = _split_attention(site.ports) if splits_qkv else site.ports
+        super().__init__(site, dim, norm, ports)
         self.sources = sources if aggregates else ()
-        self.weighs_channels = normed
+        self.weighs_channels = bool(normed)
         self.mixture_of_stream = mixture_of_stream
+        self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
+        self.eps = eps
         self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
-        # The op that mixes makes every port's input, unless X_l or PrePostDANorm is added after it.
+        self.normed_form = form
+        # The op that mixes makes every port's input, unless X_l is added after it.
         all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
-        self.can_fuse_norms = not aggregates or (all_ports_mixed and not normed)
+        self.can_fuse_norms = not aggregates or (all_ports_mixed and not form.adds_block)
 
         C, L = len(mixtures), len(self.sources)
         K = C * L
@@ -144,19 +175,22 @@ class Mudd(FusedNormConnection[History]):
         self.W1 = float32_parameter(dim, K) if generates else None
         self.W2 = float32_parameter(K, C * L) if generates else None
         # PrePostDANorm: the weights of n_j for the block that ends here, of the generator's norm,
-        # and of n_post.
-        adds_block = aggregates or site.index == 0
-        self.pre = float32_parameter(dim) if normed and adds_block else None
-        self.weigh = float32_parameter(dim) if normed and generates else None
-        norms_residual = normed and aggregates and mixture_of_stream["r"] is not None
-        self.post = float32_parameter(dim) if norms_residual else None
+        # and of n_post, one for r or one for each mixture.
+        ends_block = aggregates or site.index == 0
+        self.pre = float32_parameter(dim) if form.norms_sources and ends_block else None
+        self.weigh = float32_parameter(dim) if form.norms_sources and generates else None
+        self.post = None
+        if aggregates and form.post_streams == STREAMS:
+            self.post = float32_parameter(C, dim)
+        elif aggregates and form.post_streams and mixture_of_stream["r"] is not None:
+            self.post = float32_parameter(dim)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.a is not None:
             nn.init.zeros_(self.a)
-            if self.pre is None:
+            if not (self.normed_form.norms_sources and self.normed_form.adds_block):
                 self.a[:, -1] = 1
         if self.W1 is not None and self.W2 is not None:
             init_normal_(self.W1, self.dim**-0.5, self.site)
@@ -199,17 +233,18 @@ class Mudd(FusedNormConnection[History]):
         if not self.opens_layer:
             return state.X
         if self.pre is not None:
-            h = (rms(h) * self.pre).to(h.dtype)
+            h = (rms(h, self.eps) * self.pre).to(h.dtype)
         return (*state.X, h)
 
     def aggregation_weights(self, x: Tensor, a: Tensor) -> Tensor:
         """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]."""
         if self.W1 is None or self.W2 is None:
             return a
-        N = rms(x)
+        N = rms(x, self.eps)
         if self.weigh is not None:
             N = N * self.weigh
-        generated = project_tall(F.gelu(project_tall(N, self.W1)), self.W2)
+        hidden = F.gelu(project_tall(N, self.W1), approximate=self.gelu_approximation)
+        generated = project_tall(hidden, self.W2)
         return generated.unflatten(-1, a.shape) + a
 
     def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
@@ -218,10 +253,11 @@ class Mudd(FusedNormConnection[History]):
         if c is None:
             return h
         m = mixtures[c]
-        if self.pre is None:
+        if not self.normed_form.adds_block:
             return m
-        if stream == "r" and self.post is not None:
-            m = (rms(m) * self.post).to(h.dtype)
+        if self.post is not None and stream in self.normed_form.post_streams:
+            weight = self.post if self.post.dim() == 1 else self.post[c]
+            m = (rms(m, self.eps) * weight).to(h.dtype)
         return h + m
 
     def state_parts(self, state: History) -> tuple[Tensor, ...]:
@@ -238,7 +274,7 @@ class Mudd(FusedNormConnection[History]):
         # What joins the history when this block ends: X_l, or P_l for PrePostDANorm.
         joins = h
         if self.pre is not None:
-            joins = h * (rstd(X_l)[..., None] * self.pre)[..., None, None, :]
+            joins = h * (rstd(X_l, self.eps)[..., None] * self.pre)[..., None, None, :]
         X = join_rows(finished[:-1], joins)
         if self.a is None:
             return MixingWeights(write, h, join_rows(X, h))
@@ -261,17 +297,26 @@ class Mudd(FusedNormConnection[History]):
             return h
         sources = X[..., list(self.sources), :, :]
         m = (A[..., c, :, None, None] * sources).sum(-3, keepdim=True)
-        if self.pre is None:
+        if not self.normed_form.adds_block:
             return m
-        if stream == "r" and self.post is not None:
+        if self.post is not None and stream in self.normed_form.post_streams:
+            weight = self.post if self.post.dim() == 1 else self.post[c]
             value = (m.squeeze(-3) * written).sum(-2)
-            m = m * (rstd(value)[..., None] * self.post)[..., None, None, :]
+            m = m * (rstd(value, self.eps)[..., None] * weight)[..., None, None, :]
         return h + m
 
     def memory_traffic(self) -> float:
         if self.a is None:
             return super().memory_traffic()
         return sum(self.a.shape)
+
+
+def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:
+    """The ports with q, k and v instead of attn."""
+    split: list[str] = []
+    for port in ports:
+        split += ["q", "k", "v"] if port == "attn" else [port]
+    return tuple(split)
 
 
 def _parse_ways(ways: str) -> list[str]:

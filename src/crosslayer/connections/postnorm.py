@@ -12,10 +12,13 @@ training it.
 State: one stream. Parameters: none. Traffic: 3D a token and site.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
-from ..connection import Connection
+from ..connection import Connection, autocast_disabled
 from ..fused_norms import required_norm_spec
 from ..mixing import MixingWeights, identity_weights
 from ..norms import add_write
@@ -39,8 +42,10 @@ class PostNorm(Connection[Stream]):
         return (h,), Stream(h)
 
     def read(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
-        inputs, _ = super().read(state)
-        return inputs, Stream(inputs[0])
+        with autocast_disabled(state):
+            inputs, _ = self.mix_inputs(state)
+            normed, x = norm_stream(self, inputs)
+            return normed, Stream(x)
 
     def state_parts(self, state: Stream) -> tuple[Tensor, ...]:
         return (state.h,)
@@ -58,3 +63,20 @@ class PostNorm(Connection[Stream]):
         # The layers' input is the stream itself, which is written once.
         is_inner = 0 < self.site.index < self.site.depth
         return super().memory_traffic() - is_inner
+
+
+def norm_stream(
+    connection: Connection[Any], inputs: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The normed inputs, and the first of them as the stream, in the streams' dtype.
+
+    Both are one tensor, unless `stream_dtype` is wider than the sub-layer's dtype.
+    """
+    normed = connection.apply_port_norms(*inputs)
+    if connection.stream_dtype is None or connection.is_readout:
+        return normed, normed[0]
+    norm: Any = connection.norms[0]
+    host = norm.host_norm_module() if hasattr(norm, "host_norm_module") else norm
+    weights = {name: weight.to(inputs[0].dtype) for name, weight in host.named_parameters()}
+    x = functional_call(host, weights, (inputs[0],))
+    return (x.to(normed[0].dtype), *normed[1:]), x

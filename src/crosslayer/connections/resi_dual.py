@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import Connection, NormFactory, Site
+from ..connection import Connection, NormFactory, Site, autocast_disabled
 from ..fused_norms import required_norm_spec
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows
 from ..norms import add_write
+from .postnorm import norm_stream
 
 
 class Dual(NamedTuple):
@@ -51,11 +52,12 @@ class ResiDual(Connection[Dual]):
         return inputs, Dual(x, d)
 
     def read(self, state: Dual) -> tuple[tuple[Tensor, ...], Dual]:
-        normed, (_, d, _) = super().read(state)
-        x = normed[0]
-        if self.is_readout:
-            return (x + normed[1],), Dual(x, d)
-        return normed, Dual(x, d)
+        with autocast_disabled(state):
+            inputs, (_, d, _) = self.mix_inputs(state)
+            normed, x = norm_stream(self, inputs)
+            if self.is_readout:
+                normed = (x + normed[1],)
+            return normed, Dual(x, d)
 
     def state_parts(self, state: Dual) -> tuple[Tensor, ...]:
         return state.x, state.d

@@ -4,11 +4,13 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
 
     x ← g_k · x + F_k(Norm(x)),  g_k = 1 at initialisation
 
+Gains learn at the model's rate and take weight decay, as in the authors' code; the paper does not
+say.
 State: one stream and the gain of the pending write. Parameters: 1 a sub-layer. Traffic: 4D a token
 and boundary.
 """
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ class SkipGain(Connection[Gained]):
 
     bitwise_prenorm = True
     gate_fields = ("gain",)
-    lr_factors: ClassVar[dict[str, float]] = {"gain": 0.01}  # their product over depth is steep
+    weight_decay_params = frozenset({"gain"})
 
     def __init__(self, site: Site, dim: int, norm: NormFactory):
         super().__init__(site, dim, norm)

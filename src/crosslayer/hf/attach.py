@@ -67,6 +67,11 @@ def attach_connections(
         connections_of_layer[site.layer].append(
             _make_on_device(spec, site, dim, _host_norms(layer, family), layer)
         )
+    if connections_of_layer[0][0].output_scale != 1 and not family.attn.output_projection:
+        raise ValueError(
+            f"{spec}: output_scale needs a family whose row names output projections "
+            "that no norm follows"
+        )
     readout = _make_on_device(spec, readout_site, dim, _readout_norms(backbone, final), backbone)
 
     if mlp_widths is not None:

@@ -2,11 +2,12 @@
 
 import copy
 import warnings
+from operator import attrgetter
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from ..connection import Connection
 from ..spec import ConnectionSpec, make
 from .attach import (
     attach_connections,
@@ -67,7 +68,7 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     if reallocate:
         layers = getattr(backbone, family.layers)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
-    reason = inequivalence_reason(spec.method, family)
+    reason = inequivalence_reason(spec, family)
     if reason and looks_pretrained(backbone, family):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
@@ -79,12 +80,33 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     elif model is not backbone and hasattr(model, "config"):
         _unshare_config(model)
     attach_connections(backbone, family, spec, mlp_widths)
+    scale_output_weights(backbone, family)
     set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     return model
 
 
-def inequivalence_reason(method: type[Connection[Any]], family: Family) -> str:
+@torch.no_grad()
+def scale_output_weights(backbone: Any, family: Family) -> None:
+    """Multiply the weights of each sub-layer's output projection by its `output_scale`, in place.
+
+    `connect` does so once. What is loaded afterwards replaces the weights.
+    """
+    for layer in getattr(backbone, family.layers):
+        for connection in layer.connections:
+            if connection.output_scale == 1:
+                continue
+            for port in connection.site.ports:
+                sublayer = family.mlp if port == "mlp" else family.attn
+                path = f"{sublayer.module}.{sublayer.output_projection}"
+                projection = attrgetter(path)(layer)
+                getattr(projection, "weight", projection).mul_(connection.output_scale)
+
+
+def inequivalence_reason(spec: ConnectionSpec, family: Family) -> str:
     """Why connecting changes what a model computes; empty where it does not."""
+    method = spec.method
+    if spec.options.get("output_scale", "1") != "1":
+        return "output_scale multiplies weights of the model"
     if not method.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
     if method.prenorm_up_to_scale and family.attn.norm is None:

@@ -17,8 +17,10 @@ class Sublayer(NamedTuple):
     module: str
     norm: str | None  # before it; None where the family norms outputs alone
     after: tuple[str, ...] = ()  # what its output passes before the stream: a dropout, a norm
-    up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width ...
-    down_projection: str = ""  # ... and the one from it
+    up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
+    # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
+    # whose output is normed before the stream name none.
+    output_projection: str = ""
 
 
 class Fused(NamedTuple):
@@ -90,9 +92,13 @@ def adaln_zero(
 
 GATED = ("gate_proj", "up_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
-ATTENTION = Sublayer("self_attn", "input_layernorm")
+ATTENTION = Sublayer("self_attn", "input_layernorm", output_projection="o_proj")
 LLAMA = Family(ATTENTION, Sublayer("mlp", "post_attention_layernorm", (), GATED, "down_proj"), QKV)
-MOE = Family(ATTENTION, Sublayer("mlp", "post_attention_layernorm"), QKV)
+MOE = Family(
+    ATTENTION,
+    Sublayer("mlp", "post_attention_layernorm", output_projection="experts.down_proj"),
+    QKV,
+)
 # Norms before and after each sub-layer.
 SANDWICH = Family(
     Sublayer("self_attn", "input_layernorm", ("post_attention_layernorm",)),
@@ -121,7 +127,7 @@ FAMILIES = {
         QKV,
     ),
     "phi3": Family(
-        Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
+        Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",), (), "o_proj"),
         Sublayer(
             "mlp",
             "post_attention_layernorm",
@@ -133,7 +139,7 @@ FAMILIES = {
         fused=qkv_concatenated,
     ),
     "gpt2": Family(
-        Sublayer("attn", "ln_1"),
+        Sublayer("attn", "ln_1", output_projection="c_proj"),
         Sublayer("mlp", "ln_2", (), ("c_fc",), "c_proj"),
         ("c_attn",),
         layers="h",
@@ -141,7 +147,7 @@ FAMILIES = {
         fused=qkv_concatenated,
     ),
     "gpt_neox": Family(
-        Sublayer("attention", "input_layernorm", ("post_attention_dropout",)),
+        Sublayer("attention", "input_layernorm", ("post_attention_dropout",), (), "dense"),
         Sublayer(
             "mlp",
             "post_attention_layernorm",
@@ -155,14 +161,14 @@ FAMILIES = {
         fused=qkv_per_head,
     ),
     "vit": Family(
-        Sublayer("attention", "layernorm_before", ("dropout",)),
+        Sublayer("attention", "layernorm_before", ("dropout",), (), "o_proj"),
         Sublayer("mlp", "layernorm_after", ("dropout",), ("fc1",), "fc2"),
         QKV,
         final="layernorm",
     ),
     "DiTTransformer2DModel": Family(
-        Sublayer("attn1", "norm1.norm"),
-        Sublayer("ff", "norm3"),
+        Sublayer("attn1", "norm1.norm", output_projection="to_out.0"),
+        Sublayer("ff", "norm3", output_projection="net.2"),
         ("to_q", "to_k", "to_v"),
         layers="transformer_blocks",
         final="norm_out",

@@ -58,7 +58,7 @@ def mlp_hidden_width(backbone: Any, family: Family) -> int:
             "its row names no projections for it"
         )
     mlp = getattr(getattr(backbone, family.layers)[0], family.mlp.module)
-    hidden_width, _ = _linear_shape(getattr(mlp, family.mlp.down_projection))
+    hidden_width, _ = _linear_shape(getattr(mlp, family.mlp.output_projection))
     return hidden_width
 
 
@@ -81,10 +81,10 @@ def set_mlp_widths(backbone: Any, family: Family, widths: list[int]) -> None:
         )
     for layer, width in zip(layers, widths, strict=True):
         mlp = getattr(layer, family.mlp.module)
-        for name in (*family.mlp.up_projections, family.mlp.down_projection):
+        for name in (*family.mlp.up_projections, family.mlp.output_projection):
             projection = getattr(mlp, name)
             inputs, outputs = _linear_shape(projection)
-            if name == family.mlp.down_projection:
+            if name == family.mlp.output_projection:
                 inputs = width
             else:  # A projection to gate and value together has two outputs a hidden unit.
                 outputs = outputs // old_width * width

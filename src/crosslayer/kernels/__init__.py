@@ -16,6 +16,7 @@ kernel). Nothing imports this package, or triton, before `use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel
+from ..ops.sinkhorn import sums_stay_positive
 from .attention import depth_attention
 from .gate import gate_pool
 from .mix import depth_mix
@@ -28,6 +29,6 @@ register_kernel("add_norm", add_norm)
 register_kernel("depth_attention", depth_attention)
 register_kernel("depth_mix", depth_mix)
 register_kernel("gate_pool", gate_pool)
-register_kernel("sinkhorn", sinkhorn)
+register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)
 register_kernel("width_connection", width_connection)
 register_kernel("write_norm_project", write_norm_project, supports=columns_fit_program)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -20,12 +21,28 @@ def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     Args:
         logits: [… n n] float32.
         rounds: at least 1.
-        eps: added to every sum.
+        eps: added to every sum. Without it (0, or less than the smallest normal number) sums can
+            underflow to 0, so the rounds are computed with logarithms.
 
     Returns:
         [… n n].
     """
+    if not sums_stay_positive(logits, rounds, eps):
+        return _sinkhorn_of_logarithms(logits, rounds)
     return _Sinkhorn.apply(logits, rounds, eps)
+
+
+def sums_stay_positive(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> bool:
+    """Whether eps keeps every sum of `sinkhorn` above 0, whatever the logits are."""
+    return eps >= torch.finfo(logits.dtype).tiny
+
+
+def _sinkhorn_of_logarithms(logits: Tensor, rounds: int) -> Tensor:
+    """`sinkhorn` without eps: a division by a sum subtracts the sum's logarithm."""
+    log_M = logits.log_softmax(-1)
+    for axis in (-2, *(-1, -2) * (rounds - 1)):
+        log_M = log_M - log_M.logsumexp(axis, keepdim=True)
+    return log_M.exp()
 
 
 class _Sinkhorn(Function):

@@ -1,0 +1,44 @@
+"""The scaling of initial output weights with which hyper-connections are trained from scratch."""
+
+import pytest
+import torch
+from torch import nn
+
+import crosslayer
+from tests.hf.backbones import build, ids, llama
+
+
+def summed_output_std(spec: str) -> float:
+    """Standard deviation of what the final norm reads, in a new model with a small embedding."""
+    torch.manual_seed(0)
+    model = llama(initializer_range=0.2, num_hidden_layers=6).model
+    model.embed_tokens.weight.data.mul_(0.1)
+    model.norm = nn.Identity()
+    return crosslayer.connect(model, spec)(ids()).last_hidden_state.std().item()
+
+
+def test_output_scale_keeps_the_standard_deviation_of_the_output():
+    """Section 4 of the paper asks for it. The n streams start as equal copies of the residual."""
+    original = summed_output_std("prenorm")
+    ratios = {
+        scale: summed_output_std(f"hyper(output_scale={scale!r})") / original
+        for scale in ("1", "1/n", "1/sqrt(n)", "sqrt(n)")
+    }
+    assert ratios["1"] == pytest.approx(4, rel=1e-3)
+    assert ratios["1/n"] == pytest.approx(1, rel=0.1)
+    assert ratios["1/sqrt(n)"] == pytest.approx(2, rel=0.1)
+    assert ratios["sqrt(n)"] == pytest.approx(8, rel=0.1)
+
+
+def test_output_scale_is_applied_once(tmp_path):
+    model = crosslayer.connect(llama(), "hyper(output_scale='1/n')")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(model(ids()).logits, loaded(ids()).logits)
+
+
+def test_output_scale_is_refused_where_nothing_would_be_scaled():
+    with pytest.raises(ValueError, match="output_scale needs a family"):
+        crosslayer.connect(build("gemma2"), "hyper(output_scale='1/n')")
+    with pytest.raises(ValueError, match="Stack does not know"):
+        crosslayer.Stack("hyper(output_scale='1/n')", [nn.Linear(8, 8), nn.Linear(8, 8)], dim=8)
