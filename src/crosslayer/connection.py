@@ -205,11 +205,11 @@ class Connection(nn.Module, Generic[StateT]):
 
         With `mixing_weights`, what `crosslayer.inspect` needs of a method.
         """
-        raise NotImplementedError(f"{self.name}: state_parts is not implemented")
+        raise ValueError(f"{self.name} cannot be inspected: it has no state_parts")
 
     def mixing_weights(self, state: StateT) -> MixingWeights:
         """The read of this state as matrices over `state_parts`, its coefficients held fixed."""
-        raise NotImplementedError(f"{self.name}: mixing_weights is not implemented")
+        raise ValueError(f"{self.name} cannot be inspected: it has no mixing_weights")
 
     def memory_traffic(self) -> float:
         """The least that this site's `read` moves in a forward pass, the pending write included.
