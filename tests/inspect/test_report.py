@@ -15,11 +15,13 @@ from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect.ablation import (
     ablate_sublayers,
+    ablate_ways,
     mean_token_loss,
     prune_depth_weights,
     sort_singular_values,
 )
 from crosslayer.inspect.attention import measure_head_activations
+from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from tests.support.tiny import shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -97,6 +99,50 @@ def test_a_planted_sink_head_is_not_active():
     everything = measure_head_activations(model, BATCHES, sink_ids=range(64))
     assert everything.active.max() == 0
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_ways_of_mudd():
+    model = language_model("mudd")
+    ablation = ablate_ways(model, BATCHES)
+    assert ablation.labels == ["q", "k", "v", "r"]
+    whole = mean_token_loss(model, BATCHES)
+    for site in find_connections(model):  # the way k by hand: its stream is X_l, one-hot
+        if site.a is not None and len(site.a) == 4:
+            with torch.no_grad():
+                site.a[1].zero_()
+                site.a[1, -1] = 1
+                site.W2.unflatten(1, site.a.shape)[:, 1].zero_()
+    expected = mean_token_loss(model, BATCHES) - whole
+    assert ablation.increase[1] == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ValueError, match="not connected with mudd"):
+        ablate_ways(language_model("hyper"), BATCHES)
+
+
+@pytest.mark.parametrize("spec", [None, "denseformer", "hyper"])
+def test_the_lens_at_the_last_site_is_the_model(spec):
+    model = language_model(spec)
+    lens = measure_site_losses(model, BATCHES)
+    assert lens.labels == ["0.attn", "0.mlp", "1.attn", "1.mlp", "readout"]
+    assert lens.losses[-1] == pytest.approx(mean_token_loss(model, BATCHES), rel=1e-5)
+    hidden = model.model.norm(model.model.embed_tokens(IDS)) if spec is None else None
+    if hidden is not None:
+        logits = model.lm_head(hidden).log_softmax(-1)
+        losses = [-logits[0, t, IDS[0, t + 1]] for t in range(11)]
+        losses += [-logits[1, t, IDS[1, t + 1]] for t in range(7)]
+        assert lens.losses[0] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_gradients_of_blocks():
+    model = language_model("mgr(streams=2)")
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    gradients = measure_block_gradients(model, BATCHES)
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+    assert all(p.grad is None for p in model.model.parameters())
+    labels = IDS.where(MASK.bool(), -100)
+    model(IDS, attention_mask=MASK, labels=labels).loss.backward()
+    for layer, rms in zip(model.model.layers, gradients.rms, strict=True):
+        values = torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
+        assert rms == pytest.approx(values.square().mean().sqrt().item(), rel=1e-5)
 
 
 def test_singular_values_of_known_matrices():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..connection import find_connections
 from ..connections.mgr import MGR
+from ..connections.mudd import STREAMS, Mudd
 from ..hf.attach import find_backbone
 from .observation import Batch, evaluation_mode
 
@@ -31,8 +32,9 @@ class SublayerAblation:
 
     Attributes:
         loss: of the whole model, nats a token.
-        labels: of the sub-layers. Those whose output is appended as a stream of its own (the first
-            n − 1 of MGR) are left out: a stream of zeros is no model without the sub-layer.
+        labels: of the sub-layers, or of MUDD's ways. The sub-layers whose output is appended as a
+            stream of its own (the first n − 1 of MGR) are left out: a stream of zeros is no model
+            without the sub-layer.
         increase: log(perplexity without / perplexity with) of each, nats a token.
     """
 
@@ -77,6 +79,45 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAbla
                 labels.append(f"{number}.{kind}")
                 increases.append(without - whole)
     return SublayerAblation(whole, labels, increases)
+
+
+@torch.no_grad()
+def ablate_ways(model: nn.Module, batches: Sequence[Batch]) -> SublayerAblation:
+    """The loss without each way of MUDD: the streams it feeds read X_l, as in a plain residual.
+
+    Args:
+        model: a language model connected with mudd.
+        batches: with `input_ids`, and an `attention_mask` where some are padded.
+
+    Raises:
+        ValueError: the model is not connected with mudd.
+    """
+    sites = [site for site in find_connections(model) if isinstance(site, Mudd)]
+    if not sites:
+        raise ValueError("the model is not connected with mudd, so it has no ways")
+    labels, increases = [], []
+    with evaluation_mode(model):
+        whole = mean_token_loss(model, batches)
+        for stream in STREAMS:
+            if all(site.mixture_of_stream[stream] is None for site in sites):
+                continue
+            with _without_way(sites, stream):
+                increases.append(mean_token_loss(model, batches) - whole)
+            labels.append(stream)
+    return SublayerAblation(whole, labels, increases)
+
+
+@contextmanager
+def _without_way(sites: Sequence[Mudd], stream: str) -> Iterator[None]:
+    before = [(site.mixture_of_stream, site.can_fuse_norms) for site in sites]
+    for site in sites:
+        site.mixture_of_stream = site.mixture_of_stream | {stream: None}
+        site.can_fuse_norms = False  # X_l is no output of the op that mixes
+    try:
+        yield
+    finally:
+        for site, (mixtures, can_fuse) in zip(sites, before, strict=True):
+            site.mixture_of_stream, site.can_fuse_norms = mixtures, can_fuse
 
 
 @torch.no_grad()

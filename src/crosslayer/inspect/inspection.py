@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..connection import find_connections, format_spec
-from .ablation import SublayerAblation, ablate_sublayers
+from .ablation import SublayerAblation, ablate_sublayers, ablate_ways
 from .attention import HeadActivations, measure_head_activations
 from .findings import MapFindings, find_patterns
+from .lens import BlockGradients, SiteLosses, measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, SiteMixing
 from .observation import Batch, observe_model
 from .scales import ScaleAnalysis, SiteScales, find_alarms
@@ -40,8 +41,11 @@ class ModelInspection:
     distances: DepthDistances
     scales: list[SiteScales]
     alarms: list[str]
+    lens: SiteLosses
+    gradients: BlockGradients
     attention: HeadActivations | None
     ablation: SublayerAblation | None
+    ways: SublayerAblation | None
     not_done: list[str]
 
 
@@ -77,7 +81,11 @@ def inspect_model(
     progress("connections")
     observe_model(model, batches, [mixing, unfolding, cosines, distances, scales])
     not_done = []
-    attention = ablation = None
+    attention = ablation = ways = None
+    progress("lens")
+    lens = measure_site_losses(model, batches)
+    progress("gradients")
+    gradients = measure_block_gradients(model, batches)
     progress("attention")
     try:
         attention = measure_head_activations(model, batches, sink_ids or set())
@@ -86,6 +94,8 @@ def inspect_model(
     if ablate:
         progress("ablation")
         ablation = ablate_sublayers(model, batches)
+        if connections and connections[0].name == "mudd":
+            ways = ablate_ways(model, batches)
     else:
         not_done.append("ablation: switched off")
     unfolded, sites = unfolding.result(), scales.result()
@@ -99,8 +109,11 @@ def inspect_model(
         distances=distances.result(),
         scales=sites,
         alarms=find_alarms(sites, mixing.result()),
+        lens=lens,
+        gradients=gradients,
         attention=attention,
         ablation=ablation,
+        ways=ways,
         not_done=not_done,
     )
 

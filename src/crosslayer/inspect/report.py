@@ -365,9 +365,31 @@ def _pattern_panels(models: Models) -> Panels:
     return panels
 
 
+def _lens_panels(models: Models) -> Panels:
+    losses = [(m.name, m.lens.losses) for m in models]
+    gradients = [(m.name, m.gradients.rms) for m in models]
+    layers = [str(layer) for layer in range(max(len(values) for _, values in gradients))]
+    return [
+        (
+            "loss of the read-out at each site",
+            partial(draw_lines, labels=models[0].lens.labels, lines=losses, name="nats a token"),
+        ),
+        (
+            "gradient of each layer",
+            partial(draw_lines, labels=layers, lines=gradients, name="√mean(g²)"),
+        ),
+    ]
+
+
 def _ablation_panels(models: Models) -> Panels:
+    panels: Panels = []
     done = [(m.name, m.ablation) for m in models if m.ablation is not None]
-    return [("without each sub-layer", partial(draw_ablation, models=done))] if done else []
+    if done:
+        panels.append(("without each sub-layer", partial(draw_ablation, models=done)))
+    ways = [(m.name, m.ways) for m in models if m.ways is not None]
+    if ways:
+        panels.append(("without each way", partial(draw_ablation, models=ways)))
+    return panels
 
 
 SECTIONS = [
@@ -454,10 +476,17 @@ SECTIONS = [
         _pattern_panels,
     ),
     Section(
+        "lens",
+        "What each depth predicts, and what it learns from",
+        "Left: each site's input through the final norm and the head. Right: the gradient of the "
+        "loss. Multi-Gate Residuals, Figure 2.",
+        _lens_panels,
+    ),
+    Section(
         "ablation",
-        "What the model loses without each sub-layer",
-        "Increase of log perplexity where the sub-layer's output is zero. Multi-Gate Residuals, "
-        "Figure 4.",
+        "What the model loses without its parts",
+        "Increase of log perplexity where a sub-layer's output is zero (Multi-Gate Residuals, "
+        "Figure 4), or where a stream of MUDD reads the last block alone.",
         _ablation_panels,
     ),
 ]
