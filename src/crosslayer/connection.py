@@ -93,7 +93,8 @@ class Connection(nn.Module, Generic[StateT]):
 
     Attributes:
         name: the name that `make` knows, which is the name of the file in `connections/`.
-        starts_as_prenorm: equivalent to pre-norm at initialisation, up to the eps of the norms.
+        starts_as_prenorm: equivalent to pre-norm at initialisation, up to the eps of the norms. An
+            instance whose options change that sets it to False.
         bitwise_prenorm: bitwise equal to pre-norm at initialisation with the default options: the
             first input and every write are exactly those of pre-norm.
         prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
@@ -114,7 +115,7 @@ class Connection(nn.Module, Generic[StateT]):
     """
 
     name: ClassVar[str] = ""
-    starts_as_prenorm: ClassVar[bool] = True
+    starts_as_prenorm: bool = True
     bitwise_prenorm: ClassVar[bool] = False
     prenorm_up_to_scale: ClassVar[bool] = False
     norms_its_stream: ClassVar[bool] = False

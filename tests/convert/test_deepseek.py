@@ -149,3 +149,7 @@ def test_a_spec_from_a_config():
         str(deepseek.spec_from_config(config | {"hc_mult": 2, "rms_norm_eps": 1e-5}))
         == "mhc(streams=2, norm_eps=1e-05)"
     )
+    with pytest.raises(
+        ValueError, match=r"config\.json: hc_mult must be a whole number, got 'four'"
+    ):
+        deepseek.spec_from_config(config | {"hc_mult": "four"})

@@ -42,6 +42,11 @@ def test_denseformer(dilation, period, sublayers):
     torch.testing.assert_close(run(sites, x), Y, rtol=1e-4, atol=1e-4)
 
 
+def test_a_period_longer_than_the_model():
+    ours = denseformer.load_connections({}, 4, period=5)
+    assert denseformer.save_connections(ours) == {}
+
+
 def test_what_does_not_fit():
     theirs = alphas(6, 2, 3)
     with pytest.raises(

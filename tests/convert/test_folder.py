@@ -115,11 +115,11 @@ BROKEN = {
         lambda f: save_file({}, f / "other.safetensors"),
         "has 2 safetensors files but no index of them",
     ),
-    "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "bad-config": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "no-config": (lambda f: (f / "config.json").unlink(), "published/config.json: no such file"),
+    "bad-config": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "odd-config": (
         lambda f: (f / "config.json").write_text("[]"),
-        "config.json must hold an object, got a list",
+        "config.json: expected an object of JSON, got list",
     ),
     "a-shard-lost": (
         lambda f: shards(f, drop=1),
@@ -167,7 +167,7 @@ BROKEN = {
         edited(norm__weight=torch.ones(64).to(torch.int8)),
         "'norm.weight' is I8, expected one of F64, F32",
     ),
-    "rope-base": (configured(rope_base="1e4"), "rope_base must be a positive number, got '1e4'"),
+    "rope-base": (configured(rope_base="1e4"), "rope_base must be a finite number, got '1e4'"),
     "shared-norms": (
         configured(sepln=False),
         "config.json: sepln must be True in this layout, got False",
@@ -197,7 +197,7 @@ def test_arguments(checkpoint, built, tmp_path):
         ValueError, match="dtype must be one of float32, bfloat16, float16, got 'half'"
     ):
         load_published(tmp_path / "published", dtype="half")
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"nowhere/config\.json: no such file"):
         load_published(tmp_path / "nowhere")
     assert not built
 

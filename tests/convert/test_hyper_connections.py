@@ -35,13 +35,16 @@ def test_hyper_connections(n, tanh):
             back[name], t, rtol=0, atol=1.2e-7 if name.endswith("gamma") else 0
         )
 
-    x = torch.randn(2, 3, D)
+    # so small that an eps of 1e-6 would show
+    x = torch.randn(2, 3, D, dtype=torch.float64) * 1e-3
     residuals = x.repeat_interleave(n, 0)  # theirs keep the streams within the batch
-    for k, module in enumerate(modules.values()):
+    for k, module in enumerate(modules.double().values()):
         h, add = module(residuals)
         residuals = add(sublayer(k, h))
     expected = residuals.unflatten(0, (2, n)).sum(1)
-    torch.testing.assert_close(run(sites, x), expected, rtol=1e-4, atol=1e-4)
+    sites = [site.double() for site in sites]
+    fill_connections(sites, ours)  # 1 + γ in float64
+    torch.testing.assert_close(run(sites, x), expected, rtol=1e-12, atol=1e-15)
 
 
 def tensors_of_hyper_connections(n: int = 2, prefix: str = "hc.") -> dict[str, torch.Tensor]:
@@ -74,7 +77,7 @@ def test_gamma_is_saved_exactly():
     [
         (
             {"static_alpha": (4, 6)},
-            r"'hc\.static_alpha' has the shape \(4, 6\), expected \(4, 5\): fractions, several",
+            r"'hc\.static_alpha' has the shape \(4, 6\), expected \(2, 3\): fractions, several",
         ),
         (
             {"dynamic_beta_fn": (D, 2)},

@@ -30,25 +30,33 @@ def test_kimi(prefix, block, dtype):
     theirs = {name: t.to(dtype) for name, t in kimi_tensors(prefix).items()}
     pools = {name: t for name, t in theirs.items() if "_res_" in name}
     ours = kimi.load_connections(theirs, block)
-    assert str(ours.spec) == f"attnres(block_size={2 * block})"
+    assert str(ours.spec) == f"attnres(block_size={2 * block}, eps=1e-05)"
     assert same(kimi.save_connections(ours, prefix), pools), "with the unused pair of layer 0"
     sites = row(ours.spec)
     fill_connections(sites, ours)
+    x = torch.randn(2, 3, D, dtype=torch.float64) * 3e-3
+    loops = {eps: serving_loop(theirs, prefix, block, x, eps) for eps in (1e-5, 1e-6)}
     if dtype == torch.float32:
         assert same(
             kimi.save_connections(ours._replace(sites=read_connections(sites)), prefix), pools
         )
+    found = run([site.double() for site in sites], x)
+    torch.testing.assert_close(found, loops[1e-5], rtol=1e-12, atol=1e-15)
+    assert (loops[1e-6] / loops[1e-5] - 1).abs().median() > 0.01, "eps must show"
 
-    # the decoder of serving code: snapshots of the running sum where a block begins
+
+def serving_loop(theirs, prefix, block, x, eps):
+    """The decoder of serving code: snapshots of the running sum where a block begins."""
+
     def pool(name, values):
         w, g = (
-            theirs[f"{prefix}{name}_{part}.weight"].float().view(-1) for part in ("proj", "norm")
+            theirs[f"{prefix}{name}_{part}.weight"].double().view(-1) for part in ("proj", "norm")
         )
-        keys = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6) * g for v in values]
+        keys = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * g for v in values]
         p = torch.stack([key @ w for key in keys], -1).softmax(-1)
         return sum(p[..., i, None] * v for i, v in enumerate(values))
 
-    x = prefix_sum = torch.randn(2, 3, D)
+    prefix_sum = x
     blocks = []
     for l in range(LAYERS):
         h = pool(f"layers.{l}.self_attention_res", [*blocks, prefix_sum]) if blocks else prefix_sum
@@ -57,8 +65,7 @@ def test_kimi(prefix, block, dtype):
         prefix_sum = prefix_sum + sublayer(2 * l, h)
         h = pool(f"layers.{l}.mlp_res", [*blocks, prefix_sum])
         prefix_sum = prefix_sum + sublayer(2 * l + 1, h)
-    expected = pool("output_attn_res", [*blocks, prefix_sum])
-    torch.testing.assert_close(run(sites, x), expected, rtol=1e-4, atol=1e-4)
+    return pool("output_attn_res", [*blocks, prefix_sum])
 
 
 def test_tensors_that_do_not_fit():
@@ -77,6 +84,9 @@ def test_tensors_that_do_not_fit():
         ValueError, match="attn_res_block_size must be a whole number of at least 1, got 0"
     ):
         kimi.load_connections(kimi_tensors(), 0)
+    theirs = kimi_tensors() | {"layers.1000000000000.mlp_res_proj.weight": randn(1, D)}
+    with pytest.raises(ValueError, match="have layer 1000000000000 and lack layer 3"):
+        kimi.load_connections(theirs, 1)
     for spec in ("attnres", "attnres(block_size=3)", "mhc"):
         with pytest.raises(
             ValueError, match="expected an attnres whose block_size is a multiple of 2"

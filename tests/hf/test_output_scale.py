@@ -37,6 +37,16 @@ def test_output_scale_is_applied_once(tmp_path):
     assert torch.equal(model(ids()).logits, loaded(ids()).logits)
 
 
+@pytest.mark.parametrize(
+    "spec", ["hyper(output_scale='1/n')", "hyper(beta=0.5)", "mudd(normed='pre')"]
+)
+def test_options_that_change_a_pretrained_model_warn(spec):
+    model = llama()
+    model.model.norm.weight.data.uniform_()  # the mark of a trained model
+    with pytest.warns(UserWarning, match="changes the outputs of this pretrained model"):
+        crosslayer.connect(model, spec)
+
+
 def test_output_scale_is_refused_where_nothing_would_be_scaled():
     with pytest.raises(ValueError, match="output_scale needs a family"):
         crosslayer.connect(build("gemma2"), "hyper(output_scale='1/n')")

@@ -117,6 +117,7 @@ class Hyper(FusedNormConnection[Streams]):
         if eps is not None:
             check_non_negative(eps=eps)
             self.statistics = self.statistics._replace(eps=eps)
+        self.starts_as_prenorm = beta == 1.0
         if matrix is None:
             self.initial_alpha = _initial_alpha(site, streams)
             self.initial_beta = [float(beta)] * streams

@@ -160,6 +160,7 @@ class Mudd(FusedNormConnection[History]):
         self.eps = eps
         self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
         self.normed_form = form
+        self.starts_as_prenorm = form.norms_sources == form.adds_block
         # The op that mixes makes every port's input, unless X_l is added after it.
         all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
         self.can_fuse_norms = not aggregates or (all_ports_mixed and not form.adds_block)

@@ -17,17 +17,19 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from ..spec import ConnectionSpec, default_options, make
-from ..validation import check_choice
+from ..validation import check_choice, check_option_type, check_positive
 from .rows import (
     ConnectionParameters,
     TensorRow,
     all_options,
     check_names,
     convert_tensors,
+    count_layers,
     expand_rows,
     join_sites,
     prefix_rows,
     reverse_rows,
+    short_spec,
     split_sites,
 )
 
@@ -59,11 +61,17 @@ def spec_from_config(config: Mapping[str, Any], **options: Any) -> ConnectionSpe
     Args:
         config: the content of config.json.
         options: what it does not say, like single_pass=True.
+
+    Raises:
+        ValueError: a value is of the wrong type.
     """
-    described = {CONFIG_OPTIONS[key]: config[key] for key in CONFIG_OPTIONS if key in config}
-    spec = make("mhc", **(described | options))
-    default = default_options(spec.method)
-    return make("mhc", **{k: v for k, v in spec.options.items() if v != default.get(k)})
+    default = default_options(make("mhc").method)
+    described = {}
+    for key, option in CONFIG_OPTIONS.items():
+        if key in config:
+            check_option_type(f"config.json: {key}", config[key], type(default[option]))
+            described[option] = config[key]
+    return short_spec("mhc", **(described | options))
 
 
 def load_connections(
@@ -156,6 +164,7 @@ def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
         raise ValueError(f"these tensors are an mhc's, got the connection {str(spec)!r}")
     options = all_options(spec)
     n = options["streams"]
+    check_positive(streams=n)
     has_head = options["readout"] == "head" and not options["single_pass"]
     fn_rows = 2 * n
     if options["residual"] == "sinkhorn":
@@ -177,5 +186,4 @@ def _find_names(tensors: Mapping[str, Tensor]) -> tuple[SiteNames, str]:
 
 def _count_layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
     pattern = re.compile(re.escape(prefix) + r"layers\.(\d+)\..*hc")
-    matches = [match for match in map(pattern.match, tensors) if match]
-    return 1 + max(int(match[1]) for match in matches)
+    return count_layers(match[1] for match in map(pattern.match, tensors) if match)

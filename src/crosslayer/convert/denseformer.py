@@ -19,6 +19,7 @@ from .rows import (
     expand_rows,
     join_sites,
     reverse_rows,
+    short_spec,
     split_sites,
 )
 
@@ -54,8 +55,7 @@ def load_connections(
                 f"expected {expected} for dilation={dilation}"
             )
     converted = convert_tensors(_alpha_rows(blocks, period, sublayers), tensors)
-    options = {"dilation": dilation, "period": period}
-    spec = make("denseformer", **{name: value for name, value in options.items() if value != 1})
+    spec = short_spec("denseformer", dilation=dilation, period=period)
     return ConnectionParameters(spec, split_sites(converted, blocks * sublayers + 1), {})
 
 
@@ -70,9 +70,11 @@ def save_connections(parameters: ConnectionParameters) -> dict[str, Tensor]:
     has_last_k = spec.options.get("last_k") is not None
     if spec.name != "denseformer" or has_last_k or not isinstance(period, int):
         raise ValueError(f"the package has only dilation and period, got {str(spec)!r}")
+    if not any(parameters.sites):  # the period is longer than the model
+        return {}
     sites = len(parameters.sites) - 1
     # Block `period` is the first with an average, at the site that opens the block after it.
-    first_average = next((k for k, site in enumerate(parameters.sites) if site), period)
+    first_average = next(k for k, site in enumerate(parameters.sites) if site)
     sublayers = first_average // period
     rows = _alpha_rows(sites // sublayers, period, sublayers)
     return convert_tensors(reverse_rows(rows), join_sites(parameters.sites))

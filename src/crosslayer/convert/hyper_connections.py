@@ -7,11 +7,11 @@ Package: lucidrains/hyper-connections, after arXiv 2409.19606, Algorithm 2; n is
     static_beta [n]         dynamic_beta_fn [D]         dynamic_beta_scale ()
     norm.gamma [D]          its RMSNorm multiplies by 1 + γ; norm_weight here is 1 + γ
 
-The package's norm has a negligible eps, here it is 1e-6. 1 + γ is returned in float64, so that
-saving is exact. Once a float32 module has rounded it, γ is exact to 6e-8. These have no counterpart
-here and are refused: `num_fracs` and `num_input_views` above 1, `add_branch_out_to_residual=False`,
-`channel_first`, stream embeddings, and the package's own mHC, whose weights see one stream where
-the paper's see all.
+The package's norm divides by max(‖x‖, 1e-12), which `eps=1e-24` equals but for inputs as small. 1 +
+γ is returned in float64, so that saving is exact. Once a float32 module has rounded it, γ is exact
+to 6e-8. These have no counterpart here and are refused: `num_fracs` and `num_input_views` above 1,
+`add_branch_out_to_residual=False`, `channel_first`, stream embeddings, and the package's own mHC,
+whose weights see one stream where the paper's see all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,25 +21,23 @@ from torch import Tensor
 
 from ..spec import make
 from .rows import (
+    SCALAR_TO_VECTOR,
     ConnectionParameters,
     TensorChange,
     TensorRow,
     Tensors,
     all_options,
+    check_names,
+    check_shapes,
     convert_tensors,
-    expand_rows,
     join_sites,
+    read_shapes,
     reverse_rows,
+    rows_of_modules,
+    select_modules,
+    short_spec,
     split_sites,
 )
-
-
-def _scalar_to_vector(scale: Tensor) -> Tensors:
-    return (scale.reshape(1),)
-
-
-def _vector_to_scalar(scale: Tensor) -> Tensors:
-    return (scale.reshape(()),)
 
 
 def _gamma_to_weight(gamma: Tensor) -> Tensors:
@@ -50,17 +48,17 @@ def _weight_to_gamma(weight: Tensor) -> Tensors:
     return ((weight.double() - 1).float(),)
 
 
-SCALAR = TensorChange(_scalar_to_vector, _vector_to_scalar)
 GAMMA = TensorChange(_gamma_to_weight, _weight_to_gamma)
 ROWS = (
-    TensorRow("{prefix}static_alpha", "{site}.static_alpha"),
-    TensorRow("{prefix}static_beta", "{site}.static_beta"),
-    TensorRow("{prefix}dynamic_alpha_fn", "{site}.dynamic_alpha_fn"),
-    TensorRow("{prefix}dynamic_beta_fn", "{site}.dynamic_beta_fn"),
-    TensorRow("{prefix}dynamic_alpha_scale", "{site}.dynamic_alpha_scale", SCALAR),
-    TensorRow("{prefix}dynamic_beta_scale", "{site}.dynamic_beta_scale", SCALAR),
-    TensorRow("{prefix}norm.gamma", "{site}.norm_weight", GAMMA),
+    TensorRow("static_alpha", "static_alpha"),
+    TensorRow("static_beta", "static_beta"),
+    TensorRow("dynamic_alpha_fn", "dynamic_alpha_fn"),
+    TensorRow("dynamic_beta_fn", "dynamic_beta_fn"),
+    TensorRow("dynamic_alpha_scale", "dynamic_alpha_scale", SCALAR_TO_VECTOR),
+    TensorRow("dynamic_beta_scale", "dynamic_beta_scale", SCALAR_TO_VECTOR),
+    TensorRow("norm.gamma", "norm_weight", GAMMA),
 )
+NORM_EPS = 1e-24
 # a tensor that only a variant without counterpart has
 FOREIGN_VARIANTS = {
     "pre_branch_scale": "ManifoldConstrainedHyperConnections",
@@ -84,28 +82,27 @@ def load_connections(
         ValueError: a tensor is missing or unknown, or the modules are a variant without
             counterpart.
     """
-    if not prefixes:
-        raise ValueError("expected the prefixes of the modules, got none")
-    of_modules = {name: t for name, t in tensors.items() if name.startswith(tuple(prefixes))}
+    of_modules = select_modules(tensors, prefixes)
     for name in of_modules:
         variant = FOREIGN_VARIANTS.get(name.rsplit(".", 1)[-1])
         if variant is not None:
-            raise ValueError(f"{name!r} is of {variant}, which has no counterpart here")
+            raise ValueError(
+                f"{name!r} is of {variant}, which has no counterpart here; "
+                "crosslayer.convert.mhc_lite reads the mhc-lite repository's"
+            )
     for prefix in prefixes:
         if prefix + "static_alpha" in of_modules and prefix + "static_beta" not in of_modules:
             raise ValueError(
                 f"{prefix!r} has no static_beta: add_branch_out_to_residual=False has no "
                 "counterpart here"
             )
-    converted = convert_tensors(_module_rows(prefixes), of_modules)
-    sites = split_sites(converted, len(prefixes) + 1)
-    n = len(sites[0]["static_alpha"])
-    dim = len(sites[0]["dynamic_alpha_fn"])
-    _check_module_shapes(of_modules, prefixes, n, dim)
-    options = {"streams": n, "stats": "rmsnorm"}
-    if not tanh:
-        options["tanh"] = False
-    return ConnectionParameters(make("hyper", **options), sites, {})
+    rows = rows_of_modules(ROWS, prefixes)
+    check_names([row.source for row in rows], of_modules)
+    n = of_modules[prefixes[0] + "static_beta"].numel()
+    _check_module_shapes(of_modules, prefixes, n)
+    sites = split_sites(convert_tensors(rows, of_modules), len(prefixes) + 1)
+    spec = short_spec("hyper", streams=n, stats="rmsnorm", tanh=tanh, eps=NORM_EPS)
+    return ConnectionParameters(spec, sites, {})
 
 
 def save_connections(
@@ -127,32 +124,22 @@ def save_connections(
             f"expected a prefix for each of {sublayers} sub-layers, got {len(prefixes)}"
         )
     with torch.no_grad():
-        rows = reverse_rows(_module_rows(prefixes))
+        rows = reverse_rows(rows_of_modules(ROWS, prefixes))
         return convert_tensors(rows, join_sites(parameters.sites))
 
 
-def _check_module_shapes(
-    tensors: Mapping[str, Tensor], prefixes: Sequence[str], n: int, dim: int
-) -> None:
-    shapes = {
+def _check_module_shapes(tensors: Mapping[str, Tensor], prefixes: Sequence[str], n: int) -> None:
+    dim = tensors[prefixes[0] + "norm.gamma"].numel()
+    shapes: dict[str, tuple[int, ...]] = {
         "static_alpha": (n, n + 1),
         "dynamic_alpha_fn": (dim, n + 1),
+        "dynamic_alpha_scale": (),
         "static_beta": (n,),
         "dynamic_beta_fn": (dim,),
+        "dynamic_beta_scale": (),
         "norm.gamma": (dim,),
     }
+    remark = ": fractions, several input views and channels first have no counterpart here"
     for prefix in prefixes:
-        for name, shape in shapes.items():
-            found = tuple(tensors[prefix + name].shape)
-            if found != shape:
-                raise ValueError(
-                    f"{prefix + name!r} has the shape {found}, expected {shape}: fractions, "
-                    "several input views and channels first have no counterpart here"
-                )
-
-
-def _module_rows(prefixes: Sequence[str]) -> list[TensorRow]:
-    rows = []
-    for site, prefix in enumerate(prefixes):
-        rows += expand_rows(ROWS, prefix=prefix, site=site)
-    return rows
+        expected = {prefix + name: shape for name, shape in shapes.items()}
+        check_shapes(expected, read_shapes(tensors), remark)

@@ -6,8 +6,7 @@
     output_attn_res_proj.weight, output_attn_res_norm.weight        of the readout's pool
 
 `attn_res_block_size` counts layers; `block_size` here counts sub-layers, so it is twice as large.
-The attention of layer 0 has one source, so its pair is never read: loading keeps it as unused. Keys
-are normalised with eps 1e-6.
+The attention of layer 0 has one source, so its pair is never read: loading keeps it as unused.
 """
 
 import re
@@ -24,10 +23,12 @@ from .rows import (
     all_options,
     check_names,
     convert_tensors,
+    count_layers,
     expand_rows,
     join_sites,
     prefix_rows,
     reverse_rows,
+    short_spec,
     split_sites,
 )
 
@@ -41,13 +42,15 @@ READOUT_POOL = "output_attn_res"
 
 
 def load_connections(
-    tensors: Mapping[str, Tensor], attn_res_block_size: int
+    tensors: Mapping[str, Tensor], attn_res_block_size: int, rms_norm_eps: float = 1e-5
 ) -> ConnectionParameters:
     """The attention residuals of a checkpoint as parameters of `make("attnres")`.
 
     Args:
         tensors: a state dict with any prefix before `layers`; other tensors are ignored.
         attn_res_block_size: of the config, in layers.
+        rms_norm_eps: of the config, the eps of the keys' norm. Where outputs are small, another
+            value gives another read-out.
 
     Raises:
         ValueError: a tensor is missing.
@@ -58,7 +61,7 @@ def load_connections(
     if not matches:
         raise ValueError("no attention-residual tensors; expected 'layers.0.mlp_res_proj.weight'")
     prefix = matches[0][1] or ""
-    layers = 1 + max(int(match[2]) for match in matches if (match[1] or "") == prefix)
+    layers = count_layers(match[2] for match in matches if (match[1] or "") == prefix)
     rows = _pool_rows(layers, prefix)
     names = {row.source for row in rows}
     of_pools = {name: tensor for name, tensor in tensors.items() if name in names}
@@ -68,7 +71,8 @@ def load_connections(
     for row in expand_rows(POOL, pool=ATTENTION_POOL.format(l=0)):
         if prefix + row.source in tensors:
             unused[row.source] = tensors[prefix + row.source]
-    return ConnectionParameters(make("attnres", block_size=2 * attn_res_block_size), sites, unused)
+    spec = short_spec("attnres", block_size=2 * attn_res_block_size, eps=rms_norm_eps)
+    return ConnectionParameters(spec, sites, unused)
 
 
 def save_connections(parameters: ConnectionParameters, prefix: str = "") -> dict[str, Tensor]:

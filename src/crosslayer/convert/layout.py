@@ -7,6 +7,7 @@ dynamic_dense.{l}.w1.weight   W1ᵀ [K, D];   dynamic_dense.{l}.w2.weight   W2�
 F_l = round(F(l/(L−1) + 0.5)/128)·128, l = 0..L−1: the hidden width of block l's MLP
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..spec import ConnectionSpec, make
-from ..validation import did_you_mean
-from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows
+from ..validation import check_option_type
+from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows, short_spec
 
 ConfigDict = dict[str, Any]
 
@@ -26,10 +27,9 @@ class Layout(NamedTuple):
 
     Args:
         architecture: the name of the reference's class.
-        defaults: of the reference's config class, as far as they are public.
+        defaults: of the reference's config class. A value in config.json is of its default's type.
+        default_width: the width D -> intermediate_size where config.json has none.
         fixed: options with the one value that can be represented here.
-        required: keys that config.json must have in addition to `REQUIRED`, unless they have a
-            default.
         host_config: a completed config.json -> transformers' class and the settings of its config.
         tensor_rows: a completed config.json -> the rows of all tensors, from the layout to
             transformers.
@@ -38,19 +38,21 @@ class Layout(NamedTuple):
 
     architecture: str
     defaults: ConfigDict
+    default_width: Callable[[int], int]
     fixed: ConfigDict
-    required: tuple[str, ...]
     host_config: Callable[[ConfigDict], tuple[type[PreTrainedModel], ConfigDict]]
     tensor_rows: Callable[[ConfigDict], list[TensorRow]]
     published_config: Callable[[PreTrainedConfig], ConfigDict]
 
 
 SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
-REQUIRED = ("dense", "use_qk_norm", "rope_base", *SIZES)
+LARGEST_SIZE = 2**31 - 1
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The reference's config class replaces it by dim / n_head, whatever config.json says.
 IGNORED = "head_dim"
 DENSE_OPTIONS = ("dense_type", "dynamic_dense", "sepln")  # ignored where dense=False
+# The residual stream is r in the reference, m in the authors' JAX trainer and in crosslayer 0.1.
+DENSE_TYPE_ALIASES = {"qkvm": "qkvr"}
 # A checkpoint with dense=False contains these tensors, and the reference never reads them.
 IDLE_TENSORS = ("dense_bs.", "dynamic_dense.")
 DENSE_ROWS = (
@@ -64,34 +66,38 @@ def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
     """A config.json with the defaults of the reference's config class, checked.
 
     Raises:
-        ValueError: a size is missing or no whole number, or an option cannot be represented here.
+        ValueError: a value is of the wrong type or out of range, or an option cannot be represented
+            here. The message starts with "config.json".
     """
     config = dict(layout.defaults)
     config.update({name: value for name, value in given.items() if name != IGNORED})
-    missing = sorted({*REQUIRED, *layout.fixed, *layout.required} - config.keys())
-    if missing:
-        raise ValueError(f"config.json lacks {missing[0]!r}{did_you_mean(missing[0], given)}")
-    if config["intermediate_size"] is None and "intermediate_size" in layout.defaults:
-        # the reference's width of a gated MLP: 8/3 of D, rounded up to a multiple of 256
+    _check_types(config, layout)
+    config["dense_type"] = DENSE_TYPE_ALIASES.get(config["dense_type"], config["dense_type"])
+    if config["intermediate_size"] is None:
         _check_size(config, "dim")
-        config["intermediate_size"] = -(-int(8 * config["dim"] / 3) // 256) * 256
-    for name in SIZES:
+        config["intermediate_size"] = layout.default_width(config["dim"])
+    if config["n_local_heads"] == -1:
+        config["n_local_heads"] = config["n_head"]
+    for name in (*SIZES, "n_local_heads"):
         _check_size(config, name)
-    if not isinstance(config["rope_base"], int | float) or config["rope_base"] <= 0:
-        raise ValueError(
-            f"config.json: rope_base must be a positive number, got {config['rope_base']!r}"
-        )
     for name, value in layout.fixed.items():
         is_ignored = name in DENSE_OPTIONS and not config["dense"]
         if config[name] != value and not is_ignored:
             raise ValueError(
                 f"config.json: {name} must be {value!r} in this layout, got {config[name]!r}"
             )
-    if config.get("n_local_heads", -1) == -1:
-        config["n_local_heads"] = config["n_head"]
-    _check_size(config, "n_local_heads")
     _check_shape(config)
+    _check_tokens(config)
     return config
+
+
+def _check_types(config: Mapping[str, Any], layout: Layout) -> None:
+    for name, default in layout.defaults.items():
+        kind = type(default)
+        if kind in (bool, float, str):
+            check_option_type(f"config.json: {name}", config[name], kind)
+        if kind is float and config[name] <= 0:
+            raise ValueError(f"config.json: {name} must be a positive number, got {config[name]!r}")
 
 
 def _check_shape(config: Mapping[str, Any]) -> None:
@@ -109,12 +115,35 @@ def _check_shape(config: Mapping[str, Any]) -> None:
             f"config.json: n_local_heads must divide n_head={config['n_head']}, "
             f"got {config['n_local_heads']}"
         )
+    head_dim = config["dim"] // config["n_head"]
+    rotary_pct = config.get("rotary_pct", 1.0)
+    rotated = int(head_dim * rotary_pct)
+    if rotary_pct > 1 or rotated < 2 or rotated % 2:
+        raise ValueError(
+            f"config.json: an even number of a head's {head_dim} components must be rotated, "
+            f"got {rotated} (rotary_pct={rotary_pct!r})"
+        )
 
 
 def _check_size(config: Mapping[str, Any], name: str) -> None:
     value = config[name]
-    if type(value) is not int or value < 1:
-        raise ValueError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
+    if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
+        raise ValueError(
+            f"config.json: {name} must be a whole number of at least 1 and below 2^31, "
+            f"got {reprlib.repr(value)}"
+        )
+
+
+def _check_tokens(config: Mapping[str, Any]) -> None:
+    for name in TOKEN_IDS:
+        value = config[name]
+        if value is None:
+            continue
+        if type(value) is not int or not 0 <= value < config["vocab_size"]:
+            raise ValueError(
+                f"config.json: {name} must be null or a token below "
+                f"vocab_size={config['vocab_size']}, got {reprlib.repr(value)}"
+            )
 
 
 def shared_host_config(config: ConfigDict) -> ConfigDict:
@@ -131,7 +160,7 @@ def shared_host_config(config: ConfigDict) -> ConfigDict:
         "crosslayer_widths": mlp_widths(config),
     }
     for name in TOKEN_IDS:
-        settings[name] = config.get(name)
+        settings[name] = config[name]
     return settings
 
 
@@ -150,6 +179,7 @@ def shared_published_config(config: PreTrainedConfig) -> ConfigDict:
         "rope_base": config.rope_parameters["rope_theta"],
         "tie_word_embeddings": False,
         "dense": is_dense,
+        "dense_type": "qkvr",
         "dynamic_dense": True,
         "sepln": is_dense,
         "round64": bool(spec.options.get("round64")),
@@ -164,14 +194,30 @@ def connection_spec(config: ConfigDict) -> ConnectionSpec:
     """The connection of a completed config.json."""
     if not config["dense"]:
         return make("prenorm")
-    return make("mudd", **{name: True for name in ("round64", "expand_last") if config[name]})
+    return short_spec(
+        "mudd",
+        round64=config["round64"],
+        expand_last=config["expand_last"],
+        eps=config["norm_eps"],
+    )
 
 
 def mlp_widths(config: ConfigDict) -> list[int]:
     """F_l, the hidden width of each block's MLP."""
-    L = config["n_layer"]
-    F = config["intermediate_size"]
-    return [round(F * (l / (L - 1) + 0.5) / 128) * 128 for l in range(L)]
+    return [_mlp_width(config, l) for l in range(config["n_layer"])]
+
+
+def _mlp_width(config: ConfigDict, l: int) -> int:
+    return round(config["intermediate_size"] * (l / (config["n_layer"] - 1) + 0.5) / 128) * 128
+
+
+def anchor_shapes(config: ConfigDict) -> dict[str, tuple[int, ...]]:
+    """The shapes of two tensors that show all sizes of a completed config.json."""
+    last = config["n_layer"] - 1
+    return {
+        "tok_embeddings.weight": (config["vocab_size"], config["dim"]),
+        f"layers.{last}.feed_forward.w1.weight": (_mlp_width(config, last), config["dim"]),
+    }
 
 
 def dense_rows(config: ConfigDict, backbone: str, final_norm: str) -> list[TensorRow]:

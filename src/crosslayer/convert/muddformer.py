@@ -89,8 +89,12 @@ def _published_config(config: PreTrainedConfig) -> ConfigDict:
         "n_local_heads": config.num_key_value_heads,
         "norm_eps": config.rms_norm_eps,
         "use_qk_norm": config.model_type == "qwen3",
-        "dense_type": "qkvr",
     }
+
+
+def _default_width(dim: int) -> int:
+    """The width of a gated MLP: 8/3 of D, rounded up to a multiple of 256."""
+    return -(-int(8 * dim / 3) // 256) * 256
 
 
 LAYOUT = Layout(
@@ -103,7 +107,7 @@ LAYOUT = Layout(
         "dim": 2560,
         "n_local_heads": -1,
         "intermediate_size": None,
-        "rope_base": 10000,
+        "rope_base": 10000.0,
         "norm_eps": 1e-6,
         "use_qk_norm": False,
         "pad_token_id": None,
@@ -116,8 +120,8 @@ LAYOUT = Layout(
         "expand_last": False,
         "round64": False,
     },
-    fixed={"dense_type": "qkvr", "dynamic_dense": True, "sepln": True, "norm_eps": 1e-6},
-    required=(),
+    default_width=_default_width,
+    fixed={"dense_type": "qkvr", "dynamic_dense": True, "sepln": True},
     host_config=_host_config,
     tensor_rows=_tensor_rows,
     published_config=_published_config,

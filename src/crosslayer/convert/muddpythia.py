@@ -1,12 +1,11 @@
 """MUDDPythia-1.4B's and 2.8B's layout: GPT-NeoX with an RMSNorm per head on q and k.
 
-Reference: the authors' modelling code published with the weights. LayerNorms with bias, erf-GELU,
-biases in every linear map of a block, RoPE on the first `rotary_pct` of a head with component j
-paired with j + n/2, attention and MLP in parallel: X_{l+1} = S_r + MHA(…) + FFN(n(S_r)). The dense
-connections are those of the reference's 2.8B MUDDFormer: the last block's hidden width is
-multiplied by four, and all widths are rounded up. The reference rounds RoPE's table to float16:
-`rope="float16"`. Its config class is not public, so config.json must have every key but the token
-ids.
+Reference: the authors' modelling and config code published with the weights. LayerNorms with bias,
+erf-GELU, biases in every linear map of a block, RoPE on the first `rotary_pct` of a head with
+component j paired with j + n/2, attention and MLP in parallel:
+X_{l+1} = S_r + MHA(…) + FFN(n(S_r)). The dense connections are those of the reference's 2.8B
+MUDDFormer. `norm_eps`, 1e-5 in both checkpoints, is the eps of every norm, the generator's too. The
+reference rounds RoPE's table to float16: `rope="float16"`.
 """
 
 import torch
@@ -121,31 +120,52 @@ def _published_config(config: PreTrainedConfig) -> ConfigDict:
         "use_qk_norm": getattr(config, "crosslayer_qk_norm", False),
         "use_parallel_residual": config.use_parallel_residual,
         "rotary_pct": config.rope_parameters["partial_rotary_factor"],
-        "dense_type": "qkvm",
-        "round64": True,
-        "expand_last": True,
         "use_linear_bias": True,
         "stack_hidden": False,
-        "window_size": None,
-        "window_type": None,
     }
+
+
+def _default_width(dim: int) -> int:
+    return 4 * dim
 
 
 LAYOUT = Layout(
     architecture="MUDDPythia",
-    defaults={"round64": True, "expand_last": True},
-    fixed={
-        "dense_type": "qkvm",
+    defaults={
+        "block_size": 2048,
+        "vocab_size": 32000,
+        "n_layer": 32,
+        "n_head": 32,
+        "dim": 2560,
+        "n_local_heads": -1,
+        "intermediate_size": None,
+        "rope_base": 10000.0,
+        "norm_eps": 1e-5,
+        "use_qk_norm": False,
+        "use_parallel_residual": True,
+        "use_linear_bias": True,
+        "rotary_pct": 0.25,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dense": True,
         "dynamic_dense": True,
         "sepln": True,
-        "norm_eps": 1e-6,
+        "dense_type": "qkvr",
+        "expand_last": False,
+        "round64": False,
+        "window_size": None,
+        "window_type": None,
+    },
+    default_width=_default_width,
+    fixed={
+        "dense_type": "qkvr",
+        "dynamic_dense": True,
+        "sepln": True,
         "use_linear_bias": True,
         "window_size": None,
         "window_type": None,
-        "round64": True,
-        "expand_last": True,
     },
-    required=("use_parallel_residual", "rotary_pct"),
     host_config=_host_config,
     tensor_rows=_tensor_rows,
     published_config=_published_config,

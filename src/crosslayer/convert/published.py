@@ -3,6 +3,7 @@ and back.
 """
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,21 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights, read_json
+from ..files import read_json
+from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights
 from ..hf.host_quirks import ROPE_DTYPES
 from ..spec import make
 from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia
-from .layout import IDLE_TENSORS, ConfigDict, complete_config
-from .rows import all_options, check_names, check_shapes, convert_tensors, reverse_rows
+from .layout import IDLE_TENSORS, ConfigDict, anchor_shapes, complete_config
+from .rows import (
+    all_options,
+    check_names,
+    check_shapes,
+    convert_tensors,
+    read_shapes,
+    reverse_rows,
+)
 
 LAYOUTS = {"muddformer": muddformer.LAYOUT, "muddpythia": muddpythia.LAYOUT}
 LAYOUT_OF_HOST = {"llama": "muddformer", "qwen3": "muddformer", "gpt_neox": "muddpythia"}
@@ -42,11 +51,15 @@ def load_published(
     folder = Path(folder)
     if isinstance(dtype, str):
         dtype = parse_dtype(dtype)
-    given_config = read_json(folder / "config.json")
+    given_config = read_json(folder / "config.json", dict)
     weights = FolderWeights(folder)
     layout = LAYOUTS[_find_layout(given_config, weights, folder)]
-    config = complete_config(given_config, layout)
-    model_class, settings = layout.host_config(config)
+    try:
+        config = complete_config(given_config, layout)
+        _check_anchors(config, weights)
+        model_class, settings = layout.host_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     if check_choice("rope", rope or "exact", ROPE_DTYPES) is not None:
         settings["crosslayer_rope"] = rope
     host_config = model_class.config_class(**settings)
@@ -61,7 +74,7 @@ def load_published(
     expected = convert_tensors(reverse_rows(rows), host_tensors)
     try:
         check_names(expected, shapes)
-        check_shapes(expected, shapes)
+        check_shapes(read_shapes(expected), shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -129,9 +142,9 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
 
 def is_published(folder: Path) -> bool:
     """Whether a folder's config.json has a published layout rather than transformers'."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", dict)
     if "model_type" in config:
-        return config["model_type"] in LAYOUTS
+        return config["model_type"] in list(LAYOUTS)
     return "n_layer" in config
 
 
@@ -143,16 +156,26 @@ def _find_layout(config: ConfigDict, weights: FolderWeights, folder: Path) -> st
             "AutoModelForCausalLM.from_pretrained loads it"
         )
     model_type = config.get("model_type")
-    if model_type in LAYOUTS:
+    if model_type in list(LAYOUTS):
         return str(model_type)
     if model_type is not None:
-        reason = f"model_type {model_type!r}{did_you_mean(str(model_type), LAYOUTS)}"
+        reason = f"model_type {reprlib.repr(model_type)}{did_you_mean(model_type, LAYOUTS)}"
     elif {"dim", "n_layer"} <= config.keys() and "tok_embeddings.weight" in weights.shapes:
         # gpt-fast's names; MUDDPythia's norms have biases
         return "muddpythia" if "norm.bias" in weights.shapes else "muddformer"
     else:
         reason = "neither a model_type nor gpt-fast's names"
     raise ValueError(f"{folder} is of no known layout ({reason}); known: {', '.join(LAYOUTS)}")
+
+
+def _check_anchors(config: ConfigDict, weights: FolderWeights) -> None:
+    """Raise a ValueError where the sizes in config.json are not those of the weights.
+
+    Before anything of the sizes in config.json is built.
+    """
+    expected = anchor_shapes(config)
+    check_names(expected, expected.keys() & weights.shapes.keys())
+    check_shapes(expected, weights.shapes)
 
 
 def _is_same_spec(first: str, second: str) -> bool:

@@ -5,14 +5,14 @@ separated by spaces, where it splits what the other side fuses. The row's change
 tensors differ, in both directions. Names are templates: `expand_rows` fills in `{l}`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..connection import Connection
-from ..spec import COMMON_OPTIONS, ConnectionSpec, default_options
+from ..spec import COMMON_OPTIONS, ConnectionSpec, default_options, make
 from ..validation import did_you_mean
 
 Tensors = tuple[Tensor, ...]
@@ -44,9 +44,18 @@ def _add_first_axis(tensor: Tensor) -> Tensors:
     return (tensor.unsqueeze(0),)
 
 
+def _scalar_to_vector(scalar: Tensor) -> Tensors:
+    return (scalar.reshape(1),)
+
+
+def _vector_to_scalar(vector: Tensor) -> Tensors:
+    return (vector.reshape(()),)
+
+
 KEEP = TensorChange(_keep, _keep)
 TRANSPOSE = TensorChange(_transpose, _transpose)
 DROP_FIRST_AXIS = TensorChange(_drop_first_axis, _add_first_axis)  # [1, N] -> [N]
+SCALAR_TO_VECTOR = TensorChange(_scalar_to_vector, _vector_to_scalar)  # [] -> [1]
 
 
 class TensorRow(NamedTuple):
@@ -89,6 +98,34 @@ def prefix_rows(rows: Iterable[TensorRow], source: str, target: str) -> list[Ten
 
 def _prefix_names(names: str, prefix: str) -> str:
     return " ".join(prefix + name for name in names.split())
+
+
+def rows_of_modules(rows: Iterable[TensorRow], prefixes: Sequence[str]) -> list[TensorRow]:
+    """The rows of a module for each prefix of the source, with the site's number in the target."""
+    expanded = []
+    for site, prefix in enumerate(prefixes):
+        expanded += prefix_rows(rows, prefix, f"{site}.")
+    return expanded
+
+
+def select_modules(tensors: Mapping[str, Tensor], prefixes: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors whose names start with one of the prefixes, of which there must be one."""
+    if not prefixes:
+        raise ValueError("expected the prefixes of the modules, got none")
+    return {name: t for name, t in tensors.items() if name.startswith(tuple(prefixes))}
+
+
+def count_layers(numbers: Iterable[str]) -> int:
+    """The number of layers that are numbered 0, 1, … in the names of tensors.
+
+    Raises:
+        ValueError: a number is missing.
+    """
+    found = {int(number) for number in numbers}
+    for layer in range(len(found)):
+        if layer not in found:
+            raise ValueError(f"the tensors have layer {max(found)} and lack layer {layer}")
+    return len(found)
 
 
 def reverse_rows(rows: Iterable[TensorRow]) -> list[TensorRow]:
@@ -137,12 +174,24 @@ def _describe_names(problem: str, names: list[str], candidates: Iterable[str]) -
     return f"{what}: {names[0]!r}{did_you_mean(names[0], candidates)}"
 
 
-def check_shapes(expected: Mapping[str, Tensor], given: Mapping[str, Iterable[int]]) -> None:
-    """Raise a ValueError that names the first tensor with an unexpected shape."""
-    for name, tensor in expected.items():
-        shape = tuple(given[name])
-        if shape != tuple(tensor.shape):
-            raise ValueError(f"{name!r} has the shape {shape}, expected {tuple(tensor.shape)}")
+def read_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]], remark: str = ""
+) -> None:
+    """Raise a ValueError that names the first tensor with an unexpected shape.
+
+    Args:
+        expected: the shape of each tensor.
+        given: the shapes of these tensors, and of others.
+        remark: the end of the message.
+    """
+    for name, shape in expected.items():
+        if given[name] != shape:
+            raise ValueError(f"{name!r} has the shape {given[name]}, expected {shape}{remark}")
 
 
 def split_sites(tensors: Mapping[str, Tensor], sites: int) -> list[dict[str, Tensor]]:
@@ -168,6 +217,13 @@ def all_options(spec: ConnectionSpec) -> dict[str, Any]:
     return COMMON_OPTIONS | default_options(spec.method) | spec.options
 
 
+def short_spec(name: str, **options: Any) -> ConnectionSpec:
+    """`make(name, **options)` without the options that are defaults."""
+    spec = make(name, **options)
+    default = default_options(spec.method)
+    return make(name, **{k: v for k, v in spec.options.items() if v != default.get(k)})
+
+
 @torch.no_grad()
 def fill_connections(sites: Iterable[Connection], parameters: ConnectionParameters) -> None:
     """Copy parameters into connections that were built from `parameters.spec`.
@@ -188,7 +244,7 @@ def fill_connections(sites: Iterable[Connection], parameters: ConnectionParamete
     expected = join_sites(own_parameters)
     given = join_sites(parameters.sites)
     check_names(expected, given)
-    check_shapes(expected, {name: tensor.shape for name, tensor in given.items()})
+    check_shapes(read_shapes(expected), read_shapes(given))
     for name, parameter in expected.items():
         parameter.copy_(given[name])
 

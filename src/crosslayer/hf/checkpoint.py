@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} has no {path.name}")
     try:
         content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object, got a {type(content).__name__}")
@@ -177,7 +177,7 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is truncated or not safetensors ({reason})") from error
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..connection import Connection
 from ..spec import ConnectionSpec, make
 from .attach import (
     attach_connections,
@@ -68,18 +69,18 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     if reallocate:
         layers = getattr(backbone, family.layers)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
-    reason = inequivalence_reason(spec, family)
+    if is_diffusers_model(model):
+        register_with_diffusers()
+    elif model is not backbone and hasattr(model, "config"):
+        _unshare_config(model)
+    attach_connections(backbone, family, spec, mlp_widths)
+    reason = inequivalence_reason(getattr(backbone, family.layers)[0].connections[0], family)
     if reason and looks_pretrained(backbone, family):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
             "fine-tune it before use",
             stacklevel=2,
         )
-    if is_diffusers_model(model):
-        register_with_diffusers()
-    elif model is not backbone and hasattr(model, "config"):
-        _unshare_config(model)
-    attach_connections(backbone, family, spec, mlp_widths)
     scale_output_weights(backbone, family)
     set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     return model
@@ -102,14 +103,13 @@ def scale_output_weights(backbone: Any, family: Family) -> None:
                 getattr(projection, "weight", projection).mul_(connection.output_scale)
 
 
-def inequivalence_reason(spec: ConnectionSpec, family: Family) -> str:
+def inequivalence_reason(connection: Connection[Any], family: Family) -> str:
     """Why connecting changes what a model computes; empty where it does not."""
-    method = spec.method
-    if spec.options.get("output_scale", "1") != "1":
+    if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
-    if not method.starts_as_prenorm:
+    if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
-    if method.prenorm_up_to_scale and family.attn.norm is None:
+    if connection.prenorm_up_to_scale and family.attn.norm is None:
         return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
 
