@@ -1,13 +1,19 @@
 """Runs that are killed, stopped, resumed, without disk space or with bad input; their metrics."""
 
+import io
 import json
 import math
 import os
+import pickle
+import re
 import resource
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -50,6 +56,7 @@ def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
     assert (
         rest["weights"] == whole["weights"] and rest["result"]["curve"] == whole["result"]["curve"]
     )
+    assert rest["result"]["metrics"] == whole["result"]["metrics"]
     assert steps(tmp_path / "parts") == [9, 12], "two are kept"
     lines = [
         json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
@@ -191,6 +198,68 @@ def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         run(settings, "prenorm", tmp_path)
     assert "\n" not in str(error.value) and steps(tmp_path) == [3, 6]
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def change_class(stream):
+    """A pickle that sets an attribute of a class of torch."""
+    stream.write(b"ctorch.distributed.checkpoint.metadata\nMetadata\n")
+    stream.write(b"(N}X\x05\x00\x00\x00ownedI1\nstb.")
+
+
+def edit_metadata(folder, payload, marker):
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as stream:
+        if payload == "metadata":
+            content.planner_data["x"] = Payload(marker)
+            pickle.dump(content, stream)
+        elif payload == "class":
+            change_class(stream)
+        else:  # a value of an optimizer, which is no tensor, is read from elsewhere
+            value = io.BytesIO()
+            torch.save(Payload(marker), value)
+            shard = folder / "__0_0.distcp"
+            for index, place in content.storage_data.items():
+                if index.fqn == "optimizer.param_groups.0.lr":
+                    place.offset, place.length = shard.stat().st_size, len(value.getvalue())
+            shard.write_bytes(shard.read_bytes() + value.getvalue())
+            pickle.dump(content, stream)
+
+
+PAYLOADS = {
+    "metadata": r".metadata names posix.system, which it must not contain",
+    "class": r".metadata changes <class '.*Metadata'>",
+    "value": r"optimizer.param_groups.0.lr is not a plain value",
+}
+
+
+def test_a_checkpoint_runs_no_code(text, tmp_path):
+    """Whoever edits a checkpoint can correct its checksums too."""
+    settings = {"data": text, "save_every": 3}
+    run(settings, "prenorm", tmp_path / "run", stop=4)
+    for payload, message in PAYLOADS.items():
+        folder = tmp_path / payload
+        shutil.copytree(tmp_path / "run", folder)
+        (checkpoint,) = folder.glob("step-*")
+        edit_metadata(checkpoint, payload, tmp_path / "marker")
+        index = json.loads((checkpoint / "checkpoint.json").read_text())
+        for name in index["files"]:
+            content = (checkpoint / name).read_bytes()
+            index["files"][name] = len(content), zlib.crc32(content)
+        (checkpoint / "checkpoint.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=rf"cannot be read \({message}\); remove it") as error:
+            run(settings, "prenorm", folder)
+        assert "\n" not in str(error.value) and not (tmp_path / "marker").exists()
+    assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "owned")
 
 
 @pytest.mark.parametrize(
@@ -453,8 +522,41 @@ def test_several_validation_sets(text, tmp_path):
         list(found["valid"]) == ["tolstoy", "same"]
         and found["valid_loss"] == found["valid"]["tolstoy"]["loss"]
     )
-    assert {"bits/byte", "same loss", "same bits/byte"} == found["metrics"].keys()
+    named = {"bits/byte", "same loss", "same bits/byte", "mean loss", "mean bits/byte"}
+    assert {"training loss", *named} == found["metrics"].keys()
     assert found["metrics"]["bits/byte"] == pytest.approx(found["valid_loss"] / math.log(2))
+
+
+def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
+    for name in ("c4", "pile", "wiki"):
+        (tmp_path / name).write_text(f"All happy families of {name} are alike. " * 99)
+    valid = {name: str(tmp_path / name) for name in ("c4", "pile", "wiki")}
+    groups = {"V2": ["c4", "pile"], "V3": ["wiki"]}
+    settings = {"data": text, "valid": valid, "valid_groups": groups, "tokenizer": "bpe:300"}
+    monkeypatch.setattr("crosslayer.train.trainer.RECENT_STEPS", 5)
+    found = run({**settings, "layers": 1}, "prenorm")
+    result, metrics = found["result"], found["result"]["metrics"]
+    losses = [result["valid"][name]["loss"] for name in valid]
+    perplexities = [math.exp(loss) for loss in losses]
+    assert metrics["V2 loss"] == statistics.fmean(losses[:2])
+    assert metrics["V2 perplexity"] == statistics.fmean(perplexities[:2])
+    assert metrics["V3 perplexity"] == perplexities[2]
+    assert metrics["mean perplexity"] == statistics.fmean(perplexities)
+    assert metrics["training loss"] == statistics.fmean(found["losses"][-5:])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"V2": ["hel-out"]}, "'V2' names 'hel-out', which is no validation set (did you mean"),
+        ({"V2": []}, "'V2' names no validation set"),
+        ({"held-out": ["held-out"]}, "'held-out' is the name of a validation set already"),
+        ({"mean": ["held-out"]}, "'mean' is the name of a validation set already"),
+    ],
+)
+def test_wrong_groups(text, groups, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run({"data": text, "valid_groups": groups}, "prenorm")
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:300", "bytes"])

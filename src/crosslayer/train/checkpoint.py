@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..files import atomic_replace, write_text_atomic
+from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 
 INDEX_FILE = "checkpoint.json"
 TEMPORARY_SUFFIX = ".part"
@@ -120,7 +121,12 @@ class Checkpoints:
         state_dict = _state_dict(model, optimizers)
         try:
             with _quiet_dcp():
-                dcp.load(state_dict, checkpoint_id=path, no_dist=self.fabric.world_size == 1)
+                dcp.load(
+                    state_dict,
+                    storage_reader=CheckpointReader(path),
+                    planner=CheckpointPlanner(),
+                    no_dist=self.fabric.world_size == 1,
+                )
         except (Exception, dcp.api.CheckpointException) as error:  # pickle raises any class
             raise ValueError(
                 f"{path}: cannot be read ({_one_line(error)}){self._remedy(path)}"

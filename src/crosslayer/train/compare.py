@@ -287,7 +287,7 @@ class TableRow:
         parameters: number of parameters.
         extra: share of the connections' parameters in the backbone's.
         loss: validation loss.
-        metrics: bits per byte, accuracy, losses on other validation sets, …
+        metrics: bits per byte, accuracy, losses on other validation sets, … that all runs have
         difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline.
         speed: tokens (or images) per second.
         relative_speed: to the baseline's.
@@ -319,6 +319,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
         baseline_runs = comparison.finished_runs(baseline) if baseline else {}
         pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
         first = next(iter(runs.values()))
+        shared = [key for key in first.metrics if all(key in run.metrics for run in runs.values())]
         difference = relative_speed = relative_activations = None
         if pairs:
             relative_speed = statistics.mean(
@@ -337,8 +338,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
                 extra=first.extra_parameters / (first.parameters - first.extra_parameters),
                 loss=mean_and_std([run.valid_loss for run in runs.values()]),
                 metrics={
-                    name: mean_and_std([run.metrics[name] for run in runs.values()])
-                    for name in first.metrics
+                    key: mean_and_std([run.metrics[key] for run in runs.values()]) for key in shared
                 },
                 difference=difference,
                 speed=statistics.mean(run.tokens_per_second for run in runs.values()),

@@ -41,10 +41,16 @@ def write_report(comparison: Comparison) -> None:
 def table_columns(comparison: Comparison) -> list[str]:
     """Names of the table's columns."""
     rows = result_table(comparison)
+    groups = comparison.recipe.settings().data.valid_groups
+    grouped_sets = {name for names in groups.values() for name in names}
     metrics: dict[str, None] = {}  # ordered
     for row in rows:
         metrics |= dict.fromkeys(row.metrics)
-    columns = ["arm", "parameters", "extra", "val loss", *metrics]
+    columns = ["arm", "parameters", "extra", "val loss"]
+    for metric in metrics:
+        # a set's own metrics, like "c4 loss", are in results.json; the table has its group's
+        if metric.rpartition(" ")[0] not in grouped_sets:
+            columns.append(metric)
     columns += ["vs prenorm", _speed_unit(comparison), "activations"]
     # at another scale than the paper's its results say nothing
     if comparison.recipe.scale == "full" and any(row.paper for row in rows):

@@ -5,7 +5,8 @@ the next token. examples/vision has tasks of its own.
 """
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os.path import expandvars
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from ..data.sources import HELD_OUT
 from ..hf import connect
 from ..hf.config import make_config
 from ..spec import make
+from ..validation import did_you_mean
 from .settings import Data, Model, Settings
 
+ALL_SETS = "mean"  # name of the group of all validation sets
 Batch = Any  # what `default_collate` makes of a task's examples: a tensor, or a dict of tensors
 
 
@@ -40,6 +43,10 @@ class Examples:
         tokenizer: of texts, saved with the model.
         bytes_per_token: of each validation set, for bits per byte.
         entropy: order-0 entropy of the first validation set, in bits per byte.
+        valid_groups: names of validation sets by the name of their group.
+
+    Raises:
+        ValueError: a group has a name that is taken, or it names no set or an unknown one.
     """
 
     train: Any
@@ -51,6 +58,20 @@ class Examples:
     tokenizer: Any = None
     bytes_per_token: dict[str, float] = field(default_factory=dict)
     entropy: float | None = None
+    valid_groups: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for group, names in self.valid_groups.items():
+            if group in (*self.valid, ALL_SETS):
+                raise ValueError(f"valid_groups: {group!r} is the name of a validation set already")
+            if not names:
+                raise ValueError(f"valid_groups: {group!r} names no validation set")
+            for name in names:
+                if name not in self.valid:
+                    raise ValueError(
+                        f"valid_groups: {group!r} names {name!r}, which is no validation set"
+                        f"{did_you_mean(name, self.valid)}; they are {', '.join(self.valid)}"
+                    )
 
 
 class Task(NamedTuple):
@@ -104,6 +125,7 @@ def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:
         tokenizer=corpus.tokenizer,
         bytes_per_token=corpus.bytes_per_token,
         entropy=corpus.entropy[first],
+        valid_groups=data.valid_groups,
     )
 
 
@@ -117,20 +139,39 @@ def build_language_model(
         model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
     )
     config.max_position_embeddings = data.context
+    if model.router_z_loss:
+        if not getattr(config, "output_router_logits", False):
+            raise ValueError(
+                "router_z_loss needs a mixture of experts with output_router_logits: true in "
+                f"model_config; {model.family} has {model.model_config}"
+            )
+        config.router_z_loss_coef = model.router_z_loss
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of the next token, plus a router's auxiliary loss if the backbone has one.
+    """Cross-entropy of the next token, plus a router's auxiliary losses if the backbone has them.
 
     tokens: [B T + 1].
     """
     output = model(input_ids=tokens[:, :-1], use_cache=False)
     loss = cross_entropy(output.logits, tokens[:, 1:]).mean()
+    config: Any = getattr(model, "config", None)
     if getattr(output, "aux_loss", None) is not None:
-        config: Any = model.config
         loss = loss + config.router_aux_loss_coef * output.aux_loss
+    z_loss_weight = getattr(config, "router_z_loss_coef", 0.0)
+    if z_loss_weight and output.router_logits:
+        loss = loss + z_loss_weight * router_z_loss(output.router_logits)
     return loss
+
+
+def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
+    """The mean of logsumexp² over tokens and layers: ST-MoE (arXiv 2202.08906), Eq. 5.
+
+    router_logits: of each layer, [tokens experts].
+    """
+    of_layers = [logits.float().logsumexp(-1).square().mean() for logits in router_logits]
+    return torch.stack(of_layers).mean()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -158,7 +199,7 @@ LANGUAGE = Task(
     count_units=count_tokens,
     unit="tokens",
     loss_unit=lambda data: f"nats per {'byte' if data.tokenizer == 'bytes' else 'token'}",
-    tiny_options={"data": "stdlib", "valid": {}, "tokenizer": "bytes"},
+    tiny_options={"data": "stdlib", "valid": {}, "valid_groups": {}, "tokenizer": "bytes"},
     # bytes have no special tokens
     tiny_model_config=dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 )
@@ -191,20 +232,36 @@ def summarize_metrics(
 ) -> dict[str, float]:
     """Metrics of an evaluation besides the first validation set's loss, like perplexity.
 
-    Those of the second set and later ones carry its name: "pile loss", "pile perplexity".
+    Those of the second set and later ones carry its name: "pile loss", "pile perplexity". Means
+    over sets, each counting the same, carry the name of their group: "V2 perplexity" is the mean
+    of the perplexities of the sets of V2. Several sets are a group called "mean".
     """
+    of_sets = {name: _set_metrics(examples, name, values) for name, values in evaluation.items()}
     metrics = {}
-    for number, (name, values) in enumerate(evaluation.items()):
+    for number, (name, values) in enumerate(of_sets.items()):
         label = f"{name} " if number else ""
         for key, value in values.items():
             if number or key != "loss":
                 metrics[label + key] = value
-        loss = values["loss"]
-        # nobody quotes the perplexity of bytes, whose tokenizer has no definition
-        if examples.tokenizer is not None and examples.tokenizer.definition:
-            # the exponential of a diverged run's loss exceeds any float
-            metrics[f"{label}perplexity"] = math.exp(loss) if loss < 700 else math.inf
-        if name in examples.bytes_per_token:
-            bits = loss / math.log(2)
-            metrics[f"{label}bits/byte"] = bits / examples.bytes_per_token[name]
+
+    groups = dict(examples.valid_groups)
+    if len(of_sets) > 1 and ALL_SETS not in of_sets:
+        groups[ALL_SETS] = list(of_sets)
+    for group, names in groups.items():
+        for key in of_sets[names[0]]:
+            mean = statistics.fmean(of_sets[name][key] for name in names)
+            metrics[f"{group} {key}"] = mean
+    return metrics
+
+
+def _set_metrics(examples: Examples, name: str, values: dict[str, float]) -> dict[str, float]:
+    """The metrics of one validation set, and what follows from its loss."""
+    metrics = dict(values)
+    loss = values["loss"]
+    # nobody quotes the perplexity of bytes, whose tokenizer has no definition
+    if examples.tokenizer is not None and examples.tokenizer.definition:
+        # the exponential of a diverged run's loss exceeds any float
+        metrics["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    if name in examples.bytes_per_token:
+        metrics["bits/byte"] = loss / math.log(2) / examples.bytes_per_token[name]
     return metrics

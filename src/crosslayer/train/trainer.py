@@ -37,6 +37,8 @@ from .settings import Settings
 from .signals import StopSignals
 from .task import LANGUAGE, Batch, Examples, Task, summarize_metrics
 
+RECENT_STEPS = 200  # over which results average the training loss
+
 
 @dataclass
 class StepResult:
@@ -74,6 +76,7 @@ class RunState:
         curve: (step, metrics of each validation set) of every evaluation.
         train_loss: of the last step.
         running_loss: exponential moving average of the training loss.
+        recent_losses: of the last `RECENT_STEPS` steps, without those whose batch was skipped.
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation.
         tokens_per_second: (or images, …) over all ranks.
@@ -83,6 +86,7 @@ class RunState:
     curve: list[Any] = field(default_factory=list)
     train_loss: float = math.nan
     running_loss: float | None = None
+    recent_losses: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     seconds: float = 0.0
     tokens_per_second: float = 0.0
@@ -90,7 +94,7 @@ class RunState:
     def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
         """Whether loss and gradient are finite and the loss is no spike.
 
-        A stable loss joins the running mean.
+        A stable loss joins the running mean and the recent losses.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False
@@ -98,6 +102,7 @@ class RunState:
         if spike and self.step > 20 and loss > mean + spike:
             return False
         self.running_loss = 0.95 * mean + 0.05 * loss
+        self.recent_losses = [*self.recent_losses, loss][-RECENT_STEPS:]
         return True
 
 
@@ -113,7 +118,8 @@ class RunResult:
         extra_parameters: those of the connections.
         valid_loss: loss of the first validation set.
         valid: metrics of each validation set.
-        metrics: what follows from them, like "perplexity".
+        metrics: what follows from them, like "perplexity" and means over sets; and "training
+            loss", the mean over the last `RECENT_STEPS` steps.
         tokens_per_second: (or images, …) over all ranks.
         activation_bytes: what one micro-batch's forward pass stores for the backward pass.
         train_loss: of the last step.
@@ -349,6 +355,9 @@ class Trainer:
             self.state.curve.append([self.state.step, self.evaluate()])
         evaluation = self.state.curve[-1][1]
         first = next(iter(evaluation))
+        metrics = summarize_metrics(self.examples, evaluation)
+        if self.state.recent_losses:  # a checkpoint of version 0.1.0 has none
+            metrics["training loss"] = statistics.fmean(self.state.recent_losses)
         return RunResult(
             arm=self.arm.name,
             connection=self.arm.connection,
@@ -357,7 +366,7 @@ class Trainer:
             extra_parameters=self.extra_parameters,
             valid_loss=evaluation[first]["loss"],
             valid=evaluation,
-            metrics=summarize_metrics(self.examples, evaluation),
+            metrics=metrics,
             tokens_per_second=self.state.tokens_per_second,
             activation_bytes=self.activation_bytes,
             train_loss=self.state.train_loss,
