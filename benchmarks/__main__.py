@@ -23,7 +23,13 @@ from typing import Any
 from benchmarks.cases import OPS
 from benchmarks.results import Row, append_row, check_columns, describe_conditions
 from benchmarks.settings import VARIANTS, Settings
-from crosslayer.cli.console import make_console, make_table, print_table, silence_libraries
+from crosslayer.cli.console import (
+    OneLineParser,
+    make_console,
+    make_table,
+    print_table,
+    silence_libraries,
+)
 from crosslayer.validation import DTYPES
 
 BENCHMARKS = ("ops", "chain", "step", "decode", "memory")
@@ -34,7 +40,7 @@ FILE_ONLY_COLUMNS = ("rounds",)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,15 +69,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = vars(make_parser().parse_args(words))
     silence_libraries()
-    name, out = options.pop("benchmark"), options.pop("out")
     try:
+        options = vars(make_parser().parse_args(words))
+        name, out = options.pop("benchmark"), options.pop("out")
         rows = list(
             run_benchmark(name, out, shlex.join(["python", "-m", "benchmarks", *words]), **options)
         )
-    except ValueError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"benchmarks: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print_rows(name, rows)
     print(f"Rows appended to {out / name}.csv")

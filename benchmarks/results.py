@@ -58,7 +58,9 @@ def check_columns(file: Path, columns: Iterable[str]) -> None:
     """Raise a ValueError if an existing file has other columns."""
     if not file.exists():
         return
-    with file.open(newline="", encoding="utf8") as stream:
+    if not file.is_file():
+        raise ValueError(f"{file}: not a file; choose another --out")
+    with file.open(newline="", encoding="utf8", errors="replace") as stream:
         header = next(csv.reader(stream), [])
     if header != _header(columns):
         raise ValueError(f"{file} has other columns; move it away, or choose another --out")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 from crosslayer.spec import make, split_specs
-from crosslayer.validation import check_positive, parse_dtype
+from crosslayer.validation import check_non_negative, check_positive, parse_dtype
 
 VARIANTS = ("kernel", "eager", "compiled", "peers")
 STREAM_SPECS = ["hyper", "mhc", "mgr"]
@@ -91,6 +91,7 @@ class Settings:
             check_positive(dims=dim)
         for streams in self.streams:
             check_positive(streams=streams)
+        check_non_negative(seconds=self.seconds)
         self.torch_dtype = parse_dtype(self.dtype)
         self.torch_device = torch.device(self.device)
         self.specs = split_specs(" ".join(self.specs))

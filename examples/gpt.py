@@ -126,4 +126,7 @@ def main(spec: str = "mudd", steps: int = 30) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except ValueError as error:
+        sys.exit(f"gpt: {error}")

@@ -17,12 +17,14 @@ and settings. The same command resumes.
 """
 
 import json
+import sys
+from argparse import ArgumentError
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from crosslayer.files import write_text_atomic
+from crosslayer.files import read_json, write_text_atomic
 from crosslayer.train.callbacks import ConnectAtStep
 from crosslayer.train.compare import describe_environment, mean_and_std
 from crosslayer.train.parallel import launch_fabric
@@ -30,7 +32,7 @@ from crosslayer.train.recipe import Arm
 from crosslayer.train.report import COLOURS, NOT_KNOWN, format_mean_std
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE, Examples, build_model
-from crosslayer.train.trainer import Trainer
+from crosslayer.train.trainer import Diverged, Trainer
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 connects from the start
 INTRODUCTION = """\
@@ -145,12 +147,28 @@ def report(results: list[str], page: str) -> None:
     title = (__doc__ or "").splitlines()[0].removesuffix(".")
     sections = [f"# {title}", "", INTRODUCTION]
     for number, folder in enumerate(results, start=1):
-        files = sorted(Path(folder).glob("*.json"))
-        runs = [RetrofitRun(**json.loads(file.read_text())) for file in files]
+        runs = load_runs(Path(folder))
         figure = Path(page).with_name(f"{Path(page).stem}{number}.svg")
         draw_figure(runs, figure)
         sections += ["", *report_section(runs, figure.name)]
     Path(page).write_text("\n".join(sections) + "\n")
+
+
+def load_runs(folder: Path) -> list[RetrofitRun]:
+    """The results in a folder of `run`.
+
+    Raises:
+        ValueError: a file is something else, or there is no run of the baseline.
+    """
+    runs = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            runs.append(RetrofitRun(**read_json(file, dict)))
+        except TypeError:
+            raise ValueError(f"{file}: not a result of `run`") from None
+    if not any(run.connection == "prenorm" for run in runs):
+        raise ValueError(f"{folder}: has no result of prenorm, the baseline")
+    return runs
 
 
 def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
@@ -260,4 +278,7 @@ def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
 if __name__ == "__main__":
     from jsonargparse import auto_cli
 
-    auto_cli([run, report], as_positional=False)
+    try:
+        auto_cli([run, report], as_positional=False, exit_on_error=False)
+    except (ValueError, OSError, ArgumentError, Diverged) as error:
+        sys.exit(f"retrofit: {' '.join(str(error).split())}")

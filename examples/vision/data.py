@@ -9,8 +9,8 @@ the arrays x_train, y_train, x_test and y_test; x is uint8 [N H W] or [N H W C] 
 """
 
 import hashlib
-import math
 import random
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,50 +18,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from crosslayer.data.sampler import BatchSampler
 from crosslayer.train.task import Examples
 from crosslayer.validation import check_choice
+from examples.vision.augment import AUGMENTATIONS, MAX_LEVEL, mix_up, rand_augment
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 PILLOW_MODES = {1: "L", 3: "RGB"}  # by number of channels
-
-
-def center_crop(image: Image.Image, size: int, rng: random.Random) -> Image.Image:
-    """The largest square in the middle, resized."""
-    return ImageOps.fit(image, (size, size))
-
-
-def random_flip(image: Image.Image, size: int, rng: random.Random) -> Image.Image:
-    """`center_crop`, mirrored with probability 1/2."""
-    image = center_crop(image, size, rng)
-    return ImageOps.mirror(image) if rng.random() < 0.5 else image
-
-
-def random_resized_crop(image: Image.Image, size: int, rng: random.Random) -> Image.Image:
-    """A crop of 8 to 100 % of the area, aspect 3/4 to 4/3 (arXiv 1409.4842), and `random_flip`."""
-    width, height = image.size
-    for _ in range(10):
-        area = width * height * rng.uniform(0.08, 1)
-        aspect_ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w = round(math.sqrt(area * aspect_ratio))
-        h = round(math.sqrt(area / aspect_ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left = rng.randint(0, width - w)
-            top = rng.randint(0, height - h)
-            image = image.crop((left, top, left + w, top + h)).resize((size, size))
-            break
-    return random_flip(image, size, rng)
-
-
-AUGMENTATIONS = {
-    "none": center_crop,
-    "flip": random_flip,
-    "random resized crop": random_resized_crop,
-}
 
 
 class EpochSampler(BatchSampler):
@@ -78,23 +45,37 @@ class EpochSampler(BatchSampler):
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset(Dataset[dict[str, Any]]):
-    """Item i is image i mod length. Its augmentation depends on the seed and on i alone."""
+    """Item i is image i mod length. Its augmentation depends on the seed and on i alone.
+
+    Mixup also depends on the other images of its micro-batch.
+    """
 
     images: Sequence[Path] | np.ndarray
     labels: list[int]
     size: int
     channels: int
     augmentation: str = "none"
+    randaugment_level: float | None = None
+    mixup_alpha: float | None = None
     seed: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitems__(self, items: list[int]) -> list[dict[str, Any]]:
+        """A micro-batch: what a DataLoader calls."""
+        examples = [self[item] for item in items]
+        if self.mixup_alpha is None:
+            return examples
+        return mix_up(examples, self.mixup_alpha, random.Random(f"{self.seed} mixup {items[0]}"))
+
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = item % len(self)
-        image = _open_image(self.images[index]).convert(PILLOW_MODES[self.channels])
+        image = _open_image(self.images[index], PILLOW_MODES[self.channels])
         rng = random.Random(f"{self.seed} {item}")
         image = AUGMENTATIONS[self.augmentation](image, self.size, rng)
+        if self.randaugment_level is not None:
+            image = rand_augment(image, self.randaugment_level, rng)
         pixels = torch.from_numpy(np.array(image, np.float32))
         pixels = pixels.view(self.size, self.size, self.channels).permute(2, 0, 1)
         return {"pixel_values": pixels.contiguous() / 127.5 - 1, "labels": self.labels[index]}
@@ -121,7 +102,13 @@ class LatentDataset(Dataset[dict[str, Any]]):
 
 
 def load_images(
-    source: str, size: int, channels: int = 3, augmentation: str = "none", seed: int = 0
+    source: str,
+    size: int,
+    channels: int = 3,
+    augmentation: str = "none",
+    randaugment_level: float | None = None,
+    mixup_alpha: float | None = None,
+    seed: int = 0,
 ) -> Examples:
     """Training and validation images.
 
@@ -130,27 +117,47 @@ def load_images(
         size: height and width to which images are cropped and resized.
         channels: 1 for grey, 3 for colour.
         augmentation: of the training images, a key of `AUGMENTATIONS`.
+        randaugment_level: 0 to 20; None for no RandAugment.
+        mixup_alpha: of Mixup's Beta distribution; None for no Mixup.
         seed: of the augmentation.
 
     Raises:
-        ValueError: the source is missing or has another layout.
+        ValueError: an option is out of range, or the source is missing or has another layout.
     """
     check_choice("augmentation", augmentation, AUGMENTATIONS)
     if channels not in PILLOW_MODES:
         raise ValueError(f"channels must be 1 or 3, got {channels}")
+    if randaugment_level is not None and not 0 <= randaugment_level <= MAX_LEVEL:
+        raise ValueError(
+            f"randaugment_level must be from 0 to {MAX_LEVEL}, got {randaugment_level}"
+        )
+    if mixup_alpha is not None and not mixup_alpha > 0:
+        raise ValueError(f"mixup_alpha must be greater than 0, got {mixup_alpha}")
     path = Path(source)
     if path.is_dir():
         splits = _Splits(*_list_images(path / "train"), *_list_images(path / "val"))
     else:
         splits = _load_npz(path)
         for x in (splits.x_train, splits.x_test):
-            if x.dtype != np.uint8 or x.ndim not in (3, 4):
+            has_layout = x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 3, 4))
+            if x.dtype != np.uint8 or not has_layout or x.size == 0:
                 raise ValueError(
                     f"{path}: images are {x.dtype} {list(x.shape)}, expected uint8 "
-                    "[N H W] or [N H W C]"
+                    "[N H W] or [N H W C] with 1, 3 or 4 channels"
                 )
     class_names, train_labels, test_labels = _number_classes(source, splits)
-    train = ImageDataset(splits.x_train, train_labels, size, channels, augmentation, seed)
+    if len(class_names) == 1:
+        raise ValueError(f"{source}: has one class, {class_names[0]!r}; expected at least two")
+    train = ImageDataset(
+        splits.x_train,
+        train_labels,
+        size,
+        channels,
+        augmentation,
+        randaugment_level,
+        mixup_alpha,
+        seed,
+    )
     valid = ImageDataset(splits.x_test, test_labels, size, channels)
     return _make_examples(path, splits, train, valid, len(class_names))
 
@@ -212,34 +219,66 @@ def _make_examples(
     )
 
 
-def _open_image(source: Path | np.ndarray) -> Image.Image:
+def _open_image(source: Path | np.ndarray, mode: str) -> Image.Image:
+    """An image in one of `PILLOW_MODES`, whatever its own mode."""
     if isinstance(source, np.ndarray):
-        return Image.fromarray(source)
+        if source.shape[-1] == 1 and source.ndim == 3:
+            source = source[:, :, 0]
+        return Image.fromarray(source).convert(mode)
     try:
         with Image.open(source) as image:
-            image.load()
-            return image
+            if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8
+                image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
+            return image.convert(mode)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{source}: cannot be read as an image ({error})") from None
 
 
 def _list_images(folder: Path) -> tuple[list[Path], list[str]]:
     """The images below a folder's class subfolders, and the class of each."""
-    files = sorted(f for f in folder.glob("*/**/*") if f.suffix.lower() in IMAGE_SUFFIXES)
-    if not files:
+    images: list[Path] = []
+    labels: list[str] = []
+    class_folders = []
+    if folder.is_dir():
+        class_folders = [f for f in folder.iterdir() if f.is_dir() and f.name[0] != "."]
+    for class_folder in sorted(class_folders):
+        files = sorted(f for f in class_folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+        if not files:
+            raise ValueError(
+                f"{class_folder}: a class without images ({', '.join(IMAGE_SUFFIXES)})"
+            )
+        for file in files:
+            if not file.is_file():  # a FIFO would be waited for
+                raise ValueError(f"{file}: not a regular file")
+        images += files
+        labels += [class_folder.name] * len(files)
+    if not images:
         raise ValueError(f"{folder}: has no class subfolders with images")
-    return files, [file.relative_to(folder).parts[0] for file in files]
+    return images, labels
 
 
 def _load_npz(path: Path) -> _Splits:
+    expected = (
+        "expected a folder with train/ and val/, or an .npz with the arrays "
+        f"{', '.join(_Splits._fields)}"
+    )
+    if not path.is_file():
+        problem = "not a regular file" if path.exists() else "no such file or folder"
+        raise ValueError(f"{path}: {expected} ({problem})")
     try:
         with np.load(path) as arrays:
-            splits = [arrays[name] for name in _Splits._fields]
-    except (OSError, EOFError, KeyError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{path}: expected a folder with train/ and val/, or an .npz with the arrays "
-            f"{', '.join(_Splits._fields)} ({error})"
-        ) from None
+            splits = [np.atleast_1d(arrays[name]) for name in _Splits._fields]
+    except (
+        OSError,
+        EOFError,
+        KeyError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        MemoryError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(f"{path}: {expected} ({error})") from None
     x_train, y_train, x_test, y_test = splits
     for x, y in ((x_train, y_train), (x_test, y_test)):
         if not len(x) or y.size != len(x) or not np.issubdtype(y.dtype, np.integer):

@@ -1,7 +1,10 @@
 """Two tasks for crosslayer's Trainer: classification with ViT, denoising with DiT."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from os.path import expandvars
-from typing import Any
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -9,63 +12,154 @@ from torch import Tensor, nn
 from crosslayer.hf.config import make_config
 from crosslayer.train.settings import Data, Model
 from crosslayer.train.task import Examples, Task, cross_entropy
+from crosslayer.validation import check_option_type, check_positive, did_you_mean
 from examples.vision.data import load_images, load_latents
+from examples.vision.models import make_dit, make_vit
 
 # Share of the signal's variance that is left after t steps of DDPM's linear schedule.
 SIGNAL_VARIANCE = (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0)
 
 
+@dataclass
+class VitOptions:
+    """A recipe's `task_options` for ViT.
+
+    Args:
+        augmentation: of the training images.
+        randaugment_level: strength of RandAugment, 0 to 20; None for none.
+        mixup_alpha: of Mixup; None for none.
+        positions: "learned"; or "sincos", fixed.
+        pooling: what the head reads: the "class token", or the "mean" of the patches.
+    """
+
+    augmentation: Literal["none", "flip", "random resized crop"] = "none"
+    randaugment_level: float | None = None
+    mixup_alpha: float | None = None
+    positions: Literal["learned", "sincos"] = "learned"
+    pooling: Literal["class token", "mean"] = "class token"
+
+
+@dataclass
+class DitOptions:
+    """A recipe's `task_options` for DiT.
+
+    Args:
+        augmentation: of the training latents.
+        qk_norm: whether each head's q and k pass a LayerNorm.
+    """
+
+    augmentation: Literal["none", "flip"] = "none"
+    qk_norm: bool = False
+
+
+Options = TypeVar("Options", VitOptions, DitOptions)
+
+
+def read_task_options(kind: type[Options], data: Data) -> Options:
+    """The task's options of a recipe.
+
+    Raises:
+        ValueError: an option is unknown or has another type, or the recipe has a `valid`.
+    """
+    annotations = get_type_hints(kind)
+    for name, value in data.task_options.items():
+        if name not in annotations:
+            hint = did_you_mean(name, annotations)
+            raise ValueError(f"unknown task option {name!r}{hint}; known: {', '.join(annotations)}")
+        check_option_type(f"task option {name}", value, annotations[name])
+    if data.valid:
+        raise ValueError("the validation images belong to --data; a recipe has no `valid` here")
+    return kind(**data.task_options)
+
+
 def load_vit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
     """Images of the model's size, from a folder or an .npz."""
-    size = model_config.get("image_size", 224)
-    channels = model_config.get("num_channels", 3)
-    return load_images(expandvars(data.data), size, channels, _augmentation(data))
+    options = read_task_options(VitOptions, data)
+    return load_images(
+        expandvars(data.data),
+        size=model_config.get("image_size", 224),
+        channels=model_config.get("num_channels", 3),
+        augmentation=options.augmentation,
+        randaugment_level=options.randaugment_level,
+        mixup_alpha=options.mixup_alpha,
+    )
 
 
 def load_dit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
     """Latents of the model's size, from an .npz."""
+    options = read_task_options(DitOptions, data)
     size = model_config.get("sample_size", 32)
     channels = model_config.get("in_channels", 4)
-    return load_latents(expandvars(data.data), size, channels, _augmentation(data))
-
-
-def _augmentation(data: Data) -> str:
-    unknown = data.task_options.keys() - {"augmentation"}
-    if unknown:
-        raise ValueError(f"unknown task option {min(unknown)!r}; known: augmentation")
-    if data.valid:
-        raise ValueError("the validation images belong to --data; a recipe has no `valid` here")
-    return data.task_options.get("augmentation", "none")
+    return load_latents(expandvars(data.data), size, channels, options.augmentation)
 
 
 def build_vit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
     """transformers' ViT with random weights and a head of `num_classes` classes."""
-    from transformers import AutoModelForImageClassification
-
-    config = make_config(
-        model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
-    )
-    config.num_labels = num_classes
-    return AutoModelForImageClassification.from_config(config, dtype=dtype)
+    options = read_task_options(VitOptions, data)
+    check_patches(model.model_config, "image_size", 224, 16)
+    with model_config_errors(model):
+        config = make_config(
+            model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
+        )
+        config.num_labels = num_classes
+        return make_vit(config, options.positions, options.pooling, dtype)
 
 
 def build_dit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
     """diffusers' DiT with random weights, conditioned on `num_classes` classes."""
-    from diffusers import DiTTransformer2DModel
+    options = read_task_options(DitOptions, data)
+    check_patches(model.model_config, "sample_size", 32, 2)
+    with model_config_errors(model):
+        return make_dit(
+            options.qk_norm,
+            dtype,
+            num_layers=model.layers,
+            num_attention_heads=model.heads,
+            attention_head_dim=model.dim // model.heads,
+            num_embeds_ada_norm=num_classes,
+            **model.model_config,
+        )
 
-    dit = DiTTransformer2DModel(
-        num_layers=model.layers,
-        num_attention_heads=model.heads,
-        attention_head_dim=model.dim // model.heads,
-        num_embeds_ada_norm=num_classes,
-        **model.model_config,
-    )
-    return dit if dit.dtype == dtype else dit.to(dtype)
+
+def check_patches(model_config: dict[str, Any], key: str, size: int, patch_size: int) -> None:
+    """Raise a ValueError where images of the config's size have no whole number of patches.
+
+    Args:
+        model_config: of the recipe.
+        key: of the height and width of an image or a latent.
+        size: its default.
+        patch_size: the default.
+    """
+    size = model_config.get(key, size)
+    patch_size = model_config.get("patch_size", patch_size)
+    check_positive(**{key: size, "patch_size": patch_size})
+    if size % patch_size:
+        raise ValueError(f"{key} must be a multiple of patch_size, got {size} and {patch_size}")
+
+
+@contextmanager
+def model_config_errors(model: Model) -> Iterator[None]:
+    """Whatever a library raises about a recipe's `model_config` becomes a ValueError."""
+    try:
+        yield
+    except (ValueError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # of any class
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{model.family} refuses model_config {model.model_config} "
+            f"({type(error).__name__}: {reason})"
+        ) from None
 
 
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy; of images that `mix_up` has mixed, with the shares of their two classes."""
     logits = model(pixel_values=batch["pixel_values"]).logits
-    return cross_entropy(logits, batch["labels"]).mean()
+    losses = cross_entropy(logits, batch["labels"])
+    if "share" in batch:
+        other_losses = cross_entropy(logits, batch["other_labels"])
+        losses = batch["share"] * losses + (1 - batch["share"]) * other_losses
+    return losses.mean()
 
 
 def evaluate_classifier(

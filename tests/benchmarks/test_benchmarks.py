@@ -185,6 +185,10 @@ def test_peer_denseformer_equals_ours():
         (["chain", "--specs", "hiper"], "did you mean 'hyper'"),
         (["ops", "--dims", "0"], "at least 1"),
         (["step", "--device", "cuda"], "torch finds no GPU"),
+        (["chain", "--threads", "-1"], "unrecognized arguments: --threads -1"),
+        (["chain", "--dims", "wide"], "argument --dims: invalid int value: 'wide'"),
+        (["chian"], "invalid choice: 'chian'"),
+        (["chain", "--seconds", "-1"], "seconds must be a number of at least 0, got -1.0"),
     ],
 )
 def test_wrong_options_are_one_line(words, message, tmp_path, capsys):
@@ -194,6 +198,18 @@ def test_wrong_options_are_one_line(words, message, tmp_path, capsys):
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
     assert not list(tmp_path.iterdir())
+
+
+def test_results_file_that_is_none_is_one_line(tmp_path, capsys):
+    for file in ("folder.csv", "fifo.csv"):
+        (tmp_path / file).mkdir() if file == "folder.csv" else os.mkfifo(tmp_path / file)
+        with pytest.raises(ValueError, match=f"{file}: not a file; choose another --out"):
+            check_columns(tmp_path / file, [])
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"bytes\.csv has other columns"):
+        check_columns(tmp_path / "bytes.csv", [])
+    assert command_line.main(["chain", "--out", str(tmp_path / "bytes.csv")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.slow

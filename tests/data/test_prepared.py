@@ -121,7 +121,7 @@ def test_a_killed_preparation_starts_over(stories, tmp_path):
     while not (tmp_path / "out.part" / "train.arrow").exists():
         assert process.is_alive()
         time.sleep(0.01)
-    message = "out: another process is preparing it"
+    message = f"out.part: in use by process {process.pid} on "
     assert message in error_of(prepare_corpus, stories, "bytes", folder)
     process.kill()
     process.join()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
-from crosslayer.train.compare import prepare_comparison, result_table, run_comparison
+from crosslayer.train.compare import prepare_comparison, result_table, run_comparison, run_folder
 from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run import launch_run, train_arm
@@ -143,6 +144,47 @@ def test_nothing_is_left_of_a_run(tiny):
     assert tensors() <= before
 
 
+def test_a_comparison_keeps_numbers_alone(tiny, tmp_path, monkeypatch):
+    models = []
+
+    def remember(*arguments):
+        model = build_model(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr("crosslayer.train.run.build_model", remember)
+    tiny |= {"steps": 1, "evals": 1, "layers": 1}
+    comparison = prepare_comparison(recipe(tiny, "prenorm", "mgr", "mudd"), 1, tmp_path / "out")
+    alive = []
+    run_comparison(
+        comparison, lambda *_: alive.append(sum(model() is not None for model in models))
+    )
+    assert alive == [1, 1, 1] and len(models) == 3
+
+
+def test_two_comparisons_in_one_folder_lose_no_result(tiny, tmp_path):
+    """Both read the empty folder before either holds it."""
+    tiny |= {"steps": 1, "evals": 1, "layers": 1}
+    out = tmp_path / "out"
+    first, second = (
+        prepare_comparison(recipe(tiny, arm), 1, out) for arm in ("prenorm", "skip_gain")
+    )
+    run_comparison(first, lambda *_: None)
+    left = run_folder(first, "prenorm", 0) / "step-00000001"  # its removal was killed
+    left.mkdir()
+    run_comparison(second, lambda *_: None)
+    rows = json.loads((out / "results.json").read_text())["runs"]
+    assert [row["arm"] for row in rows] == ["prenorm", "skip_gain"] and not left.exists()
+
+
+def test_a_comparison_killed_before_its_first_result(tiny, tmp_path):
+    out = tmp_path / "out"
+    (out / "runs").mkdir(parents=True)
+    for name in (".lock", "results.json.part"):
+        (out / name).touch()
+    assert prepare_comparison(recipe(tiny, "prenorm"), 1, out).missing_runs()
+
+
 def test_weight_decay_is_what_connections_say():
     settings = Settings.from_options(**TINY)
     model = build_model(settings, "hyper", 256, 0)
@@ -251,7 +293,7 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
         ),
         (
             ["--arms", "mgr(streams=9)", "mgr(streams=4, gate='x')"],
-            "gate must be one of competitive, independent",
+            "gate must be one of 'competitive', 'independent', got 'x'",
         ),
         (["--arms", "mgr(streams=3)", "mudd("], "cannot read the connection 'mudd('"),
         (["--step=3"], "unknown option --step (did you mean '--steps'?)"),

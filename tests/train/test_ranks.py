@@ -2,13 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.train.runs import run
+from crosslayer.cli.main import main
+from crosslayer.files import lock_folder
+from tests.train.runs import SMALL, run
 
 HERE = Path(__file__).parent
 ARMS = ("prenorm", "mudd", "hyper", "mhc", "mgr", "attnres", "resi_dual")
@@ -19,19 +23,14 @@ TOLERANCE = {"32-true": 2e-5, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
 MUON = 1e-3
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
 def two_ranks(jobs, folder):
     spec, out = folder / "spec.json", folder / "out.json"
     spec.write_text(json.dumps(jobs))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
     done = subprocess.run(
-        [*command, str(HERE / "runs.py"), str(spec), str(out)],
+        [*TORCHRUN, str(HERE / "runs.py"), str(spec), str(out)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -121,3 +120,37 @@ def test_from_two_ranks_to_one_and_back(text, tmp_path):
         )
         assert len(rest["losses"]) == 4 and apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
         assert (folder / "model" / "model.safetensors").exists()
+
+
+def wait_for(condition, seconds=120):
+    until = time.time() + seconds
+    while not condition():
+        assert time.time() < until
+        time.sleep(0.1)
+
+
+def is_free(folder):
+    try:
+        with lock_folder(folder):
+            return True
+    except ValueError:
+        return False
+
+
+@pytest.mark.slow
+def test_ranks_save_and_stop_when_torchrun_is_killed(text, tmp_path, capsys):
+    settings = {**SMALL, "steps": 100_000, "data": text, "out": tmp_path / "run"}
+    options = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+    agent = subprocess.Popen(
+        [*TORCHRUN, "-m", "crosslayer", "train", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists)
+    assert main(["train", *options]) == 1
+    assert f"{tmp_path / 'run'}: in use by process" in capsys.readouterr().err
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    wait_for(lambda: is_free(tmp_path / "run"))
+    assert list((tmp_path / "run").glob("step-*")), "they saved the run"

@@ -19,11 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from crosslayer.cli.compare import compare_and_report
 from crosslayer.cli.main import main
+from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
+from crosslayer.files import lock_folder
+from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarize_metrics
 from crosslayer.train.trainer import Diverged
-from tests.train.runs import run
+from tests.train.runs import SMALL, run
 
 HERE = Path(__file__).parent
 
@@ -80,52 +84,13 @@ def test_dropout_is_resumed_too(text, tmp_path):
     assert dry["losses"] != whole["losses"]
 
 
-KILLED = """
-import os, random, signal, sys, time
-import torch
-torch.set_num_threads(1)
-from pathlib import Path
-from tests.train.runs import run
-settings = {"data": sys.argv[1], "save_every": 2, "steps": 40}
-folder, draw = Path(sys.argv[2]), random.Random(0)
-
-def forked(act):
-    child = os.fork()
-    if not child:
-        try:
-            act()
-        finally:
-            os._exit(0)
-    return child
-
-def whole(name):
-    (folder / f"{name}.txt").write_text(run(settings, "hyper", folder / name)["weights"])
-
-def text_of(name):
-    return (folder / f"{name}.txt").read_text()
-
-start = time.time()
-os.waitpid(forked(lambda: whole("undisturbed")), 0)
-usual, kills = time.time() - start, 0
-while kills < 20:
-    child = forked(lambda: whole("disturbed"))
-    time.sleep(draw.uniform(0, usual / 2))
-    os.kill(child, signal.SIGKILL)
-    kills += os.waitpid(child, 0)[1] == signal.SIGKILL
-    if (folder / "disturbed.txt").exists():  # it was faster: begin anew
-        assert text_of("disturbed") == text_of("undisturbed"), kills
-        (folder / "disturbed.txt").unlink()
-        os.system(f"rm -rf {folder}/disturbed")
-os.waitpid(forked(lambda: whole("disturbed")), 0)
-assert text_of("disturbed") == text_of("undisturbed")
-print(kills, "kills")
-"""
-
-
 @pytest.mark.slow
-def test_killed_twenty_times(text, tmp_path):
+def test_killed_at_random_moments(tmp_path):
+    """train, compare, data prepare and torchrun; KILLS=100 for more kills than 26."""
+    command = [sys.executable, "-m", "tests.train.kills", str(tmp_path)]
+    count = os.environ.get("KILLS", "26")
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, text, str(tmp_path)],
+        [*command, "--kills", count],
         capture_output=True,
         text=True,
         env={
@@ -134,7 +99,7 @@ def test_killed_twenty_times(text, tmp_path):
             "OMP_NUM_THREADS": "1",
         },
     )
-    assert done.returncode == 0 and "20 kills" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"{count} kills" in done.stdout, done.stderr
 
 
 def test_a_full_disk(text, tmp_path):
@@ -184,8 +149,17 @@ def test_a_full_disk(text, tmp_path):
         ),
         ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
+        ("checkpoint.json", lambda b: b"[" * 100_000, "checkpoint.json is damaged"),
     ],
-    ids=["cut", "missing", "overwritten", "one bit", "index cut", "index of another kind"],
+    ids=[
+        "cut",
+        "missing",
+        "overwritten",
+        "one bit",
+        "index cut",
+        "index of another kind",
+        "too deep",
+    ],
 )
 def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     settings = {"data": text, "save_every": 3}
@@ -260,6 +234,17 @@ def test_a_checkpoint_runs_no_code(text, tmp_path):
             run(settings, "prenorm", folder)
         assert "\n" not in str(error.value) and not (tmp_path / "marker").exists()
     assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "owned")
+
+
+def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
+    """It pickles a member of an enumeration as getattr(class, name)."""
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    reduced = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(encoding, "__reduce_ex__", reduced)
+    run({"data": text, "layers": 1}, "prenorm", tmp_path)
+    (checkpoint,) = tmp_path.glob("step-*")
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert run({"data": text, "layers": 1}, "prenorm", tmp_path)["losses"] == []
 
 
 @pytest.mark.parametrize(
@@ -356,6 +341,30 @@ def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
     assert run(settings, "prenorm")["losses"][:7] == skipping["losses"][:7]
 
 
+def test_a_run_that_skips_most_steps_fails(text, tmp_path):
+    task = LANGUAGE._replace(loss=lambda model, batch: next_token_loss(model, batch) * math.nan)
+    options = {**SMALL, "data": text, "unstable": "skip", "steps": 3}
+    recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
+    message = "prenorm: 2 of 3 steps were skipped and the loss is nan at step 2; there is no"
+    with pytest.raises(ValueError, match=message):
+        train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_non_finite_validation_loss_fails(text, tmp_path):
+    def evaluate(model, batch, indices):
+        return {"loss": torch.full([len(batch)], math.nan)}
+
+    task = LANGUAGE._replace(evaluate=evaluate)
+    options = {**SMALL, "data": text, "steps": 2, "evals": 1}
+    recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
+    message = "prenorm: the loss on the validation set held-out is nan at step 2; there is no"
+    with pytest.raises(ValueError, match=message):
+        train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "model").exists()
+    assert compare_and_report(recipe, 1, str(tmp_path / "compared")) == 1
+
+
 def test_a_spike(text):
     settings = {"data": text, "steps": 30, "spike": 3.0}
     message = r"prenorm: the loss is 1\d\.\d+ at step 25; there is no checkpoint"
@@ -388,6 +397,42 @@ def test_perplexity_of_a_diverged_run_is_infinite():
     examples = Examples(None, {}, 300, "", {}, tokenizer=tokenizer)
     evaluation = {"held-out": {"loss": 1000.0}}
     assert summarize_metrics(examples, evaluation) == {"perplexity": math.inf}
+
+
+def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
+    settings = {"data": text, "save_every": 3, "log_every": 1, "layers": 1}
+    whole = run(settings, "prenorm")
+    run(settings, "prenorm", tmp_path / "run", stop=8)
+    half_written, half_deleted = (tmp_path / "run" / f"step-0000000{i}" for i in ("9.part", 2))
+    for folder in (half_written, half_deleted):
+        folder.mkdir()
+        (folder / "__0_0.distcp").touch()
+    (tmp_path / "run" / "step-00000006.part").touch()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)[:6]
+    # a line without its end, and what is no line of a log
+    metrics.write_bytes(b"\xff\n12\n{}\n" + b"".join(lines)[:-1])
+    again = run(settings, "prenorm", tmp_path / "run")
+    assert again["weights"] == whole["weights"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "metrics.jsonl",
+        "model",
+        "step-00000009",
+        "step-00000012",
+    ]
+    steps_logged = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert set(steps_logged) == set(range(1, 13))
+
+
+def test_a_folder_in_use_is_refused(text, tmp_path, capsys):
+    small = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
+    for command in ("train", "compare"):
+        folder = tmp_path / command
+        with lock_folder(folder):
+            assert main([command, f"--data={text}", *small, f"--out={folder}"]) == 1
+        printed = capsys.readouterr().err
+        assert f"{folder}: in use by process {os.getpid()} on" in printed
+        assert printed.count("\n") == 1
 
 
 def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):

@@ -9,6 +9,7 @@ from .console import (
     add_recipe,
     add_settings,
     add_specs,
+    hold_folder,
     is_first_rank,
     make_console,
     make_parser,
@@ -19,6 +20,7 @@ from .console import (
 )
 
 if TYPE_CHECKING:
+    from ..train.compare import Comparison
     from ..train.recipe import Arm, Recipe
     from ..train.trainer import StepResult
 
@@ -53,18 +55,26 @@ def run(options: Any) -> int:
 
 def compare_and_report(recipe: "Recipe", seeds: int, out: str | None) -> int:
     """Run a comparison with progress bars, write its report and print its table; the exit code."""
-    from ..train.compare import prepare_comparison, run_comparison
+    from ..train.compare import prepare_comparison
+
+    comparison = prepare_comparison(recipe, seeds, Path(out) if out else None)
+    with hold_folder(comparison.folder):
+        return _run_and_report(comparison)
+
+
+def _run_and_report(comparison: "Comparison") -> int:
+    from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
     from ..train.report import table_cells, table_columns, write_report
 
     console = make_console()
-    comparison = prepare_comparison(recipe, seeds, Path(out) if out else None)
+    recipe = comparison.recipe
     stopped = False
     try:
         with ProgressBars(console, recipe.task.unit) as bars:
 
             def show_step(arm: "Arm", seed: int, result: "StepResult") -> None:
-                name = arm.name if seeds == 1 else f"{arm.name}, seed {seed}"
+                name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
                 bars.show_step(name, recipe.settings(arm).optimization.steps, result)
 
             run_comparison(comparison, show_step)

@@ -1,12 +1,16 @@
 """What the commands share: parsers, options of a run, progress bars, tables."""
 
+import argparse
 import logging
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
+from ..files import lock_folder
 from ..spec import available
 
 if TYPE_CHECKING:
@@ -14,6 +18,13 @@ if TYPE_CHECKING:
     from ..train.trainer import StepResult
 
 DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse's parser for benchmarks and examples: it raises its errors, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def make_parser(description: str) -> Any:
@@ -118,6 +129,15 @@ def _unique_arms(arms: Iterable["Arm"]) -> list["Arm"]:
 def is_first_rank() -> bool:
     """Whether this process prints: the only one, or rank 0 of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def hold_folder(folder: Path) -> AbstractContextManager[None]:
+    """Hold `folder` for this command: rank 0 does, for all ranks.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    return lock_folder(folder) if is_first_rank() else nullcontext()
 
 
 def make_console(**options: Any) -> Any:

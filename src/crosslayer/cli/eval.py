@@ -2,13 +2,15 @@
 
 import json
 import os
+from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import __version__
-from ..files import write_text_atomic
-from ..validation import parse_dtype
+from ..files import lock_folder, write_text_atomic
+from ..validation import check_positive, parse_dtype
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
 
 RESULTS_FILE = "results.json"
@@ -42,7 +44,7 @@ def parser() -> Any:
         "--include-path",
         type=str | None,
         default=None,
-        help="folder of YAML task files of your own",
+        help="folder of YAML task files of your own, which may call Python code",
     )
     add("--limit", type=int | None, default=None, help="only the first documents of each task")
     add(
@@ -51,6 +53,20 @@ def parser() -> Any:
         type=str,
         default=[],
         help="text or .jsonl files or folders: perplexity and bits per byte",
+    )
+    add(
+        "--documents",
+        type=Literal["joined", "apart"],
+        default="joined",
+        help="of --text: joined to one stream and cut into windows, as crosslayer train measures "
+        "its validation loss; or apart, each after a first token and with every token scored",
+    )
+    add(
+        "--windows",
+        type=int | None,
+        default=None,
+        help="score only this many windows of joined documents, at equal distances; train scores "
+        "eval-batches x batch of them",
     )
     add(
         "--spans",
@@ -84,21 +100,40 @@ def parser() -> Any:
 
 
 def run(options: Any) -> int:
+    with ExitStack() as held:
+        return _evaluate(options, held)
+
+
+def _evaluate(options: Any, held: ExitStack) -> int:
+    """Evaluate, with the lock of --out in `held` as soon as nothing can be wrong any more."""
     os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
     silence_libraries()
     # The bootstrap of standard errors would fork this process with the model in it.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
     from ..data.sources import read_documents
-    from ..evaluate import evaluate_tasks, find_tasks, read_spans, span_perplexity, text_perplexity
+    from ..evaluate import (
+        evaluate_tasks,
+        find_tasks,
+        read_spans,
+        span_perplexity,
+        stream_perplexity,
+        text_perplexity,
+    )
     from ..evaluate.perplexity import check_context
 
     # Whatever can be wrong is found before the model is loaded.
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
-    if results_file is not None and results_file.exists():
-        raise ValueError(f"{results_file} exists already; choose another folder")
+    measures: dict[str, Any] = {
+        "joined": partial(stream_perplexity, windows=options.windows),
+        "apart": text_perplexity,
+    }
+    if options.documents == "apart" and options.windows is not None:
+        raise ValueError("--windows is for joined documents; --documents apart scores every token")
+    check_positive(batch_size=options.batch_size)
+    _check_new(results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     texts = {name: [document.text for document in read_documents(name)] for name in options.text}
@@ -109,12 +144,17 @@ def run(options: Any) -> int:
     model = open_model(options.model, dtype).to(device)
     check_tokenizer(tokenizer, model)
     context = check_context(model, options.context)
+    if results_file is not None:
+        held.enter_context(lock_folder(results_file.parent))
+        _check_new(results_file)  # another process may have finished meanwhile
     results: dict[str, Any] = {
         "model": options.model,
         "connection": getattr(model.config, "crosslayer", None),
         "dtype": str(model.dtype).removeprefix("torch."),
         "context": context,
         "versions": {"crosslayer": __version__, "torch": version("torch")},
+        "documents": options.documents,
+        "windows": options.windows,
         "text": {},
         "spans": {},
     }
@@ -138,7 +178,7 @@ def run(options: Any) -> int:
     table = make_table("perplexity", ["file", "metric", "value"])
     batch_size = options.batch_size
     for name, documents_of_file in texts.items():
-        text_result = text_perplexity(
+        text_result = measures[options.documents](
             model, tokenizer, documents_of_file, context, batch_size=batch_size
         )
         results["text"][name] = text_result._asdict()
@@ -150,11 +190,15 @@ def run(options: Any) -> int:
     if table.row_count:
         print_table(table, make_console())
     if results_file is not None:
-        results_file.parent.mkdir(parents=True, exist_ok=True)
         # The harness's results contain functions and dtypes.
         write_text_atomic(results_file, json.dumps(results, indent=1, default=str))
         make_console().print(f"Results: {results_file}", soft_wrap=True)
     return 0
+
+
+def _check_new(results_file: Path | None) -> None:
+    if results_file is not None and results_file.exists():
+        raise ValueError(f"{results_file} exists already; choose another folder")
 
 
 def _add_rows(table: Any, name: str, result: Any) -> None:

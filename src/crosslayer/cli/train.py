@@ -10,6 +10,7 @@ from .console import (
     ProgressBars,
     add_recipe,
     add_settings,
+    hold_folder,
     is_first_rank,
     make_console,
     make_parser,
@@ -19,6 +20,7 @@ from .console import (
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
+    from ..train.task import Examples
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
 MODEL_FOLDER, RESULT_FILE = "model", "result.json"
@@ -55,14 +57,6 @@ def run(options: Any) -> int:
 
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
     """Train an arm with a progress bar, save model and result, print losses; the exit code."""
-    from ..files import write_text_atomic
-    from ..train.compare import describe_environment
-    from ..train.export import export_model
-    from ..train.parallel import shutdown_distributed
-    from ..train.run import launch_run, train_arm
-    from ..train.trainer import Diverged, Stopped
-
-    console = make_console()
     settings = recipe.settings(arm)
     if out is None:
         identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
@@ -71,6 +65,23 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
     check_out_folder(folder)
     examples = recipe.task.load_examples(settings.data, settings.model.model_config)
 
+    with hold_folder(folder):
+        return _train_in_folder(recipe, arm, seed, examples, folder)
+
+
+def _train_in_folder(
+    recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path
+) -> int:
+    from ..files import write_text_atomic
+    from ..train.averaging import averaged_weights
+    from ..train.compare import describe_environment
+    from ..train.export import export_model
+    from ..train.parallel import shutdown_distributed
+    from ..train.run import launch_run, train_arm
+    from ..train.trainer import Diverged, Stopped
+
+    console = make_console()
+    settings = recipe.settings(arm)
     steps = settings.optimization.steps
     fabric = launch_run(settings, arm, folder)
     try:
@@ -85,6 +96,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
                 folder,
                 lambda result: bars.show_step(arm.name, steps, result),
             )
+            result = trainer.result()
     except Stopped as stop:
         if is_first_rank():
             console.print(f"{stop}. The same command resumes.", soft_wrap=True)
@@ -92,8 +104,8 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
     except Diverged as error:
         raise ValueError(str(error)) from None
 
-    export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
-    result = trainer.result()
+    with averaged_weights(trainer.model, trainer.optimizers):
+        export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
     if fabric.is_global_zero:
         content = {
             "environment": describe_environment(),

@@ -26,8 +26,14 @@ from torch import Tensor, nn
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights
-from ..norms import NormSpec, apply_norm
-from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
+from ..norms import NormSpec
+from ..ops import (
+    collapse_streams,
+    depth_connection,
+    expand_to_streams,
+    width_connection,
+    write_norm_project,
+)
 from ..validation import check_positive
 from .hyper import Streams, streams_memory_traffic, write_to_streams
 
@@ -43,6 +49,7 @@ class MHCLite(FusedNormConnection[Streams]):
 
     parts_are_streams = True
     gate_fields = ("beta",)
+    sums_streams = True
     prenorm_up_to_scale = True
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
     test_variants = ("mhc_lite(streams=3)",)
@@ -94,7 +101,7 @@ class MHCLite(FusedNormConnection[Streams]):
         if self.is_readout:
             Y = None if state.y is None else state.y[..., None, :]
             H = depth_connection(state.H, Y, state.beta)
-            return (apply_norm(H.sum(-2), *norms),), Streams(H)
+            return (collapse_streams(H, None, *norms),), Streams(H)
         H, pre, R, post = self._wire(state)
         x, H = width_connection(H, pre, R, *norms)
         return (x,), Streams(H, beta=post)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import atomic_replace, fsync_path, read_json
+from ..files import LOCK_FILE, atomic_replace, fsync_path, lock_folder, read_json
 from ..validation import check_non_negative, check_positive
 from .sources import CORPUS_FILE, TRAIN, name_sets, read_sets, set_names, training_texts
 from .streams import ProgressCallback, StreamCounts, TokenStream, encode_sets, id_dtype
@@ -175,27 +175,31 @@ def _open_tokenizer(folder: Path, description: dict[str, Any]) -> Tokenizer:
 @contextmanager
 def _work_folder(folder: Path) -> Iterator[Path]:
     """A folder that replaces `folder` where the block succeeds, and is removed where it fails."""
-    from filelock import FileLock, Timeout
-
     if folder.is_file():
         raise ValueError(f"{folder}: is a file, expected a new or empty folder")
+    _check_empty(folder)
+    work = folder.with_name(f"{folder.name}.part")
+    with lock_folder(work):
+        try:
+            _check_empty(folder)  # another process may have held the lock until now
+            _remove_content(work)  # left by a process that was killed
+            yield work
+            (work / LOCK_FILE).unlink()  # it holds until the end
+            for path in work.rglob("*"):
+                fsync_path(path)
+            atomic_replace(work, folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_empty(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: not empty; choose another folder, or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = folder.with_name(f"{folder.name}.part")
-    lock = FileLock(f"{folder}.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(f"{folder}: another process is preparing it") from None
-    try:
-        shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
-        work.mkdir()
-        yield work
-        for path in work.rglob("*"):
-            fsync_path(path)
-        atomic_replace(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
+
+
+def _remove_content(work: Path) -> None:
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK_FILE:
+            path.unlink()

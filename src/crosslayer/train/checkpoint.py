@@ -1,6 +1,6 @@
 """Checkpoints of a run: sharded, and atomic, so that a run may be killed at any moment.
 
-A checkpoint is written to a temporary folder, which is renamed when it is complete:
+A checkpoint is written to a temporary folder, step-….part, which is renamed when it is complete:
 
 FOLDER/step-00000100/checkpoint.json    the run's identity and state; size and CRC-32 of other files
                      __0_0.distcp …     a file a rank (torch.distributed.checkpoint)
@@ -24,7 +24,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ..files import atomic_replace, write_text_atomic
+from ..files import atomic_replace, read_json, write_text_atomic
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 
 INDEX_FILE = "checkpoint.json"
@@ -71,8 +71,7 @@ class Checkpoints:
         temporary = path.with_suffix(TEMPORARY_SUFFIX)
 
         def make_folder() -> None:
-            for unfinished in self.folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
-                shutil.rmtree(unfinished)
+            self._remove_leftovers()
             temporary.mkdir(parents=True)
 
         def finish() -> None:
@@ -80,10 +79,10 @@ class Checkpoints:
                 raise OSError(error)
             index = {"identity": self.identity, "state": state, "files": fingerprints}
             write_text_atomic(temporary / INDEX_FILE, json.dumps(index, indent=1))
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # incomplete, or it had been loaded
             atomic_replace(temporary, path)
             for old in self.complete()[: -self.keep]:
-                shutil.rmtree(old)
+                remove_checkpoint(old)
 
         self._on_rank_zero(make_folder)
         error = ""
@@ -114,6 +113,7 @@ class Checkpoints:
         Raises:
             ValueError: it is damaged, or another run's.
         """
+        self._on_rank_zero(self._remove_leftovers)
         path = self.newest()
         if path is None:
             return None
@@ -143,7 +143,7 @@ class Checkpoints:
         """The index of a checkpoint of this run, whose files are as they were written."""
         remedy = self._remedy(path)
         try:
-            index = json.loads((path / INDEX_FILE).read_text("utf8"))
+            index = read_json(path / INDEX_FILE, dict)
             identity, _ = index["identity"], index["state"]
             files = {
                 name: (int(size), int(checksum))
@@ -185,6 +185,14 @@ class Checkpoints:
         torch.distributed.all_gather_object(of_ranks, fingerprints)
         return {name: entry for part in of_ranks for name, entry in part.items()}
 
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed process left: checkpoints half written or half deleted."""
+        complete = self.complete()
+        for path in self.folder.glob("step-*"):
+            is_old = bool(complete) and path < complete[-1]
+            if path.suffix == TEMPORARY_SUFFIX or (is_old and path not in complete):
+                remove_checkpoint(path)
+
     def _remedy(self, path: Path) -> str:
         others = [str(other) for other in self.complete() if other != path]
         if others:
@@ -202,6 +210,17 @@ class Checkpoints:
         failure = self.fabric.broadcast(failure)
         if failure is not None:
             raise failure
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint. What is left where this is killed has the name of an unfinished one."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    unfinished = path.with_suffix(TEMPORARY_SUFFIX)
+    if unfinished != path:
+        path.rename(unfinished)
+    shutil.rmtree(unfinished)
 
 
 def _state_dict(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:

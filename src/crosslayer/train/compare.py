@@ -4,11 +4,11 @@ results.json is rewritten after every run, and an unfinished run is saved when i
 same comparison, started again in the same folder, does what is missing.
 """
 
+import gc
 import hashlib
 import json
 import platform
 import re
-import shutil
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import __version__
-from ..files import write_text_atomic
+from ..files import LOCK_FILE, read_json, write_text_atomic
+from .checkpoint import remove_checkpoint
+from .parallel import launch_fabric
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .settings import GROUP_OF_OPTION, Model
@@ -88,6 +90,17 @@ class Comparison:
     examples: dict[str, Examples]
     results: ComparisonResults
 
+    def read_results(self) -> None:
+        """Take over the runs of the folder's results.json, if it has one.
+
+        Raises:
+            ValueError: the folder is not a comparison's, or that of another one.
+        """
+        previous = _load_results(self.folder, self.results)
+        if previous is not None:
+            self.results.arms = {**previous.arms, **self.results.arms}
+            self.results.runs, self.results.diverged = previous.runs, previous.diverged
+
     def missing_runs(self) -> list[tuple[Arm, int]]:
         """Arms and seeds without a result, the first seed of every arm before the second of any."""
         done = {(run.arm, run.seed) for run in self.results.runs}
@@ -140,11 +153,9 @@ def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Compa
             "paper": arm.paper,
         }
 
-    previous = _load_results(folder, results)
-    if previous is not None:
-        results.arms = {**previous.arms, **results.arms}
-        results.runs, results.diverged = previous.runs, previous.diverged
-    return Comparison(recipe, seeds, folder, examples, results)
+    comparison = Comparison(recipe, seeds, folder, examples, results)
+    comparison.read_results()
+    return comparison
 
 
 def _load_examples(recipe: Recipe) -> dict[str, Examples]:
@@ -185,20 +196,22 @@ def _load_results(folder: Path, current: ComparisonResults) -> ComparisonResults
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: a file is in the way of the output folder")
     if not path.exists():
-        if folder.exists() and any(file.name != RUNS_FOLDER for file in folder.iterdir()):
+        # what a comparison that was killed before its first result leaves
+        own_names = {RUNS_FOLDER, LOCK_FILE, f"{RESULTS_FILE}.part"}
+        if folder.exists() and any(file.name not in own_names for file in folder.iterdir()):
             raise ValueError(
                 f"{folder}: not empty and without {RESULTS_FILE}, so not a comparison's; "
                 "choose another --out"
             )
         return None
     try:
-        previous = ComparisonResults.from_json(json.loads(path.read_text("utf8")))
+        previous = ComparisonResults.from_json(read_json(path, dict))
         pairs = [(previous.settings, current.settings), (previous.data, current.data)]
         for name, arm in current.arms.items():
             if name in previous.arms:
                 pairs.append((previous.arms[name], arm))
         differences = [_first_difference(before, now) for before, now in pairs]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
         ) from None
@@ -213,21 +226,23 @@ def _load_results(folder: Path, current: ComparisonResults) -> ComparisonResults
 def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The first key with another value, in words; empty if there is none."""
     for key, value in json.loads(json.dumps(now)).items():
-        if before[key] != value:
-            return f"whose {key} is {before[key]!r}; here it is {value!r}"
+        if before.get(key) != value:
+            return f"whose {key} is {before.get(key)!r}; here it is {value!r}"
     return ""
 
 
-def run_folder(comparison: Comparison, arm: Arm, seed: int) -> Path:
-    """The folder of one run's checkpoints and metrics."""
-    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm.name}-{seed}")[:80]
+def run_folder(comparison: Comparison, arm: str, seed: int) -> Path:
+    """The folder of the checkpoints and metrics of one run of the arm of this name."""
+    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm}-{seed}")[:80]
     # names may differ in replaced characters alone
-    digest = hashlib.sha256(f"{arm.name} {seed}".encode()).hexdigest()[:6]
+    digest = hashlib.sha256(f"{arm} {seed}".encode()).hexdigest()[:6]
     return comparison.folder / RUNS_FOLDER / f"{readable}-{digest}"
 
 
 def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]) -> None:
     """Do the runs that are missing, and write results.json after each, on rank 0.
+
+    The caller holds the folder (`files.lock_folder`): two processes would do the same runs.
 
     Args:
         comparison: of `prepare_comparison`; its results grow.
@@ -236,32 +251,47 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
     Raises:
         Stopped: Ctrl-C or SIGTERM; the run is saved.
     """
-    comparison.folder.mkdir(parents=True, exist_ok=True)
+    fabric = launch_fabric(comparison.recipe.settings().engine)
+    if fabric.is_global_zero:
+        comparison.folder.mkdir(parents=True, exist_ok=True)
+        comparison.read_results()  # another process may have finished runs before this one's lock
+        _remove_checkpoints(comparison)
+    comparison.results = fabric.broadcast(comparison.results)
     for arm, seed in comparison.missing_runs():
-        folder, settings = run_folder(comparison, arm, seed), comparison.recipe.settings(arm)
-        fabric = launch_run(settings, arm, folder)
-        try:
-            trainer = train_arm(
-                fabric,
-                settings,
-                arm,
-                seed,
-                comparison.examples[arm.name],
-                comparison.recipe.task,
-                folder,
-                lambda result: on_step(arm, seed, result),
-            )
-            comparison.results.runs.append(trainer.result())
-        except Diverged as error:  # a result too, and no reason to stop the other arms
-            comparison.results.diverged.append(
-                DivergedRun(arm.name, seed, error.step, str(error.loss))
-            )
+        result = _do_run(comparison, arm, seed, lambda step: on_step(arm, seed, step))
+        gc.collect()  # the model is in cycles of references, and may be large
+        if isinstance(result, RunResult):
+            comparison.results.runs.append(result)
+        else:
+            comparison.results.diverged.append(result)
         if fabric.is_global_zero:
             content = json.dumps(asdict(comparison.results), indent=1)
             write_text_atomic(comparison.folder / RESULTS_FILE, content)
-            for checkpoint in folder.glob("step-*"):  # of no use once the result is written
-                shutil.rmtree(checkpoint)
+            _remove_checkpoints(comparison)
         fabric.barrier()
+
+
+def _do_run(
+    comparison: Comparison, arm: Arm, seed: int, on_step: Callable[[StepResult], Any]
+) -> RunResult | DivergedRun:
+    """Train one arm from one seed. Nothing but numbers is left of it."""
+    folder, settings = run_folder(comparison, arm.name, seed), comparison.recipe.settings(arm)
+    fabric = launch_run(settings, arm, folder)
+    examples, task = comparison.examples[arm.name], comparison.recipe.task
+    try:
+        trainer = train_arm(fabric, settings, arm, seed, examples, task, folder, on_step)
+        return trainer.result()
+    except Diverged as error:  # a result too, and no reason to stop the other arms
+        return DivergedRun(arm.name, seed, error.step, str(error.loss))
+
+
+def _remove_checkpoints(comparison: Comparison) -> None:
+    """Remove the checkpoints of runs whose result is written: they are of no use any more."""
+    results = comparison.results
+    done: list[RunResult | DivergedRun] = [*results.runs, *results.diverged]
+    for run in done:
+        for checkpoint in run_folder(comparison, run.arm, run.seed).glob("step-*"):
+            remove_checkpoint(checkpoint)
 
 
 class MeanStd(NamedTuple):

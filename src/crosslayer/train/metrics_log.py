@@ -1,15 +1,17 @@
 """Where a run's metrics go: metrics.jsonl in its folder, and Fabric's loggers."""
 
+import errno
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
 
-from ..files import write_text_atomic
+from ..files import parse_json, write_text_atomic
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -56,8 +58,8 @@ class MetricsLog:
         if folder is not None and fabric.is_global_zero:
             self.path = folder / METRICS_FILE
             if self.path.exists():
-                lines = self.path.read_text("utf8").splitlines(keepends=True)
-                kept = [line for line in lines if _step_of_line(line) <= step]
+                lines = self.path.read_text("utf8", errors="replace").splitlines()
+                kept = [line + "\n" for line in lines if _step_of_line(line) <= step]
                 write_text_atomic(self.path, "".join(kept))
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
@@ -66,14 +68,19 @@ class MetricsLog:
         None is written as null, and left out for Fabric's loggers.
         """
         if self.path is not None:
-            with open(self.path, "a", encoding="utf8") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            line = json.dumps({"step": step, **metrics}) + "\n"
+            # Unbuffered: a line is one call of the system, which no kill can divide.
+            with open(self.path, "ab", buffering=0) as file:
+                if file.write(line.encode()) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         known = {name: value for name, value in metrics.items() if value is not None}
         self.fabric.log_dict(known, step)
 
 
 def _step_of_line(line: str) -> float:
+    """Infinite for what is no line of this log: one that was cut short, on a full disk say."""
     try:
-        return json.loads(line)["step"]
-    except ValueError:  # the line was cut short when the run was killed
+        step = parse_json(line, METRICS_FILE, dict).get("step")
+    except ValueError:
         return float("inf")
+    return step if isinstance(step, int) else float("inf")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..optim import param_groups
+from .averaging import track_averages
 from .settings import Optimization
 
 
@@ -33,6 +34,8 @@ def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.opt
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
+        if settings.ema is not None:
+            track_averages(optimizer, settings.ema)
     return optimizers
 
 

@@ -247,6 +247,9 @@ def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
         if key != "head_dim"
     }
     delay = round(stated["delay"] / stated["steps"] * TINY_STEPS)  # as late in the run
+    ema = (
+        None if stated["ema"] is None else 0.9
+    )  # a longer average would still be the first weights
     return {
         "layers": max(min(6, stated["layers"]), stated["layers"] // 6),
         "dim": TINY_DIM,
@@ -259,6 +262,7 @@ def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
         "steps": TINY_STEPS,
         "warmup": 0.1,
         "delay": delay,
+        "ema": ema,
         "precision": "32-true",
         "strategy": "ddp",
         "compile": "none",

@@ -46,9 +46,16 @@ def train_arm(
     Raises:
         Diverged: the loss or its gradient is non-finite, or the loss spiked.
         Stopped: Ctrl-C or SIGTERM; the run is saved.
-        ValueError: the folder's checkpoint is another run's or damaged.
+        ValueError: the folder's checkpoint is another run's or damaged, or `vocab` is too small
+            for the data.
     """
     engine = settings.engine
+    vocab = settings.model.vocab
+    if vocab is not None and vocab < examples.num_classes:
+        raise ValueError(
+            f"vocab must be at least {examples.num_classes}, the number of tokens or classes "
+            f"of the data, got {vocab}"
+        )
     model = build_model(settings, arm.connection, examples.num_classes, seed, task)
     trainer = Trainer(fabric, model, examples, settings, arm, seed, task)
     callbacks = [

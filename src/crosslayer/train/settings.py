@@ -97,6 +97,8 @@ class Optimization:
         decay: shape of the learning rate after the warm-up.
         floor: final learning rate, as a share of the peak.
         delay: first steps in which the connections' parameters are not updated.
+        ema: decay of an exponential moving average of the weights, like 0.9999. It is evaluated and
+            saved in place of the weights.
     """
 
     steps: int = 160
@@ -112,12 +114,15 @@ class Optimization:
     decay: Literal["cosine", "linear"] = "cosine"
     floor: float = 0.1
     delay: int = 0
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
         check_non_negative(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
         check_non_negative(lr=self.lr, muon_lr=self.muon_lr, weight_decay=self.weight_decay)
         check_non_negative(eps=self.eps, momentum=self.momentum)
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema must be between 0 and 1, like 0.9999, got {self.ema}")
 
 
 @dataclass
@@ -139,7 +144,8 @@ class Engine:
         save_every: steps between checkpoints; with 0 a run is saved only when it ends or is
             stopped.
         keep_checkpoints: number of checkpoints kept.
-        unstable: on a non-finite or spiking loss, stop the run or skip the batch.
+        unstable: on a non-finite or spiking loss, stop the run or skip the batch. A run of which
+            most of the last 200 steps are skipped stops too.
         spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
         log_every: steps between lines of metrics.jsonl.
         diagnostics_every: steps between diagnostics of the connections; 0 for none.
@@ -185,7 +191,7 @@ GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
 # options of a recipe that the command line does not have
 YAML_ONLY = frozenset(
     {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
-    | {"log_every", "router_z_loss", "valid_groups"}
+    | {"log_every", "ema", "router_z_loss", "valid_groups"}
 )
 # options that may change when a run is resumed: they change its losses by rounding at most
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}

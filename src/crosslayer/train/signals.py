@@ -1,5 +1,6 @@
 """How a run is asked to stop."""
 
+import os
 import signal
 from typing import Any
 
@@ -7,11 +8,13 @@ from typing import Any
 class StopSignals:
     """Within this context, SIGTERM and Ctrl-C set `received` and nothing else.
 
-    A second Ctrl-C interrupts at once.
+    A second Ctrl-C interrupts at once. A rank of torchrun is also asked to stop by the death of
+    torchrun's agent, which started it: nobody else would end it.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -25,6 +28,12 @@ class StopSignals:
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+
+    @property
+    def ask_to_stop(self) -> bool:
+        """Whether a signal came, or the agent died."""
+        is_orphan = self._agent is not None and os.getppid() != self._agent
+        return self.received is not None or is_orphan
 
     def _receive(self, number: int, frame: Any) -> None:
         if self.received == signal.SIGINT:

@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ..cost.estimate import count_parameters
+from ..data.sampler import evenly_spaced
 from ..optim import zero_connection_updates
-from .evaluation import evaluate_examples, evenly_spaced
+from .averaging import averaged_weights
+from .evaluation import evaluate_examples
 from .optimizers import build_optimizers, set_learning_rates
 from .parallel import setup_model
 from .profiling import measure_forward, model_flops_utilization, peak_memory
@@ -37,7 +39,7 @@ from .settings import Settings
 from .signals import StopSignals
 from .task import LANGUAGE, Batch, Examples, Task, summarize_metrics
 
-RECENT_STEPS = 200  # over which results average the training loss
+RECENT_STEPS = 200  # whose mean training loss is a result, and most of which must be stable
 
 
 @dataclass
@@ -149,12 +151,17 @@ class RunResult:
 
 
 class Diverged(Exception):
-    """The loss or its gradient is non-finite, or the loss spiked."""
+    """A loss is non-finite, or the training loss spikes or has a non-finite gradient.
 
-    def __init__(self, arm: str, step: int, loss: float, grad_norm: float, checkpoint: Path | None):
-        problem = f"the loss is {loss:.4g}"
-        if math.isfinite(loss) and not math.isfinite(grad_norm):
-            problem += f" and the norm of its gradient {grad_norm:.4g}"
+    Args:
+        arm: its name.
+        step: at which it happened.
+        loss: that of training or of a validation set.
+        problem: what is wrong, in words.
+        checkpoint: the last one.
+    """
+
+    def __init__(self, arm: str, step: int, loss: float, problem: str, checkpoint: Path | None):
         saved = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         super().__init__(f"{arm}: {problem} at step {step}; {saved}")
         self.step, self.loss = step, loss
@@ -256,8 +263,8 @@ class Trainer:
             callbacks: called in this order at the start and after every step.
 
         Raises:
-            Diverged: the loss or its gradient is non-finite, or the loss spiked.
-            Stopped: Ctrl-C or SIGTERM.
+            Diverged: as in `step` and `evaluate`.
+            Stopped: Ctrl-C or SIGTERM, or the death of torchrun's agent.
         """
         callbacks = list(callbacks)
         for callback in callbacks:
@@ -286,8 +293,8 @@ class Trainer:
         """Take one step on the next batch.
 
         Raises:
-            Diverged: the loss or its gradient is non-finite, or the loss spiked, and `unstable` is
-                "stop".
+            Diverged: the loss or its gradient is non-finite, or the loss spiked; and `unstable` is
+                "stop", or most of the recent steps were skipped.
         """
         optimization, engine = self.settings.optimization, self.settings.engine
         start = time.perf_counter()
@@ -313,10 +320,8 @@ class Trainer:
         if self.state.is_stable(loss, grad_norm, engine.spike):
             for optimizer in self._fabric_optimizers:
                 optimizer.step()
-        elif engine.unstable == "skip":
-            self.state.skipped.append(step)
         else:
-            raise Diverged(self.arm.name, step, loss, grad_norm, self.latest_checkpoint)
+            self._skip_or_raise(step, loss, grad_norm)
         for optimizer in self._fabric_optimizers:
             optimizer.zero_grad()
 
@@ -339,15 +344,47 @@ class Trainer:
             seconds_left=seconds * (optimization.steps - step),
         )
 
+    def _skip_or_raise(self, step: int, loss: float, grad_norm: float) -> None:
+        """Skip the batch of an unstable step.
+
+        Raises:
+            Diverged: `unstable` is "stop", or most of the recent steps were skipped.
+        """
+        problem = f"the loss is {loss:.4g}"
+        if math.isfinite(loss) and not math.isfinite(grad_norm):
+            problem += f" and the norm of its gradient {grad_norm:.4g}"
+        if self.settings.engine.unstable == "stop":
+            raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+
+        self.state.skipped.append(step)
+        window = min(RECENT_STEPS, self.settings.optimization.steps)
+        count = sum(skipped > step - window for skipped in self.state.skipped[-window:])
+        if 2 * count > window:
+            problem = f"{count} of {window} steps were skipped and {problem}"
+            raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Metrics of each validation set: means over examples, whatever the number of ranks."""
+        """Metrics of each validation set: means over examples, whatever the number of ranks.
+
+        With `ema` they are those of the averaged weights.
+
+        Raises:
+            Diverged: the loss of a validation set is non-finite.
+        """
         batch = self.settings.data.batch
-        return {
-            name: evaluate_examples(
-                self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
-            )
-            for name, dataset in self.examples.valid.items()
-        }
+        evaluation = {}
+        with averaged_weights(self.model, self.optimizers):
+            for name, dataset in self.examples.valid.items():
+                evaluation[name] = evaluate_examples(
+                    self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
+                )
+        for name, metrics in evaluation.items():
+            loss = metrics["loss"]
+            if not math.isfinite(loss):
+                problem = f"the loss on the validation set {name} is {loss:.4g}"
+                step = self.state.step
+                raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+        return evaluation
 
     def result(self) -> RunResult:
         """Sizes, losses and speed of the run, with the last evaluation's metrics."""
@@ -419,7 +456,7 @@ class Trainer:
 
     def _all_reduce_loss_and_stop(self, loss: Tensor) -> tuple[float, bool]:
         """The mean loss of all ranks, and whether any of them was asked to stop."""
-        stop = torch.tensor(float(self._signals.received is not None), device=loss.device)
+        stop = torch.tensor(float(self._signals.ask_to_stop), device=loss.device)
         means: Any = self.fabric.all_reduce(torch.stack([loss, stop]))
         mean_loss, stop_share = means.tolist()
         return mean_loss, stop_share > 0

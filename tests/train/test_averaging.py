@@ -1,0 +1,78 @@
+"""The moving average of the weights: what it is, that it is resumed, that training ignores it."""
+
+import pytest
+import torch
+
+from crosslayer.train.averaging import AVERAGE_KEY, averaged_weights
+from crosslayer.train.recipe import Arm
+from crosslayer.train.run import launch_run
+from crosslayer.train.settings import Settings
+from crosslayer.train.task import LANGUAGE, build_model
+from crosslayer.train.trainer import Trainer
+from tests.train.runs import SMALL, run
+from tests.train.test_ranks import two_ranks
+
+DECAY = 0.7
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i}: over {i * i} lazy dogs.\n" for i in range(400)))
+    return str(path)
+
+
+def test_average_equals_a_float64_loop_and_is_evaluated(text):
+    settings = Settings.from_options(**{**SMALL, "data": text, "ema": DECAY})
+    examples = LANGUAGE.load_examples(settings.data, {})
+    model = build_model(settings, "mudd", examples.num_classes, 0)
+    fabric = launch_run(settings, Arm.from_row("mudd"))
+    trainer = Trainer(fabric, model, examples, settings, Arm.from_row("mudd"))
+    expected = {}
+    for _ in range(4):
+        trainer.step()
+        for name, weight in model.named_parameters():
+            value = weight.detach().double()
+            before = expected.get(name, value)
+            expected[name] = DECAY * before + (1 - DECAY) * value
+
+    trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    loss_of_weights = LANGUAGE.loss(model, trainer.last_batch)
+    with averaged_weights(model, trainer.optimizers):
+        loss_of_averages = LANGUAGE.loss(model, trainer.last_batch)
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(weight.double(), expected[name], rtol=1e-6, atol=1e-7)
+        evaluation = trainer.evaluate()
+    assert trainer.evaluate() == evaluation
+    assert loss_of_averages > loss_of_weights, "the average lags behind"
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, trained[name])
+        assert AVERAGE_KEY in trainer.optimizers[0].state[weight]
+
+
+def test_average_is_resumed_bitwise_and_does_not_change_training(text, tmp_path):
+    settings = {"data": text, "steps": 6, "save_every": 2, "evals": 3, "ema": DECAY}
+    whole = run(settings, "mudd", tmp_path / "whole")
+    run(settings, "mudd", tmp_path / "parts", stop=5)
+    rest = run(settings, "mudd", tmp_path / "parts")
+    assert rest["result"]["curve"] == whole["result"]["curve"]
+    plain = run({**settings, "ema": None}, "mudd")
+    assert (plain["losses"], plain["weights"]) == (whole["losses"], whole["weights"])
+    assert plain["result"]["curve"] != whole["result"]["curve"]
+
+
+def test_average_that_cannot_be_is_refused(text):
+    with pytest.raises(ValueError, match=r"ema must be between 0 and 1, like 0\.9999, got 1\.0"):
+        Settings.from_options(ema=1.0)
+    with pytest.raises(ValueError, match=r"ema needs float32 weights, got torch\.bfloat16"):
+        run({"data": text, "ema": DECAY, "precision": "bf16-true"}, "prenorm")
+
+
+@pytest.mark.slow
+def test_sharded_average_equals_one_process(text, tmp_path):
+    settings = {"data": text, "strategy": "fsdp", "evals": 4}
+    jobs = [{"settings": {**settings, "ema": ema}, "arm": "mudd"} for ema in (DECAY, None)]
+    averaged, plain = two_ranks(jobs, tmp_path)
+    assert averaged["weights"] == plain["weights"]
+    one = run(jobs[0]["settings"], "mudd")
+    assert averaged["result"]["valid_loss"] == pytest.approx(one["result"]["valid_loss"], abs=2e-5)
