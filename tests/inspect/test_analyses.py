@@ -255,7 +255,7 @@ def test_planted_sizes_and_alarms():
     with torch.no_grad():
         for connection in connections[:-1]:
             connection.static_alpha[:, 1:] *= 1.5
-    assert measure_scales(model, EMBEDDING)[-2].forward_gain == pytest.approx(1.5**7)
+    assert measure_scales(model, EMBEDDING)[-2].forward_gain == pytest.approx(1.5**8)
 
 
 def test_gates_of_mgr():
