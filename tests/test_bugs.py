@@ -22,7 +22,7 @@ from crosslayer.connections.hyper import Hyper
 from crosslayer.connections.mhc import MHC
 from crosslayer.connections.skip_gain import Gained, SkipGain
 from crosslayer.norms import add_write
-from crosslayer.ops import depth_mix, depth_scores
+from crosslayer.ops import attention, depth_mix, depth_scores, gate, project
 from tests import test_laws as laws
 from tests import test_optim as optim_tests
 from tests.connections import test_golden as golden
@@ -383,7 +383,38 @@ def static_beta_itself_travels_in_the_state(patch):
     patch.setattr(Hyper, "mix_inputs", mix_inputs)
 
 
-# ---- 3. the optimizer
+# ---- 3. second derivatives
+
+
+def second_derivatives(spec: str) -> Check:
+    return partial(laws.test_second_derivatives, spec, False)
+
+
+@bug(attnres=second_derivatives("attnres"), hyper=second_derivatives("hyper"))
+def second_derivatives_take_saved_tensors_as_constants(patch):
+    """What `once_differentiable` lets pass without an error under `torch.autograd.grad`."""
+    right = attention.definition_gradients
+
+    def gradients(definition, inputs, *dout):
+        constants = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+        return right(definition, constants, *dout)
+
+    for module in (attention, project):
+        patch.setattr(module, "definition_gradients", gradients)
+
+
+@bug(attnres=second_derivatives("attnres"), mgr=second_derivatives("mgr"))
+def a_definition_is_another_function(patch):
+    right = attention.mixture
+
+    def squared(X, w):
+        return right(X, w.square())
+
+    for module in (attention, gate):
+        patch.setattr(module, "mixture", squared)
+
+
+# ---- 4. the optimizer
 
 
 def weight_decay(spec: str) -> Check:

@@ -52,6 +52,9 @@ every_option = pytest.mark.parametrize(
 )
 # Laws that parallel blocks cannot break.
 every_variant = pytest.mark.parametrize(("spec", "parallel"), cases(SPECS, False))
+every_variant_slow = pytest.mark.parametrize(
+    ("spec", "parallel"), cases(DEFAULTS, False) + cases(VARIANTS, False, pytest.mark.slow)
+)
 every_sequential = pytest.mark.parametrize(("spec", "parallel"), cases(DEFAULTS, False))
 # A compilation takes seconds: one method of each kind of state is compiled in the fast tests.
 COMPILED_FAST = ["prenorm", "mudd", "skip_gain"]
@@ -247,6 +250,20 @@ def test_one_graph(spec, parallel):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spec", ["attnres", "frac", "hyper", "mgr"])
+def test_dynamic_shapes_compile(spec):
+    """A training step whose floats are no constants of the graph."""
+    model = gpt(spec, layers=1)
+    model.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (7, 5):
+        compiled = loss_and_gradients(model, tokens(length=length))
+        eager = gpt(spec, layers=1)
+        torch.testing.assert_close(
+            compiled, loss_and_gradients(eager, tokens(length=length)), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 # Inductor's gradient of a sum over 8 columns was once wrong: 6 and 2 streams make other sums.
 @pytest.mark.parametrize(
@@ -426,6 +443,50 @@ def test_gradcheck(spec, parallel):
     assert torch.autograd.gradcheck(lambda x, *_: run(sites, x), (x, *parameters), fast_mode=True)
 
 
+@every_variant_slow
+def test_second_derivatives(spec, parallel):
+    """A Hessian-vector product, through `create_graph` and through `torch.func`, equals the
+    difference of two gradients.
+    """
+    sites = chain(spec, parallel, dim=6, layers=2)
+    x, v = torch.randn(2, 1, 2, 6, dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        return run(sites, x).square().sin().sum()
+
+    def gradient(x: Tensor, create_graph: bool = False) -> Tensor:
+        return torch.autograd.grad(loss(x), x, create_graph=create_graph)[0]
+
+    step = 1e-5
+    above, below = ((x + s * v).requires_grad_() for s in (step, -step))
+    expected = (gradient(above) - gradient(below)) / (2 * step)
+    x.requires_grad_()
+    (twice,) = torch.autograd.grad(gradient(x, create_graph=True), x, v)
+    _, transformed = torch.func.jvp(torch.func.grad(loss), (x.detach(),), (v,))
+    for product in (twice, transformed):
+        assert (product - expected).norm() < 1e-5 * expected.norm()
+
+
+@every_sequential
+def test_vmap_over_the_batch(spec, parallel):
+    sites, x = chain(spec, parallel), torch.randn(2, 1, 3, 6, dtype=torch.float64)
+    mapped = torch.func.vmap(lambda x: run(sites, x))(x)
+    torch.testing.assert_close(mapped, torch.stack([run(sites, y) for y in x]), rtol=0, atol=1e-12)
+
+
+@every_variant_slow
+def test_an_empty_batch_has_zero_gradients(spec, parallel):
+    sites = chain(spec, parallel, layers=2)
+    for batch, length in ((0, 3), (2, 0)):
+        x = torch.zeros(batch, length, 6, dtype=torch.float64)
+        leaves = [x.requires_grad_(), *(p for site in sites for p in site.parameters())]
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients = torch.autograd.grad(
+            run(sites, x).sum(), leaves, allow_unused=True, materialize_grads=True
+        )
+        assert not any(gradient.any() for gradient in gradients)
+
+
 @every_option
 def test_memory_traffic_is_what_read_moves(spec, parallel):
     """At least the streams that `read` depends on, at most these and everything it returns.
@@ -523,6 +584,18 @@ def test_bf16_error_is_at_most_twice_the_float32_internal_reference(spec, parall
     error = (run(sites, x).double() - truth).norm()
     reference_error = (reference(sites, x).double() - truth).norm()
     assert error <= 2 * reference_error
+
+
+@every_variant
+def test_float16_has_the_range_of_prenorm(spec, parallel):
+    """A sum of streams does not overflow before the norm that follows it."""
+    make = crosslayer.make(spec)
+    norm = lambda port: nn.RMSNorm(6, eps=1e-6)  # noqa: E731
+    sites = [make(site, 6, norm).half() for site in crosslayer.plan(4, parallel)]
+    x = torch.full((1, 1, 6), 5e4, dtype=torch.float16, requires_grad=True)
+    out = run(sites, x)
+    assert out.isfinite().all()
+    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
 
 
 @every_sequential

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.ops import add_norm, depth_mix, dispatch, sinkhorn
+from crosslayer.ops import add_norm, depth_attention, depth_mix, dispatch, sinkhorn
 from crosslayer.ops.products import (
     mix_streams,
     project_back,
@@ -68,6 +68,18 @@ def test_products_equal_sums(streams):
     compiled = torch.compile(products, backend="eager", fullgraph=True)(*tensors)
     for a, b in zip(compiled, products(*tensors), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_an_op_called_twice_compiles_with_dynamic_shapes():
+    """A default eps is no constant then, but an input of the graph that first meets it."""
+
+    def attend_twice(x, q):
+        return depth_attention((x, depth_attention((x, 2 * x), q)), q)
+
+    x, q = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4)
+    compiled = torch.compile(attend_twice, fullgraph=True, dynamic=True, backend="aot_eager")
+    gradients = [torch.autograd.grad(f(x, q).sum(), x)[0] for f in (compiled, attend_twice)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
 
 
 # use_kernels

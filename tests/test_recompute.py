@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -323,3 +324,29 @@ def test_hooks_on_saved_tensors_see_less():
 
     kept = activation_bytes(recomputed, tokens(), loss)
     assert kept < 0.6 * activation_bytes(plain, tokens(), loss)
+
+
+@pytest.mark.parametrize(
+    ("spec", "how"), [("hyper(streams=2)", "streams"), ("mgr(streams=2)", "inversion")]
+)
+def test_second_derivatives(spec, how):
+    """A product with the Hessian is that of the plain model; torch.func recomputes nothing."""
+
+    def products(recompute: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        sublayers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)]
+        stack = shake(crosslayer.Stack(spec, sublayers, dim=6, recompute=recompute)).double()
+        x, v = torch.randn(2, 1, 2, 6, dtype=torch.float64)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return stack(x).square().sin().sum()
+
+        _, transformed = torch.func.jvp(torch.func.grad(loss), (x,), (v,))
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        leaves = [x, *(p for p in stack.parameters() if p.requires_grad)]
+        product = torch.autograd.grad(gradient, leaves, v, allow_unused=True)
+        return [transformed, *(g for g in product if g is not None)]
+
+    for recomputed, plain in zip(products(how), products(None), strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-9, atol=1e-9)

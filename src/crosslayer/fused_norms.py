@@ -1,11 +1,12 @@
 """Fusing the norm of a sub-layer's input into the op before it, where kernels run.
 
-Only methods whose last op has a kernel need this file: they are a `FusedNormConnection`. Every
-other connection is a plain `Connection` and never meets it.
+Only methods whose last op has a kernel or sums streams need this file: they are a
+`FusedNormConnection`. Every other connection is a plain `Connection` and never meets it.
 """
 
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +29,9 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
     two.
     """
 
+    # Reads sums of its streams. In float16 these may exceed the range that the streams keep to, so
+    # they are normed in float32, which the ports' modules cannot do.
+    sums_streams: ClassVar[bool] = False
     # An instance sets it to False where its last op makes none of the ports' inputs.
     can_fuse_norms: bool = True
 
@@ -42,7 +46,8 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
 
     def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         first = tree_leaves(state)[0]
-        norms = self.fused_norm_specs() if uses_kernel(first) else ()
+        fuses = uses_kernel(first) or (self.sums_streams and first.dtype == torch.float16)
+        norms = self.fused_norm_specs() if fuses else ()
         if not norms:
             return super().read(state)
         with autocast_disabled(state):

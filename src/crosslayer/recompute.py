@@ -23,6 +23,7 @@ In the forward pass a state is wrapped in a `TracedState`, which has all that it
 tensor is stored on a module. Saved tensors are saved as autograd saves its own, so that hooks on
 saved tensors count or offload them. A sub-layer may be checkpointed; a block that contains reads
 may not. A pipeline stage sends `traced.state`, and the next stage starts from it as a saved state.
+Under `torch.func` and forward-mode AD nothing is recomputed: these have no hooks on saved tensors.
 """
 
 import weakref
@@ -37,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .class_swap import swap_class
 from .connection import Connection, State, autocast_disabled
+from .ops.manual_backward import is_transformed
 from .validation import check_choice
 
 RecomputeMode = Literal["streams", "inversion"]
@@ -231,7 +233,7 @@ class RecomputedConnection:
 
     def read(self, state: State) -> Any:
         if not isinstance(state, TracedState):  # the first site, or the first after a pipeline cut
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or is_transformed():
                 return super().read(state)  # type: ignore[misc]
             state = TracedState(state)
         plain_read = super().read  # type: ignore[misc]

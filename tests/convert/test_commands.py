@@ -173,7 +173,7 @@ def test_no_code_of_a_checkpoint_is_run(connected, folder, capsys):
     config = '{"model_type": "own-code", "auto_map": {"AutoConfig": "code.Config"}}'
     (connected / "config.json").write_text(config)
     code, _, error = run_command(capsys, "generate", connected, "x")
-    assert code == 1 and "trust_remote_code" in error
+    assert code == 1 and "code that comes with a checkpoint (auto_map) is never run" in error
 
 
 ERRORS = [

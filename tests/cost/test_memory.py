@@ -44,6 +44,16 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def test_static_hyper_connections_keep_no_more_than_dynamic_ones():
+    """Hyper-Connections (arXiv 2409.19606), Table 9."""
+    config = make_config(layers=4, dim=1024, heads=4, vocab=32)
+    dynamic, static = (
+        estimate_peak_memory(spec, config, 1, 128).saved_bytes
+        for spec in ("hyper", "hyper(dynamic=False)")
+    )
+    assert static <= dynamic
+
+
 @pytest.mark.parametrize(
     ("spec", "mode", "bound"),
     [

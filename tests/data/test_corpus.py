@@ -204,3 +204,42 @@ def test_spawned_workers_map_the_same_files(stories, tmp_path):
     sampler = BatchSampler(len(train), 0, 8)
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
     assert next(iter(DataLoader(train, 8, sampler=sampler, **options))).shape == (8, 17)
+
+
+def test_token_ids_are_a_validation_set(tmp_path, stories):
+    """Raw uint16 numbers, as OLMo publishes its validation sets, and files of numpy."""
+    ids = np.frombuffer("naïve café".encode(), np.uint8)
+    ids.astype("<u2").tofile(tmp_path / "raw.npy")
+    np.save(tmp_path / "saved.npy", ids.astype(np.uint32))
+    valid = {name: str(tmp_path / f"{name}.npy") for name in ("raw", "saved")}
+    corpus = load_corpus(stories, context=4, valid=valid)
+    for name in valid:
+        tokens = corpus.valid[name].tokens
+        assert tokens.window(0, len(ids)).tolist() == ids.tolist()
+        assert tokens.text_bytes == len(ids) and corpus.bytes_per_token[name] == 1
+
+    # The tokens are those of the file, whatever the tokenizer would make of the text.
+    bpe = load_corpus(stories, context=4, tokenizer="bpe:300").tokenizer
+    odd = np.concatenate([bpe.encode([c])[0] for c in "the fox the fox"])
+    odd.astype("<u2").tofile(tmp_path / "raw.npy")
+    tokens = load_corpus(stories, 4, "bpe:300", {"raw": valid["raw"]}).valid["raw"].tokens
+    assert tokens.window(0, 15).tolist() == odd.tolist() and tokens.text_bytes == 15
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"abc", "expected one row of unsigned whole numbers"),
+        (b"", "expected one row of unsigned whole numbers"),
+        (b"\x93NUMPY\x01\x00", "cannot be read as token ids"),
+        (np.uint16([300, 1]).tobytes(), "ids.npy: has the id 300; the tokenizer bytes has 256 ids"),
+    ],
+)
+def test_wrong_token_ids_are_one_line(tmp_path, stories, content, message):
+    path = tmp_path / "ids.npy"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_corpus(stories, context=4, valid={"ids": str(path)})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="can only be a validation set"):
+        load_corpus(str(path), context=4)

@@ -85,8 +85,8 @@ def test_a_folder_in_use_is_left_alone(stories, tmp_path):
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        ("bad.jsonl", "bytes", "line 81 is not JSON"),
-        ("bad.jsonl", "bpe:300", "line 81 is not JSON"),
+        ("bad.jsonl", "bytes", "line 81: not JSON"),
+        ("bad.jsonl", "bpe:300", "line 81: not JSON"),
         ("nowhere", "bytes", "no such file"),
         ("stories.jsonl", "bites", "unknown tokenizer"),
         ("short.txt", "bytes", "too little text, its set train is empty"),
@@ -157,6 +157,31 @@ def test_a_damaged_folder_is_one_line(stories, tmp_path, damage):
     prepare_corpus(stories, "bpe:300", folder)
     DAMAGES[damage](folder)
     assert "out: damaged, prepare it again (" in error_of(open_prepared, folder)
+
+
+def test_a_description_of_the_wrong_shape_is_one_line(stories, tmp_path):
+    folder = tmp_path / "out"
+    prepare_corpus(stories, "bytes", folder)
+    right = json.loads((folder / "corpus.json").read_text())
+    train = right["sets"]["train"]
+    wrong = [
+        {"sets": {}},
+        {"sets": [1]},
+        {"sets": {"train": [1]}},
+        {"sets": {"train": train | {"text_bytes": "x"}}},
+        {"sets": {"train": train | {"documents": 0}}},
+        {"tokenizer": []},
+        {"tokenizer": right["tokenizer"] | {"vocab": "x"}},
+        {"tokenizer": right["tokenizer"] | {"end": None}},
+        {"digests": {"train": 3}},
+        {"digests": []},
+    ]
+    for values in wrong:
+        (folder / "corpus.json").write_text(json.dumps(right | values))
+        assert "out: damaged, prepare it again (" in error_of(open_prepared, folder), values
+    for text in ("[]", "[" * 100_000, "3"):
+        (folder / "corpus.json").write_text(text)
+        assert "out: damaged, prepare it again (" in error_of(open_prepared, folder), text
 
 
 def test_not_a_prepared_folder(tmp_path):

@@ -1,10 +1,10 @@
 """Text from anywhere, split without chance. Wrong input is one clear line."""
 
 import gzip
-import importlib.util
 import json
 import os
 import re
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
+import zstandard
 from pyarrow import parquet
 
 from crosslayer.data.sources import (
@@ -85,12 +86,27 @@ def test_files_of_every_kind_hold_the_same_text(tmp_path):
     assert names[-2:] == ["c.parquet:1", "sub/d.md:1"]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("zstandard"), reason="needs zstandard")
-def test_zstandard(tmp_path):
-    import zstandard
+def test_zstandard(tmp_path, monkeypatch):
+    frames = [zstandard.compress(b'{"text": "%d"}\n' % i) for i in range(3)]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert texts(tmp_path / "a.jsonl.zst") == ["0", "1", "2"]
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert "need the package zstandard: pip install" in error_of(tmp_path / "a.jsonl.zst")
 
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "a"}\n'))
-    assert texts(tmp_path / "a.jsonl.zst") == ["a"]
+
+def test_compressed_json_has_a_document_a_line(tmp_path):
+    lines = b'{"text": "a", "id": 1}\n{"text": "b"}\n'
+    (tmp_path / "c4-0000.json.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "package.json").write_text('{\n "name": "no text"\n}')
+    assert texts(tmp_path) == ["a", "b"]
+
+
+def test_what_is_neither_file_nor_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert "pipe.txt: neither a regular file nor a folder" in error_of(tmp_path / "pipe.txt")
+    assert "no text file in it" in error_of(tmp_path)
+    for source in ("", " ", "a\0b"):
+        assert "names no source of text" in error_of(source)
 
 
 def test_hard_texts_come_through_unchanged(tmp_path):
@@ -183,6 +199,10 @@ def test_wrong_set_names():
 TORN = gzip.compress(np.random.default_rng(0).bytes(5000).hex().encode(), mtime=0)[:-20]
 
 
+# three complete blocks of 128 kB, of a frame with more
+TORN_ZSTD = zstandard.compress(np.random.default_rng(0).bytes(400_000).hex().encode())[:300_000]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -195,9 +215,21 @@ TORN = gzip.compress(np.random.default_rng(0).bytes(5000).hex().encode(), mtime=
         ("image.txt", b"\x89PNG\r\n\x1a\n" * 99, "not UTF-8 text"),
         ("torn.txt.gz", TORN, "torn.txt.gz: cannot be read"),
         ("fake.txt.gz", b"not gzip at all", "fake.txt.gz: cannot be read"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl: line 2 is not JSON"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl: line 2: not JSON"),
         ("typo.jsonl", b'{"texts": "a"}', "row 1 has no column \"text\" (did you mean 'texts'?)"),
         ("list.jsonl", b"[1, 2]", "row 1 of its column text is [1, 2], not Unicode text"),
+        (
+            "deep.jsonl",
+            b'"a"\n{"text": ' + b"[" * 100_000,
+            "deep.jsonl: line 2: JSON that is nested",
+        ),
+        ("big.jsonl", b'{"id": ' + b"9" * 5000 + b"}", "big.jsonl: line 1: not JSON (Exceeds"),
+        (
+            "torn.txt.zst",
+            TORN_ZSTD,
+            "torn.txt.zst: cannot be read (it ends within compressed data)",
+        ),
+        ("fake.txt.zst", b"not zstd at all", "fake.txt.zst: cannot be read"),
         ("half.jsonl", b'"a"\n{"text": "\\ud83d"}', "row 2 of its column text is '\\ud83d', not"),
         ("fake.parquet", b"not parquet at all", "fake.parquet: cannot be read"),
         ("empty.parquet", b"", "empty.parquet: cannot be read"),
@@ -270,4 +302,6 @@ def test_no_network_is_one_line(source):
 
 
 def test_a_dataset_without_a_name():
-    assert "expected datasets:NAME[,CONFIG][@SPLIT]" in error_of("datasets:")
+    # a name without an owner could be a format of the library, like pandas, which reads pickles
+    for source in ("datasets:", "datasets:pandas", "datasets:json@train"):
+        assert "expected datasets:OWNER/NAME[,CONFIG][@SPLIT]" in error_of(source)

@@ -108,8 +108,13 @@ def test_the_separator_is_the_eos_token_of_the_config(tmp_path):
         assert load_tokenizer(str(tmp_path)).end == 2
     config.write_text(json.dumps({"eos_token": None}))
     assert load_tokenizer(str(tmp_path)).end == 1
+    for eos_token in ([1], {"content": {}}, 3):
+        config.write_text(json.dumps({"eos_token": eos_token}))
+        assert "tokenizer_config.json: its eos_token must be text" in error_of(tmp_path)
+    config.write_text("[" * 100_000)
+    assert "tokenizer_config.json: JSON that is nested too deep" in error_of(tmp_path)
     config.write_text("[")
-    assert "tokenizer_config.json: cannot be read" in error_of(tmp_path)
+    assert "tokenizer_config.json: not JSON" in error_of(tmp_path)
 
 
 def test_holes_in_a_vocabulary_are_counted(tmp_path):
@@ -128,7 +133,7 @@ def test_a_name_on_the_hub(tmp_path, monkeypatch, name):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     if name == "org/without":
         (snapshot / "tokenizer.json").unlink()
-        assert "tokenizer_config.json: cannot be read" in error_of(name)
+        assert "tokenizer.json: no such file, expected a tokenizer" in error_of(name)
     else:
         tokenizer = load_tokenizer(name)
         assert (tokenizer.name, tokenizer.vocab, tokenizer.end) == (name, 3, 2)
@@ -146,6 +151,8 @@ def test_no_network_is_one_line(tmp_path, monkeypatch):
     [
         ("bites", "unknown tokenizer 'bites' (did you mean 'bytes'?); expected bytes, bpe:SIZE"),
         ("gpt2", "unknown tokenizer 'gpt2'; expected"),
+        ("", "unknown tokenizer ''; expected"),
+        ("bpe:99999999999999999999", "and at most"),
         ("bpe:256", "bpe:256: needs a size of at least 257"),
         ("bpe:4k", "unknown tokenizer 'bpe:4k'"),
         ("bpe:-5", "unknown tokenizer 'bpe:-5'"),
@@ -164,7 +171,7 @@ def test_a_wrong_file_is_one_line(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    assert "tokenizer_config.json: cannot be read ([Errno 2] No such file" in error_of(tmp_path)
+    assert "tokenizer.json: no such file, expected a tokenizer" in error_of(tmp_path)
 
 
 def test_a_tokenizer_without_a_separator(tmp_path):

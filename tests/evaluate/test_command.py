@@ -7,8 +7,9 @@ import torch
 
 from crosslayer.cli.main import main
 from crosslayer.convert import open_tokenizer
-from crosslayer.evaluate import text_perplexity
+from crosslayer.evaluate import stream_perplexity
 from crosslayer.files import lock_folder
+from crosslayer.hf.families import FAMILIES
 from tests.evaluate.tiny_models import byte_tokenizer, tiny_model, write_lines
 
 TEXT = "A short text about a dog and a fox.\n"
@@ -44,7 +45,7 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     assert results["tasks"]["n-samples"]["local_choice"]["effective"] == 4
     assert results["spans"][str(spans)]["spans"] == 3
     model = tiny_model("mudd(dilation=2)", 256)
-    expected = text_perplexity(model, open_tokenizer(folder / "model"), [TEXT])
+    expected = stream_perplexity(model, open_tokenizer(folder / "model"), [TEXT])
     assert results["text"][str(text)] == pytest.approx(expected._asdict(), rel=1e-6)
     # a finished evaluation is never overwritten
     code, _, error = run_command(capsys, *arguments)
@@ -86,6 +87,9 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         (["--text", "TEXT", "--tokenizer", "TEXT"], "no tokenizer can be read from TEXT"),
         (["--text", "TEXT", "--dtype", "float31"], "dtype must be one of float32, bfloat16"),
         (["--text", "TEXT", "--device", "nothing"], "cannot use the device 'nothing'"),
+        (["--text", "TEXT", "--windows", "0"], "windows must be a whole number of at least 1"),
+        (["--text", "TEXT", "--documents", "apart", "--windows", "2"], "--windows is for joined"),
+        (["--text", "TEXT", "--documents", "alone"], "--documents must be one of joined, apart"),
         (["--task", "piqa"], "unknown option --task (did you mean '--tasks'?)"),
     ],
 )  # fmt: skip
@@ -118,3 +122,75 @@ def test_no_pickle_is_loaded(folder, tmp_path, capsys):
     arguments = [tmp_path, "--text", folder / "text.txt", "--tokenizer", tokenizer]
     code, _, error = run_command(capsys, *arguments)
     assert code == 1 and "pytorch_model.bin is a pickle" in error
+
+
+def write_tokenizer(path, end: str, config: dict | None) -> str:
+    """A tokenizer.json whose token `end` is the last, perhaps with a tokenizer_config.json."""
+    path.mkdir()
+    tokenizer = byte_tokenizer(None).backend_tokenizer
+    tokenizer.add_special_tokens(["<s>", end])
+    tokenizer.save(str(path / "tokenizer.json"))
+    if config is None:
+        return str(path / "tokenizer.json")
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+SLOW_PAIRS = [("llama", "config")]
+SLOW_PAIRS += [(family, "file") for family in FAMILIES if family not in ("llama", "vit")]
+SLOW_PAIRS.remove(("DiTTransformer2DModel", "file"))
+
+
+@pytest.mark.parametrize(
+    ("family", "tokenizer"),
+    [
+        ("llama", "bytes"),
+        ("llama", "file"),
+        pytest.param("gpt_neox", "bpe:270", marks=pytest.mark.slow),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS),
+    ],
+)
+def test_eval_reads_what_train_ends_with(family, tokenizer, tmp_path, capsys):
+    """Documents joined by the tokenizer's end, and a vocabulary padded beyond the tokenizer's."""
+    if tokenizer == "file":
+        tokenizer = write_tokenizer(tmp_path / "tokenizer", "</s>", None)
+    elif tokenizer == "config":
+        config = {"eos_token": "<stop>", "tokenizer_class": "GPT2Tokenizer"}
+        tokenizer = write_tokenizer(tmp_path / "tokenizer", "<stop>", config)
+    text, valid = tmp_path / "text.txt", tmp_path / "valid.jsonl"
+    text.write_text("".join(f"{i}: a dog and a fox, {i * i} “naïve” dogs.\n" for i in range(60)))
+    write_lines(valid, [{"text": f"{i} foxes saw {i * i} dogs."} for i in range(30)])
+    sizes = [
+        "--layers",
+        "2",
+        "--dim",
+        "32",
+        "--heads",
+        "2",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+        "--steps",
+        "2",
+        "--vocab",
+        "320",
+    ]
+    command = ["train", "--family", family, "--data", text, "--tokenizer", tokenizer, *sizes]
+    command += ["--valid", json.dumps({"v": str(valid)}), "--arm", "mudd", "--out", tmp_path]
+    assert main([str(word) for word in command]) == 0
+    trained = json.loads((tmp_path / "result.json").read_text())
+    measured = {}
+    for out, windows in (("same", ["--windows", 24]), ("all", [])):  # train evaluates 12 · 2
+        arguments = [tmp_path / "model", "--text", valid, "--out", tmp_path / out, *windows]
+        assert run_command(capsys, *arguments)[0] == 0
+        results = json.loads((tmp_path / out / "results.json").read_text())
+        measured[out] = results["text"][str(valid)]
+    same, of_all = measured["same"], measured["all"]
+    assert same["loss"] == pytest.approx(trained["valid_loss"], rel=1e-6)
+    assert same["bits_per_byte"] == pytest.approx(trained["metrics"]["bits/byte"], rel=1e-6)
+    assert same["tokens"] == 24 * 16 < of_all["tokens"]
+    assert of_all["loss"] != same["loss"]
+    if tokenizer == "bytes":  # with a separator between two documents
+        stream = sum(len(f"{i} foxes saw {i * i} dogs.") for i in range(30)) + 29
+        assert of_all["tokens"] == stream // 17 * 16

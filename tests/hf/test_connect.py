@@ -10,6 +10,7 @@ import torch
 
 import crosslayer
 from crosslayer import Connection
+from crosslayer.hf.config import make_config
 from tests.hf.backbones import (
     FAMILIES,
     METHODS,
@@ -398,3 +399,21 @@ class TestDisconnect:
             model = crosslayer.connect(llama(), "mudd")
         with pytest.raises(ValueError, match="no weights yet"):
             crosslayer.disconnect(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "message"),
+    [
+        ("llama", "tie_word_embedding", r"did you mean 'tie_word_embeddings'\?"),
+        ("gpt_neox", "rope_theta", "gpt_neox has no config key 'rope_theta'"),
+        ("llama", "crosslayer", "llama has no config key 'crosslayer'"),
+    ],
+)
+def test_an_unknown_key_of_a_config(family, key, message):
+    """transformers would keep it and do nothing with it."""
+    with pytest.raises(ValueError, match=message) as error:
+        make_config(family, 2, 32, 2, 97, {key: 1})
+    assert "\n" not in str(error.value)
+    assert (
+        make_config("llama", 2, 32, 2, 97, {"rope_theta": 5.0}).rope_parameters["rope_theta"] == 5
+    )

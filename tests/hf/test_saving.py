@@ -1,6 +1,7 @@
 """Saved, loaded, copied and pickled: complete and bitwise equal, or a clear error."""
 
 import copy
+import io
 import json
 import pickle
 
@@ -60,6 +61,35 @@ def test_copies_and_pickles(family):
         assert torch.equal(output(twin, family), output(model, family))
         shake(twin)
         assert not torch.equal(output(twin, family), output(model, family)), "a copy shares nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "layers"),
+    [
+        ("llama", "prenorm", 60),
+        pytest.param("llama", "hyper", 120, marks=pytest.mark.slow),
+        pytest.param("llama", "mudd", 120, marks=pytest.mark.slow),
+        pytest.param("neox-parallel", "hyper", 120, marks=pytest.mark.slow),
+        pytest.param("neox-parallel", "mudd", 120, marks=pytest.mark.slow),
+    ],
+)
+def test_copies_and_pickles_of_many_layers(family, spec, layers):
+    """Their depth of recursion does not grow with the number of layers."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = connected(family, spec, num_hidden_layers=layers, **sizes)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    twins = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
+    shake(model)
+    for twin in twins:
+        for key, value in twin.state_dict().items():
+            assert torch.equal(value, expected[key]), key
 
 
 @pytest.mark.parametrize(
@@ -206,13 +236,20 @@ class TestBadFolders:
         self.refuses(tmp_path / "nowhere", "nowhere: no such folder$")
 
     def test_no_config(self, tmp_path):
-        self.refuses(tmp_path, "has no config.json")
+        self.refuses(tmp_path, "config.json: no such file")
 
     def test_a_damaged_config(self, folder):
         (folder / "config.json").write_text('{"crosslayer": ')
-        self.refuses(folder, "config.json is not JSON")
+        self.refuses(folder, "config.json: not JSON")
 
     def test_an_unknown_connection(self, folder):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "crosslayer": "mud"}))
         self.refuses(folder, "did you mean 'mudd'")
+
+    def test_an_unknown_class_of_diffusers(self, tmp_path):
+        connected("dit", "mudd").save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        for name in ("StableDiffusionPipeline", "loaders", 5):
+            (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": name}))
+            self.refuses(tmp_path, f"unknown class {name!r}.* known .*: DiTTransformer2DModel")

@@ -150,6 +150,25 @@ def test_library_op(case, monkeypatch):
         assert torch.equal(leaf.grad, gradient)
 
 
+@all_paths
+def test_second_derivatives(case):
+    """A product with the Hessian, from a kernel's backward that is differentiated again."""
+    rows, weights = case.make_tensors(2, 7, torch.float32)
+    leaves = [t.to(DEVICE) for t in (*rows, *weights)]
+
+    def product(op, dtype):
+        inputs = [t.to(dtype).requires_grad_() for t in leaves]
+        outs = case.run(op, inputs[: len(rows)], inputs[len(rows) :])
+        loss = sum(out.sin().sum() for out in outs)
+        gradients = torch.autograd.grad(loss, inputs, create_graph=True)
+        squares = sum(gradient.square().sum() for gradient in gradients)
+        return torch.autograd.grad(squares, inputs)
+
+    pairs = zip(product(kernel_ops(), torch.float32), product(ops, torch.float64), strict=True)
+    for actual, exact in pairs:
+        assert (actual - exact).norm() <= 1e-4 * exact.norm().clamp_min(1)
+
+
 @all_cases
 def test_dispatch(case, monkeypatch, launched):
     """`ops` run the kernel where kernels are on and the dtype is theirs, else the reference."""

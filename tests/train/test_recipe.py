@@ -1,9 +1,17 @@
 """A recipe's file: what it may say, what is said of a wrong one, and what small scales keep."""
 
+import os
+
 import pytest
 
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import CHANGEABLE_OPTIONS, GROUP_OF_OPTION, Settings
+
+# nine aliases of nine aliases of …: 9⁹ items
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{former}'] * 9)}]\n"
+    for former, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
 
 
 def written(tmp_path, content):
@@ -38,7 +46,10 @@ def written(tmp_path, content):
         ("arms:", "arms must be a list of at least one, got None"),
         ("arms: []", "arms must be a list of at least one"),
         ("arms: [1]", "an arm is a connection or a mapping, got 1"),
-        ("arms: [{name: no, connection: mudd}]", "name of an arm must be text, got False"),
+        (
+            "arms: [{name: no, connection: mudd}]",
+            "must be a line of text, got False",
+        ),
         (
             "arms: [{connection: mudd, parameters: many}]",
             "parameters of an arm must be a number, got 'many'",
@@ -51,8 +62,26 @@ def written(tmp_path, content):
             "arms: [{connection: mudd, paper: {loss: low}}]",
             "paper's loss of an arm must be a number, got 'low'",
         ),
-        ("arms: [{connection: mudd, 3: 4}]", "unknown key 3 of an arm"),
-        ("yes: 3", "unknown option True"),
+        ("arms: [{connection: mudd, 3: 4}]", "the key '3' of item 1 of 'arms' is not text"),
+        ("yes: 3", "the key 'yes' of the file is not text"),
+        ("model_config: {1: 2}", "the key '1' of 'model_config' is not text"),
+        ("model_config: {x: 2024-01-01}", "'x' is a timestamp, expected text, a number, a list"),
+        ("data: !!binary aGk=", "'data' is a binary, expected text"),
+        (
+            "layers: !!python/object/apply:os.system [x]",
+            "'layers' is a python/object",
+        ),
+        ("layers: 2\nlayers: 3", "the key 'layers' of the file is repeated"),
+        ("arms: &a [*a]", "item 1 of 'arms' is an alias; write its value out"),
+        ("x: &a {layers: 2}\n<<: *a", "the key '<<' of the file is not text"),
+        (BOMB, "item 1 of 'b' is an alias"),
+        ("a: " + "[" * 5000, "nested too deep"),
+        ("layers: 1" + "0" * 5000, "cannot be read as a recipe (Exceeds the limit"),
+        ("lr: .nan", "lr must be a number of at least 0, got nan"),
+        ("router_z_loss: -1", "router_z_loss must be a number of at least 0, got -1.0"),
+        ('arms: [{connection: mudd, name: "a\\nb"}]', "must be a line of text, got 'a\\nb'"),
+        ("arms: [{connection: mudd, parameters: .inf}]", "parameters of an arm must be a number"),
+        ("arms: [{connection: mudd, layers: 0}]", "layers must be a whole number of at least 1"),
         ("clip: -1", "clip must be a number of at least 0, got -1.0"),
         ("floor: .nan", "floor must be a number of at least 0, got nan"),
         ("save_every: -5", "save_every must be a number of at least 0, got -5"),
@@ -63,6 +92,7 @@ def test_a_wrong_recipe_is_one_clear_line(tmp_path, content, message):
     with pytest.raises(ValueError) as error:
         load_recipe(written(tmp_path, content)).settings()
     assert message in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path / 'recipe.yaml'}: ")
 
 
 def test_a_missing_file(tmp_path):
@@ -72,6 +102,13 @@ def test_a_missing_file(tmp_path):
         ValueError, match=r"scale must be one of full, tiny, got 'tinny' \(did you mean 'tiny'\?\)"
     ):
         load_recipe(written(tmp_path, "layers: 2"), "tinny")
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "recipe.yaml")
+    for path in (tmp_path / "recipe.yaml", tmp_path):
+        with pytest.raises(ValueError, match="not a regular file"):
+            load_recipe(path)
 
 
 def test_what_comes_first(tmp_path):

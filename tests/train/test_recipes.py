@@ -1,6 +1,7 @@
 """Every recipe loads, has the paper's parameters, keeps its structure when small, and runs."""
 
 import json
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from crosslayer.cost.estimate import count_parameters
 from crosslayer.hf.attach import find_backbone
 from crosslayer.spec import make
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE, build_model
 from tests.hf.backbones import build, ids
 
@@ -64,6 +66,17 @@ def test_every_arm_has_the_papers_parameters(file):
             assert near != bool(arm.reason), (
                 f"{arm}: ours {ours:,}, the paper's {arm.parameters:,.0f}, {arm.reason!r}"
             )
+
+
+def test_the_larger_models_have_the_published_parameters():
+    """Pythia's counts (Biderman et al., 2023), and MUDD's shares in the paper's Table 1."""
+    pythia = FOLDER / "mudd_table3_larger.yaml"
+    counts = [count_parameters(on_meta(pythia, "full", number))[0] for number in range(2)]
+    assert counts == [6857302016, 11846072320]
+    for number, width, share in ((1, 2048, 0.22), (3, 2560, 0.23), (5, 4096, 0.14)):
+        total, own = count_parameters(on_meta(FOLDER / "mudd_table4.yaml", "full", number))
+        layers = total - own - 2 * 50304 * width  # the table leaves embedding and head out
+        assert 100 * own / layers == pytest.approx(share, abs=0.006)
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
@@ -139,6 +152,56 @@ def test_every_arm_trains_small(file):
 def test_a_mixture_of_experts_trains_small():
     recipe = opened(FOLDER / "mudd_moe.yaml", "tiny")
     steps(recipe, recipe.arms[-1], 1)
+
+
+@pytest.mark.parametrize("name", ["hyper_table6", "mudd_moe"])
+def test_the_router_z_loss_is_that_of_a_loop(name):
+    recipe = opened(FOLDER / f"{name}.yaml", "tiny")
+    arm = recipe.arms[-1]
+    model = build_model(recipe.settings(arm), arm.connection, 256, 0)
+    routers = {}
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            torch.nn.init.normal_(module.weight)
+            module.register_forward_hook(
+                lambda router, inputs, _: routers.update({router: inputs[0].flatten(0, -2)})
+            )
+    tokens = torch.randint(256, (2, 6))
+    with torch.no_grad():
+        loss = LANGUAGE.loss(model, tokens)
+        weight, model.config.router_z_loss_coef = model.config.router_z_loss_coef, 0.0
+        without = LANGUAGE.loss(model, tokens)
+    assert weight == 0.001 and len(routers) == model.config.num_hidden_layers
+    squares = []
+    for router, inputs in routers.items():
+        for token in inputs.tolist():
+            logits = [
+                sum(x * w for x, w in zip(token, row, strict=True))
+                for row in router.weight.tolist()
+            ]
+            squares.append(math.log(sum(math.exp(logit) for logit in logits)) ** 2)
+    expected = 0.001 * sum(squares) / len(squares)
+    assert loss.item() - without.item() == pytest.approx(expected, abs=3e-6)
+    assert expected > 1e-3
+
+
+def test_a_router_z_loss_needs_a_router():
+    for options in ({}, {"family": "olmoe"}):
+        settings = Settings.from_options(router_z_loss=0.001, **options)
+        with pytest.raises(ValueError, match="router_z_loss needs a mixture of experts with"):
+            build_model(settings, "prenorm", 256, 0)
+
+
+def test_the_validation_sets_of_hyper_connections():
+    """Table 13: the means are over 13 and 11 sets."""
+    for number in range(1, 7):
+        data = opened(FOLDER / f"hyper_table{number}.yaml").settings().data
+        sizes = {"V2": 13, "V3": 11}
+        if number == 6:
+            del sizes["V2"]
+        assert {group: len(names) for group, names in data.valid_groups.items()} == sizes
+        named = [name for names in data.valid_groups.values() for name in names]
+        assert named == list(data.valid)
 
 
 def test_parallel_blocks_are_a_frozen_matrix():

@@ -149,8 +149,17 @@ def test_a_full_disk(text, tmp_path):
         ),
         ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
+        ("checkpoint.json", lambda b: b"[" * 100_000, "checkpoint.json is damaged"),
     ],
-    ids=["cut", "missing", "overwritten", "one bit", "index cut", "index of another kind"],
+    ids=[
+        "cut",
+        "missing",
+        "overwritten",
+        "one bit",
+        "index cut",
+        "index of another kind",
+        "too deep",
+    ],
 )
 def test_a_damaged_checkpoint(text, tmp_path, file, damage, message):
     settings = {"data": text, "save_every": 3}
@@ -225,6 +234,17 @@ def test_a_checkpoint_runs_no_code(text, tmp_path):
             run(settings, "prenorm", folder)
         assert "\n" not in str(error.value) and not (tmp_path / "marker").exists()
     assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "owned")
+
+
+def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
+    """It pickles a member of an enumeration as getattr(class, name)."""
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    reduced = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(encoding, "__reduce_ex__", reduced)
+    run({"data": text, "layers": 1}, "prenorm", tmp_path)
+    (checkpoint,) = tmp_path.glob("step-*")
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert run({"data": text, "layers": 1}, "prenorm", tmp_path)["losses"] == []
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 import json
 import os
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import __version__
 from ..files import lock_folder, write_text_atomic
@@ -43,7 +44,7 @@ def parser() -> Any:
         "--include-path",
         type=str | None,
         default=None,
-        help="folder of YAML task files of your own",
+        help="folder of YAML task files of your own, which may call Python code",
     )
     add("--limit", type=int | None, default=None, help="only the first documents of each task")
     add(
@@ -52,6 +53,20 @@ def parser() -> Any:
         type=str,
         default=[],
         help="text or .jsonl files or folders: perplexity and bits per byte",
+    )
+    add(
+        "--documents",
+        type=Literal["joined", "apart"],
+        default="joined",
+        help="of --text: joined to one stream and cut into windows, as crosslayer train measures "
+        "its validation loss; or apart, each after a first token and with every token scored",
+    )
+    add(
+        "--windows",
+        type=int | None,
+        default=None,
+        help="score only this many windows of joined documents, at equal distances; train scores "
+        "eval-batches x batch of them",
     )
     add(
         "--spans",
@@ -97,13 +112,26 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
     from ..data.sources import read_documents
-    from ..evaluate import evaluate_tasks, find_tasks, read_spans, span_perplexity, text_perplexity
+    from ..evaluate import (
+        evaluate_tasks,
+        find_tasks,
+        read_spans,
+        span_perplexity,
+        stream_perplexity,
+        text_perplexity,
+    )
     from ..evaluate.perplexity import check_context
 
     # Whatever can be wrong is found before the model is loaded.
     if not options.tasks and not options.text and not options.spans:
         raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
+    measures: dict[str, Any] = {
+        "joined": partial(stream_perplexity, windows=options.windows),
+        "apart": text_perplexity,
+    }
+    if options.documents == "apart" and options.windows is not None:
+        raise ValueError("--windows is for joined documents; --documents apart scores every token")
     check_positive(batch_size=options.batch_size)
     _check_new(results_file)
     device = choose_device(options.device)
@@ -125,6 +153,8 @@ def _evaluate(options: Any, held: ExitStack) -> int:
         "dtype": str(model.dtype).removeprefix("torch."),
         "context": context,
         "versions": {"crosslayer": __version__, "torch": version("torch")},
+        "documents": options.documents,
+        "windows": options.windows,
         "text": {},
         "spans": {},
     }
@@ -148,7 +178,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     table = make_table("perplexity", ["file", "metric", "value"])
     batch_size = options.batch_size
     for name, documents_of_file in texts.items():
-        text_result = text_perplexity(
+        text_result = measures[options.documents](
             model, tokenizer, documents_of_file, context, batch_size=batch_size
         )
         results["text"][name] = text_result._asdict()

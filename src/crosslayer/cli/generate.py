@@ -58,7 +58,9 @@ def run(options: Any) -> int:
 def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -> None:
     """Print the continuation while it is generated."""
     import torch
-    from transformers import TextStreamer
+    from transformers import GenerationConfig, TextStreamer
+
+    from ..evaluate.perplexity import end_tokens
 
     inputs = tokenizer(prompt, return_tensors="pt")
     # A prompt without tokens gives an empty tensor of floats.
@@ -73,17 +75,18 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
             "top_p": options.top_p,
             "top_k": 0,
         }
-    # The tokenizer's comes first: in a published config it may be a default of the config's class.
-    eos_token_id = tokenizer.eos_token_id
-    if eos_token_id is None:
-        eos_token_id = model.generation_config.eos_token_id
+    # The tokenizer's end comes first: a published config may have a default of the config's class.
+    # What else the folder's generation_config.json asks for would be added to these options.
+    model.generation_config = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        eos_token_id=end_tokens(tokenizer, model) or None,
+        pad_token_id=0,  # One prompt at a time needs no padding, but transformers warns without it.
+        **settings,
+    )
     torch.manual_seed(options.seed)
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=options.max_new_tokens,
-        eos_token_id=eos_token_id,
-        pad_token_id=0,  # One prompt at a time needs no padding, but transformers warns without it.
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **settings,
+        trust_remote_code=False,
     )

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, NormFactory, Site, float32_parameter
-from ..norms import add_write, upcast
-from ..ops import depth_connection, expand_to_streams, mix_streams
+from ..connection import NormFactory, Site, float32_parameter
+from ..fused_norms import FusedNormConnection
+from ..norms import NormSpec, add_write, upcast
+from ..ops import collapse_streams, depth_connection, expand_to_streams, mix_streams
 from ..validation import check_positive
 
 
@@ -35,7 +36,7 @@ class Alternating(NamedTuple):
     active: Tensor | None = None  # X̂_j, which the correction is measured from
 
 
-class AltUp(Connection[Alternating]):
+class AltUp(FusedNormConnection[Alternating]):
     """AltUp: K streams; each layer runs on one of them and corrects the others from a prediction.
 
     Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
@@ -45,6 +46,7 @@ class AltUp(Connection[Alternating]):
     """
 
     gate_fields = ("g",)
+    sums_streams = True
     test_variants = ("altup(streams=3)",)
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, streams: int = 2):
@@ -53,6 +55,7 @@ class AltUp(Connection[Alternating]):
         self.K = streams
         # An integer that differs between layers: compiled layer by layer, there are K graphs.
         self.j = site.layer % streams
+        self.can_fuse_norms = self.is_readout
         opens_update = site.opens_layer and not self.is_readout
         self.P = float32_parameter(streams, streams) if opens_update else None
         self.g = float32_parameter(streams) if opens_update else None
@@ -67,7 +70,9 @@ class AltUp(Connection[Alternating]):
     def initial_state(self, x: Tensor) -> Alternating:
         return Alternating(expand_to_streams(x, self.K), x)
 
-    def mix_inputs(self, state: Alternating) -> tuple[tuple[Tensor, ...], Alternating]:
+    def fused_read(
+        self, state: Alternating, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Alternating]:
         h = add_write(state.h, state.y)
         if not self.opens_layer:
             return (h,), state._replace(h=h, y=None)
@@ -77,7 +82,7 @@ class AltUp(Connection[Alternating]):
             correction = upcast(h - state.active)
             X = depth_connection(X, correction[..., None, :], state.g)
         if self.P is None or self.g is None:  # the readout
-            return (X.sum(-2),), Alternating(X, h)
+            return (collapse_streams(X, None, *norms),), Alternating(X, h)
         h = X[..., self.j, :]
         predicted = mix_streams(X, self.P.mT)
         active = predicted[..., self.j, :]

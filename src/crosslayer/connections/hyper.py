@@ -24,8 +24,14 @@ from torch import Tensor, nn
 
 from ..connection import Connection, NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec, apply_norm
-from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
+from ..norms import NormSpec
+from ..ops import (
+    collapse_streams,
+    depth_connection,
+    expand_to_streams,
+    width_connection,
+    write_norm_project,
+)
 from ..validation import check_choice, check_literal, check_non_negative, check_positive
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
@@ -70,6 +76,7 @@ class Hyper(FusedNormConnection[Streams]):
     """
 
     gate_fields = ("beta",)
+    sums_streams = True
     test_variants = (
         "hyper(streams=2, dynamic=False)",
         "hyper(streams=3, tanh=False, stats='rmsnorm')",
@@ -152,7 +159,7 @@ class Hyper(FusedNormConnection[Streams]):
         Y = None if y is None else y[..., None, :]
         if self.is_readout:
             H = depth_connection(H, Y, beta)
-            return (apply_norm(H.sum(-2), *norms),), Streams(H)
+            return (collapse_streams(H, None, *norms),), Streams(H)
         H, alpha, beta = wire_streams(self, H, Y, beta)
         x, H = width_connection(H, alpha[..., 0], alpha[..., 1:], *norms)
         return (x,), Streams(H, beta=beta)

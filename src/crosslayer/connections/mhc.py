@@ -29,9 +29,9 @@ from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..norms import NormSpec, apply_norm, upcast
 from ..ops import (
+    collapse_streams,
     depth_connection,
     expand_to_streams,
-    mix_streams,
     sinkhorn,
     width_connection,
     write_norm_project,
@@ -75,6 +75,7 @@ class MHC(FusedNormConnection[Manifold]):
     """
 
     gate_fields = ("post",)
+    sums_streams = True
     prenorm_up_to_scale = True
     weight_decay_params = frozenset({"fn"})
     test_variants = (
@@ -175,17 +176,17 @@ class MHC(FusedNormConnection[Manifold]):
         Y = None if y is None else y[..., None, :]
         if self.fn is None:  # a readout without a head
             H = depth_connection(H, Y, post)
-            return (apply_norm(self.collapse_streams(H, pre), *norms),), Manifold(H)
+            return (self.read_streams(H, pre, *norms),), Manifold(H)
         H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
         new_pre, *logits = self.coefficients(z[..., 0, :])
         if self.is_readout:
-            return (apply_norm(self.collapse_streams(H, new_pre), *norms),), Manifold(H)
+            return (self.read_streams(H, new_pre, *norms),), Manifold(H)
         new_post = self.magnitude * logits[0].sigmoid() + self.post_eps
         pre_here = new_pre if pre is None else pre
         if self.mixes_streams:
             x, H = width_connection(H, pre_here, self.residual_matrix(logits[1]), *norms)
         else:
-            x = apply_norm(self.collapse_streams(H, pre_here), *norms)
+            x = self.read_streams(H, pre_here, *norms)
         return (x,), Manifold(H, post=new_post, pre=new_pre if self.single_pass else None)
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, ...]:
@@ -207,11 +208,11 @@ class MHC(FusedNormConnection[Manifold]):
             return sinkhorn(R.mT, self.iterations, self.eps).mT
         return sinkhorn(R, self.iterations, self.eps)
 
-    def collapse_streams(self, H: Tensor, pre: Tensor | None) -> Tensor:
-        """Σ_s pre_s H_s, or the sum or mean of the streams without a pre: [B T n D] -> [B T D]."""
-        if pre is not None:
-            return mix_streams(H, pre[..., None]).squeeze(-2)
-        return H.mean(-2) if self.reads_mean else H.sum(-2)
+    def read_streams(self, H: Tensor, pre: Tensor | None, norm: NormSpec | None = None) -> Tensor:
+        """norm(Σ_s pre_s H_s), or that of the sum or mean without a pre: [B T n D] -> [B T D]."""
+        if pre is None and self.reads_mean:
+            return apply_norm(H.mean(-2), norm)
+        return collapse_streams(H, pre, norm)
 
     def memory_traffic(self) -> float:
         return streams_memory_traffic(self, self.n)

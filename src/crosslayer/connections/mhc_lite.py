@@ -25,8 +25,14 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec, apply_norm
-from ..ops import depth_connection, expand_to_streams, width_connection, write_norm_project
+from ..norms import NormSpec
+from ..ops import (
+    collapse_streams,
+    depth_connection,
+    expand_to_streams,
+    width_connection,
+    write_norm_project,
+)
 from ..validation import check_positive
 from .hyper import Streams, streams_memory_traffic
 
@@ -41,6 +47,7 @@ class MHCLite(FusedNormConnection[Streams]):
     """
 
     gate_fields = ("beta",)
+    sums_streams = True
     prenorm_up_to_scale = True
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
     test_variants = ("mhc_lite(streams=3)",)
@@ -93,7 +100,7 @@ class MHCLite(FusedNormConnection[Streams]):
         Y = None if y is None else y[..., None, :]
         if self.is_readout:
             H = depth_connection(H, Y, beta)
-            return (apply_norm(H.sum(-2), *norms),), Streams(H)
+            return (collapse_streams(H, None, *norms),), Streams(H)
         # √(nD)·v/‖v‖ is an RMSNorm. Its weight 1 + gamma is multiplied into W, its eps is that of
         # torch's F.normalize.
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])

@@ -7,8 +7,8 @@ from safetensors only, and no code of a checkpoint is run.
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -16,12 +16,23 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ..data.tokenizing import SEPARATORS
+from ..files import read_json
 from ..hf import from_pretrained
-from ..hf.checkpoint import check_weights
-from ..hub import check_model_source
+from ..hf.checkpoint import CONFIG_FILE, find_folder, load_complete, read_config
+from ..hf.registration import names_connection
 from .published import is_published, load_published
 
-END_OF_TEXT = "<|endoftext|>"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+)
 
 
 def open_model(
@@ -37,71 +48,83 @@ def open_model(
     Raises:
         ValueError: there is no complete model at `source`.
     """
-    check_model_source(source)
-    folder = Path(source)
-    is_local = folder.is_dir()
-    if is_local and is_published(folder):
+    folder = find_folder(source)
+    if is_published(folder):
         return load_published(folder, rope, None if dtype == "auto" else dtype)
     if rope is not None:
         raise ValueError("rope is an option of published checkpoints; this config.json has its own")
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{source}: no such folder, and no such model on the Hub ({reason})"
-        ) from None
-    if hasattr(config, "crosslayer"):
-        return from_pretrained(source, dtype=dtype)
-    if is_local:
-        check_weights(folder)
-    return AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
-    )
+    config, _ = read_config(folder)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{folder}: {config.model_type!r} is no type of language models")
+    if not names_connection(read_json(folder / CONFIG_FILE, dict), folder):
+        return load_complete(AutoModelForCausalLM, folder, config=config, dtype=dtype)
+    model: PreTrainedModel = from_pretrained(folder, dtype=dtype)
+    if not model.can_generate():
+        raise ValueError(f"{folder}: a {type(model).__name__} is no language model")
+    return model
 
 
 def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """A tokenizer of transformers.
+    """A tokenizer of transformers, of a class of transformers.
 
     Args:
-        source: a folder, a tokenizer.json, or a name on the Hub. A tokenizer.json without a
-            tokenizer_config.json in its folder, as `crosslayer train` writes it, does not say which
-            token ends a text: <|endoftext|> if it is in the vocabulary, or none.
+        source: a folder, a tokenizer.json, or a name on the Hub. A tokenizer.json is read as the
+            `tokenizers` library reads it. Where nothing says which token ends a text, it is the
+            first of `SEPARATORS` among the tokens added to the vocabulary, or none.
 
     Raises:
         ValueError: there is no tokenizer at `source`.
     """
-    check_model_source(source, "folder or file")
     path = Path(source)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    has_config = path.is_dir() and (path / "tokenizer_config.json").is_file()
+    if path.is_file():
+        file = path
+    else:
+        path = find_folder(source, _TOKENIZER_FILES, "folder or file")
+        file = path / "tokenizer.json"
     try:
-        if file.is_file() and not has_config:
-            # Without a config AutoTokenizer would guess the class from the type of the model.
+        if path.is_dir():
+            _check_tokenizer_class(path)
+        if not file.is_file():
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        elif path.is_dir():
+            # AutoTokenizer would make a tokenizer of the model's type from the vocabulary.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
-            if END_OF_TEXT in tokenizer.get_vocab():
-                tokenizer.eos_token = END_OF_TEXT
-            return tokenizer
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises no class of its own
-        if path.is_dir() and not file.is_file() and not has_config:
+        if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise ValueError(
                 f"{source} has no tokenizer; copy that of the original model into it, "
                 "or name one with --tokenizer"
             ) from None
-        problem = f"no tokenizer can be read from {source}"
-        if not path.exists():
-            problem = f"{source}: no such folder or file, and no such name on the Hub"
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{problem} ({reason}); --tokenizer names another") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"no tokenizer can be read from {source} ({reason}); --tokenizer names another"
+        ) from error
+    if tokenizer.eos_token is None:
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        tokenizer.eos_token = next((token for token in SEPARATORS if token in added), None)
+    return tokenizer
+
+
+def _check_tokenizer_class(folder: Path) -> None:
+    """Raise a ValueError where a folder names as its tokenizer another class of transformers."""
+    for name in ("tokenizer_config.json", CONFIG_FILE):
+        config = read_json(folder / name, dict) if (folder / name).is_file() else {}
+        tokenizer_class = config.get("tokenizer_class")
+        # One that transformers does not have is read as a plain tokenizer.
+        known = getattr(transformers, str(tokenizer_class), PreTrainedTokenizerBase)
+        if not isinstance(known, type) or not issubclass(known, PreTrainedTokenizerBase):
+            raise ValueError(f"{name} names {tokenizer_class!r}, which is no tokenizer")
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     """Raise a ValueError where a tokenizer has more tokens than a model's embedding."""
     rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > rows:
+    tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if tokens > rows:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {rows}: "
+            f"the tokenizer has {tokens} tokens and the model's embedding {rows}: "
             "they do not belong together"
         )
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..files import read_json
-from ..hf.checkpoint import WEIGHTS_FILE, FolderWeights
 from ..hf.host_quirks import ROPE_DTYPES
+from ..hf.weights import WEIGHTS_FILE, FolderWeights
 from ..spec import make
 from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia

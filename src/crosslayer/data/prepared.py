@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import LOCK_FILE, atomic_replace, fsync_path, lock_folder
-from .sources import CORPUS_FILE, name_sets, read_sets, set_names, training_texts
+from ..files import LOCK_FILE, atomic_replace, fsync_path, lock_folder, read_json
+from ..validation import check_non_negative, check_positive
+from .sources import CORPUS_FILE, TRAIN, name_sets, read_sets, set_names, training_texts
 from .streams import ProgressCallback, StreamCounts, TokenStream, encode_sets, id_dtype
 from .tokenizing import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
@@ -95,16 +96,26 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
     if not (folder / CORPUS_FILE).is_file():
         raise ValueError(f"{folder}: not a prepared corpus, it has no {CORPUS_FILE}")
     try:
-        description = json.loads((folder / CORPUS_FILE).read_text("utf8"))
+        description = read_json(folder / CORPUS_FILE, dict)
         if description["format"] != FORMAT:
             raise ValueError(f"its format is {description['format']!r}, expected {FORMAT!r}")
         tokenizer = _open_tokenizer(folder, description["tokenizer"])
-        counts = {name: StreamCounts(**sizes) for name, sizes in description["sets"].items()}
+        counts = _open_counts(description["sets"])
         streams = _open_streams(folder, tokenizer, counts, description["digests"])
-        return PreparedCorpus(description["source"], tokenizer, streams, counts)
+        return PreparedCorpus(str(description["source"]), tokenizer, streams, counts)
     except Exception as error:  # of JSON, of `datasets`, and of Arrow beneath it
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder}: damaged, prepare it again ({reason})") from None
+
+
+def _open_counts(description: dict[str, dict[str, int]]) -> dict[str, StreamCounts]:
+    counts = {}
+    for name, sizes in description.items():
+        check_positive(**sizes)
+        counts[name] = StreamCounts(**sizes)
+    if TRAIN not in counts:
+        raise ValueError(f"it has no set {TRAIN}")
+    return counts
 
 
 def _open_streams(
@@ -115,7 +126,10 @@ def _open_streams(
     saved = datasets.load_from_disk(str(folder))
     streams = {}
     for name, sizes in counts.items():
-        stream = TokenStream(saved[name], tokenizer.vocab, sizes.text_bytes, digests.get(name))
+        digest = digests.get(name)
+        if digest is not None and not isinstance(digest, str):
+            raise ValueError(f"the digest of its set {name} is {digest!r}")
+        stream = TokenStream(saved[name], tokenizer.vocab, sizes.text_bytes, digest)
         if len(stream) != sizes.tokens:
             raise ValueError(f"set {name} has {len(stream)} tokens, expected {sizes.tokens}")
         streams[name] = stream
@@ -150,6 +164,8 @@ def _open_tokenizer(folder: Path, description: dict[str, Any]) -> Tokenizer:
     file = folder / TOKENIZER_FILE
     definition = file.read_text("utf8") if file.is_file() else None
     digest = description.pop("digest")
+    check_positive(vocab=description["vocab"])
+    check_non_negative(end=description["end"])
     tokenizer = Tokenizer(**description, definition=definition)
     if tokenizer.digest != digest:
         raise ValueError(f"{TOKENIZER_FILE} is missing, or is not the one of the preparation")

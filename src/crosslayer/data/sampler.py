@@ -67,3 +67,9 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
     (generator_seed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(generator_seed))
     return torch.randperm(length, generator=generator)
+
+
+def evenly_spaced(length: int, count: int) -> list[int]:
+    """`count` indices at equal distances below `length`, or all of them if they are fewer."""
+    count = min(length, count)
+    return [index * length // count for index in range(count)]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .sources import Document
+from .readers import Document
 from .tokenizing import Tokenizer
 
 BATCH_DOCUMENTS = 128  # tokenised at once
@@ -137,10 +137,13 @@ def encode_sets(
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
         encoded = tokenizer.encode([document.text for _, document in batch])
         for (name, document), ids in zip(batch, encoded, strict=True):
+            text_bytes = len(document.text.encode())
+            if document.ids is not None:
+                ids = document.ids
+                text_bytes = tokenizer.count_bytes(ids, document.name)
             if not len(ids):
                 continue
             row = ids.astype(dtype)
-            text_bytes = len(document.text.encode())
             before = counts.get(name, StreamCounts(0, 0, 0))
             if before.documents:
                 row = np.concatenate([separator, row])

@@ -4,8 +4,8 @@ The libraries are `tokenizers` and, for a name on the Hub, `huggingface_hub`.
 """
 
 import hashlib
-import json
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import read_json
 from ..hub import NO_NETWORK
 from ..validation import did_you_mean
 
@@ -22,6 +23,7 @@ CONFIG_FILE = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no tokenizer_config.json says so: the first of these that is known
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+LARGEST_BPE = 2**24
 BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
 
 
@@ -62,6 +64,17 @@ class Tokenizer:
         encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    def count_bytes(self, ids: np.ndarray, name: str) -> int:
+        """The UTF-8 bytes of the text of these ids, which are called `name` in an error."""
+        largest = int(ids.max())
+        if largest >= self.vocab:
+            raise ValueError(
+                f"{name}: has the id {largest}; the tokenizer {self.name} has {self.vocab} ids"
+            )
+        if self.definition is None:
+            return len(ids)
+        return len(self.model.decode(ids.tolist(), skip_special_tokens=False).encode())
+
     def __getstate__(self) -> dict[str, Any]:
         # a worker process parses the definition again, if it encodes at all
         return {key: value for key, value in self.__dict__.items() if key != "model"}
@@ -88,7 +101,7 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tok
     path = Path(name)
     if path.is_file():
         return _read_tokenizer(name, path)
-    if path.is_dir():
+    if path.is_dir() and name:
         return _read_tokenizer(name, path / TOKENIZER_FILE)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _read_tokenizer(name, _download_tokenizer(name))
@@ -118,8 +131,11 @@ def _train_bpe(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if size < 257:
-        raise ValueError(f"{name}: needs a size of at least 257 (256 bytes and {END_OF_TEXT})")
+    if not 257 <= size <= LARGEST_BPE:
+        raise ValueError(
+            f"{name}: needs a size of at least 257 (256 bytes and {END_OF_TEXT}), "
+            f"and at most {LARGEST_BPE}"
+        )
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
@@ -167,14 +183,20 @@ def byte_tokenizer_json() -> str:
 
 def _read_tokenizer(name: str, file: Path) -> Tokenizer:
     config_file = file.with_name(CONFIG_FILE)
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file, expected a tokenizer")
     try:
         definition = file.read_text("utf8")
-        config = json.loads(config_file.read_text("utf8")) if config_file.is_file() else {}
-        separator = config.get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} or its {CONFIG_FILE}: cannot be read ({error})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from None
+    config = read_json(config_file, dict) if config_file.exists() else {}
+    separator = config.get("eos_token")
     if isinstance(separator, dict):
         separator = separator.get("content")
+    if separator is not None and not isinstance(separator, str):
+        raise ValueError(
+            f"{config_file}: its eos_token must be text, got {reprlib.repr(separator)}"
+        )
     vocabulary = _parse_definition(definition, str(file)).get_vocab(with_added_tokens=True)
     for token in (separator, *SEPARATORS):
         if token in vocabulary:

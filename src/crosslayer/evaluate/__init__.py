@@ -16,6 +16,7 @@ from .perplexity import (
     span_perplexity,
     text_perplexity,
 )
+from .streams import stream_perplexity
 
 __all__ = [
     "Span",
@@ -25,5 +26,6 @@ __all__ = [
     "find_tasks",
     "read_spans",
     "span_perplexity",
+    "stream_perplexity",
     "text_perplexity",
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..validation import check_non_negative, check_positive, did_you_mean
+from .perplexity import end_tokens
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -62,7 +63,9 @@ def evaluate_tasks(
         check_non_negative(num_fewshot=num_fewshot)
     if task_manager is None:
         task_manager = find_tasks(tasks)
-    has_no_first_token = tokenizer.bos_token_id is None and tokenizer.eos_token_id is None
+    prefix_token = None  # the harness needs one even where no request is without context
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        prefix_token = [*end_tokens(tokenizer, model), 0][0]
     with _log_level("lm_eval.models.huggingface", logging.ERROR):
         harness_model = HFLM(
             pretrained=model,  # the harness warns that it is not a name
@@ -71,8 +74,7 @@ def evaluate_tasks(
             max_length=context,
             batch_size=batch_size,
             softmax_dtype="float32",
-            # the harness needs one even where no request is without context
-            prefix_token_id=0 if has_no_first_token else None,
+            prefix_token_id=prefix_token,
         )
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the harness prints remarks

@@ -4,7 +4,7 @@ A text is scored in windows of `context` tokens. Each window ends `stride` token
 one and scores only these, so every token is scored once, with at least `context - stride` tokens
 before it (fewer at the beginning). The default stride is the context, which gives the windows of
 the harness's `loglikelihood_rolling`. The first token follows BOS, or EOS where the tokenizer has
-no BOS; with neither it is not scored. Documents are independent.
+no BOS; with neither it is not scored. Documents are independent. (`streams` joins them.)
 
 In spans only the tokens of the target are scored: the evaluation of MUDD (arXiv 2502.12170, Table
 3) on FLAN. Context and target are joined without a separator, so the file contains the space
@@ -109,7 +109,7 @@ def text_perplexity(
     stride = context if stride is None else stride
     if not 1 <= stride <= context:
         raise ValueError(f"stride must be from 1 to the context of {context}, got {stride}")
-    first_token = _first_token(tokenizer)
+    first_token = _first_token(tokenizer, model)
     windows: list[Window] = []
     scored_bytes = words = 0
     for text in texts:
@@ -128,9 +128,9 @@ def text_perplexity(
     return TextPerplexity(
         tokens=count,
         loss=nats / count,
-        perplexity=_exp(nats / count),
+        perplexity=finite_exp(nats / count),
         bits_per_byte=nats / math.log(2) / scored_bytes,
-        word_perplexity=_exp(nats / max(words, 1)),
+        word_perplexity=finite_exp(nats / max(words, 1)),
     )
 
 
@@ -154,7 +154,8 @@ def span_perplexity(
         ValueError: the context is out of range, or no token can be scored.
     """
     context = check_context(model, context)
-    encoded = [_encode_span(tokenizer, span) for span in spans]
+    first_token = _first_token(tokenizer, model)
+    encoded = [_encode_span(tokenizer, first_token, span) for span in spans]
     windows_of_span = [split_window(window, context) for window in encoded]
     windows = [window for pieces in windows_of_span for window in pieces]
     scores = iter(log_likelihoods(model, windows, batch_size))
@@ -177,7 +178,7 @@ def span_perplexity(
         tokens=tokens,
         truncated=sum(len(seen) + len(target) > context + 1 for seen, target in encoded),
         loss=nats / tokens,
-        perplexity=_exp(nats / tokens),
+        perplexity=finite_exp(nats / tokens),
         loss_by_span=sum(losses) / len(losses),
         loss_by_span_stderr=stderr,
     )
@@ -282,21 +283,31 @@ def log_likelihoods(
     return scores
 
 
-def _first_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The token before a text: BOS, or EOS where there is no BOS, or None."""
+def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> list[int]:
+    """The tokens that end a text: the tokenizer's, or those of the model's config, or none."""
+    given = tokenizer.eos_token_id
+    if given is None:
+        given = getattr(model.generation_config, "eos_token_id", None)
+    ends = given if isinstance(given, list) else [given]
+    return [token for token in ends if isinstance(token, int)]
+
+
+def _first_token(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> int | None:
+    """The token before a text: BOS, or one that ends a text where there is no BOS, or None."""
     if tokenizer.bos_token_id is not None:
         return tokenizer.bos_token_id
-    return tokenizer.eos_token_id
+    return next(iter(end_tokens(tokenizer, model)), None)
 
 
-def _encode_span(tokenizer: "PreTrainedTokenizerBase", span: Span) -> Window:
+def _encode_span(
+    tokenizer: "PreTrainedTokenizerBase", first_token: int | None, span: Span
+) -> Window:
     """Tokenize as the harness does: both together, with the context's trailing space given to the
     target.
     """
     context = span.context.rstrip()
     if not context:
         tokens = tokenizer.encode(span.context + span.target, add_special_tokens=False)
-        first_token = _first_token(tokenizer)
         if first_token is not None:
             return Window([first_token], tokens)
         return Window(tokens[:1], tokens[1:])
@@ -318,6 +329,6 @@ def _parse_span(record: object, place: str) -> Span:
     return Span(context, target)
 
 
-def _exp(x: float) -> float:
+def finite_exp(x: float) -> float:
     # Words can be so unlikely to an untrained model that their perplexity is no float.
     return math.exp(x) if x < 700 else math.inf

@@ -86,11 +86,9 @@ def attach_connections(
             split_qkv_inputs(getattr(layer, family.attn.module), family.qkv, fused)
     swap_class(final, ReadoutNorm)
     final.connection = readout.train(final.training)
-    next_connections = [*(layer.connections[0] for layer in layers[1:]), readout]
-    for layer, next_connection in zip(layers, next_connections, strict=True):
-        layer.next_connection = (next_connection,)  # in a tuple, as it is another layer's submodule
     swap_class(backbone, ConnectedModel)
     backbone.connection_spec = str(spec)
+    backbone.family = family
     set_config_keys(backbone, crosslayer=str(spec), crosslayer_widths=mlp_widths)
 
 

@@ -1,29 +1,47 @@
-"""Checkpoint folders: config.json and safetensors, single or sharded. No pickle is ever loaded."""
+"""Checkpoint folders: a config.json, and weights of exactly the model that it describes.
+
+Nothing in a folder decides what code runs. Weights are safetensors. The model's class is one of
+those that transformers' auto classes have for the config's model type, or a diffusers model of a
+known family. `auto_map`, which names code of the folder's own, is not followed.
+"""
 
 import importlib
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..connection import Connection
+from ..files import read_json
 from ..hub import NO_NETWORK, check_model_source
-from .registration import host_config_dict, register_with_diffusers
+from ..validation import did_you_mean
+from .families import FAMILIES
+from .registration import (
+    PREFIX,
+    SavedConfig,
+    host_config_dict,
+    names_connection,
+    register_with_diffusers,
+)
+from .weights import check_weights
 
-WEIGHTS_FILE = "model.safetensors"
-_INDEX_FILES = "*.safetensors.index.json"
-_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
-_PICKLE_SUFFIXES = ("bin", "pt", "pth", "ckpt")
+CONFIG_FILE = "config.json"
+_ADAPTER_FILE = "adapter_config.json"  # of PEFT, which names its base model by a path of its own
+_HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors"]
+_HUB_FILES += ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*.safetensors"]
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Any:
     """Load a saved connected model, of its own class: complete, or not at all.
 
-    It differs from the class's own `from_pretrained`, which works too, in two ways: missing weights
-    are an error, and only safetensors are read.
+    It differs from the class's own `from_pretrained`, which works too, in three ways: missing
+    weights are an error, only safetensors are read, and no code of the folder is run.
 
     Args:
         path: a folder that `save_pretrained` wrote, or a model's name on the Hub.
@@ -36,197 +54,214 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
         ValueError: the folder has no connected model, or its weights are damaged, incomplete or
             another model's.
     """
-    check_model_source(path)
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = _download_folder(str(path))
-    config_dict = read_json(folder / "config.json")
+    folder = find_folder(path)
+    config_dict = read_json(folder / CONFIG_FILE, dict)
+    if not names_connection(config_dict, folder):
+        raise ValueError(
+            f"{folder} names no connection; load the plain model with transformers and call connect"
+        )
     cls = _saved_class(config_dict, folder)
-    check_weights(folder)
     dtype = options.pop("torch_dtype", options.pop("dtype", None))
-    is_diffusers_model = "_class_name" in config_dict
-    if is_diffusers_model:
-        register_with_diffusers()
-    else:
+    if "_class_name" not in config_dict:
         if "config" not in options:
-            # The host's class itself would warn of another model type in config.json.
-            config, options = cls.config_class.from_dict(
-                host_config_dict(config_dict), return_unused_kwargs=True, **options
-            )
+            config, options = read_config(folder, **options)
             options["config"] = config
-        options["dtype"] = dtype
-    model, info = cls.from_pretrained(
-        folder,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
-    _check_loading_info(info, folder)
-    if is_diffusers_model and dtype is not None:
-        # While loading, diffusers would cast the connections too; `to` keeps them in float32.
-        model = model.to(dtype)
+        return load_complete(cls, folder, dtype=dtype, **options)
+    register_with_diffusers()
+    model = load_complete(cls, folder, **options)
+    # While loading, diffusers would cast the connections too; `to` keeps them in float32.
+    return model if dtype is None else model.to(dtype)
+
+
+def load_complete(cls: Any, folder: Path, **options: Any) -> Any:
+    """A model of a class, with every weight from the folder and none left over.
+
+    Args:
+        cls: a class of models, or one of transformers' auto classes.
+        folder: has the weights.
+        options: of `cls.from_pretrained`.
+
+    Raises:
+        ValueError: the weights are damaged, incomplete or another model's.
+    """
+    if (folder / _ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds an adapter of PEFT ({_ADAPTER_FILE}); merge it into its model and "
+            "save that"
+        )
+    if any(folder.glob("shard-*-model-*.safetensors")):
+        raise ValueError(f"{folder} holds a distributed checkpoint; save the whole model")
+    check_weights(folder)
+    try:
+        model, info = cls.from_pretrained(
+            folder,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # of every kind, where a config's values do not fit together
+        raise ValueError(f"{folder}: {_one_line(error)}") from error
+    _check_loading_info(model, info, folder)
     return model
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: there is no such file, or it contains no JSON object.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}")
-    try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object, got a {type(content).__name__}")
-    return content
-
-
-def check_weights(folder: Path) -> None:
-    """Raise a ValueError where the folder's weights are not complete safetensors files."""
-    for path in _weight_files(folder):
-        with _open_safetensors(path):
-            pass
-
-
-class FolderWeights:
-    """The tensors in a folder. Their shapes are read at once, from the headers of the files.
+def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """A transformers config, without what a folder must not choose.
 
     Args:
-        folder: has one safetensors file, or several with an index.
+        folder: has a config.json.
+        options: those that are keys of the config replace its values.
 
-    Attributes:
-        shapes: the shape of each tensor, by name.
+    Returns:
+        The config, and the other options.
 
     Raises:
-        ValueError: there is no safetensors file, one is truncated, the index and the files
-            disagree, or a tensor is not of floating point (a quantised checkpoint).
+        ValueError: the model type is unknown, or transformers refuses a value.
     """
-
-    def __init__(self, folder: Path):
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files = _weight_files(folder)
-        self._file_of: dict[str, Path] = {}
-        for path in self._files:
-            with _open_safetensors(path) as file:
-                for name in file.keys():  # noqa: SIM118
-                    self._add_tensor(name, path, file.get_slice(name))
-        for index in folder.glob(_INDEX_FILES):
-            indexed = set(read_json(index).get("weight_map", {}))
-            differing = sorted(indexed.symmetric_difference(self._file_of))
-            if differing:
-                raise ValueError(f"{index.name} and the files disagree about {differing[0]!r}")
-
-    def read(self) -> dict[str, Tensor]:
-        """All tensors by name, on the CPU."""
-        tensors: dict[str, Tensor] = {}
-        for path in self._files:
-            with _open_safetensors(path) as file:
-                for name in file.keys():  # noqa: SIM118
-                    tensors[name] = file.get_tensor(name)
-        return tensors
-
-    def _add_tensor(self, name: str, path: Path, header: Any) -> None:
-        if name in self._file_of:
-            raise ValueError(f"{name!r} is in both {self._file_of[name].name} and {path.name}")
-        dtype = header.get_dtype()
-        if dtype not in _FLOAT_DTYPES:
-            raise ValueError(f"{name!r} is {dtype}, expected one of {', '.join(_FLOAT_DTYPES)}")
-        self._file_of[name] = path
-        self.shapes[name] = tuple(header.get_shape())
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for index in folder.glob(_INDEX_FILES):
-        return _indexed_files(index)
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files
-    if files:
-        raise ValueError(f"{folder} has {len(files)} safetensors files but no index of them")
-    for suffix in _PICKLE_SUFFIXES:
-        for path in sorted(folder.glob(f"*.{suffix}")):
-            raise ValueError(
-                f"{path.name} is a pickle, which can run code and is never loaded; "
-                "convert it where you trust it: safetensors.torch.save_file("
-                f'torch.load(path, weights_only=True), "{WEIGHTS_FILE}")'
-            )
-    raise ValueError(f"{folder} has no {WEIGHTS_FILE}")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map")
-    # A name in the index may not lead out of the folder.
-    names = sorted({Path(str(name)).name for name in weight_map.values()})
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise ValueError(
-                f"{index.parent} lacks the shard {name}, of {len(names)} in {index.name}"
-            )
-    return [index.parent / name for name in names]
-
-
-@contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
+    config_dict = read_json(folder / CONFIG_FILE, dict)
+    names_connection(config_dict, folder)
+    _config_class(config_dict, folder)
+    if config_dict["model_type"] not in CONFIG_MAPPING:  # a family of the user's own, connected
+        AutoConfig.register(config_dict["model_type"], SavedConfig)
     try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is truncated or not safetensors ({reason})") from error
+        config, unused = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, return_unused_kwargs=True, **options
+        )
+    except Exception as error:  # transformers raises classes of every kind
+        raise ValueError(f"{folder / CONFIG_FILE}: {_one_line(error)}") from error
+    for key in ("auto_map", "transformers_weights"):
+        vars(config).pop(key, None)
+    # An implementation may be the name of code on the Hub.
+    config._attn_implementation = options.get("attn_implementation")
+    config._experts_implementation = options.get("experts_implementation")
+    return config, unused
 
 
-def _download_folder(name: str) -> Path:
+def find_folder(
+    path: str | Path, files: Sequence[str] = _HUB_FILES, expected: str = "folder"
+) -> Path:
+    """A local folder, or the files of a name on the Hub: downloaded, or from the cache.
+
+    Args:
+        path: a folder or a name.
+        files: patterns of the files to download.
+        expected: what may be at a local path, for the message.
+
+    Raises:
+        ValueError: there is no such folder and no such name, or it is a training run's.
+    """
+    check_model_source(path, expected)
+    if Path(path).is_dir():
+        return Path(path)
+
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(str(path), allow_patterns=[CONFIG_FILE, *files]))
     except LocalEntryNotFoundError:
-        raise ValueError(f"{name}: no such folder; {NO_NETWORK}") from None
+        raise ValueError(f"{path}: no such {expected}; {NO_NETWORK}") from None
     except (HFValidationError, HfHubHTTPError) as error:
         raise ValueError(
-            f"{name}: no such folder, and no such model on the Hub ({type(error).__name__})"
+            f"{path}: no such {expected}, and no such name on the Hub ({type(error).__name__})"
         ) from None
 
 
-def _saved_class(config: dict[str, Any], folder: Path) -> Any:
-    """The class that config.json names, of transformers or diffusers."""
-    configs = [config, *config.values()]
-    if not any("crosslayer" in part for part in configs if isinstance(part, dict)):
-        raise ValueError(
-            f"{folder} names no connection; load the plain model with transformers and call connect"
-        )
-    if "_class_name" in config:
-        library = importlib.import_module("diffusers")
-        name = config["_class_name"]
+def _one_line(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
+
+
+def _saved_class(config_dict: dict[str, Any], folder: Path) -> Any:
+    """The class that config.json names, if it is a model of a known family."""
+    if "_class_name" in config_dict:
+        library: Any = importlib.import_module("diffusers")
+        name = config_dict["_class_name"]
+        classes = {known: getattr(library, known) for known in FAMILIES if hasattr(library, known)}
     else:
-        library = importlib.import_module("transformers")
-        name = (config.get("architectures") or ["none"])[0]
-    if not hasattr(library, name):
+        architectures = config_dict.get("architectures")
+        name = architectures[0] if isinstance(architectures, list) and architectures else None
+        classes = _auto_classes(_config_class(config_dict, folder))
+    if not isinstance(name, str) or name not in classes:
         raise ValueError(
-            f"{folder} is of the class {name!r}, which this {library.__name__} does not have"
+            f"{folder}: unknown class {name!r}{did_you_mean(name, classes)} in its config.json; "
+            f"known for this type of model: {', '.join(classes)}"
         )
-    return getattr(library, name)
+    return classes[name]
 
 
-def _check_loading_info(info: dict[str, Any], folder: Path) -> None:
-    """Raise a ValueError where the folder's tensors are not exactly those of the model."""
-    count = 0
-    problems = []
-    for kind in ("missing", "unexpected", "mismatched"):
-        keys = info.get(f"{kind}_keys")
-        if keys:
-            # A key of another size comes with both sizes.
-            first = min(key if isinstance(key, str) else key[0] for key in keys)
-            problems.append(f"{kind} {first!r}")
-            count += len(keys)
+def _config_class(config_dict: dict[str, Any], folder: Path) -> Any:
+    """The class of transformers' config for the model type in config.json."""
+    model_type = host_config_dict(config_dict)["model_type"]
+    if model_type not in CONFIG_MAPPING or model_type.startswith(PREFIX):
+        own_code = ""
+        if "auto_map" in config_dict:
+            own_code = "; code that comes with a checkpoint (auto_map) is never run"
+        raise ValueError(
+            f"{folder}: unknown model type {model_type!r}"
+            f"{did_you_mean(model_type, FAMILIES)} in its config.json{own_code}"
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+def _auto_classes(config_class: Any) -> dict[str, Any]:
+    """The models of transformers' auto classes for a config, by the names of their classes."""
+    classes = {}
+    for mapping in vars(modeling_auto).values():
+        if isinstance(mapping, _LazyAutoMapping) and config_class in mapping:
+            found = mapping[config_class]
+            for cls in found if isinstance(found, tuple | list) else [found]:
+                classes[cls.__name__] = cls
+    return classes
+
+
+def _check_loading_info(model: nn.Module, info: dict[str, Any], folder: Path) -> None:
+    """Raise a ValueError where the folder's tensors are not exactly those of the model.
+
+    A plain model's folder may have parts that the model does not have, like a vision tower.
+    """
+    # A key of another size comes with both sizes.
+    mismatched = [
+        key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ())
+    ]
+    unexpected = list(info.get("unexpected_keys", ()))
+    if not any(isinstance(module, Connection) for module in model.modules()):
+        of_connections = [key for key in unexpected if re.search(r"\.connections?\.", key)]
+        if of_connections:
+            raise ValueError(
+                f"{folder} has tensors of a connection, like {min(of_connections)!r} "
+                f"({len(of_connections)} in all), but its config.json has no key 'crosslayer' that "
+                "names the connection"
+            )
+        unexpected = [key for key in unexpected if _belongs_to(model, key)]
+    kinds = {
+        "missing": list(info.get("missing_keys", ())),
+        "unexpected": unexpected,
+        "mismatched": mismatched,
+    }
+    problems = [f"{kind} {min(keys)!r}" for kind, keys in kinds.items() if keys]
     if problems:
-        listed = ", ".join(problems)
-        raise ValueError(f"the weights in {folder} are not this model's: {listed} ({count} in all)")
+        count = sum(len(keys) for keys in kinds.values())
+        raise ValueError(
+            f"the weights in {folder} are not this model's: {', '.join(problems)} ({count} in all)"
+        )
+    for message in info.get("error_msgs", ()):
+        raise ValueError(f"the weights in {folder} are not this model's: {message}")
+
+
+def _belongs_to(model: Any, key: str) -> bool:
+    """Whether a tensor's name leads into a module of the model, further than its backbone."""
+    backbone = getattr(model, "base_model", model)
+    for root in (model, backbone):
+        module = root
+        for name in key.split("."):
+            children = dict(module.named_children())
+            if name not in children:
+                break
+            module = children[name]
+        if module is not model and module is not backbone:
+            return True
+    return False

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ..validation import check_positive, did_you_mean
 from .families import FAMILIES
@@ -29,7 +29,7 @@ def make_config(
         overrides: other keys of the family's config. They override what follows from the sizes.
 
     Raises:
-        ValueError: the family is unknown, or the sizes do not fit together.
+        ValueError: the family or a key is unknown, or the sizes do not fit together.
     """
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -61,5 +61,27 @@ def make_config(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    sizes.update(overrides or {})
-    return AutoConfig.for_model(family, **sizes)
+    return _build_config(family, sizes, overrides or {})
+
+
+def _build_config(
+    family: str, sizes: dict[str, Any], overrides: dict[str, Any]
+) -> PreTrainedConfig:
+    """A family's config. `sizes` may have keys that the family does not know, `overrides` not."""
+    keys = sizes | overrides
+    try:
+        plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
+        config = AutoConfig.for_model(family, **keys)
+    except Exception as error:  # transformers raises classes of every kind
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the config of {family} refuses these values: {reason}") from error
+    known = {*vars(plain), *type(plain).attribute_map}
+    for key in overrides:
+        # A config keeps a key that it does not know. One that it has taken in is not kept.
+        if key not in known and key in vars(config):
+            public = [name for name in known if not name.startswith("_")]
+            raise ValueError(
+                f"{family} has no config key {key!r}{did_you_mean(key, public)}; "
+                f"see transformers' {type(plain).__name__}"
+            )
+    return config

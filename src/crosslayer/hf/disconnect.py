@@ -68,12 +68,12 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     for layer in layers:
         _merge_qkv_inputs(getattr(layer, family.attn.module))
         restore_class(layer)
-        for name in ("connections", "family", "argument_names", "next_connection"):
+        for name in ("connections", "family", "argument_names"):
             delattr(layer, name)
     restore_class(final)
     del final.connection
     restore_class(backbone)
-    del backbone.connection_spec
+    del backbone.connection_spec, backbone.family
     for owner in (model, backbone):
         set_config_keys(owner, crosslayer=None)
     return model

@@ -28,6 +28,7 @@ class ConnectedModel:
     """
 
     connection_spec: str  # the connection's name and options
+    family: Family
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
@@ -36,13 +37,16 @@ class ConnectedModel:
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
             return_dict = config.return_dict
-        # transformers records the layers' first outputs, which are parts of states. The layers
-        # therefore append the hidden states to this list, and these replace what transformers
-        # recorded.
-        recorded: list[Tensor] = []
+        # transformers records the layers' first outputs, which are parts of states. What the layers
+        # give to this recorder replaces that.
+        layers = list(getattr(self, self.family.layers))
+        final = getattr(self, self.family.final)
+        next_connections = [*(layer.connections[0] for layer in layers[1:]), final.connection]
+        recorder = HiddenStateRecorder(next_connections)
         out = super().forward(  # type: ignore[misc]
-            *args, **kwargs, return_dict=True, hidden_state_recorder=recorded
+            *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
         )
+        recorded = recorder.hidden_states
         # Some hosts record the embedding before the first layer's output.
         first = len(out.hidden_states) - len(recorded)
         hidden_states = list(out.hidden_states)
@@ -98,6 +102,25 @@ class HiddenState(NamedTuple):
         return self.dtype_like.dtype
 
 
+class HiddenStateRecorder:
+    """The hidden states of one forward pass, read out of the connections' states.
+
+    Args:
+        next_connections: for each layer the connection after it: the first of the next layer, or
+            the readout. No layer refers to another one: copying and pickling would follow such
+            references through all layers, each some calls deeper than the one before it.
+    """
+
+    def __init__(self, next_connections: list[Connection[Any]]):
+        self.next_connections = next_connections
+        self.hidden_states: list[Tensor] = []
+
+    def record(self, hidden: HiddenState) -> None:
+        """Add the hidden state after the next layer."""
+        connection = self.next_connections[len(self.hidden_states)]
+        self.hidden_states.append(connection.hidden_state(hidden.state).to(hidden.dtype))
+
+
 class OpaqueTree:
     """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart."""
 
@@ -130,7 +153,6 @@ class ConnectedLayer(ConnectionOwner):
     connections: Sequence[Connection[Any]]
     family: Family
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
-    next_connection: tuple[Connection[Any]]  # the first of the next layer, or the readout
     training: bool
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,8 +169,7 @@ class ConnectedLayer(ConnectionOwner):
         *leaves, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
         hidden = tree_unflatten(leaves, tree.spec)
         if recorder is not None:
-            next_hidden = self.next_connection[0].hidden_state(hidden.state)
-            recorder.append(next_hidden.to(hidden.dtype))
+            recorder.record(hidden)
         return hidden
 
     def forward(self, *leaves: Any, tree: OpaqueTree, **kwargs: Any) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..spec import make
+from ..validation import check_positive
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 
@@ -46,6 +47,7 @@ class SavedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        names_connection(config_dict, "config.json")
         host_dict = host_config_dict(config_dict)
         return CONFIG_MAPPING[host_dict["model_type"]].from_dict(host_dict, **options)
 
@@ -90,7 +92,11 @@ def register_with_diffusers() -> None:
 def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
     """Connect a freshly built backbone as its config says."""
     spec = make(config["crosslayer"])
-    attach_connections(*find_backbone(backbone), spec, config.get("crosslayer_widths"))
+    widths = config.get("crosslayer_widths")
+    if widths is not None and not isinstance(widths, list):
+        raise ValueError(f"crosslayer_widths must be a list of one width a layer, got {widths!r}")
+    check_positive(**{f"crosslayer_widths[{i}]": width for i, width in enumerate(widths or [])})
+    attach_connections(*find_backbone(backbone), spec, widths)
     if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):
         apply_host_quirks(backbone)
 
@@ -111,6 +117,34 @@ def host_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
     return host_dict
 
 
+def names_connection(config_dict: dict[str, Any], source: str | Path) -> bool:
+    """Whether a config, or that of a part of its model, names a connection.
+
+    Args:
+        config_dict: of config.json.
+        source: its folder, for the message.
+
+    Raises:
+        ValueError: the config is a connected model's, but does not name the connection.
+    """
+    parts = [config_dict, *(part for part in config_dict.values() if isinstance(part, dict))]
+    specs = [part["crosslayer"] for part in parts if "crosslayer" in part]
+    is_marked = str(config_dict.get("model_type")).startswith(PREFIX)
+    is_marked |= any(str(key).startswith("crosslayer_") for part in parts for key in part)
+    if is_marked and not specs:
+        raise ValueError(
+            f"{source} is of a connected model, but has lost the key 'crosslayer' that names its "
+            "connection"
+        )
+    for spec in specs:
+        if not isinstance(spec, str) or not spec:
+            raise ValueError(
+                f"{source}: 'crosslayer' must name a connection, like \"mudd(dilation=2)\", "
+                f"got {spec!r}"
+            )
+    return bool(specs)
+
+
 def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., None]:
     """Connect a model at the end of its `__init__`, before transformers loads its weights."""
 
@@ -128,6 +162,7 @@ def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., N
 def _restore_model_type(config: Any) -> None:
     """Undo `mark_config` in a config that a host class called by name has read."""
     if str(vars(config).get("model_type")).startswith(PREFIX):
+        names_connection({**config.to_dict(), "model_type": config.model_type}, "config.json")
         del config.model_type
         vars(config).pop("auto_map", None)
 

@@ -22,7 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import ops
 from ..norms import NormSpec
+from ..ops.dispatch import reference_of
+from ..ops.manual_backward import definition_gradients
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -30,6 +33,7 @@ from .fused_norm import (
     load_affine,
     norm_arguments,
     norm_backward_bytes,
+    norm_of_arguments,
     norm_row_backward,
     normalise_row,
     store_affine_gradients,
@@ -227,16 +231,25 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    X, q, _, affine, *ctx.norm_options = inputs
+    X, q, ctx.eps, affine, *ctx.norm_options = inputs
     _, z, rstd = output
     ctx.mark_non_differentiable(z, rstd)
     ctx.L = len(X)
     ctx.save_for_backward(q, z, rstd, *X, *affine)
 
 
+def _define(
+    X: list[Tensor], q: Tensor, eps: float, affine: list[Tensor], norm_eps: float, centred: bool
+) -> Tensor:
+    norm = norm_of_arguments(affine, norm_eps, centred)
+    return reference_of(ops.depth_attention)(tuple(X), q, eps, norm)
+
+
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
     q, z, rstd, *rows = ctx.saved_tensors
     X, affine = rows[: ctx.L], rows[ctx.L :]
+    if torch.is_grad_enabled():  # create_graph
+        return definition_gradients(_define, (X, q, ctx.eps, affine, *ctx.norm_options), dout)
     dX, dq, daffine = torch.ops.crosslayer.depth_attention_backward(
         dout, X, q, z, rstd, affine, *ctx.norm_options
     )

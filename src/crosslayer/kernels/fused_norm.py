@@ -71,6 +71,12 @@ def norm_arguments(norm: NormSpec | None) -> tuple[list[Tensor], float, bool]:
     return affine, norm.eps, norm.centred
 
 
+def norm_of_arguments(affine: Sequence[Tensor], eps: float, centred: bool) -> NormSpec | None:
+    """The norm of which these are the `norm_arguments`."""
+    weight, bias = weight_and_bias(affine)
+    return None if weight is None else NormSpec(weight, bias, eps, centred)
+
+
 def weight_and_bias(affine: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """`affine` as a kernel takes it."""
     weight = affine[0] if affine else None

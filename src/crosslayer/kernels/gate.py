@@ -26,7 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import ops
 from ..norms import NormSpec
+from ..ops.dispatch import reference_of
+from ..ops.manual_backward import definition_gradients
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -34,6 +37,7 @@ from .fused_norm import (
     load_affine,
     norm_arguments,
     norm_backward_bytes,
+    norm_of_arguments,
     norm_row_backward,
     normalise_row,
     store_affine_gradients,
@@ -314,7 +318,7 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    S, y, beta, pool, score, _, affine, *ctx.norm_options = inputs
+    S, y, beta, pool, score, ctx.eps, affine, *ctx.norm_options = inputs
     _, _, q, z, rstd = output
     ctx.mark_non_differentiable(z, rstd)
     ctx.scored = score is not None
@@ -322,9 +326,28 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     ctx.save_for_backward(y, beta, pool, score, q, z, rstd, *S, *affine)
 
 
+def _define(
+    S: list[Tensor],
+    y: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    score: Tensor | None,
+    eps: float,
+    affine: list[Tensor],
+    norm_eps: float,
+    centred: bool,
+) -> tuple[Tensor, ...]:
+    norm = norm_of_arguments(affine, norm_eps, centred)
+    gated, h, q = reference_of(ops.gate_pool)(tuple(S), y, beta, pool, score, eps, norm)
+    return (*gated, h) if q is None else (*gated, h, q)
+
+
 def _backward(ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any) -> tuple[Any, ...]:
     y, beta, pool, score, q, z, rstd, *rows = ctx.saved_tensors
     S, affine = rows[: ctx.n], rows[ctx.n :]
+    if torch.is_grad_enabled():  # create_graph
+        inputs = (S, y, beta, pool, score, ctx.eps, affine, *ctx.norm_options)
+        return definition_gradients(_define, inputs, *dout, dh, *([dq] if ctx.scored else []))
     dS, dy, dbeta, dpool, dscore, daffine = torch.ops.crosslayer.gate_pool_backward(
         dout, dh, dq, S, y, beta, pool, score, q, z, rstd, affine, *ctx.norm_options
     )

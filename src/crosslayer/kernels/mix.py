@@ -17,7 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import ops
 from ..norms import NormSpec, apply_norm
+from ..ops.dispatch import reference_of
+from ..ops.manual_backward import definition_gradients
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -25,6 +28,7 @@ from .fused_norm import (
     load_affine,
     norm_arguments,
     norm_backward_bytes,
+    norm_of_arguments,
     norm_row_backward,
     normalise_row,
     store_affine_gradients,
@@ -273,12 +277,32 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
     ctx.save_for_backward(w, *X, *(output[c] for c in ctx.ways), *affine)
 
 
+def _define(
+    X: list[Tensor],
+    w: Tensor,
+    affine: list[Tensor],
+    ways: Sequence[int],
+    eps: float,
+    centred: bool,
+) -> tuple[Tensor, ...]:
+    step = len(affine) // max(1, len(ways))
+    norms = []
+    for i, c in enumerate(ways):
+        norms.append((c, norm_of_arguments(affine[i * step : (i + 1) * step], eps, centred)))
+    return reference_of(ops.depth_mix)(tuple(X), w, tuple(norms))
+
+
 def _backward(ctx: Any, dout: list[Tensor | None]) -> tuple[Any, ...]:
     w, *saved = ctx.saved_tensors
     norms_start, affine_start = ctx.L, ctx.L + len(ctx.ways)
     X = saved[:norms_start]
     mixed = saved[norms_start:affine_start]
     affine = saved[affine_start:]
+    if torch.is_grad_enabled():  # create_graph
+        inputs = (X, w, affine, ctx.ways, *ctx.norm_options)
+        filled = [torch.zeros_like(X[0]) if d is None else d for d in dout]
+        dX, dw, daffine, *_ = definition_gradients(_define, inputs, *filled)
+        return dX, dw, daffine, None if ctx.ways else [], None, None
     dX, dw, daffine = torch.ops.crosslayer.depth_mix_backward(
         dout, X, w, mixed, affine, ctx.ways, *ctx.norm_options
     )

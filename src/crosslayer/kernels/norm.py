@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..norms import NormSpec, add_write, apply_norm
+from ..ops.manual_backward import definition_gradients
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -20,6 +21,7 @@ from .fused_norm import (
     load_affine,
     norm_arguments,
     norm_backward_bytes,
+    norm_of_arguments,
     norm_row_backward,
     normalise_row,
     store_affine_gradients,
@@ -143,8 +145,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     ctx.save_for_backward(output[0], *affine)
 
 
+def _define_norm(new: Tensor, affine: list[Tensor], eps: float, centred: bool) -> Tensor:
+    return apply_norm(new, norm_of_arguments(affine, eps, centred))
+
+
 def _backward(ctx: Any, dnew: Tensor, dout: Tensor) -> tuple[Any, ...]:
     new, *affine = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph
+        inputs = (new, affine, *ctx.norm_options)
+        dh, daffine, *_ = definition_gradients(_define_norm, inputs, dout)
+        dh = dh + dnew
+        return dh, dh, daffine, None, None
     dh, daffine = torch.ops.crosslayer.add_norm_backward(dnew, dout, new, affine, *ctx.norm_options)
     return dh, dh, daffine, None, None
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..ops.project import differentiable_backward
 from . import launch
 
 # Columns of W of which a piece fits a program. mHC has more from 7 streams on; torch computes its
@@ -321,13 +322,16 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, Y, beta, W, _, _ = inputs
+    _, Y, beta, W, ctx.eps, ctx.centred = inputs
     new, z, rstd, mu = output
     ctx.mark_non_differentiable(rstd, mu)
     ctx.save_for_backward(new, Y, beta, W, z, rstd, mu)
 
 
 def _backward(ctx: Any, dnew: Tensor, dz: Tensor, *_: Any) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():  # create_graph
+        new, Y, beta, W, *_ = ctx.saved_tensors
+        return differentiable_backward(ctx, new, Y, beta, W, dnew, dz)
     dH, dY, dbeta, dW = torch.ops.crosslayer.write_norm_project_backward(
         dnew, dz, *ctx.saved_tensors
     )

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import ops
+from ..ops.dispatch import reference_of
+from ..ops.manual_backward import definition_gradients
 from . import launch
 
 ROUNDS_IN_REGISTERS = 4  # rounds of which the backward keeps the matrices at once
@@ -158,6 +161,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():  # create_graph
+        inputs = (*ctx.saved_tensors, ctx.rounds, ctx.eps)
+        return definition_gradients(reference_of(ops.sinkhorn), inputs, dout)
     dlogits = torch.ops.crosslayer.sinkhorn_backward(dout, *ctx.saved_tensors, ctx.rounds, ctx.eps)
     return dlogits, None, None
 

@@ -18,7 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import ops
 from ..norms import NormSpec, apply_norm
+from ..ops.dispatch import reference_of
+from ..ops.manual_backward import definition_gradients
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -26,6 +29,7 @@ from .fused_norm import (
     load_affine,
     norm_arguments,
     norm_backward_bytes,
+    norm_of_arguments,
     norm_row_backward,
     normalise_row,
     store_affine_gradients,
@@ -214,8 +218,18 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     ctx.save_for_backward(H, pre, res, *affine)
 
 
+def _define(
+    H: Tensor, pre: Tensor, res: Tensor, affine: list[Tensor], eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
+    norm = norm_of_arguments(affine, eps, centred)
+    return reference_of(ops.width_connection)(H, pre, res, norm)
+
+
 def _backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Any, ...]:
     H, pre, res, *affine = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph
+        inputs = (H, pre, res, affine, *ctx.norm_options)
+        return definition_gradients(_define, inputs, dx, dout)
     gradients = torch.ops.crosslayer.width_connection_backward(
         dx, dout, H, pre, res, affine, *ctx.norm_options
     )

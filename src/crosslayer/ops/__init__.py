@@ -8,10 +8,11 @@ from .norm import add_norm
 from .products import mix_streams, project_tall
 from .project import write_norm_project
 from .sinkhorn import sinkhorn
-from .streams import depth_connection, expand_to_streams, width_connection
+from .streams import collapse_streams, depth_connection, expand_to_streams, width_connection
 
 __all__ = [
     "add_norm",
+    "collapse_streams",
     "depth_attention",
     "depth_connection",
     "depth_mix",

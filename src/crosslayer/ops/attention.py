@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from ..norms import NormSpec, apply_norm, rstd, upcast
+from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
-from .mix import weighted_sum
+from .manual_backward import definition_gradients, run_function
+from .mix import mixture, weighted_sum
 from .products import project_manual_grad, row_dot
 
 
@@ -30,7 +30,7 @@ def depth_attention(
     Returns:
         [B T D] in X's dtype.
     """
-    return apply_norm(_DepthAttention.apply(q, eps, *X), norm)
+    return apply_norm(run_function(_DepthAttention, q, eps, *X), norm)
 
 
 def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
@@ -46,9 +46,15 @@ class _DepthAttention(Function):
     """
 
     @staticmethod
+    def definition(q: Tensor, eps: float, *X: Tensor) -> Tensor:
+        z = torch.stack([rms(x, eps) @ q for x in X], -1)
+        return mixture(X, z.softmax(-1))
+
+    @staticmethod
     def forward(*args: Any) -> Tensor:
         # One *args: see `_DepthMix`.
         ctx, q, eps, *X = args
+        ctx.eps = eps
         r = torch.stack([rstd(x, eps) for x in X])
         scores = [project_rms(x, q[None], r_l) for x, r_l in zip(X, r, strict=True)]
         z = torch.cat(scores, -1)  # [B T L]
@@ -57,9 +63,10 @@ class _DepthAttention(Function):
         return weighted_sum(X, p)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, r, z, p, *X = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            return definition_gradients(_DepthAttention.definition, (q, ctx.eps, *X), dout)
         a = torch.stack([row_dot(dout, x) for x in X], -1)
         dz = p * (a - (p * a).sum(-1, keepdim=True))
         dX = []

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .manual_backward import is_transformed
+
 Op = TypeVar("Op", bound=Callable[..., Any])
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Device types on which kernels run; `crosslayer.use_kernels` sets them.
@@ -26,6 +28,11 @@ registered_kernels: dict[str, RegisteredKernel] = {}
 
 class KernelOp(Protocol):
     reference: Callable[..., Any]
+
+
+def reference_of(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op's torch reference."""
+    return cast(KernelOp, op).reference
 
 
 def _supports_everything(*args: Any, **kwargs: Any) -> bool:
@@ -49,7 +56,8 @@ def register_kernel(
 
 def uses_kernel(x: Tensor) -> bool:
     """Whether ops run their kernels on tensors like x."""
-    return x.device.type in kernel_devices and x.dtype in KERNEL_DTYPES
+    supported = x.device.type in kernel_devices and x.dtype in KERNEL_DTYPES
+    return supported and not is_transformed()
 
 
 def kernel_op(reference: Op) -> Op:

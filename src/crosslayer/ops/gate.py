@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from ..norms import NormSpec, apply_norm, rstd, upcast
+from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .attention import project_rms, project_rms_backward
 from .dispatch import kernel_op
-from .mix import weighted_sum
+from .manual_backward import definition_gradients, run_function
+from .mix import mixture, weighted_sum
 from .products import row_dot
 
 
@@ -64,7 +64,7 @@ def gate_pool(
         S', n tensors [B T D]; h [B T D]; q [B T n] float32, or None without `score`.
     """
     Q = pool[None] if score is None else torch.stack([pool, score])
-    h, z, *gated = _GatePool.apply(y, beta, Q, eps, *S)
+    h, z, *gated = run_function(_GatePool, y, beta, Q, eps, *S)
     return tuple(gated), apply_norm(h, norm), None if score is None else z
 
 
@@ -76,9 +76,18 @@ class _GatePool(Function):
     """
 
     @staticmethod
+    def definition(
+        y: Tensor, beta: Tensor, Q: Tensor, eps: float, *S: Tensor
+    ) -> tuple[Tensor, ...]:
+        gated = gate_streams(S, y, beta)
+        z = torch.stack([rms(s, eps) @ Q.mT for s in gated], -1)
+        return mixture(gated, z[..., 0, :].softmax(-1)), z[..., -1, :], *gated
+
+    @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: see `_DepthMix`.
         ctx, y, beta, Q, eps, *S = args
+        ctx.eps = eps
         gated = gate_streams(tuple(S), y, beta)
         r = torch.stack([rstd(s, eps) for s in gated])
         scores = [project_rms(s, Q, r_i) for s, r_i in zip(gated, r, strict=True)]
@@ -88,11 +97,13 @@ class _GatePool(Function):
         return weighted_sum(gated, p), z[..., -1, :].clone(), *gated
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor, dq: Tensor, *dgated: Tensor) -> tuple[Tensor | None, ...]:
         y, beta, Q, r, z, p, *streams = ctx.saved_tensors
         S = streams[: len(dgated)]
         gated = streams[len(dgated) :]
+        if torch.is_grad_enabled():  # create_graph
+            inputs = (y, beta, Q, ctx.eps, *S)
+            return definition_gradients(_GatePool.definition, inputs, dh, dq, *dgated)
         a = torch.stack([row_dot(dh, s) for s in gated], -1)
         dz_pool = p * (a - (p * a).sum(-1, keepdim=True))
         dz = torch.stack([dz_pool, dq][: len(Q)], -2)

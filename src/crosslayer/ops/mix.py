@@ -1,6 +1,7 @@
 """Weighted sums over depth."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.autograd import Function
 
 from ..norms import NormSpec, apply_norm
 from .dispatch import kernel_op
+from .manual_backward import run_function
 from .products import row_dot
 
 
@@ -30,7 +32,7 @@ def depth_mix(
     """
     if len(X) != w.shape[-1]:
         raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")
-    mixtures = _DepthMix.apply(w, *X)
+    mixtures = run_function(_DepthMix, w, *X)
     return (*mixtures, *(apply_norm(mixtures[c], norm) for c, norm in norms))
 
 
@@ -39,6 +41,10 @@ class _DepthMix(Function):
 
     dw is summed over tokens if w is static.
     """
+
+    @staticmethod
+    def definition(w: Tensor, *X: Tensor) -> tuple[Tensor, ...]:
+        return tuple(mixture(X, w[..., c, :]) for c in range(w.shape[-2]))
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -60,6 +66,12 @@ class _DepthMix(Function):
         for l, x in enumerate(X):
             dX.append(weighted_sum(dout, w[..., l]).to(x.dtype) if needs_dX[l] else None)
         return dw, *dX
+
+
+def mixture(X: Sequence[Tensor], w: Tensor) -> Tensor:
+    """Σ_l w[…, l] · X_l, the definition of `weighted_sum`."""
+    products = [w[..., l, None] * x for l, x in enumerate(X)]
+    return reduce(torch.add, products).to(X[0].dtype)
 
 
 def weighted_sum(X: Sequence[Tensor], w: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from ..norms import rstd, upcast
+from ..norms import rms, rstd, upcast
 from .dispatch import kernel_op
+from .manual_backward import definition_gradients, run_function
 from .products import mix_streams, project_back, project_manual_grad, row_dots
 from .streams import depth_connection
 
@@ -40,7 +42,7 @@ def write_norm_project(
     Returns:
         H' [B T n D] in H's dtype, and z [B T n K] or [B T 1 K] float32.
     """
-    return _WriteNormProject.apply(H, Y, beta, W, eps, centred)
+    return run_function(_WriteNormProject, H, Y, beta, W, eps, centred)
 
 
 class _WriteNormProject(Function):
@@ -51,6 +53,13 @@ class _WriteNormProject(Function):
     A row is one stream of a token, or all of its streams. For a centred norm W is centred too,
     column by column: a constant along a row does not change the result.
     """
+
+    @staticmethod
+    def definition(
+        H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
+    ) -> tuple[Tensor, Tensor]:
+        written = depth_connection(H, Y, beta)
+        return written, _norm_and_project(written, W, eps, centred)
 
     @staticmethod
     def forward(
@@ -69,12 +78,16 @@ class _WriteNormProject(Function):
         r = rstd(rows, eps)[:, None]
         z = project_manual_grad(rows, W) * r
         ctx.save_for_backward(written, Y, beta, W, z, r, mean)
-        return written, z.view(*H.shape[:-2], -1, W.shape[-1])
+        ctx.eps = eps
+        ctx.centred = centred
+        rows_per_token = H.shape[-2] * H.shape[-1] // len(W)
+        return written, z.view(*H.shape[:-2], rows_per_token, W.shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dwritten: Tensor, dz: Tensor) -> Any:
         written, Y, beta, W, z, r, mean = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            return differentiable_backward(ctx, written, Y, beta, W, dwritten, dz)
         rows = upcast(written).reshape(-1, len(W))
         dz = dz.reshape(z.shape)
         g = dz * r
@@ -92,3 +105,38 @@ class _WriteNormProject(Function):
         weights = upcast(beta)[..., None]
         dY = weights * dH if Y.shape[-2] > 1 else mix_streams(dH, weights)
         return dH.to(written.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
+
+
+def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor:
+    """N(H) W for rows of len(W) numbers: [B T n D] -> [B T n|1 K]."""
+    rows = upcast(H).reshape(*H.shape[:-2], H.shape[-2] * H.shape[-1] // len(W), len(W))
+    if centred:
+        return F.layer_norm(rows, rows.shape[-1:], eps=eps) @ W
+    return rms(rows, eps) @ W
+
+
+def differentiable_backward(
+    ctx: Any,
+    written: Tensor,
+    Y: Tensor | None,
+    beta: Tensor | None,
+    W: Tensor,
+    dwritten: Tensor,
+    dz: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The backward of `write_norm_project` in plain torch.
+
+    Args:
+        ctx: has `eps` and `centred`.
+        written: the output H'.
+        Y, beta, W: as in the forward.
+        dwritten, dz: the gradients of the outputs.
+
+    Returns:
+        The gradient of each input of the forward.
+    """
+    inputs = (written, W, ctx.eps, ctx.centred)
+    dH, dW, _, _ = definition_gradients(_norm_and_project, inputs, dz)
+    # `depth_connection` is linear in H: its gradients do not depend on H.
+    dH, dY, dbeta = definition_gradients(depth_connection, (written, Y, beta), dH + dwritten)
+    return dH, dY, dbeta, dW, None, None

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from .dispatch import kernel_op
+from .manual_backward import definition_gradients, run_function
 
 
 @kernel_op
@@ -29,7 +29,7 @@ def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     """
     if not sums_stay_positive(logits, rounds, eps):
         return _sinkhorn_of_logarithms(logits, rounds)
-    return _Sinkhorn.apply(logits, rounds, eps)
+    return run_function(_Sinkhorn, logits, rounds, eps)
 
 
 def sums_stay_positive(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> bool:
@@ -49,27 +49,42 @@ class _Sinkhorn(Function):
     """M' = M/s, s = Σ M + eps:   dM = (dM' − Σ dM' M')/s for each division, last to first."""
 
     @staticmethod
+    def definition(logits: Tensor, rounds: int, eps: float) -> Tensor:
+        M = logits.softmax(-1) + eps
+        for axis in (-2, *(-1, -2) * (rounds - 1)):
+            M = M / (M.sum(axis, keepdim=True) + eps)
+        return M
+
+    @staticmethod
     def forward(ctx: Any, logits: Tensor, rounds: int, eps: float) -> Tensor:
-        # The matrix axes come first: torch sums planes of a tensor many times as fast as rows of n
-        # numbers.
-        P = logits.movedim((-2, -1), (0, 1)).contiguous().softmax(1)
-        M = P + eps
+        M = _row_softmax(logits) + eps
         divisions = []
         for axis in (0, *(1, 0) * (rounds - 1)):
             s = M.sum(axis, keepdim=True).add_(eps)
             M = M / s
             divisions += [s, M]
-        ctx.save_for_backward(P, *divisions)
+        ctx.rounds, ctx.eps = rounds, eps
+        ctx.save_for_backward(logits, *divisions)
         return M.movedim((0, 1), (-2, -1)).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dM: Tensor) -> tuple[Tensor, None, None]:
-        P, *divisions = ctx.saved_tensors
+        logits, *divisions = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            return definition_gradients(_Sinkhorn.definition, (logits, ctx.rounds, ctx.eps), dM)
         d = dM.movedim((-2, -1), (0, 1)).contiguous()
         axes = (0, *(1, 0) * (len(divisions) // 4))
         steps = list(zip(axes, divisions[::2], divisions[1::2], strict=True))
         for axis, s, M in reversed(steps):
             d = (d - (d * M).sum(axis, keepdim=True)).div_(s)
+        P = _row_softmax(logits)
         d = P * (d - (P * d).sum(1, keepdim=True))
         return d.movedim((0, 1), (-2, -1)), None, None
+
+
+def _row_softmax(logits: Tensor) -> Tensor:
+    """The softmax of each row, with the matrix axes in front: [… n n] -> [n n …].
+
+    torch sums planes of a tensor many times as fast as rows of n numbers.
+    """
+    return logits.movedim((-2, -1), (0, 1)).contiguous().softmax(1)

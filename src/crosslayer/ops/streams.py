@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..norms import NormSpec, apply_norm, upcast
 from .dispatch import kernel_op
+from .manual_backward import run_function
 from .products import mix_streams, row_dots, stream_gram
 
 
@@ -36,7 +36,31 @@ def depth_connection(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor
     """
     if Y is None or beta is None:
         return H
-    return torch.addcmul(upcast(H), upcast(beta)[..., None], upcast(Y)).to(H.dtype)
+    # Y in its own dtype: autograd saves it as it is.
+    return torch.addcmul(upcast(H), upcast(beta)[..., None], Y).to(H.dtype)
+
+
+def collapse_streams(
+    H: Tensor, weights: Tensor | None = None, norm: NormSpec | None = None
+) -> Tensor:
+    """norm(Σ_s w_s H_s), or the norm of the streams' sum.
+
+    Args:
+        H: [B T n D].
+        weights: [n] static, or [B T n]; float32; None for the plain sum.
+        norm: None for no norm. Where there is one, a sum of float16 streams stays in float32 until
+            it is normed, because it may exceed float16's range.
+
+    Returns:
+        [B T D] in H's dtype.
+    """
+    is_wider = norm is not None and H.dtype == torch.float16
+    streams = upcast(H) if is_wider else H
+    if weights is None:
+        x = streams.sum(-2)
+    else:
+        x = mix_streams(streams, weights[..., None]).squeeze(-2)
+    return apply_norm(x, norm).to(H.dtype)
 
 
 @kernel_op
@@ -58,8 +82,10 @@ def width_connection(
     Returns:
         x [B T D] and H' [B T n D] in H's dtype.
     """
+    if norm is not None and H.dtype == torch.float16:
+        return collapse_streams(H, pre, norm), mix_streams(H, res)
     lead, n = H.shape[:-2], H.shape[-2]
-    x, H = _WidthConnection.apply(H, pre.expand(*lead, n), res.expand(*lead, n, n))
+    x, H = run_function(_WidthConnection, H, pre.expand(*lead, n), res.expand(*lead, n, n))
     return apply_norm(x, norm), H
 
 
@@ -67,12 +93,15 @@ class _WidthConnection(Function):
     """dpre_s = ⟨dx, H_s⟩,   dres[s, c] = ⟨dH'_c, H_s⟩,   dH_s = pre_s dx + Σ_c res[s, c] dH'_c"""
 
     @staticmethod
-    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(H, pre, res)
+    def definition(H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
         return mix_streams(H, pre[..., None]).squeeze(-2), mix_streams(H, res)
 
     @staticmethod
-    @once_differentiable
+    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(H, pre, res)
+        return _WidthConnection.definition(H, pre, res)
+
+    @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, pre, res = ctx.saved_tensors
         dout = upcast(dout).contiguous()  # the gradient of a sum over streams has stride 0

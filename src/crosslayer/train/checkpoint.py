@@ -24,7 +24,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ..files import atomic_replace, write_text_atomic
+from ..files import atomic_replace, read_json, write_text_atomic
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 
 INDEX_FILE = "checkpoint.json"
@@ -143,7 +143,7 @@ class Checkpoints:
         """The index of a checkpoint of this run, whose files are as they were written."""
         remedy = self._remedy(path)
         try:
-            index = json.loads((path / INDEX_FILE).read_text("utf8"))
+            index = read_json(path / INDEX_FILE, dict)
             identity, _ = index["identity"], index["state"]
             files = {
                 name: (int(size), int(checksum))

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
-# the classes of .metadata, as torch 2.11 to 2.13 write it
+# the classes of .metadata, as torch 2.13 writes it
 CLASSES: tuple[type, ...] = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,

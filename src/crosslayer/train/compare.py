@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import __version__
-from ..files import LOCK_FILE, write_text_atomic
+from ..files import LOCK_FILE, read_json, write_text_atomic
 from .checkpoint import remove_checkpoint
 from .parallel import launch_fabric
 from .recipe import Arm, Recipe
@@ -205,13 +205,13 @@ def _load_results(folder: Path, current: ComparisonResults) -> ComparisonResults
             )
         return None
     try:
-        previous = ComparisonResults.from_json(json.loads(path.read_text("utf8")))
+        previous = ComparisonResults.from_json(read_json(path, dict))
         pairs = [(previous.settings, current.settings), (previous.data, current.data)]
         for name, arm in current.arms.items():
             if name in previous.arms:
                 pairs.append((previous.arms[name], arm))
         differences = [_first_difference(before, now) for before, now in pairs]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
         ) from None

@@ -10,12 +10,6 @@ from torch.utils.data import default_collate
 from .task import Task
 
 
-def evenly_spaced(length: int, count: int) -> list[int]:
-    """`count` indices at equal distances below `length`, or all of them if they are fewer."""
-    count = min(length, count)
-    return [index * length // count for index in range(count)]
-
-
 @torch.no_grad()
 def evaluate_examples(
     fabric: Fabric, model: nn.Module, task: Task, dataset: Any, indices: list[int], batch: int

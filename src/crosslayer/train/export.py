@@ -2,6 +2,7 @@
 generate` read.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ..data.tokenizing import byte_tokenizer_json
+from ..data.tokenizing import CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
 from ..files import atomic_replace
 
 
@@ -35,11 +36,22 @@ def export_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None
             model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.end
         model.save_pretrained(temporary, state_dict=state_dict)
         if tokenizer is not None:
-            text = tokenizer.definition or byte_tokenizer_json()
-            (temporary / "tokenizer.json").write_text(text, "utf8")
+            _write_tokenizer(tokenizer, temporary)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
         atomic_replace(temporary, folder)
         shutil.rmtree(old, ignore_errors=True)
     fabric.barrier()
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write tokenizer.json, and what it does not say: how to read it, and what ends a text."""
+    definition = tokenizer.definition or byte_tokenizer_json()
+    # Any other class would make a tokenizer of its own from the vocabulary.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for token in json.loads(definition)["added_tokens"]:
+        if token["id"] == tokenizer.end:  # Any other token would become special by being named.
+            config["eos_token"] = token["content"]
+    (folder / TOKENIZER_FILE).write_text(definition, "utf8")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf8")

@@ -11,6 +11,8 @@ An arm is a connection, or a mapping: its name, its connection, the parameters a
 paper states, and the options in which it differs from the other arms.
 """
 
+import math
+import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -57,13 +59,13 @@ class Arm:
         if isinstance(row, str):
             row = {"connection": row}
         if not isinstance(row, dict):
-            raise ValueError(f"an arm is a connection or a mapping, got {row!r}")
+            raise ValueError(f"an arm is a connection or a mapping, got {reprlib.repr(row)}")
         own_keys = {f.name for f in fields(cls)} - {"options"}
         for key in row.keys() - own_keys - GROUP_OF_OPTION.keys():
             hint = did_you_mean(str(key), [*own_keys, *GROUP_OF_OPTION])
             raise ValueError(f"unknown key {key!r} of an arm{hint}")
         if "connection" not in row:
-            raise ValueError(f"an arm needs a connection, got {row}")
+            raise ValueError(f"an arm needs a connection, got {reprlib.repr(row)}")
 
         connection = str(make(row["connection"]))
         name, reason, paper = (
@@ -73,8 +75,8 @@ class Arm:
         )
         # YAML reads `no` as False and 2 as a number
         for key, text in (("name", name), ("reason", reason)):
-            if not isinstance(text, str):
-                raise ValueError(f"{key} of an arm must be text, got {text!r}")
+            if not isinstance(text, str) or not text.isprintable():
+                raise ValueError(f"{key} of an arm must be a line of text, got {text!r}")
         if not isinstance(paper, dict):
             raise ValueError(f"paper of an arm must be a mapping, got {paper!r}")
         parameters = row.get("parameters")
@@ -92,9 +94,12 @@ class Arm:
 
 def _parse_number(name: str, value: Any) -> float:
     try:
-        return float(value)  # YAML reads 405e6 as text
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} of an arm must be a number, got {value!r}") from None
+        number = float(value)  # YAML reads 405e6 as text
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} of an arm must be a number, got {reprlib.repr(value)}")
+    return number
 
 
 @dataclass
@@ -146,31 +151,23 @@ def load_recipe(
         ValueError: the file cannot be read, or it has an unknown key or a value that is not
             allowed.
     """
-    import yaml
-
     path = Path(path)
     if not path.exists():
         siblings = [file.name for file in path.parent.glob("*.yaml")]
         raise ValueError(f"{path}: no such file{did_you_mean(path.name, siblings)}")
-    try:
-        options = yaml.safe_load(path.read_text("utf8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
+    options = _read_yaml(path)
     rows = options.pop("arms", ["prenorm"])
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{path}: arms must be a list of at least one, got {rows!r}")
-
-    arms = [Arm.from_row(row) for row in rows]
     try:
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"arms must be a list of at least one, got {reprlib.repr(rows)}")
+        arms = [Arm.from_row(row) for row in rows]
         options = parse_options(options)
         for arm in arms:
             arm.options = parse_options(arm.options)
+            Settings.from_options(**{**options, **arm.options})
+        recipe = Recipe(arms, options, scale, overrides, task)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    recipe = Recipe(arms, options, scale, overrides, task)
 
     if scale == "tiny":
         for arm in arms:
@@ -178,6 +175,59 @@ def load_recipe(
             tiny_layers = recipe.settings(arm).model.layers
             arm.connection = _shorten_connection(arm.connection, layers, tiny_layers)
     return recipe
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a recipe's file, of text, numbers, lists and mappings alone."""
+    import yaml
+
+    try:
+        if not path.is_file():
+            raise ValueError("not a regular file")
+        loader = yaml.SafeLoader(path.read_text("utf8"))
+        node = loader.get_single_node()
+        _check_yaml(node, "the file", set())
+        options = loader.construct_document(node) if node else None
+    except RecursionError:
+        raise ValueError(f"{path}: cannot be read as a recipe (nested too deep)") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
+    return options
+
+
+def _check_yaml(node: Any, where: str, seen: set[int]) -> None:
+    """Raise a ValueError for what a recipe never needs: aliases, keys that are no text or are
+    repeated, and values like dates.
+
+    Args:
+        node: of the document, as PyYAML composes it.
+        where: the key of the node.
+        seen: ids of the nodes before it. An alias is its anchor's node, and could expand a small
+            file without bound.
+    """
+    if node is None:
+        return
+    if id(node) in seen:
+        raise ValueError(f"{where} is an alias; write its value out")
+    seen.add(id(node))
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    if kind not in ("map", "seq", "str", "int", "float", "bool", "null"):
+        raise ValueError(f"{where} is a {kind}, expected text, a number, a list or a mapping")
+    if kind == "seq":
+        for number, item in enumerate(node.value, start=1):
+            _check_yaml(item, f"item {number} of {where}", seen)
+    elif kind == "map":
+        keys = set()
+        for key, value in node.value:
+            if not key.tag.endswith(":str"):
+                raise ValueError(f"the key {reprlib.repr(key.value)} of {where} is not text")
+            if key.value in keys:
+                raise ValueError(f"the key {key.value!r} of {where} is repeated")
+            keys.add(key.value)
+            _check_yaml(value, repr(key.value), seen)
 
 
 def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Model:
         model_config: further keys of the family's configuration, like {"tie_word_embeddings":
             true}.
         reallocate: give the MLPs MUDD's widths: narrower in early layers, wider in late ones.
+        router_z_loss: weight of the z-loss on the router's logits of a mixture of experts.
     """
 
     family: str = "llama"
@@ -34,9 +35,11 @@ class Model:
     vocab: int | None = None
     model_config: dict[str, Any] = field(default_factory=dict)
     reallocate: bool = False
+    router_z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive(layers=self.layers, dim=self.dim, heads=self.heads)
+        check_non_negative(router_z_loss=self.router_z_loss)
         if self.vocab is not None:
             check_positive(vocab=self.vocab)
 
@@ -47,8 +50,8 @@ class Data:
 
     Args:
         data: "stdlib" (the source code of Python's standard library); a text, .jsonl or .parquet
-            file, or a folder of them; datasets:NAME; or a folder that `crosslayer data prepare`
-            wrote.
+            file, or a folder of them; datasets:OWNER/NAME; hf://datasets/OWNER/NAME/PATTERN; or a
+            folder that `crosslayer data prepare` wrote.
         valid: validation sets by name; by default a part of the data is held out.
         valid_groups: names of validation sets by the name of their group. The results have the
             means over each group.
@@ -116,6 +119,8 @@ class Optimization:
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
         check_non_negative(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
+        check_non_negative(lr=self.lr, muon_lr=self.muon_lr, weight_decay=self.weight_decay)
+        check_non_negative(eps=self.eps, momentum=self.momentum)
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema must be between 0 and 1, like 0.9999, got {self.ema}")
 
@@ -186,7 +191,7 @@ GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
 # options of a recipe that the command line does not have
 YAML_ONLY = frozenset(
     {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
-    | {"log_every", "ema", "valid_groups"}
+    | {"log_every", "ema", "router_z_loss", "valid_groups"}
 )
 # options that may change when a run is resumed: they change its losses by rounding at most
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}

@@ -6,7 +6,7 @@ the next token. examples/vision has tasks of its own.
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os.path import expandvars
 from typing import Any, NamedTuple
@@ -139,20 +139,39 @@ def build_language_model(
         model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
     )
     config.max_position_embeddings = data.context
+    if model.router_z_loss:
+        if not getattr(config, "output_router_logits", False):
+            raise ValueError(
+                "router_z_loss needs a mixture of experts with output_router_logits: true in "
+                f"model_config; {model.family} has {model.model_config}"
+            )
+        config.router_z_loss_coef = model.router_z_loss
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of the next token, plus a router's auxiliary loss if the backbone has one.
+    """Cross-entropy of the next token, plus a router's auxiliary losses if the backbone has them.
 
     tokens: [B T + 1].
     """
     output = model(input_ids=tokens[:, :-1], use_cache=False)
     loss = cross_entropy(output.logits, tokens[:, 1:]).mean()
+    config: Any = getattr(model, "config", None)
     if getattr(output, "aux_loss", None) is not None:
-        config: Any = model.config
         loss = loss + config.router_aux_loss_coef * output.aux_loss
+    z_loss_weight = getattr(config, "router_z_loss_coef", 0.0)
+    if z_loss_weight and output.router_logits:
+        loss = loss + z_loss_weight * router_z_loss(output.router_logits)
     return loss
+
+
+def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
+    """The mean of logsumexp² over tokens and layers: ST-MoE (arXiv 2202.08906), Eq. 5.
+
+    router_logits: of each layer, [tokens experts].
+    """
+    of_layers = [logits.float().logsumexp(-1).square().mean() for logits in router_logits]
+    return torch.stack(of_layers).mean()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

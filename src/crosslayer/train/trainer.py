@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ..cost.estimate import count_parameters
+from ..data.sampler import evenly_spaced
 from ..optim import zero_connection_updates
 from .averaging import averaged_weights
-from .evaluation import evaluate_examples, evenly_spaced
+from .evaluation import evaluate_examples
 from .optimizers import build_optimizers, set_learning_rates
 from .parallel import setup_model
 from .profiling import measure_forward, model_flops_utilization, peak_memory

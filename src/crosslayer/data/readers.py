@@ -1,0 +1,198 @@
+"""Files and datasets to documents. `datasets` reads them; every error becomes one line."""
+
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from glob import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..files import parse_json
+from ..hub import NO_NETWORK
+from ..validation import did_you_mean
+
+SUFFIXES = (
+    ".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js",
+    ".jsonl", ".parquet",
+)  # fmt: skip
+COMPRESSIONS = (".gz", ".zst")
+TOKENS_SUFFIX = ".npy"
+ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstandard"
+_ZSTD_CHUNK = 2**16  # bytes
+
+
+class Document(NamedTuple):
+    """A text, or the token ids of one. The hash of its name decides whether it is held out."""
+
+    name: str
+    text: str
+    ids: np.ndarray | None = None
+
+
+def list_text_files(path: Path) -> list[tuple[Path, str]]:
+    """A file, or the text files of a folder, each with the name of its documents.
+
+    Raises:
+        ValueError: there is nothing, no text file, or what is neither a file nor a folder.
+    """
+    if path.is_file():
+        return [(path, path.name)]
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path}: neither a regular file nor a folder")
+    if not path.is_dir():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, ["stdlib", *siblings])
+        raise ValueError(f"{path}: no such file or folder{hint}")
+    files = sorted(f for f in path.rglob("*") if _suffix(f) in SUFFIXES and f.is_file())
+    if not files:
+        raise ValueError(
+            f"{path}: no text file in it (looked for {', '.join(SUFFIXES)}, also compressed as "
+            f"{' or '.join(COMPRESSIONS)})"
+        )
+    return [(file, file.relative_to(path).as_posix()) for file in files]
+
+
+def read_file(file: Path, name: str) -> Iterator[Document]:
+    """The documents of a file. Each file is a dataset of its own, so that an error names it."""
+    if file.suffix == ".zst":
+        _check_zstd(file)
+    return _read_pattern(str(file), name, escape(str(file)))  # the library takes a pattern
+
+
+def read_remote(pattern: str) -> Iterator[Document]:
+    """The documents of files by a URL: https://…, or hf://datasets/OWNER/NAME/PATTERN."""
+    if pattern.endswith(".zst") and not find_spec("zstandard"):
+        raise ValueError(f"{pattern}: {ZSTANDARD_MISSING}")
+    return _read_pattern(pattern, pattern, pattern)
+
+
+def read_rows(subject: str, name: str, load: Callable[[], Iterable[Any]]) -> Iterator[Document]:
+    """The documents of a dataset, from its column "text".
+
+    Args:
+        subject: for errors.
+        name: of the documents; the number of their row is added.
+        load: returns the rows.
+
+    Raises:
+        ValueError: the dataset cannot be read, or a row has no text.
+    """
+    return _text_column(subject, name, _rows(subject, load))
+
+
+def read_token_ids(file: Path) -> Document:
+    """The token ids of a .npy file, or of the raw uint16 numbers that OLMo calls .npy.
+
+    Raises:
+        ValueError: neither.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: not a regular file")
+    try:
+        with file.open("rb") as stream:
+            has_header = stream.read(6) == b"\x93NUMPY"
+        if has_header:
+            ids = np.load(file, allow_pickle=False)
+        else:
+            ids = np.fromfile(file, "<u2")
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{file}: cannot be read as token ids ({_one_line(error)})") from None
+    is_cut = not has_header and file.stat().st_size % 2 != 0
+    if ids.ndim != 1 or ids.dtype.kind != "u" or is_cut or not len(ids):
+        raise ValueError(f"{file}: expected one row of unsigned whole numbers, the token ids")
+    return Document(file.name, "", ids)
+
+
+def _suffix(file: Path) -> str:
+    """The suffix before that of a compression. A compressed .json has a document a line."""
+    if file.suffix not in COMPRESSIONS:
+        return file.suffix
+    suffix = file.with_suffix("").suffix
+    return ".jsonl" if suffix == ".json" else suffix
+
+
+def _read_pattern(subject: str, name: str, pattern: str) -> Iterator[Document]:
+    import datasets
+
+    suffix = _suffix(Path(pattern))
+    if "://" in pattern and re.search(r"\.jsonl?\b[^/]*$", pattern):
+        suffix = ".jsonl"  # a pattern like *.json*
+    options: dict[str, Any] = {"split": "train", "streaming": True, "data_files": pattern}
+    builder = "parquet" if suffix == ".parquet" else "text"
+    if builder == "text":
+        options["sample_by"] = "line" if suffix == ".jsonl" else "document"
+    rows = _rows(subject, lambda: datasets.load_dataset(builder, **options))
+    # The builder "json" would infer the type of every field from the first lines, and stop where
+    # a field that nobody reads has another type.
+    if suffix == ".jsonl":
+        rows = _parse_lines(subject, rows)
+    return _text_column(subject, name, rows)
+
+
+def _check_zstd(file: Path) -> None:
+    """Raise where a .zst file is cut off, which `datasets` takes for its end."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError(f"{file}: {ZSTANDARD_MISSING}") from None
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    with file.open("rb") as stream:
+        try:
+            while chunk := stream.read(_ZSTD_CHUNK):
+                while chunk:
+                    if frame.eof:
+                        frame = zstandard.ZstdDecompressor().decompressobj()
+                    frame.decompress(chunk)
+                    chunk = frame.unused_data
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{file}: cannot be read ({_one_line(error)})") from None
+    if not frame.eof:
+        raise ValueError(f"{file}: cannot be read (it ends within compressed data)")
+
+
+def _rows(subject: str, load: Callable[[], Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset. Every error of the library becomes a ValueError of one line."""
+    try:
+        yield from load()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{subject}: not UTF-8 text (it has a byte 0x{byte:02x})") from None
+    except Exception as error:  # the library and its file systems raise classes of every kind
+        # the HTTP library, and so the class, depends on huggingface_hub's version
+        if isinstance(error, ConnectionError) or type(error).__name__ == "ConnectError":
+            raise ValueError(f"{subject}: {NO_NETWORK}") from None
+        reason = _one_line(error)
+        if "zst" in reason and not find_spec("zstandard"):
+            reason = ZSTANDARD_MISSING
+        raise ValueError(f"{subject}: cannot be read ({reason})") from None
+
+
+def _parse_lines(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows, start=1):
+        value = parse_json(row["text"].strip() or '""', f"{subject}: line {number}", object)
+        yield value if isinstance(value, dict) else {"text": value}
+
+
+def _text_column(subject: str, name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
+    for number, row in enumerate(rows, start=1):
+        if "text" not in row:
+            hint = did_you_mean("text", row)
+            columns = ", ".join(row) or "none"
+            raise ValueError(
+                f'{subject}: row {number} has no column "text"{hint}; its columns: {columns}'
+            )
+        text = row["text"]
+        # a surrogate from a JSON escape cannot be written as UTF-8
+        if not isinstance(text, str) or re.search("[\ud800-\udfff]", text):
+            found = reprlib.repr(text)
+            raise ValueError(
+                f"{subject}: row {number} of its column text is {found}, not Unicode text"
+            )
+        yield Document(f"{name}:{number}", text)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

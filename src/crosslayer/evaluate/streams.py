@@ -1,0 +1,97 @@
+"""Perplexity of documents as `crosslayer train` measures its validation loss.
+
+The documents are one stream of tokens, with the token that ends a text between two of them. The
+stream is cut into windows of context + 1 tokens without overlap. In each window all tokens but the
+first are scored. The tokens after the last whole window are not scored.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..data.corpus import Windows
+from ..data.sampler import evenly_spaced
+from ..data.sources import Document
+from ..data.streams import encode_in_memory
+from ..validation import check_positive
+from .perplexity import (
+    TextPerplexity,
+    Window,
+    check_context,
+    end_tokens,
+    finite_exp,
+    log_likelihoods,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def stream_perplexity(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Iterable[str],
+    context: int | None = None,
+    windows: int | None = None,
+    batch_size: int = 8,
+) -> TextPerplexity:
+    """Perplexity of documents as one stream, like the validation loss of training.
+
+    Args:
+        model: a language model of transformers.
+        tokenizer: its tokenizer.
+        texts: the documents.
+        context: tokens that the model sees at once; None is what its config says. A shorter stream
+            is one window.
+        windows: score only this many windows, at equal distances; None is all of them.
+        batch_size: windows in a batch.
+
+    Raises:
+        ValueError: an argument is out of range, no token can be scored, or no token is known that
+            separates documents.
+    """
+    context = check_context(model, context)
+    if windows is not None:
+        check_positive(windows=windows)
+    documents = [Document("", text) for text in texts]
+    ends = end_tokens(tokenizer, model)
+    if not ends and len(documents) > 1:
+        raise ValueError(
+            "neither the tokenizer nor the model's config has a token that ends a text, to join "
+            "documents with; score the documents apart"
+        )
+    adapter: Any = _StreamTokenizer(tokenizer, [*ends, 0][0])
+    streams = encode_in_memory((("", document) for document in documents), adapter)
+    stream = streams.get("")
+    if stream is None or len(stream) < 2:
+        raise ValueError("the text has no token to score")
+    whole = Windows(stream, min(context, len(stream) - 1))
+    rows = [whole[i].tolist() for i in evenly_spaced(len(whole), windows or len(whole))]
+    scores = log_likelihoods(model, [Window(row[:1], row[1:]) for row in rows], batch_size)
+    tokens = len(rows) * whole.context
+    loss = -sum(scores) / tokens
+    words = sum(len(document.text.split()) for document in documents)
+    return TextPerplexity(
+        tokens=tokens,
+        loss=loss,
+        perplexity=finite_exp(loss),
+        bits_per_byte=loss / math.log(2) / (stream.text_bytes / len(stream)),
+        word_perplexity=finite_exp(loss * len(stream) / max(words, 1)),
+    )
+
+
+class _StreamTokenizer(NamedTuple):
+    """A tokenizer of transformers in the place of one of crosslayer.data."""
+
+    tokenizer: Any
+    end: int
+
+    @property
+    def vocab(self) -> int:
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return [np.array(ids, np.uint32) for ids in encoded]

@@ -1,0 +1,112 @@
+"""The weights in a folder: safetensors files, single or sharded. No pickle is ever loaded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..files import read_json
+
+WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILES = "*.safetensors.index.json"
+_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+_PICKLE_SUFFIXES = ("bin", "pt", "pth", "ckpt")
+
+
+def check_weights(folder: Path) -> None:
+    """Raise a ValueError where the folder's weights are not complete safetensors files."""
+    for path in _weight_files(folder):
+        with _open_safetensors(path):
+            pass
+
+
+class FolderWeights:
+    """The tensors in a folder. Their shapes are read at once, from the headers of the files.
+
+    Args:
+        folder: has one safetensors file, or several with an index.
+
+    Attributes:
+        shapes: the shape of each tensor, by name.
+
+    Raises:
+        ValueError: there is no safetensors file, one is truncated, the index and the files
+            disagree, or a tensor is not of floating point (a quantised checkpoint).
+    """
+
+    def __init__(self, folder: Path):
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files = _weight_files(folder)
+        self._file_of: dict[str, Path] = {}
+        for path in self._files:
+            with _open_safetensors(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    self._add_tensor(name, path, file.get_slice(name))
+        for index in folder.glob(_INDEX_FILES):
+            indexed = set(read_json(index, dict).get("weight_map", {}))
+            differing = sorted(indexed.symmetric_difference(self._file_of))
+            if differing:
+                raise ValueError(f"{index.name} and the files disagree about {differing[0]!r}")
+
+    def read(self) -> dict[str, Tensor]:
+        """All tensors by name, on the CPU."""
+        tensors: dict[str, Tensor] = {}
+        for path in self._files:
+            with _open_safetensors(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    tensors[name] = file.get_tensor(name)
+        return tensors
+
+    def _add_tensor(self, name: str, path: Path, header: Any) -> None:
+        if name in self._file_of:
+            raise ValueError(f"{name!r} is in both {self._file_of[name].name} and {path.name}")
+        dtype = header.get_dtype()
+        if dtype not in _FLOAT_DTYPES:
+            raise ValueError(f"{name!r} is {dtype}, expected one of {', '.join(_FLOAT_DTYPES)}")
+        self._file_of[name] = path
+        self.shapes[name] = tuple(header.get_shape())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for index in folder.glob(_INDEX_FILES):
+        return _indexed_files(index)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise ValueError(f"{folder} has {len(files)} safetensors files but no index of them")
+    for suffix in _PICKLE_SUFFIXES:
+        for path in sorted(folder.glob(f"*.{suffix}")):
+            raise ValueError(
+                f"{path.name} is a pickle, which can run code and is never loaded; "
+                "convert it where you trust it: safetensors.torch.save_file("
+                f'torch.load(path, weights_only=True), "{WEIGHTS_FILE}")'
+            )
+    raise ValueError(f"{folder} has no {WEIGHTS_FILE}")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index, dict).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map")
+    # A name in the index may not lead out of the folder.
+    names = sorted({Path(str(name)).name for name in weight_map.values()})
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise ValueError(
+                f"{index.parent} lacks the shard {name}, of {len(names)} in {index.name}"
+            )
+    return [index.parent / name for name in names]
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is truncated or not safetensors ({reason})") from error

@@ -1,0 +1,73 @@
+"""Hand-written backwards, and the definitions that they must agree with.
+
+An op with a hand-written backward is a `Function` with a `definition`: the same result in plain
+torch. The backward is fast, but it cannot be differentiated again, as it uses what the forward
+saved. So the definition takes its place here:
+
+    torch.func, forward-mode AD     `run_function` calls the definition
+    a backward under create_graph   it returns `definition_gradients`; a kernel's does too
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.functional import vjp
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class DefinedFunction(Protocol):
+    """A `torch.autograd.Function` with a definition."""
+
+    @staticmethod
+    def definition(*args: Any) -> Any:
+        """What `apply` returns, in plain torch."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any: ...
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode AD is active."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def run_function(function: type[DefinedFunction], *args: Any) -> Any:
+    """`function.apply`, or its definition where autograd must see plain torch."""
+    if is_transformed():
+        return function.definition(*args)
+    # With dynamic shapes a float is an input of the graph in which dynamo first meets it. Met
+    # within a Function, it would be one of the Function's graph alone (torch 2.13).
+    numbers = [float(x) if isinstance(x, float) else x for x in args]
+    return function.apply(*numbers)
+
+
+def definition_gradients(
+    definition: Callable[..., Any], inputs: tuple[Any, ...], *dout: Tensor
+) -> Any:
+    """The gradients of `definition(*inputs)` as functions of `inputs` and `dout`.
+
+    Args:
+        definition: takes `inputs`, and returns one tensor or a tuple of them.
+        inputs: tensors, lists of them, and other arguments. One may depend on another.
+        dout: the gradient of each output.
+
+    Returns:
+        A tuple like `inputs`, with the gradient for a tensor and None for anything else.
+    """
+    leaves, structure = tree_flatten(inputs)
+    is_tensor = [isinstance(x, Tensor) for x in leaves]
+
+    def define(*tensors: Tensor) -> Any:
+        remaining = iter(tensors)
+        filled = [next(remaining) if is_t else x for x, is_t in zip(leaves, is_tensor, strict=True)]
+        return definition(*tree_unflatten(filled, structure))
+
+    tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+    _, gradients = vjp(define, tensors, dout if len(dout) > 1 else dout[0], create_graph=True)
+    remaining = iter(gradients)
+    return tree_unflatten([next(remaining) if is_t else None for is_t in is_tensor], structure)
