@@ -133,6 +133,8 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     if options.documents == "apart" and options.windows is not None:
         raise ValueError("--windows is for joined documents; --documents apart scores every token")
     check_positive(batch_size=options.batch_size)
+    if options.windows is not None:
+        check_positive(windows=options.windows)
     _check_new(results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
