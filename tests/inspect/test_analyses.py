@@ -20,7 +20,7 @@ from crosslayer.inspect import (
     summarise_mixing,
     unfold_connections,
 )
-from tests.support.tiny import DEFAULTS, SPECS, shake
+from tests.support.tiny import DEFAULTS, VARIANTS, shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 
@@ -79,7 +79,8 @@ EMBEDDING = [{"embedding": torch.randn(2, 3, 16, generator=torch.Generator().man
 
 @pytest.mark.parametrize(
     ("spec", "parallel"),
-    [(spec, False) for spec in SPECS]
+    [(spec, False) for spec in DEFAULTS]
+    + [pytest.param(spec, False, marks=pytest.mark.slow) for spec in VARIANTS]
     + [pytest.param(spec, True, marks=pytest.mark.slow) for spec in DEFAULTS],
 )
 def test_the_map_of_the_outputs_is_each_input(spec, parallel):
