@@ -37,17 +37,22 @@ def test_a_missing_package(arguments, package, extra, monkeypatch, capsys):
     ("line", "message"),
     [
         ("train --save-every x", "--save-every must be a whole number, got 'x'"),
-        ("train --lr fast", "--lr must be a number, got 'fast'"),
+        ("train --lr fast", "--lr must be a finite number, got 'fast'"),
         (
             "train --strategy fdsp",
-            "--strategy must be one of ddp, fsdp, got 'fdsp' (did you mean 'fsdp'?)",
+            "--strategy must be one of 'ddp', 'fsdp', got 'fdsp' (did you mean 'fsdp'?)",
         ),
-        ("train --loggers x", "Parser key \"loggers\": Expected a <class 'list'>. Got value: x"),
+        (
+            "train --loggers x",
+            "--loggers must be a list, each item one of 'tensorboard', 'wandb', got 'x'",
+        ),
+        ("train --vocab many", "--vocab must be a whole number or None, got 'many'"),
+        ("train --layers 1000000000", "layers must be at most 10,000, got 1000000000"),
         (
             "trian",
             f"unknown command 'trian' (did you mean 'train'?); the commands: {', '.join(COMMANDS)}",
         ),
-        ("eval", "the following arguments are required: eval.model"),
+        ("eval", "missing: model; see crosslayer eval --help"),
     ],
 )
 def test_a_wrong_option_or_command(line, message, capsys):

@@ -21,8 +21,16 @@ KIND_NAMES: dict[type, str] = {
     int: "a whole number",
     float: "a finite number",
     str: "a string",
+    list: "a list",
+    tuple: "a list",
+    Sequence: "a list",
+    dict: "a mapping",
     NoneType: "None",
 }
+LARGEST_SIZE = 2**31 - 1  # of anything that is counted
+MAX_LAYERS = 10_000
+MAX_PLAIN_VALUES = 100_000  # in one file or option: no recipe has as many
+MAX_PLAIN_DEPTH = 50
 
 
 def check_positive(**options: int) -> None:
@@ -30,45 +38,120 @@ def check_positive(**options: int) -> None:
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if value > LARGEST_SIZE:
+            raise ValueError(f"{name} must be at most {LARGEST_SIZE}, got {value!r}")
 
 
 def check_non_negative(**options: float) -> None:
     """Raise a ValueError for an option that is not a number of at least 0."""
     for name, value in options.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
 
 
 def check_option_type(name: str, value: object, annotation: Any) -> None:
     """Raise a ValueError for an option whose value does not fit the annotation of its parameter."""
-    kinds = [annotation]
+    if not _fits_kind(value, annotation):
+        raise ValueError(describe_wrong_value(name, value, annotation))
+
+
+def describe_wrong_value(name: str, value: object, annotation: Any) -> str:
+    """What an option must be, by the annotation of its parameter, and what it is."""
+    words = [word for word in _words_of(annotation) if isinstance(word, str)]
+    hint = did_you_mean(value, words) if isinstance(value, str) else ""
+    expected = " or ".join(map(_describe_kind, _alternatives(annotation)))
+    return f"{name} must be {expected}, got {reprlib.repr(value)}{hint}"
+
+
+def check_plain(name: str, value: object) -> None:
+    """Raise a ValueError for what JSON cannot hold: a date, a set, a key that is no string.
+
+    YAML has all of these, and aliases by which a few lines mean billions of values.
+
+    Args:
+        name: of the file or the option, for the message.
+        value: what was read.
+    """
+    left = MAX_PLAIN_VALUES
+
+    def visit(value: object, depth: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"{name}: more than {MAX_PLAIN_VALUES:,} values, with its aliases")
+        if depth > MAX_PLAIN_DEPTH:
+            raise ValueError(f"{name}: nested deeper than {MAX_PLAIN_DEPTH} levels")
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise ValueError(f"{name}: a key must be a string, got {reprlib.repr(key)}")
+                visit(item, depth + 1)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item, depth + 1)
+        elif not isinstance(value, str | int | float | NoneType):
+            kind = type(value).__name__
+            raise ValueError(f"{name}: has a value of type {kind}, {reprlib.repr(value)}")
+
+    visit(value, 0)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The kinds of a union, or the only one."""
     if get_origin(annotation) in (Union, UnionType):
-        kinds = list(get_args(annotation))
-    if not any(_fits_kind(value, kind) for kind in kinds):
-        expected = " or ".join(_describe_kind(kind) for kind in kinds)
-        words = [word for kind in kinds for word in get_args(kind) if isinstance(word, str)]
-        hint = did_you_mean(value, words) if isinstance(value, str) else ""
-        raise ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}{hint}")
+        return get_args(annotation)
+    return (annotation,)
 
 
-def _fits_kind(value: object, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return any(type(value) is type(word) and value == word for word in get_args(kind))
+def _words_of(annotation: Any) -> list[Any]:
+    """The words of the literals in an annotation, at any depth."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for part in get_args(annotation) for word in _words_of(part)]
+
+
+def _fits_kind(value: object, annotation: Any) -> bool:
+    kinds = _alternatives(annotation)
+    if len(kinds) > 1:
+        return any(_fits_kind(value, kind) for kind in kinds)
+    kind, parts = get_origin(annotation) or annotation, get_args(annotation)
+    if kind is Literal:
+        return any(type(value) is type(word) and value == word for word in parts)
+    if kind is Any:
+        return True
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
         return isinstance(value, int | float) and math.isfinite(value)
-    if get_origin(kind) is Sequence:
+    if kind is Sequence:
         return isinstance(value, list | tuple)
-    return isinstance(value, kind)
+    return isinstance(value, kind) and _items_fit(value, parts)
+
+
+def _items_fit(value: Any, parts: tuple[Any, ...]) -> bool:
+    """Whether the items of a dict, list or tuple fit the parameters of its annotation."""
+    if isinstance(value, dict) and parts:
+        return all(_fits_kind(key, parts[0]) and _fits_kind(value[key], parts[1]) for key in value)
+    if isinstance(value, list) and parts:
+        return all(_fits_kind(item, parts[0]) for item in value)
+    if isinstance(value, tuple) and parts:
+        return len(value) == len(parts) and all(map(_fits_kind, value, parts))
+    return True
 
 
 def _describe_kind(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(kind)))
-    if get_origin(kind) is Sequence:
-        return "a list"
-    return KIND_NAMES[kind]
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, parts))
+    words = KIND_NAMES[origin]
+    if origin is list:
+        words += f", each item {_describe_kind(parts[0])}"
+    elif origin is tuple:
+        words += f" of {len(parts)}, each {_describe_kind(parts[0])}"
+    elif origin is dict and parts[1] is not Any:
+        words += f" whose values are each {_describe_kind(parts[1])}"
+    return words
 
 
 def check_choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
@@ -79,7 +162,7 @@ def check_choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
     """
     if not isinstance(given, str) or given not in choices:
         raise ValueError(
-            f"{name} must be one of {', '.join(choices)}, got {given!r}"
+            f"{name} must be one of {', '.join(choices)}, got {reprlib.repr(given)}"
             f"{did_you_mean(given, choices)}"
         )
     return choices[given]
@@ -90,7 +173,7 @@ def check_literal(name: str, given: object, literal: Any) -> None:
     words = get_args(literal)
     if not isinstance(given, str) or given not in words:
         raise ValueError(
-            f"{name} must be one of {', '.join(map(str, words))}, got {given!r}"
+            f"{name} must be one of {', '.join(map(str, words))}, got {reprlib.repr(given)}"
             f"{did_you_mean(given, words)}"
         )
 
@@ -103,6 +186,6 @@ def parse_dtype(name: str, option: str = "dtype") -> torch.dtype:
 def did_you_mean(word: object, known_words: Iterable[str]) -> str:
     """` (did you mean 'mudd'?)` where a known word is close to `word`, else an empty string."""
     close = difflib.get_close_matches(str(word), list(known_words), n=1)
-    if not close or close[0] == word:
+    if not close or close[0] == str(word):
         return ""
     return f" (did you mean {close[0]!r}?)"

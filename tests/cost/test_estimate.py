@@ -130,7 +130,11 @@ def test_memory_under_checkpointing():
     for spec in ("prenorm", "denseformer", "mudd"):
         model = build_on_meta(spec, config, 1024, torch.bfloat16).train()
         # reentrant checkpoints save their inputs through the hooks
-        model.activation_checkpointing_enable({"use_reentrant": True, "preserve_rng_state": False})
+        # transformers' current name and the one before
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": True, "preserve_rng_state": False})
         model.enable_input_require_grads()
         ids = torch.zeros(2, 1025, dtype=torch.long, device="meta")
         tensors[spec] = activation_bytes(model, ids) / (2 * 2 * 1024 * 1024)

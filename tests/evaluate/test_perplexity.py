@@ -169,8 +169,8 @@ def test_span_files(keys, tmp_path):
     [
         ('{"context": "a", "target": "b"}\n{"context": "a"}\n', "line 2 needs .* it has context"),
         ('{"context": "a", "target": ""}\n', 'line 1 needs a "context"'),
-        ("[1, 2]\n", "line 1 is a list, expected an object"),
-        ('{"context": \n', "line 1 is not JSON"),
+        ("[1, 2]\n", "line 1: expected an object of JSON, got list"),
+        ('{"context": \n', "line 1: not JSON"),
         ("\n", "empty"),
     ],
 )  # fmt: skip

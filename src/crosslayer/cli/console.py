@@ -46,6 +46,20 @@ def add_specs(parser: Any, option: str) -> None:
     )
 
 
+def parse_specs(option: str, words: Sequence[str]) -> list[str]:
+    """The connections among the words of an option of `add_specs`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from ..spec import split_specs
+
+    specs = split_specs(" ".join(words))
+    if not specs:
+        raise ValueError(f"{option} names no connection; known: {', '.join(available())}")
+    return specs
+
+
 def add_recipe(parser: Any) -> None:
     """The argument RECIPE and the option --scale."""
     parser.add_argument(
@@ -95,7 +109,6 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
         options: the given ones alone, without defaults. Options of `Settings` override the file's.
         arms: if neither a file nor --arms is given.
     """
-    from ..spec import split_specs
     from ..train.recipe import Arm, Recipe, load_recipe
     from ..train.settings import GROUP_OF_OPTION
 
@@ -105,7 +118,7 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
             raise ValueError(
                 "--scale needs a recipe; without one, use options like --layers and --dim"
             )
-        specs = split_specs(" ".join(options.get("arms", arms)))
+        specs = parse_specs("--arms", options.get("arms", arms))
         return Recipe(_unique_arms(map(Arm.from_row, specs)), overrides=overrides)
 
     recipe = load_recipe(options.recipe, options.get("scale", "full"), **overrides)
@@ -116,7 +129,7 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
             if word in arms_by_name:  # a name may have spaces and commas
                 chosen.append(arms_by_name[word])
             else:
-                for spec in split_specs(word):
+                for spec in parse_specs("--arms", [word]):
                     chosen.append(arms_by_name.get(spec) or Arm.from_row(spec))
         recipe.arms = _unique_arms(chosen)
     return recipe

@@ -3,13 +3,13 @@
 import inspect
 from typing import Any
 
-from ..spec import split_specs
 from ..validation import check_choice
 from .console import (
     add_specs,
     make_console,
     make_parser,
     make_table,
+    parse_specs,
     print_table,
     silence_libraries,
 )
@@ -60,7 +60,7 @@ def run(options: Any) -> int:
     from ..hf.config import make_config
 
     gpu = check_choice("gpu", options.gpu, GPUS)
-    specs = split_specs(" ".join(options.connections))
+    specs = parse_specs("--connections", options.connections)
     sizes = [name for name in inspect.signature(make_config).parameters if name in options]
     config = make_config(**{name: options[name] for name in sizes}, overrides=options.model_config)
     costs = estimate_costs(specs, config, options.batch, options.context)

@@ -1,6 +1,8 @@
 """`crosslayer COMMAND`: the command line. Only the file of the given command is imported."""
 
+import errno
 import importlib
+import os
 import pkgutil
 import re
 import sys
@@ -8,10 +10,13 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .. import __version__, cli
-from ..validation import did_you_mean
+from ..validation import describe_wrong_value, did_you_mean
 
 HELPERS = ("main", "console")
+MESSAGE_LENGTH = 1000
 COMMANDS = sorted(m.name for m in pkgutil.iter_modules(cli.__path__) if m.name not in HELPERS)
 
 
@@ -38,9 +43,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("crosslayer: stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, ArgumentError) as error:
-        message = " ".join(str(error).split())
-    print(f"crosslayer: {message}", file=sys.stderr)
+        message = _machine_limit(error) or str(error) or type(error).__name__
+    except Exception as error:
+        limit = _machine_limit(error)
+        if limit is None:
+            raise  # an error of ours, which deserves its traceback
+        message = limit
+    print(f"crosslayer: {_one_line(message)}", file=sys.stderr)
     return 1
+
+
+def _one_line(message: str) -> str:
+    """At most `MESSAGE_LENGTH` characters of one line: a value in it may be of any length."""
+    message = " ".join(message.split())
+    if len(message) <= MESSAGE_LENGTH:
+        return message
+    half = MESSAGE_LENGTH // 2
+    return f"{message[:half]} … {message[-half:]}"
+
+
+def _machine_limit(error: Exception) -> str | None:
+    """What to do where the machine's memory or disk does not suffice; None for any other error.
+
+    The libraries raise errors of many classes where memory or disk is full, with these words.
+    """
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return "out of memory: a smaller model, context or batch needs less"
+    if isinstance(error, RecursionError):
+        return "a value of the input is nested too deep"
+    if any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+        return f"the disk is full ({text}); make room, then give the same command again"
+    return None
 
 
 def _run_command(arguments: Sequence[str]) -> int:
@@ -68,37 +102,44 @@ def _run_command(arguments: Sequence[str]) -> int:
         if hasattr(modules[name], "actions"):
             command_parsers += modules[name].actions(command_parser)
     defaults = getattr(modules.get(command or ""), "DEFAULTS", True)
+    actions = [action for command_parser in command_parsers for action in command_parser._actions]
     try:
         options = parser.parse_args(arguments, defaults=defaults)
     except ArgumentError as error:
-        unknown = re.search(r"unrecognized arguments: (--[^ =]+)", str(error))
-        if unknown is None or command is None:
-            raise ValueError(_plain_message(str(error))) from None
-        raise ValueError(_unknown_option(unknown[1], command, command_parsers)) from None
+        message = " ".join(str(error).split())
+        raise ValueError(_plain_message(message, command, actions)) from None
     return modules[options.command].run(options[options.command])
 
 
-def _plain_message(message: str) -> str:
-    """jsonargparse's message in the words of the command line, where it is of a known kind."""
-    message = " ".join(message.split())
+def _plain_message(message: str, command: str | None, actions: list[Any]) -> str:
+    """jsonargparse's message in the words of the command line, where it is of a known kind.
+
+    Args:
+        message: in one line.
+        command: which was given, if any.
+        actions: of the command's parsers.
+    """
     if match := re.search(r"argument command: invalid choice: '(.*?)' \(choose", message):
         hint = did_you_mean(match[1], COMMANDS)
         return f"unknown command {match[1]!r}{hint}; the commands: {', '.join(COMMANDS)}"
-    wrong_type = r'Parser key "(\w+)": Expected a <class \'(int|float)\'>\. Got value: (.*)'
-    if match := re.fullmatch(wrong_type, message):
-        option = "--" + match[1].replace("_", "-")
-        kind = "a whole number" if match[2] == "int" else "a number"
-        return f"{option} must be {kind}, got {match[3]!r}"
-    wrong_word = r'Parser key "(\w+)": Expected a typing\.Literal\[(.*)\]\. Got value: (.*)'
-    if match := re.fullmatch(wrong_word, message):
-        option = "--" + match[1].replace("_", "-")
-        words = re.findall(r"'([^']*)'", match[2])
-        hint = did_you_mean(match[3], words)
-        return f"{option} must be one of {', '.join(words)}, got {match[3]!r}{hint}"
+    if re.match(r'expected "command" to be one of', message):
+        return f"a command is missing; the commands: {', '.join(COMMANDS)}"
+    required = r"the following arguments are required: (.*)|Option '(.*)' is required but"
+    if match := re.match(required, message):
+        names = re.sub(r"[\w.]+\.", "", match[1] or match[2])
+        return f"missing: {names}; see crosslayer {command} --help"
+    match = re.search(r"unrecognized arguments: (--[^ =]+)", message, re.IGNORECASE)
+    if match and command:
+        return _unknown_option(match[1], command, actions)
+    if match := re.match(r'Parser key "(\w+).*?": .*?(?:Got|Given) value: ?(.*)', message):
+        for action in actions:
+            if action.dest == match[1]:
+                name = action.option_strings[0] if action.option_strings else match[1]
+                return describe_wrong_value(name, match[2], action._typehint)
     return message
 
 
-def _unknown_option(option: str, command: str, parsers: list[Any]) -> str:
+def _unknown_option(option: str, command: str, actions: list[Any]) -> str:
     """The message for an option that a command does not have."""
     if command in ("train", "compare"):
         from ..train.settings import YAML_ONLY
@@ -106,10 +147,7 @@ def _unknown_option(option: str, command: str, parsers: list[Any]) -> str:
         key = option.removeprefix("--").replace("-", "_")
         if key in YAML_ONLY:
             return f"{key} has no option on the command line; set it in a recipe file"
-    known = []
-    for parser in parsers:
-        for action in parser._actions:
-            known += action.option_strings
+    known = [name for action in actions for name in action.option_strings]
     return f"unknown option {option}{did_you_mean(option, known)}; see crosslayer {command} --help"
 
 

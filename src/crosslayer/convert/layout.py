@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..spec import ConnectionSpec, make
-from ..validation import check_option_type
+from ..validation import MAX_LAYERS, check_option_type
 from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows, short_spec
 
 ConfigDict = dict[str, Any]
@@ -101,6 +101,10 @@ def _check_types(config: Mapping[str, Any], layout: Layout) -> None:
 
 
 def _check_shape(config: Mapping[str, Any]) -> None:
+    if config["n_layer"] > MAX_LAYERS:
+        raise ValueError(
+            f"config.json: n_layer must be at most {MAX_LAYERS:,}, got {config['n_layer']}"
+        )
     if config["n_layer"] < 2:
         raise ValueError(
             "config.json: n_layer must be at least 2, because the MLPs' widths grow from the first "

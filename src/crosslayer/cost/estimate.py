@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ..connection import Connection, find_connections
-from ..validation import check_positive
+from ..spec import make
+from ..validation import LARGEST_SIZE, check_positive
 
 aten = torch.ops.aten
 
@@ -145,6 +146,13 @@ def estimate_costs(
 ) -> list[Cost]:
     """`estimate_cost` for several connections; the baseline is measured once."""
     check_positive(batch=batch, context=context)
+    if batch * context > LARGEST_SIZE:
+        raise ValueError(
+            f"batch × context must be at most {LARGEST_SIZE:,} tokens, got {batch * context:,}"
+        )
+
+    for spec in specs:  # before any is measured
+        make(spec)
 
     @functools.cache
     def cost_of(spec: str) -> ModelCost:
@@ -162,9 +170,10 @@ def build_on_meta(spec: str, config: Any, context: int, dtype: torch.dtype) -> n
         context: tokens a sequence.
         dtype: dtype of the model.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     from ..hf import connect
+    from ..hf.config import make_language_model
 
     # transformers builds no mask for an attention function it does not know, and passes None.
     AttentionInterface.register(_causal_attention.__name__, _causal_attention)
@@ -174,9 +183,11 @@ def build_on_meta(spec: str, config: Any, context: int, dtype: torch.dtype) -> n
     # With a padding token a model would look for it in the values of the tokens, which meta tensors
     # have not.
     config.pad_token_id = None
-    config.max_position_embeddings = max(context, config.max_position_embeddings)
+    # Families without positions have no maximum.
+    positions = getattr(config, "max_position_embeddings", context)
+    config.max_position_embeddings = max(context, positions)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = make_language_model(
             config, attn_implementation=_causal_attention.__name__, dtype=dtype
         )
     return connect(model, spec)

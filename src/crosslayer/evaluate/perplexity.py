@@ -13,7 +13,6 @@ is scored in pieces of half the context.
 """
 
 import gzip
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..files import parse_json
 from ..validation import check_positive
 
 if TYPE_CHECKING:
@@ -192,16 +192,16 @@ def read_spans(file: str | Path) -> list[Span]:
         ValueError: the file cannot be read, or a line has no such fields.
     """
     path = Path(file)
+    if path.exists() and not path.is_file():  # a pipe would wait for someone to write to it
+        raise ValueError(f"{path}: cannot be read (not a file)")
     spans = []
-    number = 0
     try:
         open_text = gzip.open if path.suffix == ".gz" else open
         with open_text(path, "rt", encoding="utf8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    spans.append(_parse_span(json.loads(line), f"{path}: line {number}"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: line {number} is not JSON ({error})") from None
+                    place = f"{path}: line {number}"
+                    spans.append(_parse_span(parse_json(line, place, dict), place))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     if not spans:
@@ -316,9 +316,7 @@ def _encode_span(
     return Window(context_tokens, tokens[len(context_tokens) :])
 
 
-def _parse_span(record: object, place: str) -> Span:
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} is a {type(record).__name__}, expected an object")
+def _parse_span(record: dict[str, object], place: str) -> Span:
     context = next((record[key] for key in CONTEXT_KEYS if key in record), None)
     target = next((record[key] for key in TARGET_KEYS if key in record), None)
     if not isinstance(context, str) or not isinstance(target, str) or not target:

@@ -21,6 +21,7 @@ from ..connection import Connection
 from ..files import read_json
 from ..hub import NO_NETWORK, check_model_source
 from ..validation import did_you_mean
+from .config import check_sizes
 from .families import FAMILIES
 from .registration import (
     PREFIX,
@@ -132,6 +133,10 @@ def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[st
         )
     except Exception as error:  # transformers raises classes of every kind
         raise ValueError(f"{folder / CONFIG_FILE}: {_one_line(error)}") from error
+    try:
+        check_sizes(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
     for key in ("auto_map", "transformers_weights"):
         vars(config).pop(key, None)
     # An implementation may be the name of code on the Hub.

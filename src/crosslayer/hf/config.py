@@ -1,12 +1,15 @@
 """Configs of transformers from a few sizes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..validation import check_positive, did_you_mean
+from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
 from .families import FAMILIES
 
+MAX_WIDTH = 2**24  # of a stream, a hidden layer or a vocabulary
 _MLP_MULTIPLE = 32  # the hidden width of a gated MLP is rounded up to a multiple of it
 
 
@@ -36,6 +39,7 @@ def make_config(
         raise ValueError(
             f"unknown family {family!r}{did_you_mean(family, FAMILIES)}; known: {known}"
         )
+    check_plain("model_config", overrides)
     check_positive(layers=layers, dim=dim, heads=heads, vocab=vocab)
     if dim % (2 * heads):
         raise ValueError(
@@ -68,13 +72,13 @@ def _build_config(
     family: str, sizes: dict[str, Any], overrides: dict[str, Any]
 ) -> PreTrainedConfig:
     """A family's config. `sizes` may have keys that the family does not know, `overrides` not."""
-    keys = sizes | overrides
-    try:
+    if overrides.get("model_type", family) != family:
+        raise ValueError("model_config has no model_type; the option family names it")
+    keys = {**sizes, **overrides, "model_type": family}
+    with host_refusals(f"the config of {family} refuses these values"):
         plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
-        config = AutoConfig.for_model(family, **keys)
-    except Exception as error:  # transformers raises classes of every kind
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the config of {family} refuses these values: {reason}") from error
+        config = AutoConfig.for_model(**keys)
+    check_sizes(config)
     known = {*vars(plain), *type(plain).attribute_map}
     for key in overrides:
         # A config keeps a key that it does not know. One that it has taken in is not kept.
@@ -85,3 +89,61 @@ def _build_config(
                 f"see transformers' {type(plain).__name__}"
             )
     return config
+
+
+def make_language_model(config: Any, **options: Any) -> PreTrainedModel:
+    """A causal language model of transformers with random weights.
+
+    Args:
+        config: of transformers.
+        options: keyword arguments of `from_config`, like dtype.
+
+    Raises:
+        ValueError: the config is not a language model's, or transformers refuses its values.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{config.model_type!r} is no family of language models")
+    with host_refusals(f"no {config.model_type} can be built of this config"):
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def check_sizes(config: Any) -> None:
+    """Raise a ValueError for a config of which no model can be built in any time or memory."""
+    bounds = {
+        "num_hidden_layers": MAX_LAYERS,
+        "hidden_size": MAX_WIDTH,
+        "intermediate_size": MAX_WIDTH,
+        "vocab_size": MAX_WIDTH,
+        "num_attention_heads": MAX_WIDTH,
+        "num_key_value_heads": MAX_WIDTH,
+        "head_dim": MAX_WIDTH,
+    }
+    for name, bound in bounds.items():
+        size = getattr(config, name, None)
+        if isinstance(size, int) and not 1 <= size <= bound:
+            raise ValueError(f"{name} must be from 1 to {bound:,}, got {size}")
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
+            f"{kv_heads}"
+        )
+
+
+@contextmanager
+def host_refusals(problem: str) -> Iterator[None]:
+    """Errors of the host library, from values that a user gave, as a ValueError of one line.
+
+    Configs and constructors of transformers raise errors of any class for a value they do not know:
+    a KeyError for an unknown activation function, a ZeroDivisionError for no heads.
+
+    Args:
+        problem: what the message begins with.
+    """
+    try:
+        yield
+    except (ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{problem}: {type(error).__name__} {error}") from error

@@ -104,6 +104,8 @@ def _indexed_files(index: Path) -> list[Path]:
 
 @contextmanager
 def _open_safetensors(path: Path) -> Iterator[Any]:
+    if not path.is_file():  # a pipe would wait for someone to write to it
+        raise ValueError(f"{path}: not a file")
     try:
         with safe_open(path, "pt") as file:
             yield file

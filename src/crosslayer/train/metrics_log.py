@@ -58,6 +58,8 @@ class MetricsLog:
         if folder is not None and fabric.is_global_zero:
             self.path = folder / METRICS_FILE
             if self.path.exists():
+                if not self.path.is_file():  # a pipe would wait for someone to write to it
+                    raise ValueError(f"{self.path}: not a file")
                 lines = self.path.read_text("utf8", errors="replace").splitlines()
                 kept = [line + "\n" for line in lines if _step_of_line(line) <= step]
                 write_text_atomic(self.path, "".join(kept))

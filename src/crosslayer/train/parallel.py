@@ -1,7 +1,11 @@
 """How a model runs: processes and sharding by Fabric, compilation, recomputation."""
 
 import os
-from collections.abc import Iterable
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +21,10 @@ from ..hf.attach import find_backbone
 from ..recompute import enable_recompute
 from .settings import Engine
 
+# what torchrun sets for each of its processes, besides WORLD_SIZE
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECONDS_TO_REMARK = 20
+
 
 def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
     """Fabric on this process, or on all processes that torchrun or `fabric run` started.
@@ -25,8 +33,7 @@ def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
         engine: its strategy and precision.
         loggers: Fabric's loggers.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks, ranks_on_node = _launched_ranks()
     if ranks == 1:
         strategy: Any = "auto"
     elif engine.strategy == "ddp":
@@ -47,8 +54,46 @@ def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
         loggers=list(loggers),
     )
     if "LT_CLI_USED" not in os.environ:  # set by `fabric run`, which launches by itself
-        fabric.launch()
+        with _remark_on_waiting(ranks):
+            fabric.launch()
     return fabric
+
+
+def _launched_ranks() -> tuple[int, int]:
+    """The number of ranks that torchrun started, and of those on this node.
+
+    Raises:
+        ValueError: the environment has a part of torchrun's variables, so that a rank would wait
+            for others that nobody starts.
+    """
+    sizes = []
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "1")
+        if not re.fullmatch("[1-9][0-9]{0,5}", value):
+            raise ValueError(f"the variable {name} must be a number of processes, got {value!r}")
+        sizes.append(int(value))
+    missing = [name for name in RANK_VARIABLES if name not in os.environ]
+    if sizes[0] > 1 and missing:
+        raise ValueError(
+            f"WORLD_SIZE is {sizes[0]}, but {', '.join(missing)} are not set: nobody starts the "
+            "other processes; start all with torchrun, which sets these variables, or unset "
+            "WORLD_SIZE"
+        )
+    return sizes[0], sizes[1]
+
+
+@contextmanager
+def _remark_on_waiting(ranks: int) -> Iterator[None]:
+    """Say what is waited for, if the other ranks do not come soon."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    line = f"crosslayer: waiting for {ranks} processes at {address}"
+    timer = threading.Timer(SECONDS_TO_REMARK, print, [line], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def shutdown_distributed() -> None:

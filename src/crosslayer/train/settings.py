@@ -6,9 +6,17 @@ but `YAML_ONLY`).
 
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_type_hints
 
-from ..validation import check_non_negative, check_positive, did_you_mean
+from ..validation import (
+    MAX_LAYERS,
+    check_non_negative,
+    check_option_type,
+    check_plain,
+    check_positive,
+    describe_wrong_value,
+    did_you_mean,
+)
 
 
 @dataclass
@@ -39,6 +47,8 @@ class Model:
 
     def __post_init__(self) -> None:
         check_positive(layers=self.layers, dim=self.dim, heads=self.heads)
+        if self.layers > MAX_LAYERS:
+            raise ValueError(f"layers must be at most {MAX_LAYERS:,}, got {self.layers}")
         check_non_negative(router_z_loss=self.router_z_loss)
         if self.vocab is not None:
             check_positive(vocab=self.vocab)
@@ -244,13 +254,27 @@ def parse_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option is unknown, or its value is not of its type. One line.
     """
-    for name in options:
+    for name, value in options.items():
         if name not in GROUP_OF_OPTION:
             raise ValueError(f"unknown option {name!r}{did_you_mean(name, GROUP_OF_OPTION)}")
-    try:
-        return _option_parser().parse_object(options, defaults=False).as_dict()
-    except Exception as error:  # argparse's, of several lines
-        raise ValueError(" ".join(str(error).split())) from None
+        check_plain(name, value)
+    types = _option_types()
+    parsed: dict[str, Any] = {}
+    for name, value in options.items():
+        try:
+            parsed |= _option_parser().parse_object({name: value}, defaults=False).as_dict()
+        except Exception:  # argparse's, in the words of its types
+            raise ValueError(describe_wrong_value(name, value, types[name])) from None
+        check_option_type(name, parsed[name], types[name])  # the parser lets None and NaN pass
+    return parsed
+
+
+@cache
+def _option_types() -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for group in GROUPS:
+        types |= get_type_hints(group)
+    return types
 
 
 @cache

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from ..data.sampler import BatchSampler
 from ..data.sources import HELD_OUT
 from ..hf import connect
-from ..hf.config import make_config
+from ..hf.config import make_config, make_language_model
 from ..spec import make
 from ..validation import did_you_mean
 from .settings import Data, Model, Settings
@@ -133,8 +133,6 @@ def build_language_model(
     model: Model, data: Data, num_classes: int, dtype: torch.dtype
 ) -> nn.Module:
     """A causal language model of transformers with random weights."""
-    from transformers import AutoModelForCausalLM
-
     config = make_config(
         model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
     )
@@ -146,7 +144,7 @@ def build_language_model(
                 f"model_config; {model.family} has {model.model_config}"
             )
         config.router_z_loss_coef = model.router_z_loss
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return make_language_model(config, dtype=dtype)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
