@@ -218,12 +218,12 @@ def hyper_reads_out_the_mean(patch):
     )
 )
 def mhc_reads_out_the_mean(patch):
-    right = MHC.collapse_streams
+    right = MHC.read_streams
 
-    def collapse_streams(self, H, pre):
-        return H.mean(-2) if pre is None else right(self, H, pre)
+    def read_streams(self, H, pre, *norms):
+        return H.mean(-2) if pre is None else right(self, H, pre, *norms)
 
-    patch.setattr(MHC, "collapse_streams", collapse_streams)
+    patch.setattr(MHC, "read_streams", read_streams)
 
 
 @bug(

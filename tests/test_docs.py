@@ -82,6 +82,18 @@ def test_the_connection_of_the_tutorial_needs_its_file_only(laurel):
     assert torch.equal(prenorm(hidden), connected(hidden))
 
 
+def test_the_mixing_weights_of_the_tutorial_agree(laurel):
+    from crosslayer.inspect import unfold_connections
+
+    sublayers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    stack = crosslayer.Stack("laurel", sublayers, 8)
+    for connection in stack.connections[:-1]:
+        torch.nn.init.normal_(connection.w)
+    unfolded = unfold_connections(stack, [{"embedding": torch.randn(2, 3, 8)}])
+    assert unfolded.error < 1e-6
+    assert unfolded.mean[1, 0] != 1
+
+
 def test_the_loop_of_the_tutorial_agrees(laurel, monkeypatch):
     from tests.connections import test_loops
 

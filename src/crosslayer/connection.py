@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .mixing import MixingWeights
 from .validation import check_positive
 
 # A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only its own
@@ -103,6 +104,10 @@ class Connection(nn.Module, Generic[StateT]):
         weight_decay_params: own parameters that take weight decay. The others take none.
         test_variants: specs, in addition to the default one, that the suite of laws covers.
         options: the options of the spec that built this connection.
+        parts_are_streams: its `state_parts` are n streams, which persist over depth.
+        weighs_channels: its `mixing_weights` differ between channels, or contain norms.
+        fractions: the number of equal slices of the width that are mixed apart. Each is a part of
+            its own in `mixing_weights`.
         output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
             applies it. 1 in every method but `hyper`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
@@ -114,6 +119,7 @@ class Connection(nn.Module, Generic[StateT]):
     bitwise_prenorm: ClassVar[bool] = False
     prenorm_up_to_scale: ClassVar[bool] = False
     norms_its_stream: ClassVar[bool] = False
+    parts_are_streams: ClassVar[bool] = False
     gate_fields: ClassVar[tuple[str, ...]] = ()
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
     test_variants: ClassVar[tuple[str, ...]] = ()
@@ -132,6 +138,8 @@ class Connection(nn.Module, Generic[StateT]):
         self.site = site
         self.dim = dim
         self.ports = ports or site.ports
+        self.fractions = 1
+        self.weighs_channels = self.norms_its_stream
         self.options: dict[str, Any] = {}
         self.output_scale = 1.0
         self.stream_dtype: torch.dtype | None = None
@@ -192,6 +200,17 @@ class Connection(nn.Module, Generic[StateT]):
         """The hidden state [B T D] after the final norm, for the head."""
         inputs, _ = self(state)
         return inputs[0]
+
+    def state_parts(self, state: StateT) -> tuple[Tensor, ...]:
+        """The tensors that a read mixes, [B T D] each, without the pending write.
+
+        With `mixing_weights`, what `crosslayer.inspect` needs of a method.
+        """
+        raise ValueError(f"{self.name} cannot be inspected: it has no state_parts")
+
+    def mixing_weights(self, state: StateT) -> MixingWeights:
+        """The read of this state as matrices over `state_parts`, its coefficients held fixed."""
+        raise ValueError(f"{self.name} cannot be inspected: it has no mixing_weights")
 
     def memory_traffic(self) -> float:
         """The least that this site's `read` moves in a forward pass, the pending write included.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-Kind = TypeVar("Kind", dict[str, Any], list[Any])
+Kind = TypeVar("Kind", dict[str, Any], list[Any], object)
 
 LOCK_FILE = ".lock"
 KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
@@ -91,7 +91,7 @@ def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
     Args:
         text: one JSON value.
         source: where the text is from, for the message of an error.
-        kind: what the value must be, `dict` or `list`.
+        kind: what the value must be, `dict`, `list` or any `object`.
 
     Raises:
         ValueError: the text is not JSON, is nested too deep, or its value is of another kind.

@@ -89,6 +89,18 @@ def norm_spec_of(norm: Any) -> NormSpec | None:
     return NormSpec(weight, getattr(host, "bias", None), eps, centred)
 
 
+def required_norm_spec(norm: Any) -> NormSpec:
+    """The norm as weights and eps.
+
+    Raises:
+        ValueError: the norm is of a class that is not known.
+    """
+    spec = norm_spec_of(norm)
+    if spec is None:
+        raise ValueError(f"expected an RMSNorm or a LayerNorm without hooks, got {norm}")
+    return spec
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's `forward`."""
     hooks = (

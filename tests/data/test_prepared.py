@@ -111,11 +111,15 @@ def test_an_interrupted_preparation_leaves_nothing(stories, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["stories.jsonl"]
 
 
+def _prepare_slowly(source: str, folder: Path) -> None:
+    prepare_corpus(source, "bytes", folder, progress=lambda *_: time.sleep(0.1))
+
+
 def test_a_killed_preparation_starts_over(stories, tmp_path):
     folder = tmp_path / "out"
-    slowly = {"progress": lambda *_: time.sleep(0.1)}
-    process = multiprocessing.get_context("fork").Process(
-        target=prepare_corpus, args=(stories, "bytes", folder), kwargs=slowly
+    # not a fork, which would share tqdm's lock with this process and be killed while it holds it
+    process = multiprocessing.get_context("spawn").Process(
+        target=_prepare_slowly, args=(stories, folder)
     )
     process.start()
     while not (tmp_path / "out.part" / "train.arrow").exists():

@@ -104,6 +104,20 @@ def run(options: Any) -> int:
         return _evaluate(options, held)
 
 
+def _check_options(options: Any, results_file: Path | None) -> None:
+    """Raise a ValueError for options that cannot be used, or used together."""
+    if not options.tasks and not options.text and not options.spans:
+        raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
+    if options.windows is not None:
+        check_positive(windows=options.windows)
+        if options.documents == "apart":
+            raise ValueError(
+                "--windows is for joined documents; --documents apart scores every token"
+            )
+    check_positive(batch_size=options.batch_size)
+    _check_new(results_file)
+
+
 def _evaluate(options: Any, held: ExitStack) -> int:
     """Evaluate, with the lock of --out in `held` as soon as nothing can be wrong any more."""
     os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
@@ -123,17 +137,12 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     from ..evaluate.perplexity import check_context
 
     # Whatever can be wrong is found before the model is loaded.
-    if not options.tasks and not options.text and not options.spans:
-        raise ValueError("nothing to evaluate; name --tasks, --text or --spans")
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
+    _check_options(options, results_file)
     measures: dict[str, Any] = {
         "joined": partial(stream_perplexity, windows=options.windows),
         "apart": text_perplexity,
     }
-    if options.documents == "apart" and options.windows is not None:
-        raise ValueError("--windows is for joined documents; --documents apart scores every token")
-    check_positive(batch_size=options.batch_size)
-    _check_new(results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     texts = {name: [document.text for document in read_documents(name)] for name in options.text}

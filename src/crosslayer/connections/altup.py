@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
+from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
 from ..norms import NormSpec, add_write, upcast
 from ..ops import collapse_streams, depth_connection, expand_to_streams, mix_streams
 from ..validation import check_positive
@@ -87,6 +88,34 @@ class AltUp(FusedNormConnection[Alternating]):
         predicted = mix_streams(X, self.P.mT)
         active = predicted[..., self.j, :]
         return (h,), Alternating(predicted, h, g=self.g.clone(), active=active)
+
+    def state_parts(self, state: Alternating) -> tuple[Tensor, ...]:
+        active = () if state.active is None else (state.active,)
+        return (*state.X.unbind(-2), state.h, *active)
+
+    def mixing_weights(self, state: Alternating) -> MixingWeights:
+        K = self.K
+        parts = len(self.state_parts(state))
+        columns = identity_weights(parts + (state.y is not None), upcast(state.h))
+        X = columns[:K]
+        h = columns[K : K + 1]
+        active = columns[K + 1 : parts]
+        if state.y is not None:
+            h = h + columns[-1:]
+        if not self.opens_layer:
+            write = join_rows(X, h, active)
+            return MixingWeights(write, part_weights(1, parts, K, X), identity_weights(parts, X))
+        if state.g is not None:
+            X = X + state.g[:, None, None] * (h - active)
+        write = join_rows(X, h)
+        if self.P is None:  # the readout
+            sums_blocks = torch.ones_like(X[:1, :K])
+            read = join_columns(sums_blocks, torch.zeros_like(sums_blocks[:, :1]))
+            return MixingWeights(write, read, identity_weights(K + 1, X))
+        predicted = self.P[..., None]
+        read = part_weights(1, K, self.j, X)
+        carry = join_rows(predicted, read, predicted[self.j : self.j + 1])
+        return MixingWeights(X, read, carry)
 
     def memory_traffic(self) -> float:
         if not self.opens_layer:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec, add_write, apply_norm
-from ..ops import depth_attention
+from ..mixing import MixingWeights, identity_weights, join_columns
+from ..norms import NormSpec, add_write, apply_norm, upcast
+from ..ops import depth_attention, depth_scores
 from ..validation import check_non_negative, check_positive
 
 
@@ -91,6 +92,21 @@ class AttnRes(FusedNormConnection[Values]):
         if self.completes_block:
             return (h,), Values(sources)
         return (h,), Values(state.done, partial)
+
+    def state_parts(self, state: Values) -> tuple[Tensor, ...]:
+        partial = () if state.partial is None else (state.partial,)
+        return (*state.done, *partial)
+
+    def mixing_weights(self, state: Values) -> MixingWeights:
+        parts = identity_weights(len(self.state_parts(state)), upcast(state.done[0]))
+        if self.query is None or self.key_norm is None or state.y is None:  # the first sub-layer
+            return MixingWeights(parts, parts, parts)
+        sources = (*state.done, add_write(state.y, state.partial))
+        p = depth_scores(sources, self.query * self.key_norm, self.eps).softmax(-1)
+        kept = identity_weights(len(sources), upcast(state.y))
+        # y joins the current block's sum, or starts it as a part of its own
+        write = kept if state.partial is None else join_columns(kept, kept[:, -1:])
+        return MixingWeights(write, p[..., None, :, None], kept)
 
     def memory_traffic(self) -> float:
         return self.sources + len(self.ports)

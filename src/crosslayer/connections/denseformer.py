@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec
+from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
+from ..norms import NormSpec, upcast
 from ..ops import add_norm, depth_mix
 from ..validation import check_positive
 
@@ -95,10 +96,33 @@ class DenseFormer(FusedNormConnection[History]):
     def _finished_blocks(self, state: History, h: Tensor) -> tuple[Tensor, ...]:
         return (*state.X, h) if self.opens_layer else state.X
 
+    def state_parts(self, state: History) -> tuple[Tensor, ...]:
+        return (*state.X, state.h)
+
+    def mixing_weights(self, state: History) -> MixingWeights:
+        blocks = len(state.X)
+        write = write_to_stream(state)
+        h = part_weights(1, blocks + 1, blocks, upcast(state.h))
+        finished = identity_weights(blocks + 1, upcast(state.h))
+        if not self.opens_layer:
+            return MixingWeights(write, h, finished)
+        if self.alpha is None:
+            return MixingWeights(write, h, join_rows(finished, h))
+        Y = torch.zeros_like(h)
+        Y[:, list(self.sources), 0] = self.alpha.detach()
+        return MixingWeights(write, Y, join_rows(finished, Y))
+
     def memory_traffic(self) -> float:
         if self.alpha is None:
             return super().memory_traffic()
         return len(self.alpha) + len(self.ports)
+
+
+def write_to_stream(state: History) -> Tensor:
+    """The weights of a write to h, the last part; the blocks stay: [parts parts | parts + 1 1]."""
+    parts = len(state.X) + 1
+    kept = identity_weights(parts, upcast(state.h))
+    return kept if state.y is None else join_columns(kept, kept[:, -1:])
 
 
 def averaged_blocks(

@@ -18,9 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection, NormFactory, Site
+from ..mixing import MixingWeights, identity_weights
 from ..ops import depth_connection, mix_streams
 from ..validation import check_positive
-from .hyper import STATISTICS, Streams, add_wiring_parameters, reset_wiring_parameters, wire_streams
+from .hyper import (
+    STATISTICS,
+    Streams,
+    add_wiring_parameters,
+    reset_wiring_parameters,
+    wire_streams,
+    write_to_streams,
+)
 
 
 class Frac(Connection[Streams]):
@@ -35,6 +43,7 @@ class Frac(Connection[Streams]):
     """
 
     bitwise_prenorm = True
+    parts_are_streams = True
     gate_fields = ("beta",)
     test_variants = ("frac(dynamic=False)",)
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
@@ -58,6 +67,8 @@ class Frac(Connection[Streams]):
                 "tanh bounds the dynamic part alone"
             )
         self.m = fractions
+        self.fractions = fractions
+        self.weighs_channels = True
         self.dynamic = dynamic
         self.bound = torch.tanh if tanh else nn.Identity()
         self.statistics = STATISTICS["layernorm"]
@@ -86,3 +97,16 @@ class Frac(Connection[Streams]):
         H, alpha, beta = wire_streams(self, H, Y, beta)
         mixed, H = mix_streams(H, alpha).tensor_split(2, -2)
         return (mixed.flatten(-2),), Streams(H, beta=beta)
+
+    def state_parts(self, state: Streams) -> tuple[Tensor, ...]:
+        return state.H.unbind(-2)
+
+    def mixing_weights(self, state: Streams) -> MixingWeights:
+        write = write_to_streams(state.H, state.beta, outputs=self.m)
+        if self.is_readout:
+            every_fraction = identity_weights(self.m, write)
+            return MixingWeights(write, every_fraction, every_fraction)
+        Y = None if state.y is None else state.y.unflatten(-1, (self.m, -1))
+        _, alpha, _ = wire_streams(self, state.H, Y, state.beta)
+        read, carry = alpha.mT[..., None].tensor_split(2, -3)
+        return MixingWeights(write, read, carry)

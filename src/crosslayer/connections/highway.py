@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import upcast
 
 
@@ -42,6 +43,7 @@ class Highway(Connection[Carried]):
     def __init__(self, site: Site, dim: int, norm: NormFactory, bias: float = -2.0):
         super().__init__(site, dim, norm)
         self.bias = bias
+        self.weighs_channels = True
         self.W = None if self.is_readout else float32_parameter(dim, dim)
         self.b = None if self.is_readout else float32_parameter(dim)
         self.reset_parameters()
@@ -62,6 +64,16 @@ class Highway(Connection[Carried]):
             return (h,), Carried(h)
         gate = (upcast(h) @ self.W + self.b).sigmoid()
         return (h,), Carried(h, g=gate)
+
+    def state_parts(self, state: Carried) -> tuple[Tensor, ...]:
+        return (state.h,)
+
+    def mixing_weights(self, state: Carried) -> MixingWeights:
+        write = one = identity_weights(1, upcast(state.h))
+        if state.g is not None:
+            gate = state.g[..., None, None, :]
+            write = join_columns(1 - gate, gate)
+        return MixingWeights(write, one, one)
 
     def memory_traffic(self) -> float:
         # In addition to a single stream's: the gate of the pending write is read, the next written.

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ..connection import Connection, NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec
+from ..mixing import MixingWeights, identity_weights, join_columns
+from ..norms import NormSpec, upcast
 from ..ops import (
     collapse_streams,
     depth_connection,
@@ -75,6 +76,7 @@ class Hyper(FusedNormConnection[Streams]):
         eps: eps of N; None for 1e-5 of a LayerNorm and 1e-6 of an RMSNorm.
     """
 
+    parts_are_streams = True
     gate_fields = ("beta",)
     sums_streams = True
     test_variants = (
@@ -163,6 +165,20 @@ class Hyper(FusedNormConnection[Streams]):
         H, alpha, beta = wire_streams(self, H, Y, beta)
         x, H = width_connection(H, alpha[..., 0], alpha[..., 1:], *norms)
         return (x,), Streams(H, beta=beta)
+
+    def state_parts(self, state: Streams) -> tuple[Tensor, ...]:
+        return state.H.unbind(-2)
+
+    def mixing_weights(self, state: Streams) -> MixingWeights:
+        write = write_to_streams(state.H, state.beta)
+        if self.is_readout:
+            return MixingWeights(
+                write, torch.ones_like(write[..., :1, : self.n, :]), identity_weights(self.n, write)
+            )
+        Y = None if state.y is None else state.y[..., None, :]
+        _, alpha, _ = wire_streams(self, state.H, Y, state.beta)
+        alpha = alpha.mT[..., None]
+        return MixingWeights(write, alpha[..., :1, :, :], alpha[..., 1:, :, :])
 
     def memory_traffic(self) -> float:
         return streams_memory_traffic(self, self.n)
@@ -261,6 +277,18 @@ def wire_streams(
     alpha = connection.dynamic_alpha_scale * z_alpha + connection.static_alpha
     beta = connection.dynamic_beta_scale * z_beta[..., 0] + connection.static_beta
     return H, alpha, beta
+
+
+def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor:
+    """[I | beta]: the weights of a pending write to n streams, [.. n n+1 1], or I without a write.
+
+    With `outputs` = n, each stream gets a part of its own of the write: [I | diag(beta)].
+    """
+    kept = identity_weights(H.shape[-2], upcast(H))
+    if beta is None:
+        return kept
+    added = beta[..., None, None] if outputs == 1 else beta.diag_embed()[..., None]
+    return join_columns(kept, added)
 
 
 def streams_memory_traffic(connection: Connection[Any], n: int) -> float:

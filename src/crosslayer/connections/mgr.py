@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec, apply_norm
-from ..ops import depth_attention, depth_scores, gate_pool
+from ..mixing import MixingWeights, identity_weights, join_columns
+from ..norms import NormSpec, apply_norm, upcast
+from ..ops import depth_attention, depth_scores, gate_pool, gate_streams
 from ..validation import check_literal, check_positive
 
 Gate = Literal["competitive", "independent"]
@@ -67,6 +68,7 @@ class MGR(FusedNormConnection[Gated]):
             Competitive gates ignore it: their b_0 is b, and the other biases are 0.
     """
 
+    parts_are_streams = True
     gate_fields = ("beta",)
     starts_as_prenorm = False
     test_variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
@@ -135,6 +137,26 @@ class MGR(FusedNormConnection[Gated]):
         if q is None or self.b is None:
             return (h,), Gated(S)
         return (h,), Gated(S, beta=self.gate_weights(q, self.b))
+
+    def state_parts(self, state: Gated) -> tuple[Tensor, ...]:
+        return state.S
+
+    def mixing_weights(self, state: Gated) -> MixingWeights:
+        S, y, beta = state
+        written = S
+        write = identity_weights(len(S), upcast(S[0]))
+        if y is not None and beta is not None:
+            written = gate_streams(S, y, beta)
+            kept = (1 - beta).diag_embed()[..., None]
+            write = join_columns(kept, beta[..., None, None])
+        elif y is not None:
+            written = (*S, y)
+            write = identity_weights(len(written), write)
+        kept = identity_weights(len(written), write)
+        if self.w2 is None:
+            return MixingWeights(write, kept, kept)
+        p = depth_scores(written, self.w2 / math.sqrt(self.dim)).softmax(-1)
+        return MixingWeights(write, p[..., None, :, None], kept)
 
     def memory_traffic(self) -> float:
         # The paper's own fused kernel (section 4.4) moves 4n: it reads the streams three times.

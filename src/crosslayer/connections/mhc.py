@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
+from ..mixing import MixingWeights, identity_weights
 from ..norms import NormSpec, apply_norm, upcast
 from ..ops import (
     collapse_streams,
@@ -37,7 +38,7 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_literal, check_non_negative, check_positive
-from .hyper import streams_memory_traffic
+from .hyper import streams_memory_traffic, write_to_streams
 
 Orientation = Literal["src dst", "dst src"]
 Order = Literal["src last", "dst last"]
@@ -74,6 +75,7 @@ class MHC(FusedNormConnection[Manifold]):
         post_eps: see `magnitude`; 1e-6 in Hy4.
     """
 
+    parts_are_streams = True
     gate_fields = ("post",)
     sums_streams = True
     prenorm_up_to_scale = True
@@ -213,6 +215,24 @@ class MHC(FusedNormConnection[Manifold]):
         if pre is None and self.reads_mean:
             return apply_norm(H.mean(-2), norm)
         return collapse_streams(H, pre, norm)
+
+    def state_parts(self, state: Manifold) -> tuple[Tensor, ...]:
+        return state.H.unbind(-2)
+
+    def mixing_weights(self, state: Manifold) -> MixingWeights:
+        H, y, post, pre = state
+        write = write_to_streams(H, post)
+        carry = identity_weights(self.n, write)
+        if self.fn is not None:
+            Y = None if y is None else y[..., None, :]
+            H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
+            new_pre, *logits = self.coefficients(z[..., 0, :])
+            pre = new_pre if pre is None or self.is_readout else pre
+            if self.mixes_streams and not self.is_readout:
+                carry = self.residual_matrix(logits[1]).mT[..., None]
+        if pre is None:
+            pre = write.new_full((self.n,), 1 / self.n if self.reads_mean else 1)
+        return MixingWeights(write, pre[..., None, :, None], carry)
 
     def memory_traffic(self) -> float:
         return streams_memory_traffic(self, self.n)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
+from ..mixing import MixingWeights, identity_weights
 from ..norms import NormSpec
 from ..ops import (
     collapse_streams,
@@ -34,7 +35,7 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_positive
-from .hyper import Streams, streams_memory_traffic
+from .hyper import Streams, streams_memory_traffic, write_to_streams
 
 
 class MHCLite(FusedNormConnection[Streams]):
@@ -46,6 +47,7 @@ class MHCLite(FusedNormConnection[Streams]):
         streams: n, the number of streams; at most 5, because n! permutations are mixed.
     """
 
+    parts_are_streams = True
     gate_fields = ("beta",)
     sums_streams = True
     prenorm_up_to_scale = True
@@ -96,18 +98,23 @@ class MHCLite(FusedNormConnection[Streams]):
     def fused_read(
         self, state: Streams, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], Streams]:
-        H, y, beta = state
-        Y = None if y is None else y[..., None, :]
         if self.is_readout:
-            H = depth_connection(H, Y, beta)
+            Y = None if state.y is None else state.y[..., None, :]
+            H = depth_connection(state.H, Y, state.beta)
             return (collapse_streams(H, None, *norms),), Streams(H)
+        H, pre, R, post = self._wire(state)
+        x, H = width_connection(H, pre, R, *norms)
+        return (x,), Streams(H, beta=post)
+
+    def _wire(self, state: Streams) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The written streams, and pre, R and post computed from them."""
+        Y = None if state.y is None else state.y[..., None, :]
         # √(nD)·v/‖v‖ is an RMSNorm. Its weight 1 + gamma is multiplied into W, its eps is that of
         # torch's F.normalize.
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])
-        H, z = write_norm_project(H, Y, beta, W, eps=1e-24 / len(W))
+        H, z = write_norm_project(state.H, Y, state.beta, W, eps=1e-24 / len(W))
         pre, post, R = self.coefficients(z[..., 0, :])
-        x, H = width_connection(H, pre, R, *norms)
-        return (x,), Streams(H, beta=post)
+        return H, pre, R, post
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre and post [B T n], and R [B T src dst]."""
@@ -118,6 +125,18 @@ class MHCLite(FusedNormConnection[Streams]):
         weights = (self.residual_scale * z_res + b_res).softmax(-1)
         R = torch.tensordot(weights, _permutation_matrices(self.n, weights), 1)
         return pre, post, R
+
+    def state_parts(self, state: Streams) -> tuple[Tensor, ...]:
+        return state.H.unbind(-2)
+
+    def mixing_weights(self, state: Streams) -> MixingWeights:
+        write = write_to_streams(state.H, state.beta)
+        if self.is_readout:
+            return MixingWeights(
+                write, torch.ones_like(write[..., :1, : self.n, :]), identity_weights(self.n, write)
+            )
+        _, pre, R, _ = self._wire(state)
+        return MixingWeights(write, pre[..., None, :, None], R.mT[..., None])
 
     def memory_traffic(self) -> float:
         return streams_memory_traffic(self, self.n)

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
-from ..norms import NormSpec, rms
+from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
+from ..norms import NormSpec, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, project_tall
 from ..validation import check_literal, check_non_negative, check_positive
-from .denseformer import History, averaged_blocks
+from .denseformer import History, averaged_blocks, write_to_stream
 
 Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
@@ -153,6 +154,7 @@ class Mudd(FusedNormConnection[History]):
         ports = _split_attention(site.ports) if splits_qkv else site.ports
         super().__init__(site, dim, norm, ports)
         self.sources = sources if aggregates else ()
+        self.weighs_channels = bool(normed)
         self.mixture_of_stream = mixture_of_stream
         self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
         self.eps = eps
@@ -257,6 +259,51 @@ class Mudd(FusedNormConnection[History]):
         if self.post is not None and stream in self.normed_form.post_streams:
             weight = self.post if self.post.dim() == 1 else self.post[c]
             m = (rms(m, self.eps) * weight).to(h.dtype)
+        return h + m
+
+    def state_parts(self, state: History) -> tuple[Tensor, ...]:
+        return (*state.X, state.h)
+
+    def mixing_weights(self, state: History) -> MixingWeights:
+        blocks = len(state.X)
+        write = write_to_stream(state)
+        h = part_weights(1, blocks + 1, blocks, upcast(state.h))
+        finished = identity_weights(blocks + 1, upcast(state.h))
+        if not self.opens_layer:
+            return MixingWeights(write, h, finished)
+        X_l = state.h if state.y is None else state.h + state.y
+        # What joins the history when this block ends: X_l, or P_l for PrePostDANorm.
+        joins = h
+        if self.pre is not None:
+            joins = h * (rstd(X_l, self.eps)[..., None] * self.pre)[..., None, None, :]
+        X = join_rows(finished[:-1], joins)
+        if self.a is None:
+            return MixingWeights(write, h, join_rows(X, h))
+        A = self.aggregation_weights(X_l, self.a)
+        written = torch.stack((*state.X, X_l), -2)
+        S = {stream: self._stream_weights(stream, h, A, X, written) for stream in STREAMS}
+        read = join_rows(*(S[stream] for stream in self.port_streams))
+        return MixingWeights(write, read, join_rows(X, S["r"]))
+
+    def _stream_weights(
+        self, stream: str, h: Tensor, A: Tensor, X: Tensor, written: Tensor
+    ) -> Tensor:
+        """The weights of S_c of one stream over the written parts, [.. 1 parts K].
+
+        h: the weights of X_l.  A: [.. C L].  X: the weights of the finished blocks.
+        written: the written parts themselves, [B T parts D].
+        """
+        c = self.mixture_of_stream[stream]
+        if c is None:
+            return h
+        sources = X[..., list(self.sources), :, :]
+        m = (A[..., c, :, None, None] * sources).sum(-3, keepdim=True)
+        if not self.normed_form.adds_block:
+            return m
+        if self.post is not None and stream in self.normed_form.post_streams:
+            weight = self.post if self.post.dim() == 1 else self.post[c]
+            value = (m.squeeze(-3) * written).sum(-2)
+            m = m * (rstd(value, self.eps)[..., None] * weight)[..., None, None, :]
         return h + m
 
     def memory_traffic(self) -> float:

@@ -14,10 +14,13 @@ State: one stream. Parameters: none. Traffic: 3D a token and site.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.func import functional_call
 
 from ..connection import Connection, autocast_disabled
+from ..fused_norms import required_norm_spec
+from ..mixing import MixingWeights, identity_weights
 from ..norms import add_write
 from .prenorm import Stream
 
@@ -43,6 +46,18 @@ class PostNorm(Connection[Stream]):
             inputs, _ = self.mix_inputs(state)
             normed, x = norm_stream(self, inputs)
             return normed, Stream(x)
+
+    def state_parts(self, state: Stream) -> tuple[Tensor, ...]:
+        return (state.h,)
+
+    def mixing_weights(self, state: Stream) -> MixingWeights:
+        # One written part a port, because a parallel block applies two norms to the same sum.
+        ports = len(self.ports)
+        columns = 1 if state.y is None else 2
+        write = torch.ones(ports, columns, 1, dtype=state.h.dtype, device=state.h.device)
+        read = identity_weights(ports, write)
+        norms = tuple(required_norm_spec(norm) for norm in self.norms)
+        return MixingWeights(write, read, read[:1], norms)
 
     def memory_traffic(self) -> float:
         # The layers' input is the stream itself, which is written once.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..fused_norms import FusedNormConnection
+from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec
 from ..ops import add_norm
 
@@ -42,3 +43,10 @@ class PreNorm(FusedNormConnection[Stream]):
     ) -> tuple[tuple[Tensor, ...], Stream]:
         h, x = add_norm(*state, *norms)
         return (x,), Stream(h)
+
+    def state_parts(self, state: Stream) -> tuple[Tensor, ...]:
+        return (state.h,)
+
+    def mixing_weights(self, state: Stream) -> MixingWeights:
+        one = identity_weights(1, state.h)
+        return MixingWeights(one if state.y is None else join_columns(one, one), one, one)

@@ -13,9 +13,12 @@ State: two streams. Parameters: one more norm. Traffic: 5D a token and boundary.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..connection import Connection, NormFactory, Site, autocast_disabled
+from ..fused_norms import required_norm_spec
+from ..mixing import MixingWeights, identity_weights, join_columns, join_rows
 from ..norms import add_write
 from .postnorm import norm_stream
 
@@ -55,6 +58,21 @@ class ResiDual(Connection[Dual]):
             if self.is_readout:
                 normed = (x + normed[1],)
             return normed, Dual(x, d)
+
+    def state_parts(self, state: Dual) -> tuple[Tensor, ...]:
+        return state.x, state.d
+
+    def mixing_weights(self, state: Dual) -> MixingWeights:
+        both = identity_weights(2, state.x)
+        write = both if state.y is None else join_columns(both, torch.ones_like(both[:, :1]))
+        norms = tuple(required_norm_spec(norm) for norm in self.norms)
+        if self.is_readout:
+            return MixingWeights(write, torch.ones_like(both[:1]), both, norms)
+        # One normed x a port, because a parallel block applies two norms to the same sum.
+        ports = len(self.ports)
+        write = join_rows(*[write[:1]] * ports, write[1:])
+        parts = identity_weights(ports + 1, write)
+        return MixingWeights(write, parts[:ports], parts[[0, ports]], (*norms, None))
 
     def memory_traffic(self) -> float:
         # x, d and y are read and d is written. The input of the layers is x itself, written once.

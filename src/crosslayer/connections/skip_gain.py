@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..mixing import MixingWeights, identity_weights, join_columns
 
 
 class Gained(NamedTuple):
@@ -52,3 +53,11 @@ class SkipGain(Connection[Gained]):
         # A clone, because the state may contain no parameter.
         next_gain = None if self.gain is None else self.gain.clone()
         return (h,), Gained(h, gain=next_gain)
+
+    def state_parts(self, state: Gained) -> tuple[Tensor, ...]:
+        return (state.h,)
+
+    def mixing_weights(self, state: Gained) -> MixingWeights:
+        one = identity_weights(1, state.h)
+        write = one if state.gain is None else join_columns(state.gain[:, None, None], one)
+        return MixingWeights(write, one, one)

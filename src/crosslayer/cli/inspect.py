@@ -1,0 +1,103 @@
+"""`crosslayer inspect`: what the connections of trained models do, as a report with figures."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..validation import check_positive, parse_dtype
+from .console import make_console, make_parser, silence_libraries
+
+
+def parser() -> Any:
+    command = make_parser(
+        "Show what the connections of trained language models do: a report with figures, side by "
+        "side for several models. A model without a connection is seen as pre-norm."
+    )
+    add = command.add_argument
+    add(
+        "models",
+        type=str,
+        nargs="+",
+        help="folders (connected model, transformers model or published checkpoint) or Hub names",
+    )
+    add(
+        "--data",
+        type=str,
+        default="stdlib",
+        help="text or .jsonl file or folder; default: the standard library's sources",
+    )
+    add("--out", type=str, default="inspection", help="folder for report.html and its files")
+    add("--sequences", type=int, default=64, help="number of sequences that the models see")
+    add("--context", type=int, default=256, help="tokens in a sequence")
+    add("--batch-size", type=int, default=8, help="sequences in a batch")
+    add(
+        "--ablate",
+        type=bool,
+        default=True,
+        help="remove each sub-layer in turn: one pass over the sequences each",
+    )
+    add(
+        "--tokenizer",
+        type=str | None,
+        default=None,
+        help="folder, tokenizer.json or Hub name; default: each model's own",
+    )
+    add("--device", type=str | None, default=None, help="cuda or cpu; default: a GPU if available")
+    add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
+    return command
+
+
+def run(options: Any) -> int:
+    silence_libraries()
+    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
+    from ..data.sources import check_exists, read_documents
+    from ..inspect.inspection import inspect_model
+    from ..inspect.report import REPORT_FILE, write_report
+    from ..inspect.text_batches import find_sink_ids, make_text_batches
+
+    sizes = {"sequences": options.sequences, "context": options.context}
+    check_positive(**sizes, batch_size=options.batch_size)
+    folder = Path(options.out)
+    if (folder / REPORT_FILE).exists():
+        raise ValueError(f"{folder / REPORT_FILE} exists already; choose another folder with --out")
+    check_exists(options.data)
+    device = choose_device(options.device)
+    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    console = make_console()
+    inspections = []
+    tokens = 0
+    start = time.perf_counter()
+    for source in options.models:
+        name = Path(source).name
+        with console.status(f"{name}: opening") as status:
+            tokenizer = open_tokenizer(options.tokenizer or source)
+            model = open_model(source, dtype).to(device)
+            check_tokenizer(tokenizer, model)
+            texts = (document.text for document in read_documents(options.data))
+            batches = make_text_batches(tokenizer, texts, **sizes, batch_size=options.batch_size)
+            tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+            inspections.append(
+                inspect_model(
+                    name,
+                    model,
+                    batches,
+                    find_sink_ids(tokenizer),
+                    options.ablate,
+                    progress=partial(_show_step, status, name),
+                )
+            )
+    setup = (
+        f"{options.sequences} sequences of up to {options.context} tokens of {options.data}, "
+        f"{tokens:,} tokens in all."
+    )
+    report = write_report(inspections, folder, setup)
+    for inspection in inspections:
+        for alarm in inspection.alarms:
+            console.print(f"{inspection.name}: {alarm}")
+    console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
+    return 0
+
+
+def _show_step(status: Any, name: str, step: str) -> None:
+    status.update(f"{name}: {step}")

@@ -1,0 +1,224 @@
+"""What a model loses without one of its parts.
+
+Papers: Multi-Gate Residuals (arXiv 2605.23259, Figure 4), DenseFormer (arXiv 2402.02622, Figures 7
+and 13).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..connection import find_connections
+from ..connections.mgr import MGR
+from ..connections.mudd import STREAMS, Mudd
+from ..hf.attach import find_backbone
+from .observation import Batch, evaluation_mode
+
+# Static weights over depth: DenseFormer's α and MUDD's a.
+DEPTH_WEIGHTS = ("alpha", "a")
+
+
+@dataclass
+class SublayerAblation:
+    """Loss of a language model without each sub-layer.
+
+    "Without" means that the sub-layer's output y is zero. The connection handles this zero as any
+    output: a stream that is gated towards y shrinks.
+
+    Attributes:
+        loss: of the whole model, nats a token.
+        labels: of the sub-layers, or of MUDD's ways. The sub-layers whose output is appended as a
+            stream of its own (the first n − 1 of MGR) are left out: a stream of zeros is no model
+            without the sub-layer.
+        increase: log(perplexity without / perplexity with) of each, nats a token.
+    """
+
+    loss: float
+    labels: list[str]
+    increase: list[float]
+
+
+@dataclass
+class PruningCurve:
+    """Loss against the share of the smallest weights over depth that are set to zero."""
+
+    shares: list[float]
+    losses: list[float]
+
+
+@torch.no_grad()
+def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAblation:
+    """The loss without each sub-layer: one pass over the batches a sub-layer.
+
+    Args:
+        model: a language model of a family that `connect` knows, connected or not.
+        batches: with `input_ids`, and an `attention_mask` where some are padded.
+    """
+    backbone, family = find_backbone(model)
+    appended = _appended_writes(model)
+    labels, increases = [], []
+    with evaluation_mode(model):
+        whole = mean_token_loss(model, batches)
+        site = 0
+        for number, layer in enumerate(getattr(backbone, family.layers)):
+            is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
+            for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
+                is_appended = site in appended
+                site += not is_parallel or kind == "mlp"
+                if is_appended:
+                    continue
+                # the last module that the sub-layer's output passes
+                path = [sublayer.module, *sublayer.after][-1]
+                with zero_output(layer.get_submodule(path)):
+                    without = mean_token_loss(model, batches)
+                labels.append(f"{number}.{kind}")
+                increases.append(without - whole)
+    return SublayerAblation(whole, labels, increases)
+
+
+@torch.no_grad()
+def ablate_ways(model: nn.Module, batches: Sequence[Batch]) -> SublayerAblation:
+    """The loss without each way of MUDD: the streams it feeds read X_l, as in a plain residual.
+
+    Args:
+        model: a language model connected with mudd.
+        batches: with `input_ids`, and an `attention_mask` where some are padded.
+
+    Raises:
+        ValueError: the model is not connected with mudd.
+    """
+    sites = [site for site in find_connections(model) if isinstance(site, Mudd)]
+    if not sites:
+        raise ValueError("the model is not connected with mudd, so it has no ways")
+    labels, increases = [], []
+    with evaluation_mode(model):
+        whole = mean_token_loss(model, batches)
+        for stream in STREAMS:
+            if all(site.mixture_of_stream[stream] is None for site in sites):
+                continue
+            with _without_way(sites, stream):
+                increases.append(mean_token_loss(model, batches) - whole)
+            labels.append(stream)
+    return SublayerAblation(whole, labels, increases)
+
+
+@contextmanager
+def _without_way(sites: Sequence[Mudd], stream: str) -> Iterator[None]:
+    before = [(site.mixture_of_stream, site.can_fuse_norms) for site in sites]
+    for site in sites:
+        site.mixture_of_stream = site.mixture_of_stream | {stream: None}
+        site.can_fuse_norms = False  # X_l is no output of the op that mixes
+    try:
+        yield
+    finally:
+        for site, (mixtures, can_fuse) in zip(sites, before, strict=True):
+            site.mixture_of_stream, site.can_fuse_norms = mixtures, can_fuse
+
+
+@torch.no_grad()
+def prune_depth_weights(
+    model: nn.Module, batches: Sequence[Batch], shares: Sequence[float]
+) -> PruningCurve:
+    """The loss with the smallest weights over depth set to zero, over the whole model.
+
+    The weights are DenseFormer's α, or the static part a of MUDD. They are restored afterwards.
+
+    Args:
+        model: a language model connected with denseformer or mudd.
+        batches: with `input_ids`.
+        shares: of weights to set to zero, from 0 to 1.
+
+    Raises:
+        ValueError: the model has no such weights.
+    """
+    weights = []
+    for connection in find_connections(model):
+        for name in DEPTH_WEIGHTS:
+            weight = getattr(connection, name, None)
+            if isinstance(weight, nn.Parameter):
+                weights.append(weight)
+    if not weights:
+        raise ValueError("the model has no static weights over depth; denseformer and mudd have")
+    saved = [weight.clone() for weight in weights]
+    magnitudes = torch.cat([weight.abs().flatten() for weight in weights]).sort().values
+    losses = []
+    try:
+        with evaluation_mode(model):
+            for share in shares:
+                pruned = round(share * len(magnitudes))
+                limit = magnitudes[pruned - 1] if pruned else -1.0
+                for weight, value in zip(weights, saved, strict=True):
+                    weight.copy_(torch.where(value.abs() <= limit, 0, value))
+                losses.append(mean_token_loss(model, batches))
+    finally:
+        for weight, value in zip(weights, saved, strict=True):
+            weight.copy_(value)
+    return PruningCurve(list(shares), losses)
+
+
+@torch.no_grad()
+def mean_token_loss(model: Any, batches: Iterable[Batch]) -> float:
+    """Cross-entropy of the next token, the mean over tokens that no mask excludes."""
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = 0
+    for batch in batches:
+        ids = batch["input_ids"].to(device)
+        mask = batch.get("attention_mask", torch.ones_like(ids)).to(device)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        scored = (mask[:, 1:] * mask[:, :-1]).bool()
+        losses = F.cross_entropy(
+            logits[:, :-1][scored].float(), ids[:, 1:][scored], reduction="sum"
+        )
+        total += losses
+        count += int(scored.sum())
+    return (total / max(count, 1)).item()
+
+
+@contextmanager
+def zero_output(module: nn.Module) -> Iterator[None]:
+    """Zeros for the output of a module, or for the first of its outputs."""
+
+    def zero(_: nn.Module, __: Any, outputs: Any) -> Any:
+        if isinstance(outputs, tuple):
+            return (torch.zeros_like(outputs[0]), *outputs[1:])
+        return torch.zeros_like(outputs)
+
+    handle = module.register_forward_hook(zero)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _appended_writes(model: nn.Module) -> set[int]:
+    """The sub-layers whose outputs MGR appends as streams, by their number."""
+    readers = [site for site in find_connections(model)[1:] if isinstance(site, MGR)]
+    return {site.site.index - 1 for site in readers if not site.gates_pending_write}
+
+
+def sort_singular_values(model: nn.Module, name: str) -> Tensor:
+    """Sorted singular values of the matrices whose parameter names end in `name`.
+
+    Each block's are divided by their largest; the mean over blocks.
+
+    Args:
+        model: any.
+        name: like "mlp.down_proj.weight".
+
+    Returns:
+        [min(rows, columns)].
+
+    Raises:
+        ValueError: no matrix has the name, or their shapes differ.
+    """
+    matrices = [p.detach() for key, p in model.named_parameters() if key.endswith(name)]
+    if not matrices or len({matrix.shape for matrix in matrices}) > 1:
+        raise ValueError(f"expected matrices of one shape called …{name}, got {len(matrices)}")
+    values = [torch.linalg.svdvals(matrix.float()) for matrix in matrices]
+    return torch.stack([value / value[0] for value in values]).mean(0).cpu()

@@ -1,0 +1,112 @@
+"""What the papers saw in connection matrices, as numbers.
+
+Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, section 4.5 and appendix F. The paper
+describes what is seen in its figures and gives no thresholds. Those here are ours.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .unfolding import UnfoldedMap
+
+# A weight counts as absent below this share of the mean weight of its row or column.
+ABSENT_SHARE = 0.1
+# Rows with fewer sources have no bottom, middle and end.
+MIN_SOURCES = 8
+
+
+@dataclass
+class MapFindings:
+    """Numbers of one unfolded map, all from |c_kj| averaged over tokens.
+
+    Attributes:
+        lambda_score: the mean weight of the first and the last quarter of sources over that of the
+            half between, averaged over the inputs with at least `MIN_SOURCES` sources. 1 for
+            pre-norm; above 1, near and bottom layers are preferred (the Λ shape). NaN where the
+            model has no such input.
+        embedding_in_readout: the weight of the embedding in the readout over the mean weight there.
+        parallel_pairs: pairs of sub-layers of which the second hardly reads the first
+            (c_{k,k−1} below `ABSENT_SHARE` of its row's mean), so that they could run in parallel.
+        attention_share: the part of all weights on sources that is on attentions' outputs.
+        wasted: sub-layers whose output reaches no input (its column's maximum is below
+            `ABSENT_SHARE` of the median of the columns' maxima).
+        opposite_signs: sources that two streams carry with opposite signs at some site, both
+            weights at least `ABSENT_SHARE` of the site's largest.
+    """
+
+    lambda_score: float
+    embedding_in_readout: float
+    parallel_pairs: list[tuple[str, str]]
+    attention_share: float
+    wasted: list[str]
+    opposite_signs: list[str]
+
+
+def find_patterns(unfolded: UnfoldedMap) -> MapFindings:
+    """The findings of a map. See `MapFindings`."""
+    weights = unfolded.mean.abs()
+    counts = [_sources_before(label, unfolded.sources) for label in unfolded.inputs]
+    rows = [row[:count] for row, count in zip(weights, counts, strict=True)]
+    readout = rows[-1]
+    attention = ["attn" in label and "mlp" not in label for label in unfolded.sources]
+    return MapFindings(
+        lambda_score=_lambda_score(rows),
+        embedding_in_readout=(readout[0] / readout.mean()).item(),
+        parallel_pairs=_parallel_pairs(rows, unfolded),
+        attention_share=(weights[:, attention].sum() / weights.sum()).item(),
+        wasted=_wasted_sources(weights, unfolded.sources),
+        opposite_signs=_opposite_signs(unfolded),
+    )
+
+
+def _sources_before(input_label: str, sources: list[str]) -> int:
+    """The number of sources that exist where an input is read."""
+    if input_label == "readout":
+        return len(sources)
+    layer, _, ports = input_label.partition(".")
+    names = {ports, f"{ports}+mlp", f"attn+{ports}"}
+    if ports in ("q", "k", "v"):
+        names = {"attn", "attn+mlp"}
+    for number, source in enumerate(sources):
+        source_layer, _, source_ports = source.partition(".")
+        if source_layer == layer and source_ports in names:
+            return number
+    raise AssertionError(f"no sub-layer has the input {input_label}")
+
+
+def _lambda_score(rows: list[Tensor]) -> float:
+    scores = []
+    for row in rows:
+        if len(row) < MIN_SOURCES:
+            continue
+        quarter = len(row) // 4
+        ends = torch.cat([row[:quarter], row[-quarter:]]).mean()
+        scores.append((ends / row[quarter:-quarter].mean().clamp_min(1e-30)).item())
+    return sum(scores) / len(scores) if scores else float("nan")
+
+
+def _parallel_pairs(rows: list[Tensor], unfolded: UnfoldedMap) -> list[tuple[str, str]]:
+    pairs = []
+    for label, row in zip(unfolded.inputs, rows, strict=True):
+        if 2 <= len(row) < len(unfolded.sources) and row[-1] < ABSENT_SHARE * row.mean():
+            pairs.append((unfolded.sources[len(row) - 1], label))
+    return pairs
+
+
+def _wasted_sources(weights: Tensor, sources: list[str]) -> list[str]:
+    largest = weights.amax(0)
+    limit = ABSENT_SHARE * largest[1:].median()
+    return [name for name, weight in zip(sources[1:], largest[1:], strict=True) if weight < limit]
+
+
+def _opposite_signs(unfolded: UnfoldedMap) -> list[str]:
+    found = set()
+    for streams in unfolded.stream_means:
+        limit = ABSENT_SHARE * streams.abs().max()
+        is_positive = (streams > limit).any(0)
+        is_negative = (streams < -limit).any(0)
+        for source in (is_positive & is_negative).nonzero().flatten().tolist():
+            found.add(unfolded.sources[source])
+    return [name for name in unfolded.sources if name in found]

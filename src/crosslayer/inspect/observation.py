@@ -1,0 +1,171 @@
+"""Run a model and show every site of every batch to analyses, one site at a time.
+
+Nothing of a batch is kept but what an analysis keeps, so memory does not grow with the number of
+tokens.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..connection import Connection, autocast_disabled, find_connections
+from ..hf import connect, disconnect
+from ..hf.attach import find_backbone
+
+Batch = Mapping[str, Tensor]  # a model's arguments, like input_ids and attention_mask
+
+
+class SiteVisit:
+    """One site in one batch: the state that it reads, with the write of the sub-layer before it.
+
+    Tokens are flat: the state's tensors are [1 N …], where N counts the tokens that no attention
+    mask excludes.
+
+    Args:
+        connection: of the site.
+        state: as the model gave it to `read`.
+        positions: of the tokens in their sequences, [N].
+    """
+
+    def __init__(self, connection: Connection[Any], state: Any, positions: Tensor):
+        self.connection = connection
+        self.state = state
+        self.positions = positions
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs before their norms, [1 N D] each: one for all ports, or one a port.
+
+        Where the norm is the stream's, as in post-norm, the inputs after it.
+        """
+        with autocast_disabled(self.state):
+            if self.connection.norms_its_stream:
+                return self.connection.read(self.state)[0]
+            return self.connection.mix_inputs(self.state)[0]
+
+    @cached_property
+    def parts(self) -> Tensor:
+        """What is mixed, [N parts D/fractions]: the parts of the state, then the pending write."""
+        fractions = self.connection.fractions
+        parts = list(self.connection.state_parts(self.state))
+        if self.state.y is not None:
+            parts += self.state.y.unflatten(-1, (fractions, -1)).unbind(-2)
+        return torch.stack([part.flatten(0, -2).float() for part in parts], -2)
+
+
+class Analysis(Protocol):
+    """What `observe_model` calls: every site of a batch in the order of depth, batch by batch."""
+
+    def visit_site(self, visit: SiteVisit) -> None: ...
+
+
+@torch.no_grad()
+def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence[Analysis]) -> None:
+    """Run a model over batches and show each site to each analysis.
+
+    The model computes what it computes elsewhere, in its own dtype and in evaluation mode. No hook
+    is left behind. A model without a connection is seen as pre-norm, which it equals bitwise.
+
+    Args:
+        model: of a family that `connect` knows, connected or not, or a model of your own that
+            calls its connections as modules, like `Stack`.
+        batches: arguments of the model. Tokens whose `attention_mask` is 0 are left out.
+        analyses: called in their order.
+    """
+    backbone = _find_observed(model)
+    device = next(model.parameters()).device
+    with connected_for_analysis(model), evaluation_mode(model):
+        for batch in batches:
+            arguments = {key: value.to(device) for key, value in batch.items()}
+            mask = arguments.get("attention_mask")
+            with visited_sites(model, mask, analyses):
+                backbone(**arguments)
+
+
+@contextmanager
+def connected_for_analysis(model: nn.Module) -> Iterator[None]:
+    """Connect a plain model with pre-norm, which changes nothing it computes, and undo it."""
+    if find_connections(model):
+        yield
+        return
+    connect(model, "prenorm")
+    try:
+        yield
+    finally:
+        disconnect(model)
+
+
+def _find_observed(model: nn.Module) -> nn.Module:
+    """What to call: the backbone of a transformers model, without its head, or else the model."""
+    has_own_connections = find_connections(model) and not hasattr(model, "config")
+    return model if has_own_connections else find_backbone(model)[0]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without dropout; afterwards every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def visited_sites(
+    model: nn.Module, mask: Tensor | None, analyses: Sequence[Analysis]
+) -> Iterator[None]:
+    """Hooks that show each site to the analyses as the model comes to it."""
+
+    def visit(connection: nn.Module, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(connection, Connection)
+        site_visit = _flatten_tokens(connection, arguments[0], mask)
+        for analysis in analyses:
+            analysis.visit_site(site_visit)
+
+    handles = [site.register_forward_pre_hook(visit) for site in find_connections(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _flatten_tokens(connection: Connection[Any], state: Any, mask: Tensor | None) -> SiteVisit:
+    """The state at the tokens that the mask includes."""
+    lead = connection.state_parts(state)[0].shape[:2]
+    device = connection.state_parts(state)[0].device
+    if mask is None:
+        chosen = torch.ones(lead, dtype=torch.bool, device=device)
+    else:
+        chosen = mask.bool()
+    positions = torch.arange(lead[1], device=device).expand(lead)[chosen]
+
+    def at_tokens(leaf: Any) -> Any:
+        # Coefficients without leading axes are the same for every token.
+        varies = isinstance(leaf, Tensor) and leaf.dim() >= 3 and leaf.shape[:2] == lead
+        return leaf[chosen][None] if varies else leaf
+
+    return SiteVisit(connection, tree_map(at_tokens, state), positions)
+
+
+def site_label(connection: Connection[Any]) -> str:
+    """Like "3.attn" for the attention of layer 3, "3.attn+mlp" for a parallel block, "readout"."""
+    if connection.is_readout:
+        return "readout"
+    return f"{connection.site.layer}.{'+'.join(connection.site.ports)}"
+
+
+def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
+    """A label for each of a site's inputs: that of the site, or one a port, like "3.q"."""
+    label = site_label(connection)
+    if inputs == 1:
+        return [label]
+    return [f"{connection.site.layer}.{port}" for port in connection.ports]

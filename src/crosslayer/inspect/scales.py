@@ -1,0 +1,238 @@
+"""How large, how different and how changeable streams and gates are.
+
+Papers: Multi-Gate Residuals (arXiv 2605.23259, Figures 2, 5-7, 10-13), mHC (arXiv 2512.24880:
+the composite gain of residual matrices).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .mixing_summary import SiteMixing, per_token_weights
+from .moments import RunningMoments
+from .observation import SiteVisit, site_label
+
+# Thresholds of the alarms. No paper states them; they are where a stream or a gate does no more
+# than a constant would.
+COLLAPSED_COSINE = 0.999  # mean cosine of two streams
+UNUSED_SHARE = 0.01  # a stream's weight in reads, of the largest stream's
+STATIC_CHANGE = 0.01  # mean ‖change‖ / ‖stream‖ over all sites
+SATURATED_GATE = 0.01  # mean distance of a gate from 0 or 1, for gates within [0, 1]
+GATE_BINS = 50
+
+
+@dataclass
+class SiteScales:
+    """Sizes at one site, over tokens. Parts of the state are as the site finds them.
+
+    Attributes:
+        label: of the site.
+        has_streams: the parts of the state are streams that persist over depth.
+        output_rms: RMS of the output of the sub-layer before the site; of the embedding at the
+            first.
+        output_largest: the three largest magnitudes in that output.
+        stream_rms: RMS of each part of the state, [parts].
+        stream_largest: the largest magnitude in each part, [parts].
+        stream_cosine: mean cosine of each two parts, [parts parts].
+        stream_change: mean ‖part − part at the site before‖ / ‖part‖, [parts]; None where the site
+            before had another number of parts.
+        forward_gain: the largest sum of |weights| over a row of the mean over tokens of the product
+            of all carry matrices so far; None where they are not square.
+        backward_gain: the same over a column.
+        gate: of the pending write, where the method has gates.
+    """
+
+    label: str
+    has_streams: bool
+    output_rms: float
+    output_largest: list[float]
+    stream_rms: Tensor
+    stream_largest: Tensor
+    stream_cosine: Tensor
+    stream_change: Tensor | None
+    forward_gain: float | None
+    backward_gain: float | None
+    gate: "GateStatistics | None" = None
+
+
+@dataclass
+class GateStatistics:
+    """The values of a site's gate over tokens and streams.
+
+    Attributes:
+        name: the field of the state, like "beta".
+        mean: of all values.
+        minimum, maximum: of all values.
+        below_tenth: the share of values below 0.1.
+        quartiles: of each stream's values, [streams 5]: minimum, 25, 50, 75 % and maximum.
+        counts: of values in `GATE_BINS` equal bins from the minimum to the maximum.
+    """
+
+    name: str
+    mean: float
+    minimum: float
+    maximum: float
+    below_tenth: float
+    quartiles: Tensor
+    counts: Tensor
+
+
+class ScaleAnalysis:
+    """Sizes of outputs, streams and gates. `result` gives a `SiteScales` a site."""
+
+    def __init__(self) -> None:
+        self._moments: dict[str, dict[str, RunningMoments]] = {}
+        self._output_largest: dict[str, Tensor] = {}
+        self._stream_largest: dict[str, Tensor] = {}
+        self._gates: dict[str, tuple[str, list[Tensor]]] = {}
+        self._before = torch.zeros(0)
+        self._product: Tensor | None = None
+        self._has_streams = False
+
+    def visit_site(self, visit: SiteVisit) -> None:
+        connection, state = visit.connection, visit.state
+        label = site_label(connection)
+        self._has_streams = connection.parts_are_streams
+        parts = visit.parts[:, : len(connection.state_parts(state))]
+        if state.y is None:
+            y = visit.parts[:, : connection.fractions].flatten(-2)
+            self._before = torch.zeros(0)
+        else:
+            y = state.y.flatten(0, -2).float()
+        directions = F.normalize(parts, dim=-1)
+        values = {
+            "output": y.square().mean(-1),
+            "stream": parts.square().mean(-1),
+            "cosine": directions @ directions.mT,
+            "change": _relative_change(parts, self._before),
+            "product": self._carry_product(visit),
+        }
+        moments = self._moments.setdefault(label, {name: RunningMoments() for name in values})
+        for name, value in values.items():
+            if value is not None:
+                moments[name].add(value)
+        self._before = parts
+        self._add_largest(label, y, parts)
+        self._add_gates(label, visit)
+
+    def _carry_product(self, visit: SiteVisit) -> Tensor | None:
+        """The product of all carry matrices so far, [1 | N parts parts]; None where not square."""
+        carry = per_token_weights(visit.connection.mixing_weights(visit.state).carry)
+        parts = carry.shape[-1]
+        if visit.connection.site.index == 0:
+            self._product = torch.eye(parts, device=carry.device)
+        if self._product is None or self._product.shape[-1] != parts or carry.shape[-2] != parts:
+            self._product = None
+        else:
+            self._product = carry @ self._product
+        return self._product
+
+    def _add_largest(self, label: str, y: Tensor, parts: Tensor) -> None:
+        before = self._output_largest.get(label, y.new_zeros(3).cpu())
+        largest = y.abs().flatten().topk(min(3, y.numel())).values.cpu()
+        self._output_largest[label] = torch.cat([before, largest]).topk(3).values
+        magnitudes = parts.abs().amax((0, -1)).cpu()
+        before = self._stream_largest.get(label, magnitudes)
+        self._stream_largest[label] = torch.maximum(before, magnitudes)
+
+    def _add_gates(self, label: str, visit: SiteVisit) -> None:
+        for name in visit.connection.gate_fields:
+            gate = getattr(visit.state, name)
+            if gate is not None:
+                values = gate.float().reshape(-1, gate.shape[-1]).cpu()
+                self._gates.setdefault(label, (name, []))[1].append(values)
+
+    def result(self) -> list[SiteScales]:
+        """One `SiteScales` a site, in the order of depth."""
+        sites = []
+        for label, moments in self._moments.items():
+            product = moments["product"].mean.abs()
+            has_product = moments["product"].count > 0
+            sites.append(
+                SiteScales(
+                    label=label,
+                    has_streams=self._has_streams,
+                    output_rms=moments["output"].mean.sqrt().item(),
+                    output_largest=self._output_largest[label].tolist(),
+                    stream_rms=moments["stream"].mean.sqrt(),
+                    stream_largest=self._stream_largest[label],
+                    stream_cosine=moments["cosine"].mean,
+                    stream_change=moments["change"].mean if moments["change"].count else None,
+                    forward_gain=product.sum(-1).max().item() if has_product else None,
+                    backward_gain=product.sum(-2).max().item() if has_product else None,
+                    gate=_gate_statistics(*self._gates[label]) if label in self._gates else None,
+                )
+            )
+        return sites
+
+
+def _relative_change(parts: Tensor, before: Tensor) -> Tensor | None:
+    if before.shape != parts.shape:
+        return None
+    return (parts - before).norm(dim=-1) / parts.norm(dim=-1).clamp_min(1e-30)
+
+
+def _gate_statistics(name: str, batches: list[Tensor]) -> GateStatistics:
+    values = torch.cat(batches).double()  # [tokens streams]
+    minimum, maximum = values.min().item(), values.max().item()
+    # the counts of equal values need an interval that is not empty
+    limits = (minimum, maximum) if minimum < maximum else (minimum - 0.5, maximum + 0.5)
+    return GateStatistics(
+        name=name,
+        mean=values.mean().item(),
+        minimum=minimum,
+        maximum=maximum,
+        below_tenth=(values < 0.1).double().mean().item(),
+        quartiles=values.quantile(torch.linspace(0, 1, 5).double(), dim=0).mT,
+        counts=values.flatten().histc(GATE_BINS, *limits),
+    )
+
+
+def find_alarms(sites: list[SiteScales], reads: list[SiteMixing]) -> list[str]:
+    """What looks wrong, a line each: collapsed, unused and static streams, saturated gates."""
+    alarms = []
+    if sites[-1].has_streams:
+        streams = len(sites[-1].stream_rms)  # streams of MGR are appended at the first sites
+        steady = [s for s in sites if s.stream_change is not None and len(s.stream_rms) == streams]
+        if steady:
+            alarms += _stream_alarms(steady)
+            alarms += _unused_streams(reads, streams)
+    for site in sites:
+        gate = site.gate
+        if gate is None or gate.minimum < 0 or gate.maximum > 1:
+            continue
+        if min(gate.mean, 1 - gate.mean) < SATURATED_GATE:
+            alarms.append(f"saturated gate: {gate.name} at {site.label}, mean {gate.mean:.4f}")
+    return alarms
+
+
+def _stream_alarms(sites: list[SiteScales]) -> list[str]:
+    alarms = []
+    cosine = torch.stack([site.stream_cosine for site in sites]).mean(0)
+    change = torch.stack([_known(site.stream_change) for site in sites]).mean(0)
+    for a in range(len(cosine)):
+        for b in range(a):
+            if cosine[a, b] > COLLAPSED_COSINE:
+                alarms.append(f"collapsed streams: {b} and {a}, mean cosine {cosine[a, b]:.4f}")
+        if change[a] < STATIC_CHANGE:
+            alarms.append(f"static stream: {a}, mean change {change[a]:.4f} a site")
+    return alarms
+
+
+def _unused_streams(reads: list[SiteMixing], streams: int) -> list[str]:
+    rows = []
+    for site in reads:
+        if site.label != "readout" and site.read_mean.shape[-1] == streams:
+            rows.append(site.read_mean.abs().amax(0))
+    weights = torch.stack(rows)
+    largest = weights.amax(0)
+    limit = UNUSED_SHARE * largest.max()
+    unused = (largest < limit).nonzero().flatten().tolist()
+    return [f"unused stream: {stream}, largest weight {largest[stream]:.4f}" for stream in unused]
+
+
+def _known(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value

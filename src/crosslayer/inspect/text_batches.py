@@ -1,0 +1,65 @@
+"""Batches of a text for analyses: a stated number of sequences, read as far as needed."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..validation import check_positive
+from .observation import Batch
+
+
+def make_text_batches(
+    tokenizer: Any, texts: Iterable[str], sequences: int, context: int, batch_size: int
+) -> list[Batch]:
+    """Documents cut into sequences of at most `context` tokens, padded on the right.
+
+    Args:
+        tokenizer: of transformers.
+        texts: documents. No more are read than the sequences need.
+        sequences: the number of sequences.
+        context: tokens in a sequence.
+        batch_size: sequences in a batch.
+
+    Raises:
+        ValueError: a number is not positive, or the texts have no two tokens.
+    """
+    check_positive(sequences=sequences, context=context, batch_size=batch_size)
+    rows: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for start in range(0, len(ids), context):
+            row = ids[start : start + context]
+            if len(row) > 1:  # one token has no next token to predict
+                rows.append(row)
+        if len(rows) >= sequences:
+            break
+    if not rows:
+        raise ValueError("the text has no sequence of two tokens")
+    rows = rows[:sequences]
+    batches = []
+    for start in range(0, len(rows), batch_size):
+        batches.append(_pad_rows(rows[start : start + batch_size]))
+    return batches
+
+
+def find_sink_ids(tokenizer: Any) -> set[int]:
+    """Tokens that attract attention without content: BOS, "." and newlines (MUDD, Figure 8)."""
+    sinks = set()
+    if tokenizer.bos_token_id is not None:
+        sinks.add(tokenizer.bos_token_id)
+    for text in (".", "\n", " .", "\n\n"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) == 1:
+            sinks.add(ids[0])
+    return sinks
+
+
+def _pad_rows(rows: list[list[int]]) -> Batch:
+    width = max(map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,61 @@
+"""One read of a connection as matrices: what each part of the state contributes to what comes next.
+
+A read is linear in the parts of the state and in the pending write, once its coefficients are held
+at the values that this state gives them:
+
+    written = norms(write @ [parts | y])     the pending write applied
+    inputs  = read @ written                 what the sub-layer's ports receive, before their norms
+    next    = carry @ written                the parts of the state that `read` returns
+
+`crosslayer.inspect` draws these matrices and multiplies them over depth.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .norms import NormSpec
+
+
+class MixingWeights(NamedTuple):
+    """The matrices of one read. Each is [out in K], or [B T out in K] where tokens differ.
+
+    K is 1 for one weight a token, or the width for a weight a channel.
+    """
+
+    write: Tensor  # out: the written parts; in: the parts of the state, then the pending write
+    read: Tensor  # out: the inputs, one for all ports or one a port; in: the written parts
+    carry: Tensor  # out: the parts of the next state; in: the written parts
+    norms: tuple[NormSpec | None, ...] = ()  # of the written parts; empty for none at all
+
+
+def identity_weights(n: int, like: Tensor) -> Tensor:
+    """The identity [n n 1]."""
+    return torch.eye(n, dtype=like.dtype, device=like.device)[..., None]
+
+
+def part_weights(out: int, parts: int, index: int, like: Tensor) -> Tensor:
+    """`out` rows that each take part `index` alone: [out parts 1]."""
+    return identity_weights(parts, like)[index : index + 1].expand(out, parts, 1)
+
+
+def join_rows(*blocks: Tensor) -> Tensor:
+    """Weights of the same columns beneath each other: the rows of one, then those of the next."""
+    return torch.cat(_broadcast_weights(blocks, axis=-3), -3)
+
+
+def join_columns(*blocks: Tensor) -> Tensor:
+    """Weights of the same rows beside each other."""
+    return torch.cat(_broadcast_weights(blocks, axis=-2), -2)
+
+
+def _broadcast_weights(blocks: tuple[Tensor, ...], axis: int) -> list[Tensor]:
+    """The blocks with equal leading axes and an equal K; only `axis` may differ."""
+    leads = torch.broadcast_shapes(*(block.shape[:-3] for block in blocks))
+    K = max(block.shape[-1] for block in blocks)
+    expanded = []
+    for block in blocks:
+        rows, columns = block.shape[-3:-1]
+        expanded.append(block.expand(*leads, rows, columns, K))
+    return expanded

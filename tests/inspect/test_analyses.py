@@ -1,0 +1,274 @@
+"""Analyses of models whose answer is known: by construction, or from the model's own tensors."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPTNeoXConfig, GPTNeoXModel, LlamaConfig, LlamaModel
+
+import crosslayer
+from crosslayer.connection import find_connections
+from crosslayer.connections.mgr import MGR
+from crosslayer.hf import connect
+from crosslayer.inspect import (
+    compare_depths,
+    find_alarms,
+    find_patterns,
+    measure_cosines,
+    measure_scales,
+    summarise_mixing,
+    unfold_connections,
+)
+from tests.support.tiny import DEFAULTS, VARIANTS, shake
+
+pytestmark = pytest.mark.filterwarnings("ignore:connecting")
+
+IDS = torch.randint(50, (3, 11), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones_like(IDS)
+PADDED[1, :4] = 0
+BATCHES = [{"input_ids": IDS, "attention_mask": PADDED}, {"input_ids": IDS[:1, :5]}]
+
+
+def backbone(spec: str | None, parallel: bool = False, layers: int = 3, dim: int = 24) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": dim,
+        "intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+    }
+    if parallel:
+        model = GPTNeoXModel(GPTNeoXConfig(**sizes, use_parallel_residual=True))
+    else:
+        model = LlamaModel(LlamaConfig(**sizes))
+    if spec is not None:
+        connect(model, spec)
+    for connection in find_connections(model):
+        shake(connection, 0.2)
+    return model
+
+
+class ScaledIdentity(nn.Module):
+    """A sub-layer whose output is a fixed random vector: it depends on its depth alone."""
+
+    def __init__(self, dim: int, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.y = nn.Parameter(torch.randn(dim, generator=generator))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.y.expand_as(inputs[0])
+
+
+class OwnModel(nn.Module):
+    """A model of one's own around a `Stack`."""
+
+    def __init__(self, spec: str, layers: int = 4, dim: int = 16):
+        super().__init__()
+        sublayers = [ScaledIdentity(dim, seed) for seed in range(2 * layers)]
+        self.stack = crosslayer.Stack(spec, sublayers, dim)
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        return self.stack(embedding)
+
+
+EMBEDDING = [{"embedding": torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(9))}]
+
+
+@pytest.mark.parametrize(
+    ("spec", "parallel"),
+    [(spec, False) for spec in DEFAULTS]
+    + [pytest.param(spec, False, marks=pytest.mark.slow) for spec in VARIANTS]
+    + [pytest.param(spec, True, marks=pytest.mark.slow) for spec in DEFAULTS],
+)
+def test_the_map_of_the_outputs_is_each_input(spec, parallel):
+    unfolded = unfold_connections(backbone(spec, parallel), BATCHES)
+    assert unfolded.error < 2e-5
+    assert unfolded.tokens == 34
+    assert unfolded.mean.shape == (len(unfolded.inputs), len(unfolded.sources))
+    # no input contains an output that comes after it
+    depth = 3 if parallel else 6
+    assert len(unfolded.sources) == depth + 1
+    for row, label in zip(unfolded.mean, unfolded.inputs, strict=True):
+        if label.startswith("0."):
+            assert row[2:].abs().max() == 0
+
+
+def test_a_wrong_weight_shows_in_the_error(monkeypatch):
+    right = MGR.mixing_weights
+
+    def wrong(connection, state):
+        weights = right(connection, state)
+        return weights._replace(read=weights.read * 1.01)
+
+    monkeypatch.setattr(MGR, "mixing_weights", wrong)
+    assert unfold_connections(backbone("mgr"), BATCHES).error > 5e-3
+
+
+# The wirings of Hyper-Connections, Figure 7, as matrices [[0, B], [A_m, A_r]] of `hyper`.
+SEQUENTIAL = ("hyper(streams=1, dynamic=False, matrix=[[0, 1], [1, 0]])", "the output before")
+PRE_NORM = ("prenorm", "all outputs before")
+ATTENTION_HOP = [[0, 0, 1], [1, 1, 0], [0, 0, 0]]
+MLP_HOP = [[0, 1, 0], [1, 1, 0], [1, 0, 0]]
+TWO_HOP = (
+    # Attention reads the residual and writes to stream 1; the MLP reads both.
+    f"hyper(streams=2, dynamic=False, matrix=[{ATTENTION_HOP}, {MLP_HOP}])",
+    "MLPs before, and the attention just before",
+)
+
+
+@pytest.mark.parametrize(("spec", "reads"), [SEQUENTIAL, PRE_NORM, TWO_HOP])
+def test_known_wirings(spec, reads):
+    unfolded = unfold_connections(OwnModel(spec), EMBEDDING)
+    expected = torch.zeros(9, 9)
+    for k in range(9):
+        for j in range(k + 1):
+            is_mlp_or_embedding = j % 2 == 0
+            expected[k, j] = {
+                "the output before": j == k,
+                "all outputs before": True,
+                "MLPs before, and the attention just before": is_mlp_or_embedding or j == k,
+            }[reads]
+    rows = 8 if reads == TWO_HOP[1] else 9  # the readout sums streams 0 and 1
+    assert torch.equal(unfolded.mean[:rows], expected[:rows].double())
+    assert unfolded.std.abs().max() == 0
+    assert unfolded.inputs[:3] == ["0.attn", "0.mlp", "1.attn"]
+    assert unfolded.sources == ["embedding", *unfolded.inputs[:-1]]
+
+
+def test_findings_of_known_wirings():
+    plain = find_patterns(unfold_connections(OwnModel("prenorm"), EMBEDDING))
+    assert plain.lambda_score == 1
+    assert plain.embedding_in_readout == 1
+    assert plain.parallel_pairs == plain.wasted == plain.opposite_signs == []
+    assert plain.attention_share == pytest.approx(20 / 45)
+
+    # An MLP that does not read the attention before it (a parallel block) and keeps it for later.
+    parallel = (
+        "hyper(streams=2, dynamic=False, matrix=["
+        "[[0, 0, 1], [1, 1, 0], [0, 0, 1]], [[0, 1, -1], [1, 1, 0], [0, 1, 1]]])"
+    )
+    found = find_patterns(unfold_connections(OwnModel(parallel), EMBEDDING))
+    assert found.parallel_pairs == [(f"{layer}.attn", f"{layer}.mlp") for layer in range(4)]
+    assert "0.mlp" in found.opposite_signs
+
+    # A model of one stream whose third write goes nowhere.
+    model = OwnModel("hyper(streams=1, dynamic=False)")
+    with torch.no_grad():
+        find_connections(model)[2].static_beta.zero_()
+    assert find_patterns(unfold_connections(model, EMBEDDING)).wasted == ["1.attn"]
+
+
+def test_own_weights_of_denseformer():
+    model = backbone("denseformer")
+    sites = summarise_mixing(model, BATCHES)
+    connections = find_connections(model)
+    for connection, site in zip(connections, sites, strict=True):
+        if connection.alpha is not None:
+            torch.testing.assert_close(site.read_mean[0], connection.alpha.detach().double())
+            assert site.read_std.max() < 1e-12  # static
+
+
+def test_mean_and_deviation_over_tokens_of_several_batches():
+    model = backbone("mudd")
+    together = summarise_mixing(model, BATCHES)[2]
+    values = []
+
+    def collect(connection, arguments):
+        state = arguments[0]
+        h = state.h + state.y
+        values.append(connection.aggregation_weights(h, connection.a).flatten(0, 1))
+
+    handle = find_connections(model)[2].register_forward_pre_hook(collect)
+    with torch.no_grad():
+        for batch in BATCHES:
+            model(**batch)
+    handle.remove()
+    values[0] = values[0][PADDED.flatten().bool()]
+    A = torch.cat(values).double()  # [tokens C L]
+    assert len(A) == 34
+    torch.testing.assert_close(together.read_mean[:3], A.mean(0)[:3], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        together.read_std[:3], A.std(0, correction=0)[:3], atol=1e-6, rtol=1e-4
+    )
+    assert together.inputs == ["1.q", "1.k", "1.v"]
+
+
+def test_nothing_is_changed_in_a_plain_model():
+    model = backbone(None).train()
+    model.layers[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds = [type(module) for module in model.modules()]
+    out = model(IDS).last_hidden_state
+    unfolded = unfold_connections(model, BATCHES)
+    assert torch.equal(torch.tril(torch.ones(7, 7)).double(), unfolded.mean)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model.training
+    assert not model.layers[1].training
+    assert model.state_dict().keys() == before.keys()
+    assert torch.equal(model(IDS).last_hidden_state, out)
+
+
+def test_cosines_and_distances_of_planted_inputs():
+    model = OwnModel("prenorm", layers=2)
+    sublayers = model.stack.sublayers
+    with torch.no_grad():
+        for sublayer in sublayers:
+            sublayer.y.zero_()  # the stream never changes
+    cosines = measure_cosines(model, EMBEDDING)
+    assert cosines.labels == ["0.attn", "0.mlp", "1.attn", "1.mlp", "readout"]
+    assert cosines.adjacent[0].isnan().all()
+    torch.testing.assert_close(cosines.adjacent[1:], torch.ones(4, 3).double())
+    torch.testing.assert_close(cosines.embedding, torch.ones(5, 3).double())
+    distances = compare_depths(model, EMBEDDING)
+    assert distances.angular.max() < 1e-3
+    torch.testing.assert_close(distances.cka, torch.ones(5, 5).double())
+
+    last = torch.zeros(1, 2, 16)
+    last[0, 0, 0] = last[0, 1, 1] = 1  # of two tokens only the second counts
+    with torch.no_grad():
+        sublayers[0].y[0] = 1
+    distances = compare_depths(model, [{"embedding": last}])
+    assert distances.angular[0, 1] == pytest.approx(math.acos(1 / math.sqrt(2)) / math.pi)
+
+
+def test_planted_sizes_and_alarms():
+    model = OwnModel("hyper(streams=2, dynamic=False)")
+    connections = find_connections(model)
+    with torch.no_grad():
+        for connection in connections[:-1]:
+            connection.static_beta[1] = 0  # stream 1 is never written,
+            connection.static_alpha[1, 0] = 0  # nor read
+            connection.static_alpha[0, 0] = 1
+        model.stack.sublayers[3].y[5] = 1000  # a massive activation
+    sites = measure_scales(model, EMBEDDING)
+    assert sites[4].output_largest == pytest.approx([1000] * 3)
+    assert sites[4].stream_largest[0] < 20  # the site applies the write
+    assert sites[5].stream_largest[0] > 900
+    assert sites[-1].forward_gain == 1
+    alarms = find_alarms(sites, summarise_mixing(model, EMBEDDING))
+    assert [alarm for alarm in alarms if "static stream: 1" in alarm]
+    assert [alarm for alarm in alarms if "unused stream: 1" in alarm]
+
+    with torch.no_grad():
+        for connection in connections[:-1]:
+            connection.static_alpha[:, 1:] *= 1.5
+    assert measure_scales(model, EMBEDDING)[-2].forward_gain == pytest.approx(1.5**8)
+
+
+def test_gates_of_mgr():
+    model = backbone("mgr(streams=2)", layers=4)
+    sites = measure_scales(model, BATCHES)
+    assert [site.gate is not None for site in sites] == [False] * 2 + [True] * 7
+    gate = sites[4].gate
+    assert gate.counts.sum() == 34 * 2
+    assert 0 < gate.minimum < gate.mean < gate.maximum < 1
+    assert (gate.quartiles.diff(dim=-1) >= 0).all()
+
+
+def test_no_batch_is_an_error():
+    with pytest.raises(ValueError, match="nothing was observed"):
+        unfold_connections(backbone("prenorm"), [])

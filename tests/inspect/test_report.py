@@ -1,0 +1,206 @@
+"""`crosslayer inspect` from folders to the report, and the analyses that need a language model."""
+
+import json
+import math
+import shutil
+import subprocess
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from crosslayer.cli.main import main
+from crosslayer.connection import find_connections
+from crosslayer.data.tokenizing import byte_tokenizer_json
+from crosslayer.hf import connect
+from crosslayer.inspect.ablation import (
+    ablate_sublayers,
+    ablate_ways,
+    mean_token_loss,
+    prune_depth_weights,
+    sort_singular_values,
+)
+from crosslayer.inspect.attention import measure_head_activations
+from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
+from tests.support.tiny import shake
+
+pytestmark = pytest.mark.filterwarnings("ignore:connecting")
+IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[1, 8:] = 0
+BATCHES = [{"input_ids": IDS, "attention_mask": MASK}]
+
+
+def language_model(spec: str | None, layers: int = 2, vocab: int = 64) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    if spec is not None:
+        connect(model, spec)
+    for connection in find_connections(model):
+        shake(connection, 0.1)
+    return model
+
+
+def test_ablation_is_the_loss_of_a_model_with_zero_weights():
+    model = language_model("mudd")
+    ablation = ablate_sublayers(model, BATCHES)
+    assert ablation.labels == ["0.attn", "0.mlp", "1.attn", "1.mlp"]
+    whole = mean_token_loss(model, BATCHES)
+    assert ablation.loss == whole
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    assert ablation.increase[3] == pytest.approx(mean_token_loss(model, BATCHES) - whole, abs=1e-6)
+
+
+def test_loss_is_that_of_the_tokens_without_padding():
+    model = language_model(None)
+    losses = []
+    for row, length in ((IDS[0], 12), (IDS[1], 8)):
+        row = row[:length]
+        logits = model(row[None]).logits[0, :-1].log_softmax(-1)
+        losses += [-logits[t, row[t + 1]].item() for t in range(length - 1)]
+    assert mean_token_loss(model, BATCHES) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_appended_streams_of_mgr_are_not_ablated():
+    ablation = ablate_sublayers(language_model("mgr(streams=3)", layers=3), BATCHES)
+    assert ablation.labels == ["1.attn", "1.mlp", "2.attn", "2.mlp"]
+
+
+def test_pruning_restores_the_weights():
+    model = language_model("denseformer", layers=3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    curve = prune_depth_weights(model, BATCHES, [0, 0.5, 1])
+    assert curve.losses[0] == mean_token_loss(model, BATCHES)
+    assert len(set(curve.losses)) == 3
+    # without any weight the readout is zero and every token as likely
+    assert curve.losses[2] == pytest.approx(math.log(64))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="no static weights over depth"):
+        prune_depth_weights(language_model("hyper"), BATCHES, [0.5])
+
+
+def test_a_planted_sink_head_is_not_active():
+    model = language_model("hyper")
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        attention.q_proj.weight.zero_()  # every score is 0: the first position is the argmax
+    activations = measure_head_activations(model, BATCHES)
+    assert activations.active[1] == 0
+    assert 0 < activations.active[0] < 1
+    torch.testing.assert_close(activations.patterns.sum(-1), torch.ones(2, 2, 12))
+    everything = measure_head_activations(model, BATCHES, sink_ids=range(64))
+    assert everything.active.max() == 0
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_ways_of_mudd():
+    model = language_model("mudd")
+    ablation = ablate_ways(model, BATCHES)
+    assert ablation.labels == ["q", "k", "v", "r"]
+    whole = mean_token_loss(model, BATCHES)
+    for site in find_connections(model):  # the way k by hand: its stream is X_l, one-hot
+        if site.a is not None and len(site.a) == 4:
+            with torch.no_grad():
+                site.a[1].zero_()
+                site.a[1, -1] = 1
+                site.W2.unflatten(1, site.a.shape)[:, 1].zero_()
+    expected = mean_token_loss(model, BATCHES) - whole
+    assert ablation.increase[1] == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ValueError, match="not connected with mudd"):
+        ablate_ways(language_model("hyper"), BATCHES)
+
+
+@pytest.mark.parametrize("spec", [None, "denseformer", "hyper"])
+def test_the_lens_at_the_last_site_is_the_model(spec):
+    model = language_model(spec)
+    lens = measure_site_losses(model, BATCHES)
+    assert lens.labels == ["0.attn", "0.mlp", "1.attn", "1.mlp", "readout"]
+    assert lens.losses[-1] == pytest.approx(mean_token_loss(model, BATCHES), rel=1e-5)
+    hidden = model.model.norm(model.model.embed_tokens(IDS)) if spec is None else None
+    if hidden is not None:
+        logits = model.lm_head(hidden).log_softmax(-1)
+        losses = [-logits[0, t, IDS[0, t + 1]] for t in range(11)]
+        losses += [-logits[1, t, IDS[1, t + 1]] for t in range(7)]
+        assert lens.losses[0] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_gradients_of_blocks():
+    model = language_model("mgr(streams=2)")
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    gradients = measure_block_gradients(model, BATCHES)
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+    assert all(p.grad is None for p in model.model.parameters())
+    labels = IDS.where(MASK.bool(), -100)
+    model(IDS, attention_mask=MASK, labels=labels).loss.backward()
+    for layer, rms in zip(model.model.layers, gradients.rms, strict=True):
+        values = torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
+        assert rms == pytest.approx(values.square().mean().sqrt().item(), rel=1e-5)
+
+
+def test_singular_values_of_known_matrices():
+    model = language_model(None)
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            weight = layer.self_attn.o_proj.weight
+            weight.copy_(torch.diag(torch.arange(24.0, 0, -1)) * (number + 1))
+    values = sort_singular_values(model, "o_proj.weight")
+    torch.testing.assert_close(values, torch.arange(24.0, 0, -1) / 24)
+    with pytest.raises(ValueError, match="matrices of one shape"):
+        sort_singular_values(model, "no_proj.weight")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The command on two models, one of them without a connection."""
+    folder = tmp_path_factory.mktemp("inspect")
+    for name, spec in (("plain", None), ("mgr", "mgr(streams=2)")):
+        model = language_model(spec, layers=2, vocab=256)
+        model.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text(byte_tokenizer_json())
+    (folder / "text.txt").write_text("A stream of text. It has <b>lines</b>.\n" * 20)
+    out = folder / "out"
+    arguments = ["inspect", str(folder / "plain"), str(folder / "mgr"), "--out", str(out)]
+    sizes = ["--sequences", "3", "--context", "40", "--batch-size", "2"]
+    assert main([*arguments, "--data", str(folder / "text.txt"), *sizes]) == 0
+    return out
+
+
+@pytest.mark.slow
+def test_the_report_has_every_picture_and_number(report):
+    content = json.loads((report / "inspection.json").read_text())
+    assert [model["connection"] for model in content["models"]] == ["prenorm", "mgr(streams=2)"]
+    assert content["models"][1]["unfolded"]["error"] < 1e-5
+    page = (report / "report.html").read_text()
+    pictures = sorted(path.stem for path in (report / "figures").glob("*.svg"))
+    assert page.count("<figure>") == len(pictures)
+    assert "<script" not in page
+    assert {"unfolded", "mixing", "cosines", "distances", "gates", "ablation"} <= set(pictures)
+    for path in (report / "figures").glob("*.png"):
+        assert path.stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_the_report_opens_in_a_browser(report, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no browser is installed")
+    shot = tmp_path / "page.png"
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += [f"--screenshot={shot}", "--window-size=1100,3000", f"file://{report}/report.html"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in run.stderr
+    assert shot.stat().st_size > 50_000
+
+
+def test_an_existing_report_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "report.html").write_text("old")
+    assert main(["inspect", "somewhere", "--out", str(tmp_path)]) == 1
+    assert "exists already; choose another folder" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""Views of training, on curves whose answer is known."""
+
+import json
+import math
+
+import pytest
+
+from crosslayer.inspect.training import (
+    PowerLaw,
+    cost_to_loss,
+    estimate_multiplier,
+    find_spikes,
+    fit_power_law,
+    loss_at_cost,
+    read_training_curve,
+    smooth_losses,
+    speedup_to_loss,
+)
+
+
+def test_a_run_s_metrics(tmp_path):
+    rows = [
+        {"step": 10, "loss": 4.0, "tokens_per_second": 100.0},
+        {"step": 15, "held-out loss": 3.5, "news loss": 4.5},
+        {"step": 20, "loss": 3.0, "tokens_per_second": 120.0},
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 30, "lo')
+    curve = read_training_curve(tmp_path)
+    assert curve.steps == [10, 20]
+    assert curve.losses == [4.0, 3.0]
+    assert curve.valid == {"held-out": [(15, 3.5)], "news": [(15, 4.5)]}
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
+    with pytest.raises(ValueError, match="line 1: has no step"):
+        read_training_curve(tmp_path)
+    with pytest.raises(ValueError, match="expected the folder of a run"):
+        read_training_curve(tmp_path / "nothing")
+
+
+def test_smoothing_is_unbiased_at_the_start():
+    assert smooth_losses([2.0] * 5) == pytest.approx([2.0] * 5)
+    assert smooth_losses([1.0, 3.0], decay=0.5)[1] == pytest.approx((0.5 + 3) / 1.5)
+
+
+def test_planted_spikes():
+    losses = [3 * math.exp(-t / 200) + 2 + 0.01 * math.sin(t) for t in range(400)]
+    assert find_spikes(losses) == []
+    losses[200:203] = [4.0, 5.0, 4.0]
+    losses[300] = 3.5
+    assert find_spikes(losses) == [200, 300]
+
+
+def test_cost_to_an_equal_loss():
+    steps, plain = [0, 10, 20, 30], [4.0, 3.0, 2.5, 2.0]
+    better = [4.0, 2.0, 1.5, 1.0]
+    assert cost_to_loss(steps, plain, 2.75) == 15
+    assert cost_to_loss(steps, plain, 1.0) is None
+    assert speedup_to_loss(steps, better, steps, plain) == 3
+    assert speedup_to_loss(steps, plain, steps, better) is None
+    assert loss_at_cost(steps, plain, 15) == 2.75
+    assert loss_at_cost(steps, plain, 31) is None
+
+
+def test_power_law_and_multiplier_of_known_curves():
+    sizes = [1e8, 3e8, 1e9]
+    plain = [20 * size**-0.1 for size in sizes]
+    law = fit_power_law(sizes, plain)
+    assert (law.a, law.b) == pytest.approx((20, 0.1))
+    assert law.error < 1e-12
+    assert law.predict(1e9) == pytest.approx(plain[2])
+    # a method that is as good as the baseline with 1.89 times the compute
+    multiplier = estimate_multiplier(law, sizes, [20 * (1.89 * size) ** -0.1 for size in sizes])
+    assert (multiplier.value, multiplier.low, multiplier.high) == pytest.approx([1.89] * 3)
+    noisy = estimate_multiplier(
+        PowerLaw(20, 0.1, 0.01), sizes, [law.predict(1.5 * s) for s in sizes]
+    )
+    assert noisy.low < 1.5 < noisy.high
+    with pytest.raises(ValueError, match="at least two sizes"):
+        fit_power_law([1e8], [2.0])
