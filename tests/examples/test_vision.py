@@ -327,7 +327,7 @@ def test_corrupt_image_in_a_worker_is_one_clear_line(tmp_path, capsys):
             DIT_CLASS,
             {"sample_sizee": 8},
             {},
-            r"no config key 'sample_sizee' \(did you mean 'sample_size'",
+            r"no key 'sample_sizee' \(did you mean 'sample_size'",
         ),
         (DIT_CLASS, {"out_channels": 2}, {}, "out_channels must be at least in_channels, 4, got 2"),
         (DIT_CLASS, {}, {"qk_norm": 1}, "qk_norm must be True or False, got 1"),
