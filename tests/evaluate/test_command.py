@@ -89,7 +89,7 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         (["--text", "TEXT", "--device", "nothing"], "cannot use the device 'nothing'"),
         (["--text", "TEXT", "--windows", "0"], "windows must be a whole number of at least 1"),
         (["--text", "TEXT", "--documents", "apart", "--windows", "2"], "--windows is for joined"),
-        (["--text", "TEXT", "--documents", "alone"], "--documents must be one of 'joined', 'apart'"),
+        (["--text", "TEXT", "--documents", "alone"], "--documents must be one of 'joined',"),
         (["--task", "piqa"], "unknown option --task (did you mean '--tasks'?)"),
     ],
 )  # fmt: skip

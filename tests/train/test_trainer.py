@@ -25,6 +25,7 @@ from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
 from crosslayer.train.recipe import Arm, Recipe
+from crosslayer.train.signals import StopSignals
 from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarize_metrics
 from crosslayer.train.trainer import Diverged
 from tests.train.runs import SMALL, run
@@ -636,3 +637,13 @@ def test_a_trained_model_is_a_folder_for_anyone(text, tmp_path, tokenizer, capsy
     assert "choose one of the recipe's arms with --arm: mudd, plain" in capsys.readouterr().err
     assert main([*command[:-1], "--arm=plan", f"--out={tmp_path / 'run2'}"]) == 1
     assert "did you mean 'plain'?" in capsys.readouterr().err
+
+
+def test_a_signal_between_two_runs_stops_the_second():
+    with StopSignals() as whole:
+        os.kill(os.getpid(), signal.SIGINT)
+        with StopSignals() as second:
+            assert second.ask_to_stop
+    assert whole.received == signal.SIGINT
+    with StopSignals() as later:
+        assert not later.ask_to_stop

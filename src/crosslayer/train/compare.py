@@ -24,6 +24,7 @@ from .parallel import launch_fabric
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .settings import GROUP_OF_OPTION, Model
+from .signals import StopSignals
 from .task import Examples, build_model
 from .trainer import Diverged, RunResult, StepResult
 
@@ -257,18 +258,19 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
         comparison.read_results()  # another process may have finished runs before this one's lock
         _remove_checkpoints(comparison)
     comparison.results = fabric.broadcast(comparison.results)
-    for arm, seed in comparison.missing_runs():
-        result = _do_run(comparison, arm, seed, lambda step: on_step(arm, seed, step))
-        gc.collect()  # the model is in cycles of references, and may be large
-        if isinstance(result, RunResult):
-            comparison.results.runs.append(result)
-        else:
-            comparison.results.diverged.append(result)
-        if fabric.is_global_zero:
-            content = json.dumps(asdict(comparison.results), indent=1)
-            write_text_atomic(comparison.folder / RESULTS_FILE, content)
-            _remove_checkpoints(comparison)
-        fabric.barrier()
+    with StopSignals():  # a signal between two runs stops the second
+        for arm, seed in comparison.missing_runs():
+            result = _do_run(comparison, arm, seed, lambda step: on_step(arm, seed, step))
+            gc.collect()  # the model is in cycles of references, and may be large
+            if isinstance(result, RunResult):
+                comparison.results.runs.append(result)
+            else:
+                comparison.results.diverged.append(result)
+            if fabric.is_global_zero:
+                content = json.dumps(asdict(comparison.results), indent=1)
+                write_text_atomic(comparison.folder / RESULTS_FILE, content)
+                _remove_checkpoints(comparison)
+            fabric.barrier()
 
 
 def _do_run(

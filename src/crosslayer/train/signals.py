@@ -8,8 +8,9 @@ from typing import Any
 class StopSignals:
     """Within this context, SIGTERM and Ctrl-C set `received` and nothing else.
 
-    A second Ctrl-C interrupts at once. A rank of torchrun is also asked to stop by the death of
-    torchrun's agent, which started it: nobody else would end it.
+    A second Ctrl-C interrupts at once. Contexts can be nested: the inner one knows of signals that
+    came before it. A rank of torchrun is also asked to stop by the death of torchrun's agent, which
+    started it: nobody else would end it.
     """
 
     def __init__(self) -> None:
@@ -18,6 +19,9 @@ class StopSignals:
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
+        outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        if isinstance(outer, StopSignals):
+            self.received = outer.received
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._receive)
