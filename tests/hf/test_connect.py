@@ -407,6 +407,7 @@ class TestDisconnect:
         ("llama", "tie_word_embedding", r"did you mean 'tie_word_embeddings'\?"),
         ("gpt_neox", "rope_theta", "gpt_neox has no config key 'rope_theta'"),
         ("llama", "crosslayer", "llama has no config key 'crosslayer'"),
+        ("llama", "return_dict", "return_dict must be true"),
     ],
 )
 def test_an_unknown_key_of_a_config(family, key, message):

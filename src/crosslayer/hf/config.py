@@ -74,6 +74,8 @@ def _build_config(
     """A family's config. `sizes` may have keys that the family does not know, `overrides` not."""
     if overrides.get("model_type", family) != family:
         raise ValueError("model_config has no model_type; the option family names it")
+    if overrides.get("return_dict", True) is not True:
+        raise ValueError("model_config: return_dict must be true, as losses read outputs by name")
     keys = {**sizes, **overrides, "model_type": family}
     with host_refusals(f"the config of {family} refuses these values"):
         plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
