@@ -154,3 +154,26 @@ def test_ranks_save_and_stop_when_torchrun_is_killed(text, tmp_path, capsys):
     agent.wait()
     wait_for(lambda: is_free(tmp_path / "run"))
     assert list((tmp_path / "run").glob("step-*")), "they saved the run"
+
+
+@pytest.mark.slow
+def test_a_rank_that_starts_after_torchrun_was_killed_ends(text, tmp_path):
+    variables = {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # where nobody listens
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    command = [sys.executable, "-m", "crosslayer", "train", "--arm=prenorm", f"--data={text}"]
+    run = subprocess.run(
+        [*command, f"--out={tmp_path / 'out'}"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == -signal.SIGKILL
+    assert "crosslayer: torchrun has ended, nobody answers at 127.0.0.1:1" in run.stderr

@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,7 @@ from .settings import Engine
 
 # what torchrun sets for each of its processes, besides WORLD_SIZE
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECONDS_TO_PROBE = 5
 SECONDS_TO_REMARK = 20
 
 
@@ -54,7 +57,7 @@ def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
         loggers=list(loggers),
     )
     if "LT_CLI_USED" not in os.environ:  # set by `fabric run`, which launches by itself
-        with _remark_on_waiting(ranks):
+        with _watch_launch(ranks):
             fabric.launch()
     return fabric
 
@@ -83,17 +86,53 @@ def _launched_ranks() -> tuple[int, int]:
 
 
 @contextmanager
-def _remark_on_waiting(ranks: int) -> Iterator[None]:
-    """Say what is waited for, if the other ranks do not come soon."""
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    line = f"crosslayer: waiting for {ranks} processes at {address}"
-    timer = threading.Timer(SECONDS_TO_REMARK, print, [line], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
+def _watch_launch(ranks: int) -> Iterator[None]:
+    """Say what is waited for, if the other ranks do not come soon.
+
+    Where torchrun is killed meanwhile, nobody answers any more, and this process ends too.
+    """
+    if ranks == 1:
+        yield
+        return
+    done = threading.Event()
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    thread = threading.Thread(target=_watch_store, args=(done, ranks, address), daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+
+
+def _watch_store(done: threading.Event, ranks: int, address: tuple[str, int]) -> None:
+    host, port = address
+    torchrun_answers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    seconds = 0
+    while not done.wait(SECONDS_TO_PROBE):
+        seconds += SECONDS_TO_PROBE
+        if seconds == SECONDS_TO_REMARK:
+            print(
+                f"crosslayer: waiting for {ranks} processes at {host}:{port}",
+                file=sys.stderr,
+                flush=True,
+            )
+        if torchrun_answers and not _accepts_connections(address) and not done.is_set():
+            print(
+                f"crosslayer: torchrun has ended, nobody answers at {host}:{port}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.kill(os.getpid(), signal.SIGKILL)  # the main thread waits where no handler runs
+
+
+def _accepts_connections(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=SECONDS_TO_PROBE).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # slow or out of reach for the moment
+        return True
+    return True
 
 
 def shutdown_distributed() -> None:
