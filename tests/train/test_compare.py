@@ -246,6 +246,7 @@ def test_stopped_and_started_again(tiny, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_control_c(text_file, tmp_path):
     out = tmp_path / "out"
     command = [

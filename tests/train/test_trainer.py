@@ -352,17 +352,25 @@ def test_a_run_that_skips_most_steps_fails(text, tmp_path):
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_a_non_finite_validation_loss_fails(text, tmp_path):
-    def evaluate(model, batch, indices):
-        return {"loss": torch.full([len(batch)], math.nan)}
+def unreadable_validation(model, batch, indices):
+    return {"loss": torch.full([len(batch)], math.nan)}
 
-    task = LANGUAGE._replace(evaluate=evaluate)
+
+def test_a_non_finite_validation_loss_fails(text, tmp_path):
+    task = LANGUAGE._replace(evaluate=unreadable_validation)
     options = {**SMALL, "data": text, "steps": 2, "evals": 1}
     recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
     message = "prenorm: the loss on the validation set held-out is nan at step 2; there is no"
     with pytest.raises(ValueError, match=message):
         train_and_export(recipe, recipe.arms[0], 0, str(tmp_path / "run"))
     assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.slow
+def test_a_non_finite_validation_loss_fails_a_comparison(text, tmp_path):
+    task = LANGUAGE._replace(evaluate=unreadable_validation)
+    options = {**SMALL, "data": text, "steps": 2, "evals": 1}
+    recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
     assert compare_and_report(recipe, 1, str(tmp_path / "compared")) == 1
 
 
