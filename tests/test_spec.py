@@ -225,7 +225,7 @@ def stack_of_two(**options) -> crosslayer.Stack:
         (lambda: crosslayer.plan("2"), "^layers must be a whole number of at least 1, got '2'$"),
         (
             lambda: stack_of_two(recompute="layers"),
-            "^recompute must be one of streams, inversion, got 'layers'$",
+            "^recompute must be one of 'streams', 'inversion', got 'layers'$",
         ),
         (
             lambda: stack_of_two()(torch.zeros(2, 16, 64)),

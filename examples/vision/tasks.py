@@ -1,7 +1,5 @@
 """Two tasks for crosslayer's Trainer: classification with ViT, denoising with DiT."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expandvars
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -9,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from crosslayer.hf.config import make_config
+from crosslayer.hf.config import host_refusals, make_config
 from crosslayer.train.settings import Data, Model
 from crosslayer.train.task import Examples, Task, cross_entropy
 from crosslayer.validation import check_option_type, check_positive, did_you_mean
@@ -97,11 +95,11 @@ def build_vit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) ->
     """transformers' ViT with random weights and a head of `num_classes` classes."""
     options = read_task_options(VitOptions, data)
     check_patches(model.model_config, "image_size", 224, 16)
-    with model_config_errors(model):
-        config = make_config(
-            model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
-        )
-        config.num_labels = num_classes
+    config = make_config(
+        model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
+    )
+    config.num_labels = num_classes
+    with host_refusals(f"{model.family} refuses model_config {model.model_config}"):
         return make_vit(config, options.positions, options.pooling, dtype)
 
 
@@ -109,7 +107,7 @@ def build_dit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) ->
     """diffusers' DiT with random weights, conditioned on `num_classes` classes."""
     options = read_task_options(DitOptions, data)
     check_patches(model.model_config, "sample_size", 32, 2)
-    with model_config_errors(model):
+    with host_refusals(f"{model.family} refuses model_config {model.model_config}"):
         return make_dit(
             options.qk_norm,
             dtype,
@@ -135,21 +133,6 @@ def check_patches(model_config: dict[str, Any], key: str, size: int, patch_size:
     check_positive(**{key: size, "patch_size": patch_size})
     if size % patch_size:
         raise ValueError(f"{key} must be a multiple of patch_size, got {size} and {patch_size}")
-
-
-@contextmanager
-def model_config_errors(model: Model) -> Iterator[None]:
-    """Whatever a library raises about a recipe's `model_config` becomes a ValueError."""
-    try:
-        yield
-    except (ValueError, ModuleNotFoundError):
-        raise
-    except Exception as error:  # of any class
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{model.family} refuses model_config {model.model_config} "
-            f"({type(error).__name__}: {reason})"
-        ) from None
 
 
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

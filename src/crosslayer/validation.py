@@ -168,16 +168,6 @@ def check_choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
     return choices[given]
 
 
-def check_literal(name: str, given: object, literal: Any) -> None:
-    """Raise a ValueError for an option that is none of the words of a `Literal` type."""
-    words = get_args(literal)
-    if not isinstance(given, str) or given not in words:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(str, words))}, got {reprlib.repr(given)}"
-            f"{did_you_mean(given, words)}"
-        )
-
-
 def parse_dtype(name: str, option: str = "dtype") -> torch.dtype:
     """The floating-point dtype called float32, bfloat16 or float16."""
     return check_choice(option, name, DTYPES)

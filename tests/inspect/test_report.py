@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from crosslayer.cli.inspect import _short_names
 from crosslayer.cli.main import main
 from crosslayer.connection import find_connections
 from crosslayer.data.tokenizing import byte_tokenizer_json
@@ -204,3 +205,9 @@ def test_an_existing_report_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "report.html").write_text("old")
     assert main(["inspect", "somewhere", "--out", str(tmp_path)]) == 1
     assert "exists already; choose another folder" in capsys.readouterr().err
+
+
+def test_models_whose_folders_end_alike_keep_their_paths():
+    assert _short_names(["runs/mudd/model", "gpt2"]) == ["model", "gpt2"]
+    alike = ["runs/mudd/model", "runs/prenorm/model"]
+    assert _short_names(alike) == alike

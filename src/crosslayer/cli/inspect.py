@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..files import lock_folder
 from ..validation import check_positive, parse_dtype
 from .console import make_console, make_parser, silence_libraries
 
@@ -66,17 +67,16 @@ def run(options: Any) -> int:
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     console = make_console()
     inspections = []
-    tokens = 0
+    seen = []
     start = time.perf_counter()
-    for source in options.models:
-        name = Path(source).name
+    for source, name in zip(options.models, _short_names(options.models), strict=True):
         with console.status(f"{name}: opening") as status:
             tokenizer = open_tokenizer(options.tokenizer or source)
             model = open_model(source, dtype).to(device)
             check_tokenizer(tokenizer, model)
             texts = (document.text for document in read_documents(options.data))
             batches = make_text_batches(tokenizer, texts, **sizes, batch_size=options.batch_size)
-            tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+            seen.append(f"{name}: {_count_tokens(batches)}")
             inspections.append(
                 inspect_model(
                     name,
@@ -87,16 +87,26 @@ def run(options: Any) -> int:
                     progress=partial(_show_step, status, name),
                 )
             )
-    setup = (
-        f"{options.sequences} sequences of up to {options.context} tokens of {options.data}, "
-        f"{tokens:,} tokens in all."
-    )
-    report = write_report(inspections, folder, setup)
+    setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
+    with lock_folder(folder):
+        report = write_report(inspections, folder, setup)
     for inspection in inspections:
         for alarm in inspection.alarms:
             console.print(f"{inspection.name}: {alarm}")
     console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
     return 0
+
+
+def _short_names(sources: list[str]) -> list[str]:
+    """The last part of each path, or the paths themselves where two end alike."""
+    names = [Path(source).name for source in sources]
+    return names if len(set(names)) == len(names) else sources
+
+
+def _count_tokens(batches: list[Any]) -> str:
+    sequences = sum(len(batch["input_ids"]) for batch in batches)
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    return f"{sequences} sequences, {tokens:,} tokens"
 
 
 def _show_step(status: Any, name: str, step: str) -> None:

@@ -17,7 +17,7 @@ D(n+2) + |N| + 2 more. Traffic: at least (2n + 2)D a token and boundary.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from ..ops import (
     width_connection,
     write_norm_project,
 )
-from ..validation import check_choice, check_literal, check_non_negative, check_positive
+from ..validation import check_choice, check_non_negative, check_positive
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
 Frozen = Literal["", "B", "WC", "B WC"]
@@ -113,9 +113,6 @@ class Hyper(FusedNormConnection[Streams]):
             raise ValueError(
                 "matrix and beta exclude each other: the first row of the matrix is beta"
             )
-        if frozen not in get_args(Frozen):
-            raise ValueError(f"frozen must be 'B', 'WC' or 'B WC', got {frozen!r}")
-        check_literal("output_scale", output_scale, OutputScale)
         self.output_scale = streams ** OUTPUT_SCALE_EXPONENTS[output_scale]
         self.n = streams
         self.dynamic = dynamic

@@ -30,7 +30,7 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, apply_norm, upcast
 from ..ops import depth_attention, depth_scores, gate_pool, gate_streams
-from ..validation import check_literal, check_positive
+from ..validation import check_positive
 
 Gate = Literal["competitive", "independent"]
 Eq14 = Literal["text", "literal"]
@@ -84,8 +84,6 @@ class MGR(FusedNormConnection[Gated]):
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
-        check_literal("gate", gate, Gate)
-        check_literal("eq14", eq14, Eq14)
         self.gate_weights = competitive_gate if gate == "competitive" else independent_gate
         # The number of streams once the pending write is applied.
         self.streams = min(site.index + 1, streams)

@@ -37,7 +37,7 @@ from ..ops import (
     width_connection,
     write_norm_project,
 )
-from ..validation import check_literal, check_non_negative, check_positive
+from ..validation import check_non_negative, check_positive
 from .hyper import streams_memory_traffic, write_to_streams
 
 Orientation = Literal["src dst", "dst src"]
@@ -105,10 +105,6 @@ class MHC(FusedNormConnection[Manifold]):
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams, iterations=iterations)
-        check_literal("orientation", orientation, Orientation)
-        check_literal("order", order, Order)
-        check_literal("readout", readout, Readout)
-        check_literal("residual", residual, Residual)
         check_non_negative(eps=eps, norm_eps=norm_eps)
         if magnitude + post_eps <= 1 or post_eps >= 1:
             raise ValueError(

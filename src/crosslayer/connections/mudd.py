@@ -37,7 +37,7 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, project_tall
-from ..validation import check_literal, check_non_negative, check_positive
+from ..validation import check_non_negative, check_positive
 from .denseformer import History, averaged_blocks, write_to_stream
 
 Gelu = Literal["erf", "tanh"]
@@ -127,7 +127,6 @@ class Mudd(FusedNormConnection[History]):
     ):
         if window is not None:
             check_positive(window=window)
-        check_literal("gelu", gelu, Gelu)
         check_non_negative(eps=eps)
         form = NORMED_FORMS[normed]
         if form.norms_sources and (dilation, period) != (1, 1):

@@ -9,12 +9,13 @@ A function is one analysis. Several analyses share one pass through `observe_mod
 """
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from torch import nn
 
 from .findings import MapFindings, find_patterns
 from .mixing_summary import MixingAnalysis, SiteMixing
-from .observation import Batch, observe_model
+from .observation import Analysis, Batch, observe_model
 from .scales import ScaleAnalysis, SiteScales, find_alarms
 from .similarity import (
     CosineAnalysis,
@@ -23,6 +24,8 @@ from .similarity import (
     DistanceAnalysis,
 )
 from .unfolding import UnfoldedMap, UnfoldingAnalysis
+
+AnalysisT = TypeVar("AnalysisT", bound=Analysis)
 
 __all__ = [
     "MapFindings",
@@ -39,34 +42,29 @@ __all__ = [
 
 def summarise_mixing(model: nn.Module, batches: Iterable[Batch]) -> list[SiteMixing]:
     """The weights that each site mixes with, their mean and deviation over tokens."""
-    analysis = MixingAnalysis()
-    observe_model(model, batches, [analysis])
-    return analysis.result()
+    return _observe(MixingAnalysis(), model, batches).result()
 
 
 def unfold_connections(model: nn.Module, batches: Iterable[Batch]) -> UnfoldedMap:
     """How much of each sub-layer's output reaches each later input."""
-    analysis = UnfoldingAnalysis()
-    observe_model(model, batches, [analysis])
-    return analysis.result()
+    return _observe(UnfoldingAnalysis(), model, batches).result()
 
 
 def measure_cosines(model: nn.Module, batches: Iterable[Batch]) -> CosineSimilarity:
     """Cosines of inputs with those before them and with the embedding."""
-    analysis = CosineAnalysis()
-    observe_model(model, batches, [analysis])
-    return analysis.result()
+    return _observe(CosineAnalysis(), model, batches).result()
 
 
 def compare_depths(model: nn.Module, batches: Iterable[Batch]) -> DepthDistances:
     """Angular distances of the last tokens and linear CKA, of all pairs of sites."""
-    analysis = DistanceAnalysis()
-    observe_model(model, batches, [analysis])
-    return analysis.result()
+    return _observe(DistanceAnalysis(), model, batches).result()
 
 
 def measure_scales(model: nn.Module, batches: Iterable[Batch]) -> list[SiteScales]:
     """Sizes of outputs, streams and gates at each site."""
-    analysis = ScaleAnalysis()
+    return _observe(ScaleAnalysis(), model, batches).result()
+
+
+def _observe(analysis: AnalysisT, model: nn.Module, batches: Iterable[Batch]) -> AnalysisT:
     observe_model(model, batches, [analysis])
-    return analysis.result()
+    return analysis
