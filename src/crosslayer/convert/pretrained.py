@@ -91,6 +91,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        tokenizer.decode(tokenizer("a")["input_ids"])  # A spoilt setting fails at its first use.
     except Exception as error:  # the tokenizers library raises no class of its own
         if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise ValueError(
