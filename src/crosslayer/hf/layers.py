@@ -8,7 +8,7 @@ registered twice is kept in a tuple, where nn.Module does not find it.
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,21 @@ class ConnectedModel:
             return_dict = config.return_dict
         # transformers records the layers' first outputs, which are parts of states. What the layers
         # give to this recorder replaces that.
-        layers = list(getattr(self, self.family.layers))
-        final = getattr(self, self.family.final)
-        next_connections = [*(layer.connections[0] for layer in layers[1:]), final.connection]
-        recorder = HiddenStateRecorder(next_connections)
+        recorder = HiddenStateRecorder()
         out = super().forward(  # type: ignore[misc]
             *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
         )
-        recorded = recorder.hidden_states
-        # Some hosts record the embedding before the first layer's output.
-        first = len(out.hidden_states) - len(recorded)
         hidden_states = list(out.hidden_states)
+        # Some hosts record the embedding before the first layer's output.
+        first = len(hidden_states) - recorder.layers
         for i, hidden_state in enumerate(out.hidden_states):
-            is_from_layer = i >= first and hidden_state is not None
-            if is_from_layer and hidden_state is not out.last_hidden_state:
-                hidden_states[i] = recorded[i - first]
+            if i < first or hidden_state is None or hidden_state is out.last_hidden_state:
+                continue
+            if i - first < len(recorder.hidden_states):
+                hidden_states[i] = recorder.hidden_states[i - first]
+            else:  # after the last layer, where the host does not return the readout here
+                final = self.get_submodule(self.family.final)  # type: ignore[attr-defined]
+                hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
         return out if return_dict else out.to_tuple()
 
@@ -103,22 +103,17 @@ class HiddenState(NamedTuple):
 
 
 class HiddenStateRecorder:
-    """The hidden states of one forward pass, read out of the connections' states.
+    """The hidden states of one forward pass.
 
-    Args:
-        next_connections: for each layer the connection after it: the first of the next layer, or
-            the readout. No layer refers to another one: copying and pickling would follow such
-            references through all layers, each some calls deeper than the one before it.
+    Each layer reads the one before it out of the state that it gets, with its own connection, as
+    part of its own call: there its parameters are whole and on the device of the state, whoever
+    shards, offloads or adapts them.
     """
 
-    def __init__(self, next_connections: list[Connection[Any]]):
-        self.next_connections = next_connections
-        self.hidden_states: list[Tensor] = []
-
-    def record(self, hidden: HiddenState) -> None:
-        """Add the hidden state after the next layer."""
-        connection = self.next_connections[len(self.hidden_states)]
-        self.hidden_states.append(connection.hidden_state(hidden.state).to(hidden.dtype))
+    def __init__(self) -> None:
+        self.layers = 0  # that have run
+        self.hidden_states: list[Tensor] = []  # after each of these layers but the last
+        self.last: HiddenState  # the state after the last layer
 
 
 class OpaqueTree:
@@ -166,14 +161,25 @@ class ConnectedLayer(ConnectionOwner):
         leaves, spec = tree_flatten(hidden_states)
         kwargs |= zip(self.argument_names, args, strict=False)
         recorder = kwargs.pop("hidden_state_recorder", None)
-        *leaves, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
+        kwargs["records"] = recorder is not None and isinstance(hidden_states, HiddenState)
+        *leaves, before, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
         hidden = tree_unflatten(leaves, tree.spec)
         if recorder is not None:
-            recorder.record(hidden)
+            recorder.layers += 1
+            recorder.hidden_states += [] if before is None else [before]
+            recorder.last = hidden
         return hidden
 
-    def forward(self, *leaves: Any, tree: OpaqueTree, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(
+        self, *leaves: Any, tree: OpaqueTree, records: bool = False, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """The tensors of the next state, the hidden state before this layer if `records`, and the
+        structure of the next state.
+        """
         hidden = tree_unflatten(leaves, tree.spec)
+        before = None
+        if records:
+            before = self.connections[0](hidden.state, "hidden_state").to(hidden.dtype)
         attn_modulation: Modulation | None = None
         mlp_modulation: Modulation | None = None
         if self.family.condition:
@@ -201,7 +207,7 @@ class ConnectedLayer(ConnectionOwner):
                     )
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
-        return (*tensors, OpaqueTree(spec))
+        return (*tensors, before, OpaqueTree(spec))
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
@@ -228,8 +234,13 @@ class ReadoutNorm(ConnectionOwner):
 
     connection: Connection[Any]
 
-    def forward(self, hidden_states: HiddenState) -> Tensor:
-        return self.connection.readout(hidden_states.state)
+    def forward(
+        self, hidden_states: HiddenState, verb: Literal["readout", "hidden_state"] = "readout"
+    ) -> Tensor:
+        """The normed hidden state for the head, or the hidden state before the norm."""
+        if verb == "readout":
+            return self.connection.readout(hidden_states.state)
+        return self.connection(hidden_states.state, "hidden_state").to(hidden_states.dtype)
 
     def host_norm(self, x: Tensor) -> Tensor:
         """The norm as the host had it."""
