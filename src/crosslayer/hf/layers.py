@@ -3,7 +3,7 @@
 `connect` swaps the classes of three kinds of module (see `class_swap`): the backbone becomes a
 `ConnectedModel`, each layer a `ConnectedLayer`, and the final norm the `ReadoutNorm`. Between
 layers the connection's state travels as the host's `hidden_states`. A module that may not be
-registered twice is kept in a tuple, where nn.Module does not find it.
+registered twice is kept in a `ModuleReference`, where nn.Module does not find it.
 """
 
 import copy
@@ -247,6 +247,17 @@ class ReadoutNorm(ConnectionOwner):
         return super().forward(x)  # type: ignore[misc]
 
 
+class ModuleReference(tuple):
+    """A module of the host's, as a tuple of one.
+
+    A copy of the whole model refers to the copied module. A copy of a connection alone, which PEFT
+    makes of `modules_to_save`, refers to the module itself.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleReference":
+        return ModuleReference(memo.get(id(module), module) for module in self)
+
+
 class NormReference(nn.Module):
     """A norm of the host's, looked up at each call, as an adapter may have replaced it.
 
@@ -259,7 +270,7 @@ class NormReference(nn.Module):
 
     def __init__(self, owner: nn.Module, path: str | None):
         super().__init__()
-        self.owner = (owner,)
+        self.owner = ModuleReference((owner,))
         self.names = path.split(".") if path else []
 
     def host_norm_module(self) -> Any:
@@ -285,7 +296,7 @@ class FinalNormReference(NormReference):
 
     def __init__(self, backbone: nn.Module, final: nn.Module):
         super().__init__(backbone, None)
-        self.final = (final,)
+        self.final = ModuleReference((final,))
 
     def host_norm_module(self) -> Any:
         return self.final[0]
@@ -305,8 +316,8 @@ class OwnedNorm:
     Where a checkpoint has no weights for it, it takes those of the host's norm.
     """
 
-    origin: tuple[nn.Module]  # the host's norm
-    owner: tuple[nn.Module]  # the layer or the backbone that has the host's norm
+    origin: ModuleReference  # the host's norm
+    owner: ModuleReference  # the layer or the backbone that has the host's norm
     path: str  # prefix of the host norm's keys, from the connection's owner
 
     @property
@@ -329,8 +340,8 @@ def copy_norm(host_norm: nn.Module, owner: nn.Module, path: str = "") -> nn.Modu
     """
     norm: Any = copy.deepcopy(host_norm)
     swap_class(norm, OwnedNorm)
-    norm.origin = (host_norm,)
-    norm.owner = (owner,)
+    norm.origin = ModuleReference((host_norm,))
+    norm.owner = ModuleReference((owner,))
     norm.path = f"{path}." if path else ""
     return norm
 
