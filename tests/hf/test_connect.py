@@ -3,6 +3,7 @@ errors.
 """
 
 import copy
+import inspect
 import warnings
 
 import pytest
@@ -262,6 +263,46 @@ def test_a_wrong_spec_leaves_the_model_unchanged(spec, message):
     assert types == [type(module) for module in model.modules()]
     assert attributes == {name: dict(vars(module)) for name, module in model.named_modules()}
     assert not hasattr(model.config, "crosslayer")
+
+
+@pytest.mark.parametrize("damage", ["a warning", "a missing projection"])
+def test_an_error_halfway_leaves_the_model_unchanged(damage):
+    model = trained("llama")
+    if damage == "a missing projection":
+        del model.model.layers[2].self_attn.v_proj
+
+    def snapshot() -> list:
+        parts = [*model.modules(), model.config]
+        attributes = [
+            {k: dict(v) if isinstance(v, dict) else v for k, v in vars(part).items()}
+            for part in parts
+        ]
+        return [[type(part) for part in parts], attributes]
+
+    before = snapshot()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises((UserWarning, AttributeError)):
+            crosslayer.connect(model, "postnorm" if damage == "a warning" else "mudd")
+    assert snapshot() == before
+
+
+def test_the_signature_is_the_hosts():
+    for family in ("llama", "vit"):
+        plain, model = (m.base_model.forward for m in (build(family), connected(family, "mudd")))
+        assert inspect.signature(model) == inspect.signature(plain)
+
+
+@pytest.mark.parametrize("spec", [m for m in METHODS if crosslayer.make(m).method.bitwise_prenorm])
+def test_fewer_layers_than_were_built(spec):
+    """What assisted decoding with an early exit does."""
+    plain = trained("llama")
+    model = crosslayer.connect(copy.deepcopy(plain), spec)
+    plain.config.num_hidden_layers = model.config.num_hidden_layers = 2
+    assert torch.equal(output(model, "llama"), output(plain, "llama"))
+    states = model(ids(), output_hidden_states=True).hidden_states
+    expected = plain(ids(), output_hidden_states=True).hidden_states
+    assert all(map(torch.equal, states, expected))
 
 
 def test_an_unknown_family_is_shown_the_row_to_add():

@@ -99,7 +99,7 @@ def test_trainer_resumes_bitwise(spec, tmp_path):
     assert torch.equal(saved(ids()).logits, uninterrupted.model.eval()(ids()).logits)
 
 
-@pytest.mark.parametrize("spec", ["prenorm", "mudd", "hyper"])
+@pytest.mark.parametrize("spec", ["mudd", "hyper", "attnres"])
 def test_accelerate(spec, tmp_path):
     """Its training loop, its saved state, and weights that are loaded only while they are used."""
     from accelerate import Accelerator, cpu_offload
@@ -121,10 +121,12 @@ def test_accelerate(spec, tmp_path):
     step()
     assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
     model.eval()
-    logits = model(ids()).logits
+    before = model(ids(), output_hidden_states=True)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert any(p.is_meta for p in model.parameters())
-    assert torch.equal(model(ids()).logits, logits)
+    offloaded = model(ids(), output_hidden_states=True)
+    assert torch.equal(offloaded.logits, before.logits)
+    assert all(map(torch.equal, offloaded.hidden_states, before.hidden_states))
     accelerator.free_memory()
 
 
@@ -204,10 +206,49 @@ def test_peft_trains_the_connections_too(tmp_path):
     adapted = peft.get_peft_model(copy.deepcopy(model), config)
     shake_parameters(adapted, "modules_to_save")
     expected = output(adapted, "llama")
+    layer = adapted.base_model.model.model.layers[1]  # PEFT copies the connections, not the norms
+    assert layer.connections[1].norms[0].host_norm_module() is layer.post_attention_layernorm
     assert any(name.endswith("W1") for name in gradients(adapted, "llama"))
     adapted.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(model, tmp_path)
     assert torch.equal(output(loaded.eval(), "llama"), expected)
+
+
+def test_adapters_are_not_saved_without_the_trained_connections(tmp_path):
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(build("llama"), config)
+    crosslayer.connect(adapted.base_model.model, "mudd")
+    shake(adapted, 0.05)
+    with pytest.raises(ValueError, match="would lack the trained connections, like .*merge_and"):
+        adapted.save_pretrained(tmp_path)
+    expected = output(adapted, "llama")
+    adapted.merge_and_unload().save_pretrained(tmp_path)
+    loaded = crosslayer.from_pretrained(tmp_path)
+    torch.testing.assert_close(output(loaded, "llama"), expected, rtol=1e-4, atol=1e-5)
+    model = build("llama")
+    model.add_adapter(config)
+    crosslayer.connect(model, "mudd")
+    with pytest.raises(ValueError, match="would lack the trained connections"):
+        model.save_pretrained(tmp_path)
+
+
+def test_trainer_with_the_groups_of_param_groups(tmp_path):
+    """The recipe of docs/huggingface.md, and a Trainer on a bare backbone, which reads columns."""
+    model = connected("llama", "mudd")
+    groups = crosslayer.param_groups(model, lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups)
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    trained_by = Trainer(model.model, arguments, optimizers=(optimizer, None))
+    trained_by.create_optimizer()
+    decayed = [g["params"] for g in trained_by.optimizer.param_groups if g["weight_decay"]]
+    ids_decayed = {id(parameter) for parameters in decayed for parameter in parameters}
+    readout = model.model.norm.connection
+    assert id(readout.W1) in ids_decayed
+    assert id(readout.a) not in ids_decayed
+    trained_by._set_signature_columns_if_needed()
+    assert "input_ids" in trained_by._signature_columns
 
 
 @pytest.mark.parametrize("family", FAMILIES)

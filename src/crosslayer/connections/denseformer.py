@@ -86,6 +86,9 @@ class DenseFormer(FusedNormConnection[History]):
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here: its output X_i joins the history, and the average Y_i replaces it.
+        if self.is_readout and exits_early(state, self.sources):
+            h, x = add_norm(state.h, state.y, *norms)
+            return (x,), History(self._finished_blocks(state, h), h)
         h, _ = add_norm(state.h, state.y)
         X = self._finished_blocks(state, h)
         averaged = tuple(X[j] for j in self.sources)
@@ -123,6 +126,11 @@ def write_to_stream(state: History) -> Tensor:
     parts = len(state.X) + 1
     kept = identity_weights(parts, upcast(state.h))
     return kept if state.y is None else join_columns(kept, kept[:, -1:])
+
+
+def exits_early(state: History, sources: tuple[int, ...]) -> bool:
+    """Whether fewer blocks have run than the readout averages; it then reads the last one alone."""
+    return len(state.X) < sources[-1]
 
 
 def averaged_blocks(

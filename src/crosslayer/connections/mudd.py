@@ -38,7 +38,7 @@ from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, project_tall
 from ..validation import check_non_negative, check_positive
-from .denseformer import History, averaged_blocks, write_to_stream
+from .denseformer import History, averaged_blocks, exits_early, write_to_stream
 
 Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
@@ -212,6 +212,9 @@ class Mudd(FusedNormConnection[History]):
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here, and h is its output X_l.
+        if self.is_readout and exits_early(state, self.sources):
+            h, x = add_norm(state.h, state.y, *norms)
+            return (x,), History(self._finished_blocks(state, h), h)
         h, _ = add_norm(state.h, state.y)
         X = self._finished_blocks(state, h)
         mixed = tuple(X[j] for j in self.sources)

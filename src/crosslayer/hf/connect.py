@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -13,13 +15,15 @@ from ..spec import ConnectionSpec, make
 from .attach import (
     attach_connections,
     find_backbone,
+    is_adapted,
     is_connected,
     is_diffusers_model,
     set_config_keys,
 )
 from .families import Family
 from .mlp_widths import growing_widths, mlp_hidden_width
-from .registration import register_with_diffusers
+from .registration import register_with_diffusers, register_with_peft
+from .sharding import keep_parameters_apart
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -69,21 +73,58 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     if reallocate:
         layers = getattr(backbone, family.layers)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
+    with _restored_on_error(model):
+        _connect_backbone(model, backbone, family, spec, mlp_widths)
+    return model
+
+
+def _connect_backbone(
+    model: Any, backbone: Any, family: Family, spec: ConnectionSpec, mlp_widths: list[int] | None
+) -> None:
+    """Change a model whose connection has been checked. What changes weights comes last."""
     if is_diffusers_model(model):
         register_with_diffusers()
     elif model is not backbone and hasattr(model, "config"):
         _unshare_config(model)
     attach_connections(backbone, family, spec, mlp_widths)
+    set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
+    for part in (backbone, model):
+        keep_parameters_apart(part)
+    if is_adapted(model):
+        register_with_peft()
     reason = inequivalence_reason(getattr(backbone, family.layers)[0].connections[0], family)
     if reason and looks_pretrained(backbone, family):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
             "fine-tune it before use",
-            stacklevel=2,
+            stacklevel=3,
         )
     scale_output_weights(backbone, family)
-    set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
-    return model
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[None]:
+    """Undo what is done to a model's modules and config where an error ends it.
+
+    The values of weights are not restored: who changes them in place does so last.
+    """
+    changed: list[Any] = [*model.modules()]
+    configs = {id(config): config for m in changed if (config := vars(m).get("config")) is not None}
+    changed += configs.values()
+    classes = [type(thing) for thing in changed]
+    # A module's parameters, children and hooks are dicts.
+    attributes = [
+        {name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(thing).items()}
+        for thing in changed
+    ]
+    try:
+        yield
+    except BaseException:
+        for thing, cls, before in zip(changed, classes, attributes, strict=True):
+            thing.__class__ = cls
+            vars(thing).clear()
+            vars(thing).update(before)
+        raise
 
 
 @torch.no_grad()
@@ -92,6 +133,7 @@ def scale_output_weights(backbone: Any, family: Family) -> None:
 
     `connect` does so once. What is loaded afterwards replaces the weights.
     """
+    weights = []
     for layer in getattr(backbone, family.layers):
         for connection in layer.connections:
             if connection.output_scale == 1:
@@ -100,7 +142,10 @@ def scale_output_weights(backbone: Any, family: Family) -> None:
                 sublayer = family.mlp if port == "mlp" else family.attn
                 path = f"{sublayer.module}.{sublayer.output_projection}"
                 projection = attrgetter(path)(layer)
-                getattr(projection, "weight", projection).mul_(connection.output_scale)
+                weight = getattr(projection, "weight", projection)
+                weights.append((weight, connection.output_scale))
+    for weight, scale in weights:  # once all are found
+        weight.mul_(scale)
 
 
 def inequivalence_reason(connection: Connection[Any], family: Family) -> str:

@@ -7,7 +7,9 @@ registered twice is kept in a `ModuleReference`, where nn.Module does not find i
 """
 
 import copy
+import inspect
 from collections.abc import Iterable, Sequence
+from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +31,15 @@ class ConnectedModel:
 
     connection_spec: str  # the connection's name and options
     family: Family
+
+    def __init_subclass__(cls) -> None:
+        """Give the class of a connected host the signature of its host, which trainers read."""
+        forward: Any = ConnectedModel.forward
+        copied = FunctionType(
+            forward.__code__, forward.__globals__, "forward", None, forward.__closure__
+        )
+        copied.__signature__ = inspect.signature(vars(cls)["host"].forward)  # type: ignore[attr-defined]
+        cls.forward = copied  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)

@@ -24,10 +24,12 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..connection import Connection
 from ..spec import make
 from ..validation import check_positive
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
+from .sharding import keep_parameters_apart
 
 PREFIX = "crosslayer-"
 REMOTE_FILE = "crosslayer_model.py"
@@ -72,8 +74,14 @@ def register_with_transformers() -> None:
     PreTrainedModel.post_init = _connect_before_post_init(PreTrainedModel.post_init)
     # transformers has no hook for what a config writes: the model type is that of its class.
     PreTrainedConfig.to_json_file = _mark_after_writing(PreTrainedConfig.to_json_file)
+    # The adapters of transformers' own `add_adapter` are saved by this method.
+    PreTrainedModel.get_adapter_state_dict = _refuse_to_drop_connections(
+        PreTrainedModel.get_adapter_state_dict
+    )
     if "diffusers" in sys.modules:
         register_with_diffusers()
+    if "peft" in sys.modules:
+        register_with_peft()
 
 
 @functools.cache
@@ -87,6 +95,15 @@ def register_with_diffusers() -> None:
     # diffusers has no registry of models, nor a hook between building one and loading weights.
     from_config = _connect_after_from_config(ConfigMixin.from_config.__func__)
     ConfigMixin.from_config = classmethod(from_config)
+
+
+@functools.cache
+def register_with_peft() -> None:
+    """Let PEFT refuse to save adapters without the connections that were trained with them."""
+    from peft import PeftModel
+
+    # PEFT has no hook for what an adapter's checkpoint contains.
+    PeftModel.save_pretrained = _refuse_to_drop_connections(PeftModel.save_pretrained)
 
 
 def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
@@ -152,9 +169,12 @@ def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., N
     def connecting_post_init(self: Any) -> None:
         _restore_model_type(self.config)
         # The base model owns the layers and is built first. The models around it find it connected.
-        if getattr(self.config, "crosslayer", None) and self.base_model is self:
+        is_connected = bool(getattr(self.config, "crosslayer", None)) and self.base_model is self
+        if is_connected:
             rebuild_connections(self, vars(self.config))
         post_init(self)
+        if is_connected:
+            keep_parameters_apart(self)  # The models around it add what it says to their own plans.
 
     return connecting_post_init
 
@@ -177,6 +197,27 @@ def _mark_after_writing(to_json_file: Callable[..., None]) -> Callable[..., None
             mark_config(Path(json_file_path))
 
     return marking_to_json_file
+
+
+def _refuse_to_drop_connections(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise a ValueError where a checkpoint of adapters would lack trained connections."""
+
+    @functools.wraps(save)
+    def refusing_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, module in self.named_modules():
+            is_saved = "modules_to_save" in name.split(".")
+            if isinstance(module, Connection) and not is_saved:
+                parameters = module.parameters(recurse=False)
+                if any(parameter.requires_grad for parameter in parameters):
+                    raise ValueError(
+                        f"a checkpoint of PEFT's would lack the trained connections, like {name}: "
+                        "save the whole model, `model.merge_and_unload().save_pretrained(folder)`, "
+                        "or connect before get_peft_model and name the connections in "
+                        "modules_to_save"
+                    )
+        return save(self, *args, **kwargs)
+
+    return refusing_save
 
 
 def _connect_after_from_config(from_config: Callable[..., Any]) -> Callable[..., Any]:

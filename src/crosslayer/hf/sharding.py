@@ -1,0 +1,40 @@
+"""What transformers is told of the connections' own parameters: they are float32, and FSDP2 shards
+them on their own.
+
+FSDP2 needs one dtype in each of its groups. In a half-precision model a connection's own parameters
+are float32, and the norms that it owns have the dtype of the host.
+"""
+
+import re
+from typing import Any
+
+from ..connection import Connection
+from .layers import OwnedNorm
+
+FREES_WEIGHTS = "free_full_weight"  # after use, in the terms of transformers' plans
+
+
+def keep_parameters_apart(model: Any) -> None:
+    """Name the connections in a transformers model's plan for FSDP2 and in its list of float32
+    parameters. A second call changes nothing.
+    """
+    if not hasattr(model, "_keep_in_fp32_modules_strict"):
+        return
+    plan = {}
+    float32_names = set(model._keep_in_fp32_modules_strict or ())
+    for path, module in model.named_modules():
+        if isinstance(module, OwnedNorm):
+            plan[_without_numbers(path)] = FREES_WEIGHTS
+        if not isinstance(module, Connection):
+            continue
+        for name, _ in module.named_parameters(recurse=False):
+            plan[_without_numbers(path)] = FREES_WEIGHTS
+            # without the layer's number, like "connections.0.W1"
+            float32_names.add(re.sub(r".*\b(?=connections?\b)", "", f"{path}.{name}"))
+    model._keep_in_fp32_modules_strict = float32_names
+    if getattr(model, "_fsdp_plan", None):
+        model._fsdp_plan = {**model._fsdp_plan, **plan}
+
+
+def _without_numbers(path: str) -> str:
+    return re.sub(r"\.\d+\b", ".*", path)
