@@ -221,7 +221,7 @@ def test_adapters_are_not_saved_without_the_trained_connections(tmp_path):
     adapted = peft.get_peft_model(build("llama"), config)
     crosslayer.connect(adapted.base_model.model, "mudd")
     shake(adapted, 0.05)
-    with pytest.raises(ValueError, match="would lack the trained connections, like .*merge_and"):
+    with pytest.raises(ValueError, match=r"would lack the trained connections, like .*merge_and"):
         adapted.save_pretrained(tmp_path)
     expected = output(adapted, "llama")
     adapted.merge_and_unload().save_pretrained(tmp_path)
