@@ -281,7 +281,15 @@ def test_a_replaced_norm_is_used():
     for layer in model.model.layers:
         layer.input_layernorm = copy.deepcopy(layer.input_layernorm)
         layer.input_layernorm.weight.data += 1
+    norm = type(build("llama").model.norm)(32)  # a new module, as SGLang puts there
+    norm.weight.data.copy_(model.model.norm.weight + 1)
+    model.model.norm.weight.data += 1
+    expected = output(model, "llama")
+    names = list(dict(model.named_parameters()))
+    model.model.norm = norm
     changed = output(model, "llama")
+    assert torch.equal(changed, expected)
+    assert list(dict(model.named_parameters())) == names
     assert torch.equal(output(crosslayer.disconnect(model), "llama"), changed)
 
 

@@ -16,8 +16,8 @@ from .layers import (
     ConnectedModel,
     FinalNormReference,
     NormReference,
-    ReadoutNorm,
     copy_norm,
+    make_readout,
 )
 from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
@@ -84,8 +84,7 @@ def attach_connections(
         if any("q" in connection.ports for connection in connections):
             fused = None if family.fused is None else family.fused(config)
             split_qkv_inputs(getattr(layer, family.attn.module), family.qkv, fused)
-    swap_class(final, ReadoutNorm)
-    final.connection = readout.train(final.training)
+    make_readout(final, readout)
     swap_class(backbone, ConnectedModel)
     backbone.connection_spec = str(spec)
     backbone.family = family

@@ -31,6 +31,8 @@ class ConnectedModel:
 
     connection_spec: str  # the connection's name and options
     family: Family
+    # vLLM lets the host's `__init__` decide whether to compile. It has run before `connect`.
+    do_not_compile = True
 
     def __init_subclass__(cls) -> None:
         """Give the class of a connected host the signature of its host, which trainers read."""
@@ -67,6 +69,18 @@ class ConnectedModel:
                 hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
         return out if return_dict else out.to_tuple()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Let a module that replaces the final norm read out too, as SGLang's norms must.
+
+        A wrapper around the norm, like PEFT's, calls it.
+        """
+        readout = vars(self).get("_modules", {}).get(name)
+        super().__setattr__(name, value)
+        if not isinstance(readout, ReadoutNorm) or not isinstance(value, nn.Module):
+            return
+        if all(module is not readout for module in value.modules()):
+            make_readout(value, readout.connection)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):
@@ -267,6 +281,15 @@ class ModuleReference(tuple):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleReference":
         return ModuleReference(memo.get(id(module), module) for module in self)
+
+
+def make_readout(final: Any, connection: Connection[Any]) -> None:
+    """Let a final norm read the hidden state out of a connection's state."""
+    swap_class(final, ReadoutNorm)
+    final.connection = connection.train(final.training)
+    for norm in connection.norms:
+        if isinstance(norm, FinalNormReference):
+            norm.final = ModuleReference((final,))
 
 
 class NormReference(nn.Module):

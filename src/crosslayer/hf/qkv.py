@@ -1,7 +1,7 @@
 """Separate inputs for q, k and v: an attention that takes its inputs from three ports."""
 
 from collections.abc import Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -36,6 +36,18 @@ class SplitInputAttention:
 
     projections: tuple[str, ...]  # of q, k and v, or the one that is all three
     fused: Fused | None
+
+    def __init_subclass__(cls) -> None:
+        """Wrap the host's forward. vLLM finds its attention in the source, but does not merge
+        projections of q, k and v whose inputs differ.
+        """
+        host_forward: Any = vars(cls)["host"].forward
+
+        @wraps(host_forward)
+        def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            return host_forward(self, x, *args, **kwargs)
+
+        cls.forward = forward  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, module: Any) -> None:
         super().__setattr__(name, module)
