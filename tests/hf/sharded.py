@@ -1,5 +1,5 @@
-"""The two processes of the test of FSDP2 with mixed precision. A module of its own, so that it can
-be spawned.
+"""The two processes of the tests of FSDP2 and tensor parallelism. A module of its own, so that it
+can be spawned.
 """
 
 import json
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import crosslayer
+from crosslayer.connection import find_connections
 from tests.hf.backbones import build, ids
 from tests.support.tiny import shake
 
@@ -47,6 +48,51 @@ def train(rank: int, folder: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads may outlive the interpreter and abort a finished process.
+
+
+def load(rank: int, folder: str) -> None:
+    """What transformers shards while it loads, and a hand-written `fully_shard`, in bfloat16."""
+    from transformers.distributed import DistributedConfig
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    expected = torch.load(f"{folder}/expected.pt")
+    errors = {}
+    for name, config in (("tp", {"tp_size": 2}), ("fsdp", {"fsdp_size": 2}), ("hand", None)):
+        family = "phi3" if name == "tp" else "llama"  # phi3 has one projection of q, k and v
+        options = {} if config is None else {"distributed_config": DistributedConfig(**config)}
+        dtype = torch.float32 if name == "tp" else torch.bfloat16
+        model = crosslayer.from_pretrained(f"{folder}/{family}", dtype=dtype, **options)
+        if name == "hand":
+            shard_by_hand(model)
+        out = model(ids(), output_hidden_states=True)
+        out.logits.float().square().mean().backward()
+        states = (out.logits, out.hidden_states[2])
+        differences = [
+            (s - e).norm() / e.norm() for s, e in zip(states, expected[family], strict=True)
+        ]
+        errors[name] = max(difference.item() for difference in differences)
+    if rank == 0:
+        with open(f"{folder}/errors.json", "w") as file:
+            json.dump(errors, file)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def shard_by_hand(model: torch.nn.Module) -> None:
+    """The recipe of docs/huggingface.md."""
+    for connection in find_connections(model):
+        for module in (*connection.norms, connection):
+            if any(True for _ in module.parameters()):
+                fully_shard(module)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
 
 
 def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -276,6 +276,23 @@ def test_fsdp2_with_mixed_precision(tmp_path):
     assert {case: error for case, error in errors.items() if not error < 0.05} == {}
 
 
+@pytest.mark.slow
+def test_sharded_by_transformers_and_by_hand(tmp_path):
+    """bfloat16 under FSDP2, and a fused projection of q, k and v under tensor parallelism."""
+    expected = {}
+    for family in ("phi3", "llama"):
+        model = connected(family, "mudd")
+        model.save_pretrained(tmp_path / family)
+        out = model(ids(), output_hidden_states=True)
+        expected[family] = [out.logits.detach(), out.hidden_states[2].detach()]
+    torch.save(expected, tmp_path / "expected.pt")
+    torch.multiprocessing.spawn(sharded.load, (str(tmp_path),), nprocs=2)
+    errors = json.loads((tmp_path / "errors.json").read_text())
+    assert errors["tp"] < 1e-5
+    assert errors["fsdp"] < 0.05
+    assert errors["hand"] < 0.05
+
+
 def test_a_replaced_norm_is_used():
     model = crosslayer.connect(trained("llama"), "prenorm")
     for layer in model.model.layers:

@@ -335,7 +335,10 @@ class FinalNormReference(NormReference):
     def host_norm_module(self) -> Any:
         return self.final[0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
+        # vLLM traces modules with one named input, and would replace this one by a norm of its own
+        # that lacks the host's weight.
+        (x,) = inputs
         return self.host_norm_module().host_norm(x)
 
     def extra_repr(self) -> str:
