@@ -205,16 +205,15 @@ def test_a_fused_projection_gives_each_port_its_outputs(family):
     assert start == mixed.shape[-1]
 
 
-def compiled_cells(families: tuple[str, ...]) -> list:
-    """A compilation takes seconds: the fast suite has one. The slow one has kinds of wiring × mudd
-    and llama × a method of each kind of state; the laws compile every method.
+def compiled_cells(families: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Kinds of wiring × mudd, and llama × a method of each kind of state; the laws compile every
+    method.
     """
-    pairs = [(family, "mudd") for family in families if family in KINDS and family != "llama"]
-    pairs += [("llama", spec) for spec in ("resi_dual", "hyper", "attnres", "mgr")]
-    slow = [pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
-    return [pytest.param("llama", "mudd"), *slow]
+    pairs = [(family, "mudd") for family in families if family in KINDS]
+    return [*pairs, *(("llama", spec) for spec in ("resi_dual", "hyper", "attnres", "mgr"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "spec"), compiled_cells(FAMILIES))
 def test_compiles_to_one_graph(family, spec):
     model = connected(family, spec)

@@ -54,13 +54,9 @@ def test_connections_in_the_interpreter():
     run_suite("connections or fused_norms or hook or model or disconnect or does_not_support")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "cases"),
-    [
-        pytest.param(80, tuple(CASES), id="80", marks=pytest.mark.slow),
-        pytest.param(90, FAST, id="90"),
-        pytest.param(100, PATHS, id="100", marks=pytest.mark.slow),
-    ],
+    ("capability", "cases"), [(80, tuple(CASES)), (90, FAST), (100, PATHS)], ids=["80", "90", "100"]
 )
 def test_compiles_for_gpus(capability, cases, tmp_path):
     run_python(
