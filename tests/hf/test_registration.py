@@ -117,6 +117,7 @@ ids = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(3))
         model.save_pretrained(tmp_path)
         return str(tmp_path), model(ids()).logits.double().sum().item()
 
+    @pytest.mark.slow
     def test_refused_without_trust_and_loaded_with_it(self, saved):
         path, expected = saved
         run = run_python(f"""{self.SETUP}

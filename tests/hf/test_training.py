@@ -226,6 +226,7 @@ def test_a_connected_model_trains(family):
             assert module.W2.any()
 
 
+@pytest.mark.slow
 def test_fsdp2_with_mixed_precision(tmp_path):
     """Connections in bf16 with their layers, or sharded on their own and left in float32."""
     torch.multiprocessing.spawn(sharded.train, (str(tmp_path),), nprocs=2)
