@@ -439,22 +439,25 @@ def test_every_run_diverged(text_file, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_default_comparison(tmp_path):
-    """The command of the README, with 60 % of its steps, in 60 % of its time."""
+    """The command of the README, with half of its arms, in half of its time.
+
+    All of them run at a tiny size in tests/test_readme.py.
+    """
     start = time.time()
     environment = {k: v for k, v in __import__("os").environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "-m", "crosslayer", "compare", "--steps=96"],
+        [sys.executable, "-m", "crosslayer", "compare", "--arms", "prenorm", "mudd", "mgr"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    assert time.time() - start < 216
+    assert time.time() - start < 180
     (folder,) = tmp_path.iterdir()
     results = json.loads((folder / "results.json").read_text())
     bits = {row["arm"]: row["metrics"]["bits/byte"] for row in results["runs"]}
-    assert set(bits) == {"prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"}
+    assert set(bits) == {"prenorm", "mudd", "mgr"}
     assert all(value < results["entropy"] - 0.5 for value in bits.values())
     assert bits["mudd"] < bits["prenorm"] - 0.05
     print(done.stdout)
