@@ -56,8 +56,8 @@ every_variant_slow = pytest.mark.parametrize(
     ("spec", "parallel"), cases(DEFAULTS, False) + cases(VARIANTS, False, pytest.mark.slow)
 )
 every_sequential = pytest.mark.parametrize(("spec", "parallel"), cases(DEFAULTS, False))
-# A compilation takes seconds: one method of each kind of state is compiled in the fast tests.
-COMPILED_FAST = ["prenorm", "mudd", "skip_gain"]
+# A compilation takes seconds: one method is compiled in the fast tests.
+COMPILED_FAST = ["mudd"]
 COMPILED_PARALLEL = ["mudd", "hyper", "attnres", "mgr"]
 # Variants whose gradients are of other operations than their method's. The graphs of all variants
 # are counted by `test_blocks_compile_to_few_graphs`.
