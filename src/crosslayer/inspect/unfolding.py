@@ -152,7 +152,7 @@ class _BatchMap:
         if state.y is not None:
             self.sources[:, connection.site.index] = state.y.flatten(0, -2)[:: self.stride]
             parts = torch.cat([parts, self._unit(connection.site.index)], 1)
-        weights = connection.mixing_weights(state)
+        weights = visit.weights
         written = self._mix(weights.write, parts)
         for part, norm in enumerate(weights.norms):
             if norm is not None:
