@@ -54,6 +54,11 @@ class SiteVisit:
                 return self.connection.read(self.state)[0]
         return self._mixed[0]
 
+    @property
+    def next_state(self) -> Any:
+        """The state that the sub-layer's output is written to."""
+        return self._mixed[1]
+
     @cached_property
     def ways(self) -> dict[str, Tensor]:
         """What the sub-layer is given, [N D] each, by the name of the way.
@@ -64,7 +69,7 @@ class SiteVisit:
         inputs = [x.flatten(0, -2).float() for x in self.inputs]
         if not splits_ways(self.connection):
             return {"input": inputs[0]}
-        stream = self.connection.state_parts(self._mixed[1])[-1]
+        stream = self.connection.state_parts(self.next_state)[-1]
         return dict(zip("qkv", inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
 
     @cached_property
@@ -86,7 +91,7 @@ class SiteVisit:
         """The parts after the pending write and before a norm of the stream, [N parts D]."""
         write = self.weights.write.float()
         if write.dim() > 3:  # a matrix a token
-            write = write[0]
+            write = write.flatten(0, -4)
         if write.shape[-1] == 1:
             return write[..., 0] @ self.parts
         return torch.einsum("...oik,nik->nok", write, self.parts)

@@ -32,9 +32,10 @@ class UnfoldedMap:
         inputs: labels of the inputs, the readout last.
         mean: [inputs sources].
         std: over tokens, [inputs sources].
-        one_token: the map of a single token, [inputs sources].
+        one_token: the map of one token, chosen at random from the first batch, [inputs sources].
         stream_means: the map to each part of the state as each site's read leaves it, a matrix
             [parts sources] for each site but the readout.
+        one_token_streams: the same for the one token.
         source_norms: mean of ‖y_j‖ over tokens, [sources].
         tokens: the number of tokens.
         error: the largest ‖x_k − Σ_j c_kj y_j − constant‖ / ‖x_k‖ of a token and an input.
@@ -47,6 +48,7 @@ class UnfoldedMap:
     std: Tensor
     one_token: Tensor
     stream_means: list[Tensor]
+    one_token_streams: list[Tensor]
     source_norms: Tensor
     tokens: int
     error: float
@@ -63,6 +65,7 @@ class UnfoldingAnalysis:
         self._sources: list[str] = []
         self._inputs: list[str] = []
         self._one_token: Tensor | None = None
+        self._one_token_streams: list[Tensor] = []
         self._by_projection = False
         self._error = 0.0
         self._batch: _BatchMap | None = None
@@ -83,7 +86,7 @@ class UnfoldingAnalysis:
         self._maps.add(torch.cat(batch.rows, -2))
         self._norms.add(batch.sources[:, :-1].norm(dim=-1))
         if self._one_token is None:
-            self._one_token = torch.cat(batch.rows, -2)[-1]
+            self._one_token = torch.cat(batch.rows, -2)[batch.one_token]
         self._batch = None
 
     def _record_labels(self, connection: Connection, inputs: int) -> None:
@@ -99,7 +102,10 @@ class UnfoldingAnalysis:
     def _add_stream_map(self, site: int, batch: "_BatchMap") -> None:
         if site == len(self._stream_maps):
             self._stream_maps.append(RunningMoments())
-        self._stream_maps[site].add(batch.numbers(batch.parts))
+        numbers = batch.numbers(batch.parts)
+        self._stream_maps[site].add(numbers)
+        if self._one_token is None:
+            self._one_token_streams.append(numbers[batch.one_token].double().cpu())
 
     def result(self) -> UnfoldedMap:
         """The map over all tokens so far.
@@ -116,6 +122,7 @@ class UnfoldingAnalysis:
             std=self._maps.std,
             one_token=self._one_token.double().cpu(),
             stream_means=[moments.mean for moments in self._stream_maps],
+            one_token_streams=self._one_token_streams,
             source_norms=self._norms.mean,
             tokens=self._maps.count,
             error=self._error,
@@ -141,6 +148,8 @@ class _BatchMap:
         self.sources = parts.new_zeros(len(parts), connection.site.depth + 2, connection.dim)
         self.sources[:, 0] = parts[:, : self.fractions].flatten(-2)
         self.rows: list[Tensor] = []
+        generator = torch.Generator().manual_seed(0)
+        self.one_token = int(torch.randint(len(parts), (), generator=generator))
         # Every part of the first state is the embedding, or the fraction of it at its place.
         copies = parts.shape[1] // self.fractions
         self.parts = self._unit(0).repeat(1, copies, 1, 1)
