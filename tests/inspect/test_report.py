@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from crosslayer.cli.inspect import _short_names
 from crosslayer.cli.main import main
@@ -19,12 +20,12 @@ from crosslayer.inspect.ablation import (
     ablate_ways,
     mean_token_loss,
     prune_depth_weights,
-    sort_singular_values,
 )
 from crosslayer.inspect.attention import measure_head_activations
 from crosslayer.inspect.inspection import ANALYSES, InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.sections import SECTIONS
+from crosslayer.inspect.text_batches import find_sink_ids
 from tests.support.tiny import shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -98,10 +99,20 @@ def test_a_planted_sink_head_is_not_active():
     activations = measure_head_activations(model, BATCHES)
     assert activations.active[1] == 0
     assert 0 < activations.active[0] < 1
-    torch.testing.assert_close(activations.patterns.sum(-1), torch.ones(2, 2, 12))
+    assert activations.pattern_layer == 1
+    torch.testing.assert_close(activations.patterns.sum(-1), torch.ones(2, 12))
+    assert (activations.patterns[:, -1] - 1 / 12).abs().max() < 1e-6
     everything = measure_head_activations(model, BATCHES, sink_ids=range(64))
     assert everything.active.max() == 0
     assert model.config._attn_implementation == "sdpa"
+    assert measure_head_activations(model, BATCHES, pattern_layer=0).pattern_layer == 0
+    with pytest.raises(ValueError, match="a layer from 0 to 1, got 2"):
+        measure_head_activations(model, BATCHES, pattern_layer=2)
+
+
+def test_sinks_are_the_papers_tokens():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_tokenizer_json()))
+    assert tokenizer.decode(sorted(find_sink_ids(tokenizer))) == "\n."
 
 
 def test_ways_of_mudd():
@@ -135,6 +146,12 @@ def test_the_lens_at_the_last_site_is_the_model(spec):
         assert lens.losses[0] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
+def test_gradients_do_not_grow_with_the_number_of_batches():
+    model = language_model("prenorm")
+    once = measure_block_gradients(model, BATCHES).rms
+    assert measure_block_gradients(model, BATCHES * 3).rms == pytest.approx(once, rel=1e-4)
+
+
 def test_gradients_of_blocks():
     model = language_model("mgr(streams=2)")
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
@@ -146,18 +163,6 @@ def test_gradients_of_blocks():
     for layer, rms in zip(model.model.layers, gradients.rms, strict=True):
         values = torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
         assert rms == pytest.approx(values.square().mean().sqrt().item(), rel=1e-5)
-
-
-def test_singular_values_of_known_matrices():
-    model = language_model(None)
-    with torch.no_grad():
-        for number, layer in enumerate(model.model.layers):
-            weight = layer.self_attn.o_proj.weight
-            weight.copy_(torch.diag(torch.arange(24.0, 0, -1)) * (number + 1))
-    values = sort_singular_values(model, "o_proj.weight")
-    torch.testing.assert_close(values, torch.arange(24.0, 0, -1) / 24)
-    with pytest.raises(ValueError, match="matrices of one shape"):
-        sort_singular_values(model, "no_proj.weight")
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +221,7 @@ def test_only_what_the_sections_need_is_run():
     steps = [("connections", done, 2) for done in range(3)]
     assert seen == steps + [("ablation", done, 10) for done in range(11)]
     drawn = [section.name for section in SECTIONS if section.panels([inspection])]
-    assert drawn == ["unfolded", "one_token", "ablation"]
+    assert drawn == ["unfolded", "one_token", "streams", "ablation"]
     names = {analysis for section in SECTIONS for analysis in section.analyses}
     assert names == set(ANALYSES)
 

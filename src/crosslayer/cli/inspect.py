@@ -44,6 +44,13 @@ def parser() -> Any:
         "docs/inspect.md lists them, and so does the message on an unknown one",
     )
     add(
+        "--layer",
+        type=int | None,
+        default=None,
+        help="whose attention patterns are drawn and whose mixes lose their sources; default: the "
+        "patterns at three quarters of the depth, the sources of all layers",
+    )
+    add(
         "--tokenizer",
         type=str | None,
         default=None,
@@ -88,7 +95,7 @@ def run(options: Any) -> int:
                     tokenizer, texts, **sizes, batch_size=options.batch_size
                 )
                 seen.append(f"{name}: {_count_tokens(batches)}")
-                subject = InspectionSubject(model, batches, find_sink_ids(tokenizer))
+                subject = InspectionSubject(model, batches, find_sink_ids(tokenizer), options.layer)
                 show_step = partial(bar.show_step, name)
                 inspections.append(inspect_model(name, subject, analyses, show_step))
         setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."

@@ -51,25 +51,6 @@ def measure_singular_values(model: nn.Module) -> SingularValues:
     return SingularValues(names, values)
 
 
-def sort_singular_values(model: nn.Module, name: str) -> Tensor:
-    """Sorted singular values of the matrices whose parameter names end in `name`, their mean.
-
-    Args:
-        model: any.
-        name: like "mlp.down_proj.weight".
-
-    Returns:
-        [min(rows, columns)].
-
-    Raises:
-        ValueError: no matrix has the name, or their shapes differ.
-    """
-    matrices = [p.detach() for key, p in model.named_parameters() if key.endswith(name)]
-    if not matrices or len({matrix.shape for matrix in matrices}) > 1:
-        raise ValueError(f"expected matrices of one shape called …{name}, got {len(matrices)}")
-    return _mean_singular_values(matrices)
-
-
 def _mean_singular_values(matrices: list[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for matrix in matrices:

@@ -26,13 +26,11 @@ class MixWeight(NamedTuple):
     """One weight of one mix.
 
     Attributes:
-        layer: of its site; the number of layers at the readout.
         mix: label of the mix, like "3.attn", "3.q" or "readout".
         source: label of what the weight is of, like "X_0" or "stream 1".
         removed: a context in which the weight is zero.
     """
 
-    layer: int
     mix: str
     source: str
     removed: Callable[[], AbstractContextManager[None]]
@@ -70,9 +68,7 @@ def ablate_sources(
         batches: with `input_ids`, and an `attention_mask` where some are padded.
         layers: whose mixes lose weights, the number of layers for the readout; None for all.
     """
-    weights = find_mix_weights(model)
-    if layers is not None:
-        weights = [weight for weight in weights if weight.layer in layers]
+    weights = find_mix_weights(model, layers)
     if not weights:
         return None
     mixes = list(dict.fromkeys(weight.mix for weight in weights))
@@ -88,8 +84,8 @@ def ablate_sources(
     return SourceAblation(whole, mixes, sources, increase)
 
 
-def find_mix_weights(model: nn.Module) -> list[MixWeight]:
-    """The weights of all mixes of a model, in the order of depth.
+def find_mix_weights(model: nn.Module, layers: Collection[int] | None = None) -> list[MixWeight]:
+    """The weights of all mixes of some layers, or of all, in the order of depth.
 
     Methods that weigh channels apart have none: a single number says little there.
     """
@@ -101,25 +97,24 @@ def find_mix_weights(model: nn.Module) -> list[MixWeight]:
     observe_model(model, [{"input_ids": torch.zeros(1, 2, dtype=int, device=device)}], [analysis])
     weights: list[MixWeight] = []
     for connection, site in zip(connections, analysis.result(), strict=True):
-        if site.is_mix:
+        if site.is_mix and (layers is None or connection.site.layer in layers):
             weights += _weights_of_site(connection, site)
     return weights
 
 
 def _weights_of_site(connection: Connection[Any], site: SiteMixing) -> Iterator[MixWeight]:
-    layer = connection.site.layer
     sources = [f"X_{block}" for block in averaged_sources(connection)]
     if isinstance(connection, DenseFormer):
         for place, source in enumerate(sources):
-            yield MixWeight(layer, site.label, source, partial(_without_alpha, connection, place))
+            yield MixWeight(site.label, source, partial(_without_alpha, connection, place))
     elif isinstance(connection, Mudd):
         for way, mix in enumerate(_way_labels(connection)):
             for place, source in enumerate(sources):
                 removed = partial(_without_aggregation, connection, way, place)
-                yield MixWeight(layer, mix, source, removed)
+                yield MixWeight(mix, source, removed)
     else:
         for part, source in enumerate(site.parts):
-            yield MixWeight(layer, site.label, source, partial(_without_part, connection, part))
+            yield MixWeight(site.label, source, partial(_without_part, connection, part))
 
 
 def _way_labels(connection: Mudd) -> list[str]:

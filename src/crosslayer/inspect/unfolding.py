@@ -33,6 +33,8 @@ class UnfoldedMap:
         mean: [inputs sources].
         std: over tokens, [inputs sources].
         one_token: the map of one token, chosen at random from the first batch, [inputs sources].
+        sites: labels of the sites but the readout.
+        has_streams: the parts of the state are streams that persist over depth.
         stream_means: the map to each part of the state as each site's read leaves it, a matrix
             [parts sources] for each site but the readout.
         one_token_streams: the same for the one token.
@@ -47,6 +49,8 @@ class UnfoldedMap:
     mean: Tensor
     std: Tensor
     one_token: Tensor
+    sites: list[str]
+    has_streams: bool
     stream_means: list[Tensor]
     one_token_streams: list[Tensor]
     source_norms: Tensor
@@ -67,6 +71,7 @@ class UnfoldingAnalysis:
         self._one_token: Tensor | None = None
         self._one_token_streams: list[Tensor] = []
         self._by_projection = False
+        self._has_streams = False
         self._error = 0.0
         self._batch: _BatchMap | None = None
 
@@ -75,6 +80,7 @@ class UnfoldingAnalysis:
         if connection.site.index == 0:
             self._batch = _BatchMap(visit)
             self._by_projection = connection.weighs_channels
+            self._has_streams = connection.parts_are_streams
         batch = self._batch
         assert batch is not None
         rows, error = batch.follow_read(visit)
@@ -121,6 +127,8 @@ class UnfoldingAnalysis:
             mean=self._maps.mean,
             std=self._maps.std,
             one_token=self._one_token.double().cpu(),
+            sites=self._sources[1:],
+            has_streams=self._has_streams,
             stream_means=[moments.mean for moments in self._stream_maps],
             one_token_streams=self._one_token_streams,
             source_norms=self._norms.mean,
