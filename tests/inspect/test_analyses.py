@@ -152,7 +152,7 @@ def test_findings_of_known_wirings():
     )
     found = find_patterns(unfold_connections(OwnModel(parallel), EMBEDDING))
     assert found.parallel_pairs == [(f"{layer}.attn", f"{layer}.mlp") for layer in range(4)]
-    assert "0.mlp" in found.opposite_signs
+    assert "0.mlp (streams 0, 1)" in found.opposite_signs
 
     # A model of one stream whose third write goes nowhere.
     model = OwnModel("hyper(streams=1, dynamic=False)")

@@ -167,15 +167,16 @@ def test_gradients_of_blocks():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The command on two models, one of them without a connection."""
+    """The command on three models, one of them without a connection."""
     folder = tmp_path_factory.mktemp("inspect")
-    for name, spec in (("plain", None), ("mgr", "mgr(streams=2)")):
+    for name, spec in (("plain", None), ("mgr", "mgr(streams=2)"), ("mudd", "mudd")):
         model = language_model(spec, layers=2, vocab=256)
         model.save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text(byte_tokenizer_json())
     (folder / "text.txt").write_text("A stream of text. It has <b>lines</b>.\n" * 20)
     out = folder / "out"
-    arguments = ["inspect", str(folder / "plain"), str(folder / "mgr"), "--out", str(out)]
+    models = [str(folder / name) for name in ("plain", "mgr", "mudd")]
+    arguments = ["inspect", *models, "--sections", "all", "--layer", "1", "--out", str(out)]
     sizes = ["--sequences", "3", "--context", "40", "--batch-size", "2"]
     arguments += ["--data", str(folder / "text.txt"), *sizes]
     assert main(arguments) == 0
@@ -185,7 +186,11 @@ def report(tmp_path_factory):
 @pytest.mark.slow
 def test_the_report_has_every_picture_and_number(report):
     content = json.loads((report / "inspection.json").read_text())
-    assert [model["connection"] for model in content["models"]] == ["prenorm", "mgr(streams=2)"]
+    assert [model["connection"] for model in content["models"]] == [
+        "prenorm",
+        "mgr(streams=2)",
+        "mudd",
+    ]
     assert content["models"][1]["results"]["unfolded"]["error"] < 1e-5
     page = (report / "report.html").read_text()
     pictures = sorted(path.stem for path in (report / "figures").glob("*.svg"))

@@ -1,6 +1,7 @@
 """Figures of the analyses. Each draws on given axes; `render_figure` makes a file of them."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,12 +119,24 @@ def draw_lines(
     if limits is not None:
         axes.set_ylim(low / 1.15, high * 1.15)
     if high > LOG_RATIO * low:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        use_log_scale(axes)
     label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_ylabel(name)
     axes.set_xlabel(depth)
     finish_lines(axes, len(lines))
+
+
+def use_log_scale(axes: Any) -> None:
+    """A logarithmic vertical axis whose labels are plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low) if low > 0 else 3
+    steps = (1, 2, 5) if decades < 2 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def positive_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float]:

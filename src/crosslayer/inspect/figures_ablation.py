@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .ablation import BlockAblation, PruningCurve, SublayerAblation
-from .figures import COLOURS, LOG_RATIO, finish_lines, label_ticks
+from .figures import COLOURS, LOG_RATIO, finish_lines, label_ticks, use_log_scale
 
 
 def draw_ablation(axes: Any, models: Sequence[tuple[str, SublayerAblation]]) -> None:
@@ -23,7 +23,7 @@ def draw_block_ablation(axes: Any, models: Sequence[tuple[str, BlockAblation]]) 
     """
     _draw_bars(axes, [(name, found.labels, found.increase) for name, found in models])
     if any(value > 0 for _, found in models for value in found.increase):
-        axes.set_yscale("log")
+        use_log_scale(axes)
     axes.set_xlabel("without block")
     axes.set_ylabel("increase of perplexity")
 
@@ -50,7 +50,7 @@ def draw_pruning(axes: Any, models: Sequence[tuple[str, PruningCurve]]) -> None:
         axes.plot(shares, perplexities, color=colour, label=name, marker="o", markersize=3)
         values.append(perplexities)
     if torch.cat(values).max() > LOG_RATIO * torch.cat(values).min():
-        axes.set_yscale("log")
+        use_log_scale(axes)
     axes.set_xlabel("% of weights set to zero, the smallest first")
     axes.set_ylabel("perplexity")
     finish_lines(axes, len(models))
@@ -60,7 +60,7 @@ def draw_singular_values(axes: Any, models: Sequence[tuple[str, Tensor]]) -> Non
     """Singular values against their rank, a line a model (DenseFormer Figure 13)."""
     for (name, values), colour in zip(models, COLOURS, strict=False):
         axes.plot(range(1, len(values) + 1), values, color=colour, label=name)
-    axes.set_yscale("log")
+    use_log_scale(axes)
     axes.set_xlabel("rank")
     axes.set_ylabel("singular value, mean over blocks")
     finish_lines(axes, len(models))

@@ -1,5 +1,6 @@
 """Figures of what connections do: maps, patterns, cosines and distances."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from .similarity import CosineSimilarity, DepthDistances
 from .unfolding import UnfoldedMap
 
 PLAIN_COLOUR = "#999999"  # of what a plain Transformer has as well
-HEAD_COLUMNS = 8  # of a gallery of heads
 
 
 def draw_unfolded_map(axes: Any, unfolded: UnfoldedMap, limit: float | None = None) -> None:
@@ -95,7 +95,7 @@ def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = No
 def draw_pattern_gallery(axes: Any, patterns: Tensor) -> None:
     """The patterns of all heads of a layer, [heads T T], as tiles numbered from the left."""
     heads, T, _ = patterns.shape
-    columns = min(heads, HEAD_COLUMNS)
+    columns = math.ceil(math.sqrt(heads))
     rows = -(-heads // columns)
     step = T + 2  # a gap between tiles
     canvas = torch.full((rows * step, columns * step), torch.nan, dtype=torch.float64)
@@ -106,7 +106,7 @@ def draw_pattern_gallery(axes: Any, patterns: Tensor) -> None:
     image = axes.imshow(canvas.numpy(), cmap=POSITIVE_MAP, vmin=0, vmax=1, interpolation="nearest")
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_xlabel(f"attends to token 0 … {T - 1}")
-    axes.set_ylabel(f"token {T - 1} … 0")
+    axes.set_xlabel(f"attends to token 0 … {T - 1}, from the left")
+    axes.set_ylabel(f"token 0 … {T - 1}, from the top")
     axes.spines[:].set_visible(False)
-    axes.figure.colorbar(image, ax=axes, shrink=0.6, label="attention weight")
+    axes.figure.colorbar(image, ax=axes, shrink=0.85, label="attention weight")

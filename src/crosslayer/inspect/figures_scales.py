@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .figures import COLOURS, finish_lines, label_ticks
+from .figures import COLOURS, finish_lines, label_ticks, use_log_scale
 from .gates import SMALL_GATE, GateStatistics
 
 
@@ -49,8 +49,7 @@ def draw_gate_histogram(axes: Any, gates: Sequence[GateStatistics]) -> None:
         SMALL_GATE, color="#666666", linestyle=":", label=f"{small:.1%} are below {SMALL_GATE}"
     )
     axes.plot([], [], " ", label=f"maximum {largest:.3f}")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    use_log_scale(axes)
     axes.set_xlabel(f"{gates[0].name}, all layers")
     axes.set_ylabel("% of values")
     finish_lines(axes, 3)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .moments import RunningMoments, TokenSample
 from .observation import SiteVisit
 
-GATE_BINS = 50
+GATE_BINS = 100
 # Tokens whose gates are kept for quantiles and histograms. All others are.
 SAMPLED_TOKENS = 16_384
 SMALL_GATE = 0.1  # the paper's "majority falling below 0.1"

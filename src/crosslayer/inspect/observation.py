@@ -72,6 +72,11 @@ class SiteVisit:
         stream = self.connection.state_parts(self.next_state)[-1]
         return dict(zip("qkv", inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
 
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden state at this depth, [N D]: the input, or the stream r where ways differ."""
+        return self.ways["r"] if "r" in self.ways else self.ways["input"]
+
     @cached_property
     def weights(self) -> MixingWeights:
         """The read as matrices."""

@@ -93,8 +93,7 @@ class ScaleAnalysis:
             self._writer = "embedding"
         else:
             y = state.y.flatten(0, -2).float()
-        hidden = visit.ways.get("r", visit.ways.get("input"))
-        assert hidden is not None
+        hidden = visit.hidden
         directions = F.normalize(parts, dim=-1)
         values = {
             "output": y.square().mean(-1),

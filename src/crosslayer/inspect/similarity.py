@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .moments import RunningMoments, TokenSample
-from .observation import SiteVisit, input_labels, site_label
+from .observation import SiteVisit, site_label
 
 # Tokens whose inputs are kept for CKA, which compares every pair of them.
 CKA_TOKENS = 512
@@ -24,21 +24,21 @@ STATIC_DISTANCE = 0.02
 
 @dataclass
 class CosineSimilarity:
-    """Cosines over tokens between inputs, before their norms.
+    """Cosines over tokens between what sub-layers and layers are given, before the norms.
+
+    What a sub-layer is given is its input, or the stream r where q, k and v are mixed apart.
 
     Attributes:
-        labels: of the inputs.
-        adjacent: quantiles (5 %, 50 %, 95 %) of the cosine with the input before it: of the same
-            port in the block before for q, k and v, else of the sub-layer before. [inputs 3];
-            NaN for inputs without one before.
-        embedding: quantiles of the cosine with the embedding, [inputs 3].
+        labels: of the sites.
+        adjacent: quantiles (5 %, 50 %, 95 %) of the cosine with what the sub-layer before is given,
+            [sites 3]; NaN at the first.
+        embedding: quantiles of the cosine with the embedding, [sites 3].
         block_labels: of the layers that `blocks` compares, from the second on.
         blocks: for each way ("input", or q, k, v and r where these are mixed apart), quantiles of
-            the cosine of what a layer is given with what the layer before it was given,
+            the cosine of what a layer is given with what the layer before is given,
             [layers − 1 3].
         depth_labels: "X_0", and "Y_i" for what follows block i.
-        depths: mean cosine with the embedding of what follows each block: the next block's r, or
-            its one input. [layers + 1]
+        depths: mean cosine with the embedding of what follows each block, [layers + 1].
     """
 
     labels: list[str]
@@ -56,26 +56,24 @@ class CosineAnalysis:
     def __init__(self) -> None:
         self._adjacent: dict[str, TokenSample] = {}
         self._embedding: dict[str, TokenSample] = {}
-        self._previous: dict[str, Tensor] = {}
+        self._before: Tensor | None = None
         self._blocks: dict[str, dict[str, TokenSample]] = {}
         self._block_before: dict[str, Tensor] = {}
+        self._hidden_before = torch.zeros(0)
         self._depths: list[RunningMoments] = []
         self._y_0 = torch.zeros(0)
 
     def visit_site(self, visit: SiteVisit) -> None:
         if visit.connection.site.index == 0:
-            self._previous = {}
+            self._before = None
             self._y_0 = visit.parts[:, : visit.connection.fractions].flatten(-2)
-        labels = input_labels(visit.connection, len(visit.inputs))
-        inputs = [x.flatten(0, -2).float() for x in visit.inputs]
-        ways = _way_labels(visit, len(inputs))
-        for label, way, x in zip(labels, ways, inputs, strict=True):
-            self._embedding.setdefault(label, TokenSample()).add(_cosine(x, self._y_0))
-            before = self._previous.get(way, self._previous.get("last"))
-            values = torch.full_like(x[:, 0], math.nan) if before is None else _cosine(x, before)
-            self._adjacent.setdefault(label, TokenSample()).add(values)
-        self._previous |= dict(zip(ways, inputs, strict=True))
-        self._previous["last"] = inputs[0]
+        label = site_label(visit.connection)
+        x = visit.hidden
+        missing = torch.full_like(x[:, 0], math.nan)
+        adjacent = missing if self._before is None else _cosine(x, self._before)
+        self._adjacent.setdefault(label, TokenSample()).add(adjacent)
+        self._embedding.setdefault(label, TokenSample()).add(_cosine(x, self._y_0))
+        self._before = x
         if visit.connection.opens_layer:
             self._visit_block(visit)
 
@@ -83,17 +81,15 @@ class CosineAnalysis:
         layer = visit.connection.site.layer
         if layer == len(self._depths):
             self._depths.append(RunningMoments())
-        stream = visit.ways.get("r", visit.ways.get("input"))
-        assert stream is not None
-        self._depths[layer].add(_cosine(stream, self._y_0))
+        self._depths[layer].add(_cosine(visit.hidden, self._y_0))
         if layer and not visit.connection.is_readout:
             for way, x in visit.ways.items():
-                # The first block is given one input, and so are those without an average.
-                before = self._block_before.get(way, self._block_before.get("input"))
-                before = self._block_before["r"] if before is None else before
+                # The first layer is given one input, and so are those without an average.
+                before = self._block_before.get(way, self._hidden_before)
                 layers = self._blocks.setdefault(way, {})
                 layers.setdefault(str(layer), TokenSample()).add(_cosine(x, before))
         self._block_before = visit.ways
+        self._hidden_before = visit.hidden
 
     def result(self) -> CosineSimilarity:
         labels = list(self._adjacent)
@@ -108,11 +104,6 @@ class CosineAnalysis:
             ["X_0", *[f"Y_{number}" for number in range(1, len(depths))]],
             torch.stack(depths),
         )
-
-
-def _way_labels(visit: SiteVisit, inputs: int) -> list[str]:
-    """What an input is compared with: the last of the same name. One input alone: "last"."""
-    return ["last"] if inputs == 1 else list(visit.connection.ports)
 
 
 def _stack_layers(values: dict[str, TokenSample], layers: list[str]) -> Tensor:

@@ -37,6 +37,7 @@ def _way_panels(models: Models) -> Panels:
 
 def _source_panels(models: Models) -> Panels:
     panels: Panels = []
+    limit = max(m["sources"].increase.abs().nan_to_num().max().item() for m in models)
     for m in models:
         found = m["sources"]
         draw = partial(
@@ -44,6 +45,7 @@ def _source_panels(models: Models) -> Panels:
             values=found.increase,
             rows=found.mixes,
             columns=found.sources,
+            limit=limit,
             names=("mix of", "without the weight of"),
             unit="increase of log perplexity, nats a token",
         )
@@ -109,6 +111,7 @@ SECTIONS = [
         "or sub-layer just before.",
         ("sources",),
         _source_panels,
+        is_standard=False,
     ),
     Section(
         "pruning",
@@ -116,6 +119,7 @@ SECTIONS = [
         "α of DenseFormer or the static part of MUDD, over the whole model. DenseFormer, Figure 7.",
         ("pruning",),
         _pruning_panels,
+        is_standard=False,
     ),
     Section(
         "singular_values",

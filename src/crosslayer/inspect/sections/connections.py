@@ -50,6 +50,7 @@ def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
     unfolded = m["unfolded"]
     if not unfolded.has_streams:
         return panels
+    limit = max(values.abs().max().item() for values in maps)
     for stream in range(min(maps[-1].shape[0], MOST_STREAMS)):
         rows = [
             (label, values[stream])
@@ -61,6 +62,7 @@ def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
             values=_stack_rows([values for _, values in rows]),
             rows=[label for label, _ in rows],
             columns=unfolded.sources,
+            limit=limit,
             names=("after the read of", "output of"),
         )
         panels.append((f"{m.name}: stream {stream}", draw))
@@ -88,35 +90,42 @@ def _deviation_panels(models: Models) -> Panels:
 def _read_panels(
     models: Models, weights_of: Callable[[SiteMixing], Tensor], signed: bool
 ) -> Panels:
-    """Two panels a way: what each mix reads of its parts, raw and times their mean norm."""
+    """A panel a way: what each mix reads of its parts. Then the same times the parts' mean norm."""
     panels: Panels = []
     for m in models:
         mixes = [site for site in m["mixing"] if site.is_mix]
-        for way in dict.fromkeys(_way_of(label) for site in mixes for label in site.inputs):
-            labels, raw, scaled = [], [], []
-            for site in mixes:
-                for label, weights in zip(site.inputs, weights_of(site), strict=True):
-                    if _way_of(label) == way:
-                        labels.append(label)
-                        raw.append(weights)
-                        scaled.append(weights * site.part_norms)
-            draw = partial(
-                draw_matrix,
-                rows=labels,
-                columns=max((site.parts for site in mixes), key=len),
-                signed=signed,
-                names=("input of", "weight of"),
-            )
-            panels.append((f"{m.name}: {way}", partial(draw, values=_stack_rows(raw))))
-            draw = partial(draw, values=_stack_rows(scaled), unit="weight × mean norm")
-            panels.append((f"{m.name}: {way}, × mean norm", draw))
+        columns = max((site.parts for site in mixes), key=len, default=[])
+        raw: dict[str, list[tuple[str, Tensor]]] = {}
+        scaled: dict[str, list[tuple[str, Tensor]]] = {}
+        for site in mixes:
+            for label, weights in zip(site.inputs, weights_of(site), strict=True):
+                way = _way_of(label, list(raw))
+                raw.setdefault(way, []).append((label, weights))
+                scaled.setdefault(way, []).append((label, weights * site.part_norms))
+        for rows_of_way, title, unit in (
+            (raw, "", "weight"),
+            (scaled, ", × mean norm", "weight × mean norm"),
+        ):
+            for way, rows in rows_of_way.items():
+                draw = partial(
+                    draw_matrix,
+                    values=_stack_rows([weights for _, weights in rows]),
+                    rows=[label for label, _ in rows],
+                    columns=columns,
+                    signed=signed,
+                    names=("input of", "weight of"),
+                    unit=unit,
+                )
+                panels.append((f"{m.name}: {way}{title}", draw))
     return panels
 
 
-def _way_of(label: str) -> str:
-    """A layer without an average gives q, k and v one input, and the readout has r alone."""
+def _way_of(label: str, ways: list[str]) -> str:
+    """The way of an input's label. Where q, k, v and r differ, the readout is of r alone."""
     port = label.partition(".")[2]
-    return port if port in ("q", "k", "v", "r") else "inputs"
+    if port in ("q", "k", "v", "r"):
+        return port
+    return "r" if "r" in ways else "inputs"
 
 
 def _wiring_panels(models: Models) -> Panels:
@@ -125,7 +134,11 @@ def _wiring_panels(models: Models) -> Panels:
     for m in models:
         if not m["scales"][-1].has_streams:
             continue
-        sites = [site for site in m["mixing"] if len(site.write_mean)]
+        # Without those whose write is appended as a stream, as the first of MGR.
+        has_gate = [site.gate is not None for site in m["scales"]]
+        written = [len(site.write_mean) > 0 for site in m["mixing"]]
+        chosen = has_gate if any(has_gate) else written
+        sites = [site for site, is_chosen in zip(m["mixing"], chosen, strict=True) if is_chosen]
         streams = max((site.parts for site in sites), key=len)
         names = ("applied at", "weight in")
         draw = partial(
@@ -137,7 +150,11 @@ def _wiring_panels(models: Models) -> Panels:
         )
         panels.append((f"{m.name}: the write", draw))
         n = len(streams)
-        square = [site for site in m["mixing"] if tuple(site.carry_mean.shape) == (n, n)]
+        square = [
+            site
+            for site in m["mixing"]
+            if site.label != "readout" and tuple(site.carry_mean.shape) == (n, n)
+        ]
         if all(torch.equal(site.carry_mean, torch.eye(n).double()) for site in square):
             continue  # streams do not mix
         draw = partial(
@@ -188,8 +205,8 @@ SECTIONS = [
         "mixing",
         "What the method itself mixes with",
         "The method's own weights over what it mixes: blocks' outputs for DenseFormer and MUDD, "
-        "outputs for attention residuals, streams for the others. Mean over tokens. Right of each: "
-        "times the mean norm of what is mixed. DenseFormer, Figures 5, 8, 15; MUDD, Figure 12.",
+        "outputs for attention residuals, streams for the others. Mean over tokens; then times the "
+        "mean norm of what is mixed. DenseFormer, Figures 5, 8, 15; MUDD, Figure 12.",
         ("mixing",),
         _mean_panels,
     ),
