@@ -21,7 +21,7 @@ from crosslayer.inspect.ablation import (
     mean_token_loss,
     prune_depth_weights,
 )
-from crosslayer.inspect.attention import measure_head_activations
+from crosslayer.inspect.attention import _HeadRecorder, measure_head_activations
 from crosslayer.inspect.inspection import ANALYSES, InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.sections import SECTIONS
@@ -110,6 +110,18 @@ def test_a_planted_sink_head_is_not_active():
         measure_head_activations(model, BATCHES, pattern_layer=2)
 
 
+def test_a_planted_bug_makes_the_sink_head_active(monkeypatch):
+    """Keys in the wrong order."""
+    record = _HeadRecorder._record
+
+    def record_reversed(recorder, layer, module, inputs, outputs):
+        record(recorder, layer, module, inputs, (outputs[0], outputs[1].flip(-1)))
+
+    monkeypatch.setattr(_HeadRecorder, "_record", record_reversed)
+    with pytest.raises(AssertionError):
+        test_a_planted_sink_head_is_not_active()
+
+
 def test_sinks_are_the_papers_tokens():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_tokenizer_json()))
     assert tokenizer.decode(sorted(find_sink_ids(tokenizer))) == "\n."
@@ -196,7 +208,7 @@ def test_the_report_has_every_picture_and_number(report):
     pictures = sorted(path.stem for path in (report / "figures").glob("*.svg"))
     assert page.count("<figure>") == len(pictures)
     assert "<script" not in page
-    assert {"unfolded", "mixing", "cosines", "distances", "gates", "ablation"} <= set(pictures)
+    assert pictures == sorted(section.name for section in SECTIONS)
     for path in (report / "figures").glob("*.png"):
         assert path.stat().st_size > 5_000
 
