@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -26,7 +27,7 @@ from crosslayer.inspect.inspection import ANALYSES, InspectionSubject, inspect_m
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.text_batches import find_sink_ids
-from tests.support.tiny import shake
+from tests.support.tiny import DEFAULTS, shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -258,3 +259,13 @@ def test_models_whose_folders_end_alike_keep_their_paths():
     assert _short_names(["runs/mudd/model", "gpt2"]) == ["model", "gpt2"]
     alike = ["runs/mudd/model", "runs/prenorm/model"]
     assert _short_names(alike) == alike
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", DEFAULTS)
+def test_every_section_of_every_method_is_drawn(spec):
+    inspection = inspect_model(spec, InspectionSubject(language_model(spec), BATCHES))
+    assert inspection.not_done == []
+    for section in SECTIONS:
+        for _, draw in section.panels([inspection]):
+            draw(Figure().subplots())

@@ -153,9 +153,9 @@ def finish_lines(axes: Any, lines: int) -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
-def label_ticks(axis: Any, labels: Sequence[str], rotation: float = 0, first: int = 0) -> None:
+def label_ticks(axis: Any, labels: Sequence[str], rotation: float = 0, first: float = 0) -> None:
     """Labels of the places `first`, `first` + 1, …: all of them, or evenly spaced ones."""
-    step = -(-len(labels) // MAX_TICKS)
+    step = max(1, -(-len(labels) // MAX_TICKS))
     places = range(0, len(labels), step)
     axis.set_ticks([place + first for place in places])
     axis.set_ticklabels([labels[place] for place in places], rotation=rotation, fontsize=9)

@@ -30,8 +30,9 @@ def draw_block_ablation(axes: Any, models: Sequence[tuple[str, BlockAblation]]) 
 
 def _draw_bars(axes: Any, models: Sequence[tuple[str, list[str], list[float]]]) -> None:
     """A bar a model at each label. Models may lack some labels."""
-    labels = list(max((labels for _, labels, _ in models), key=len))
-    for _, own, _ in models:
+    by_length = sorted((own for _, own, _ in models), key=len)
+    labels = list(by_length[-1])
+    for own in by_length:
         labels += [label for label in own if label not in labels]
     width = 0.8 / len(models)
     for number, ((name, own, values), colour) in enumerate(zip(models, COLOURS, strict=False)):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection, find_connections
+from ..connections.attnres import Values
 from ..connections.denseformer import History
 from .moments import RunningMoments
 from .observation import SiteVisit, input_labels, site_label, splits_ways
@@ -23,7 +24,7 @@ class SiteMixing:
 
     Attributes:
         label: of the site.
-        inputs: labels of the inputs. Where q, k and v are mixed apart, the last is r: the stream
+        inputs: labels of the inputs, or of their fractions, like "3.attn [1]". Where q, k and v are mixed apart, the last is r: the stream
             that the attention's output joins.
         parts: labels of what is mixed, once the pending write is applied.
         is_mix: the site has weights over several parts. False where it reads one part as it is.
@@ -62,7 +63,7 @@ class MixingAnalysis:
         read, carry = (
             per_token_weights(matrix) for matrix in (visit.weights.read, visit.weights.carry)
         )
-        inputs = input_labels(connection, read.shape[-2])
+        inputs = _input_labels(connection, read.shape[-2])
         if splits_ways(connection):
             # r is the next state's stream, its last part. It stands after q, k and v.
             read = torch.cat([read[:, :3], carry[:, -1:].expand(len(read), -1, -1)], 1)
@@ -106,14 +107,24 @@ class MixingAnalysis:
         return sites
 
 
+def _input_labels(connection: Connection[Any], rows: int) -> list[str]:
+    """A label for each row of a read: an input, or a fraction of one."""
+    labels = input_labels(connection, rows // connection.fractions)
+    if connection.fractions == 1:
+        return labels
+    return [f"{label} [{part}]" for label in labels for part in range(connection.fractions)]
+
+
 def _part_labels(visit: SiteVisit) -> list[str]:
-    """Like "X_3" for the output of block 3, "stream 1", or "y_2" for a source of another method."""
+    """Like "X_3" for the output of block 3, "stream 1", or "v_2" of attention residuals."""
     connection = visit.connection
     count = visit.written.shape[1]
     if connection.parts_are_streams:
         return [f"stream {number}" for number in range(count)]
+    if isinstance(visit.state, Values):
+        return [f"v_{number}" for number in range(count)]
     if not isinstance(visit.state, History):
-        return [f"y_{number}" for number in range(count)]
+        return [f"part {number}" for number in range(count)]
     labels = [f"X_{number}" for number in range(count)]
     if not connection.opens_layer:
         labels[-1] = "stream"  # inside a block

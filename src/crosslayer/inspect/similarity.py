@@ -204,7 +204,7 @@ class DistanceAnalysis:
 
 def _mean_distance(distances: Tensor) -> float:
     """The mean over all pairs of two different sites at which the stream exists."""
-    row, column = torch.triu_indices(*distances.shape, offset=1)
+    row, column = torch.triu_indices(len(distances), len(distances), offset=1)
     return distances[row, column].nanmean().item()
 
 

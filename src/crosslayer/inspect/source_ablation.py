@@ -94,7 +94,8 @@ def find_mix_weights(model: nn.Module, layers: Collection[int] | None = None) ->
         return []
     analysis = MixingAnalysis()
     device = next(model.parameters()).device
-    observe_model(model, [{"input_ids": torch.zeros(1, 2, dtype=int, device=device)}], [analysis])
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    observe_model(model, [{"input_ids": tokens}], [analysis])
     weights: list[MixWeight] = []
     for connection, site in zip(connections, analysis.result(), strict=True):
         if site.is_mix and (layers is None or connection.site.layer in layers):

@@ -26,7 +26,9 @@ def _ablation_panels(models: Models) -> Panels:
 
 
 def _block_panels(models: Models) -> Panels:
-    done = [(m.name, m["blocks"]) for m in models]
+    done = [(m.name, m["blocks"]) for m in models if m["blocks"].labels]
+    if not done:  # every block has an output that MGR appends
+        return []
     return [("without each block", partial(draw_block_ablation, models=done))]
 
 

@@ -94,7 +94,7 @@ def _read_panels(
     panels: Panels = []
     for m in models:
         mixes = [site for site in m["mixing"] if site.is_mix]
-        columns = max((site.parts for site in mixes), key=len, default=[])
+        columns: list[str] = max((site.parts for site in mixes), key=len, default=[])
         raw: dict[str, list[tuple[str, Tensor]]] = {}
         scaled: dict[str, list[tuple[str, Tensor]]] = {}
         for site in mixes:
