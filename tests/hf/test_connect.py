@@ -323,23 +323,27 @@ def test_a_row_adds_a_family():
             self.config = host.config
             self.config.model_type = "Mine"
             self.embed = host.embed_tokens
-            self.layers = host.layers
-            self.norm = host.norm
+            self.body = torch.nn.Module()
+            self.body.layers = host.layers
+            self.body.norm = host.norm
             self.rotary = host.rotary_emb
 
         def forward(self, ids):
             x = self.embed(ids)
             rope = self.rotary(x, torch.arange(ids.shape[1])[None])
-            for layer in self.layers:
+            for layer in self.body.layers:
                 x = layer(x, attention_mask=None, position_embeddings=rope)
-            return self.norm(x)
+            return self.body.norm(x)
 
     mine = shake(Mine(), 0.05)
     expected = mine(ids())
     with pytest.raises(ValueError, match="does not know the family 'Mine'"):
         crosslayer.connect(mine, "mudd")
     try:
-        exec(FAMILY_TEMPLATE.format(name="Mine").replace("\n    ", "\n"))
+        row = FAMILY_TEMPLATE.format(name="Mine").replace("\n    ", "\n")
+        exec(
+            row.replace('layers="layers"', 'layers="body.layers"').replace('"norm"', '"body.norm"')
+        )
         assert torch.equal(crosslayer.connect(mine, "mudd")(ids()), expected)
         assert torch.equal(crosslayer.disconnect(mine)(ids()), expected)
     finally:

@@ -53,8 +53,8 @@ def attach_connections(
             backbone is then unchanged.
     """
     config: Any = getattr(backbone, "config", None)
-    layers = getattr(backbone, family.layers)
-    final = getattr(backbone, family.final)
+    layers = backbone.get_submodule(family.layers)
+    final = backbone.get_submodule(family.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
     check_not_dispatched(*layers, final)
@@ -102,7 +102,8 @@ def find_backbone(model: Any) -> tuple[Any, Family]:
     name = getattr(getattr(backbone, "config", None), "model_type", None)
     name = name or type(backbone).__name__
     family = FAMILIES.get(name)
-    if family is None or not (hasattr(backbone, family.layers) and hasattr(backbone, family.final)):
+    paths = dict(backbone.named_modules()) if family else {}
+    if family is None or not (family.layers in paths and family.final in paths):
         raise ValueError(
             f"connect does not know the family {name!r}; it knows {', '.join(FAMILIES)}. "
             "In your own model, use crosslayer.Stack or the four verbs of crosslayer.connection. "

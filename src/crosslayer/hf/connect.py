@@ -71,7 +71,7 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
         )
     mlp_widths = None
     if reallocate:
-        layers = getattr(backbone, family.layers)
+        layers = backbone.get_submodule(family.layers)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
     with _restored_on_error(model):
         _connect_backbone(model, backbone, family, spec, mlp_widths)
@@ -92,7 +92,7 @@ def _connect_backbone(
         keep_parameters_apart(part)
     if is_adapted(model):
         register_with_peft()
-    reason = inequivalence_reason(getattr(backbone, family.layers)[0].connections[0], family)
+    reason = inequivalence_reason(backbone.get_submodule(family.layers)[0].connections[0], family)
     if reason and looks_pretrained(backbone, family):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
@@ -134,7 +134,7 @@ def scale_output_weights(backbone: Any, family: Family) -> None:
     `connect` does so once. What is loaded afterwards replaces the weights.
     """
     weights = []
-    for layer in getattr(backbone, family.layers):
+    for layer in backbone.get_submodule(family.layers):
         for connection in layer.connections:
             if connection.output_scale == 1:
                 continue
@@ -164,7 +164,7 @@ def looks_pretrained(backbone: Any, family: Family) -> bool:
 
     Where the norm has no weight: whether the model was loaded from somewhere.
     """
-    weight = getattr(getattr(backbone, family.final), "weight", None)
+    weight = getattr(backbone.get_submodule(family.final), "weight", None)
     if weight is None:
         return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
     return not weight.is_meta and bool((weight != weight.flatten()[0]).any())

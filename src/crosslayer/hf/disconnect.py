@@ -51,8 +51,8 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
             raise ValueError(
                 f"the model's {property_name}, which the plain model's config cannot express"
             )
-    layers = getattr(backbone, family.layers)
-    final = getattr(backbone, family.final)
+    layers = backbone.get_submodule(family.layers)
+    final = backbone.get_submodule(family.final)
     check_not_dispatched(*layers, final)
     like = next(backbone.parameters())
     if like.is_meta:

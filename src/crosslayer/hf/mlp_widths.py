@@ -57,7 +57,7 @@ def mlp_hidden_width(backbone: Any, family: Family) -> int:
             "reallocate does not know how to widen this family's MLP; "
             "its row names no projections for it"
         )
-    mlp = getattr(getattr(backbone, family.layers)[0], family.mlp.module)
+    mlp = getattr(backbone.get_submodule(family.layers)[0], family.mlp.module)
     hidden_width, _ = _linear_shape(getattr(mlp, family.mlp.output_projection))
     return hidden_width
 
@@ -74,7 +74,7 @@ def set_mlp_widths(backbone: Any, family: Family, widths: list[int]) -> None:
         ValueError: the number of widths is not that of the layers.
     """
     old_width = mlp_hidden_width(backbone, family)
-    layers = getattr(backbone, family.layers)
+    layers = backbone.get_submodule(family.layers)
     if len(widths) != len(layers):
         raise ValueError(
             f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}"

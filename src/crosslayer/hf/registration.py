@@ -103,7 +103,8 @@ def register_with_peft() -> None:
     from peft import PeftModel
 
     # PEFT has no hook for what an adapter's checkpoint contains.
-    PeftModel.save_pretrained = _refuse_to_drop_connections(PeftModel.save_pretrained)
+    saving_method = _refuse_to_drop_connections(PeftModel.save_pretrained)
+    PeftModel.save_pretrained = saving_method  # type: ignore[method-assign]
 
 
 def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
