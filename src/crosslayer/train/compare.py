@@ -8,7 +8,6 @@ import gc
 import hashlib
 import json
 import platform
-import re
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ import torch
 
 from .. import __version__
 from ..files import LOCK_FILE, read_json, write_text_atomic
+from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from .checkpoint import remove_checkpoint
 from .parallel import launch_fabric
 from .recipe import Arm, Recipe
@@ -27,8 +27,6 @@ from .settings import GROUP_OF_OPTION, Model
 from .signals import StopSignals
 from .task import Examples, build_model
 from .trainer import Diverged, RunResult, StepResult
-
-RESULTS_FILE, RUNS_FOLDER = "results.json", "runs"
 
 
 @dataclass
@@ -234,10 +232,7 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def run_folder(comparison: Comparison, arm: str, seed: int) -> Path:
     """The folder of the checkpoints and metrics of one run of the arm of this name."""
-    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm}-{seed}")[:80]
-    # names may differ in replaced characters alone
-    digest = hashlib.sha256(f"{arm} {seed}".encode()).hexdigest()[:6]
-    return comparison.folder / RUNS_FOLDER / f"{readable}-{digest}"
+    return comparison.folder / RUNS_FOLDER / run_folder_name(arm, seed)
 
 
 def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]) -> None:

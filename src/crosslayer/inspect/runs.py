@@ -1,0 +1,349 @@
+"""Runs of `crosslayer train` and `crosslayer compare`, read from their folders without a model."""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..files import read_json
+from ..run_folders import (
+    METRICS_FILE,
+    RESULT_FILE,
+    RESULTS_FILE,
+    RUNS_FOLDER,
+    run_folder_name,
+)
+from .training import TrainingCurve, read_training_curve
+
+CHECKPOINT_INDEX = "checkpoint.json"
+
+
+@dataclass
+class TrainingRun:
+    """One run: what it logged, and what is known of it.
+
+    Attributes:
+        name: of its arm, or of its folder where it has no result.
+        folder: of the run.
+        curve: what it logged; its validation losses alone where metrics.jsonl is missing.
+        connection: the spec; "" where it is not known.
+        seed: None where it is not known.
+        settings: options of the run, by name; empty where they are not known.
+        result: the numbers of its `RunResult` by name; empty for a run that has not finished.
+        status: "" for a finished run, else "not finished" or "diverged".
+        tasks: (step, accuracy) of each task, by its name.
+    """
+
+    name: str
+    folder: Path
+    curve: TrainingCurve
+    connection: str = ""
+    seed: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    status: str = ""
+    tasks: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def number(self, name: str) -> float:
+        """A number of the result, or of its metrics; NaN where the run has none."""
+        value = self.result.get(name, self.result.get("metrics", {}).get(name))
+        return value if isinstance(value, int | float) else math.nan
+
+    @property
+    def units_per_step(self) -> tuple[float, str]:
+        """What a step trains on, and its unit: tokens, images, or steps where it is not known."""
+        batch, context = self.settings.get("batch"), self.settings.get("context")
+        if not isinstance(batch, int) or not isinstance(context, int):
+            return 1, "steps"
+        if "patch_size" in self.settings.get("model_config", {}):
+            return batch, "images"
+        return batch * context, "tokens"
+
+    def seconds_at(self, steps: Sequence[int]) -> list[float]:
+        """Seconds of training at each step.
+
+        They are logged. An older run's are its share of the total, and NaN without a result.
+        """
+        known = [
+            pair for pair in zip(self.curve.steps, self.curve.seconds, strict=True) if pair[1] > 0
+        ]
+        if not known:
+            total, last = self.number("seconds"), self.settings.get("steps", math.nan)
+            return [total * step / last for step in steps]
+        first_step, first_seconds = known[0]
+        points = [(0, 0.0), *known] if first_step > 0 else known
+        return [_interpolate(step, points) for step in steps]
+
+
+def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """The value at x of lines through points. The last line is continued."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            break
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder is that of a run or of a comparison."""
+    files = (METRICS_FILE, RESULT_FILE, RESULTS_FILE)
+    return any((folder / name).is_file() for name in files) or (folder / RUNS_FOLDER).is_dir()
+
+
+def read_runs(folder: Path) -> list[TrainingRun]:
+    """The run of a folder, or all runs of a comparison's folder.
+
+    Raises:
+        ValueError: the folder is neither, or a file in it is damaged.
+    """
+    results = folder / RESULTS_FILE
+    if results.is_file() or (folder / RUNS_FOLDER).is_dir():
+        return _read_comparison(folder)
+    if not is_run_folder(folder):
+        raise ValueError(
+            f"{folder}: neither a run's folder, with {METRICS_FILE}, nor a comparison's, with "
+            f"{RESULTS_FILE}"
+        )
+    return [_read_single_run(folder)]
+
+
+def _read_single_run(folder: Path) -> TrainingRun:
+    """A run of `train`, or one of `compare` whose comparison has no results yet."""
+    path = folder / RESULT_FILE
+    if path.is_file():
+        result = read_json(path, dict)
+        return _make_run(folder, result, result.get("settings"), "", path)
+    # what a checkpoint says of a run that has not finished
+    identity: dict[str, Any] = {}
+    indices = sorted(folder.glob(f"step-*/{CHECKPOINT_INDEX}"))
+    if indices:
+        identity = read_json(indices[-1], dict).get("identity", {})
+    row = {key: identity.get(key) for key in ("connection", "seed") if key in identity}
+    run = _make_run(folder, row, identity, "not finished", path)
+    run.result = {}
+    return run
+
+
+def _read_comparison(folder: Path) -> list[TrainingRun]:
+    """Every run that has a folder or a result, in the order of the arms."""
+    path = folder / RESULTS_FILE
+    if not path.is_file():  # none has finished yet
+        folders = sorted((folder / RUNS_FOLDER).iterdir())
+        return [_read_single_run(run) for run in folders if (run / METRICS_FILE).is_file()]
+    content = read_json(path, dict)
+    try:
+        finished = {(run["arm"], run["seed"]): run for run in content["runs"]}
+        diverged = {(run["arm"], run["seed"]): run for run in content["diverged"]}
+        shared, arms = content["settings"], content["arms"]
+        described = {
+            name: (arm["connection"], shared | arm["options"]) for name, arm in arms.items()
+        }
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: not a comparison's results (damaged?)") from None
+    runs = []
+    for name, (connection, settings) in described.items():
+        for seed in itertools.count():
+            run = folder / RUNS_FOLDER / run_folder_name(name, seed)
+            row = finished.get((name, seed)) or diverged.get((name, seed))
+            if row is None and not (run / METRICS_FILE).is_file():
+                break
+            status = "" if (name, seed) in finished else "not finished"
+            if (name, seed) in diverged:
+                status = "diverged"
+            row = {"arm": name, "connection": connection, "seed": seed, **(row or {})}
+            runs.append(_make_run(run, row, settings, status, path))
+    return runs
+
+
+def _make_run(
+    folder: Path, row: dict[str, Any], settings: Any, status: str, source: Path
+) -> TrainingRun:
+    """A run of a `RunResult`'s fields, as far as there are any. `source` is where they are from."""
+    valid, metrics = row.get("valid", {}), row.get("metrics", {})
+    if not all(isinstance(value, dict) for value in (settings, valid, metrics)):
+        raise ValueError(f"{source}: not the results of a run (damaged?)")
+    if (folder / METRICS_FILE).is_file():
+        curve = read_training_curve(folder)
+    else:
+        curve = TrainingCurve()
+        try:
+            points = [(int(step), float(loss)) for step, loss in row.get("curve", [])]
+        except (TypeError, ValueError):
+            raise ValueError(f"{source}: {folder.name} has a damaged curve") from None
+        if valid and points:
+            curve.valid[next(iter(valid))] = points
+    return TrainingRun(
+        name=str(row.get("arm", folder.name)),
+        folder=folder,
+        curve=curve,
+        connection=str(row.get("connection", "")),
+        seed=row.get("seed"),
+        settings=settings,
+        result=row,
+        status=status,
+        tasks=read_task_accuracies(folder, _last_step(curve, settings)),
+    )
+
+
+def _last_step(curve: TrainingCurve, settings: dict[str, Any]) -> int:
+    steps = [*curve.steps[-1:], *(points[-1][0] for points in curve.valid.values())]
+    planned = settings.get("steps")
+    return planned if isinstance(planned, int) else max(steps, default=0)
+
+
+def read_task_accuracies(folder: Path, last_step: int) -> dict[str, list[tuple[int, float]]]:
+    """Accuracies of tasks, from what `crosslayer eval --out` wrote to folders within a run's.
+
+    Its step is the number after the last "step" in the path of the evaluated model, or else in that
+    of the results: `RUN/eval/step-1000/results.json`.
+
+    Args:
+        folder: of the run.
+        last_step: of a model in whose path there is no step: the run's last one.
+
+    Returns:
+        (step, accuracy) of each task, by step.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    tasks: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.glob(f"*/{RESULTS_FILE}")) + sorted(
+        folder.glob(f"*/*/{RESULTS_FILE}")
+    ):
+        content = read_json(path, dict)
+        of_tasks = content.get("tasks", {})
+        if not isinstance(of_tasks, dict) or not isinstance(of_tasks.get("results", {}), dict):
+            raise ValueError(f"{path}: not the results of crosslayer eval (damaged?)")
+        places = (str(content.get("model", "")), str(path.relative_to(folder)))
+        found = [re.findall(r"step\D?(\d+)", place) for place in places]
+        step = next((int(numbers[-1]) for numbers in found if numbers), last_step)
+        for task, metrics in of_tasks.get("results", {}).items():
+            accuracy = _accuracy_of(metrics)
+            if accuracy is not None:
+                tasks.setdefault(task, {})[step] = accuracy
+    return {task: sorted(values.items()) for task, values in tasks.items()}
+
+
+def _accuracy_of(metrics: Any) -> float | None:
+    """A task's accuracy in the harness's results: `acc`, else `acc_norm`, else `exact_match`."""
+    if isinstance(metrics, dict):
+        for wanted in ("acc", "acc_norm", "exact_match"):
+            for name, value in metrics.items():
+                if name.partition(",")[0] == wanted and isinstance(value, int | float):
+                    return value
+    return None
+
+
+@dataclass
+class RunGroup:
+    """Runs that differ in their seed alone.
+
+    Attributes:
+        label: for the reader, different for each group.
+        series: the label of groups that differ in their size alone.
+        runs: at least one.
+    """
+
+    label: str
+    series: str
+    runs: list[TrainingRun]
+
+    @property
+    def first(self) -> TrainingRun:
+        return self.runs[0]
+
+    def values(self, name: str) -> list[float]:
+        """A number of each run's result that has it."""
+        known = [run.number(name) for run in self.runs]
+        return [value for value in known if math.isfinite(value)]
+
+    def mean(self, name: str) -> float:
+        """The mean over seeds of a number of the result; NaN where no run has it."""
+        values = self.values(name)
+        return sum(values) / len(values) if values else math.nan
+
+
+def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
+    """Runs with the same name, connection and settings as one group, in the given order.
+
+    A run that has not finished, or has diverged, is a group of its own.
+    """
+    gathered: dict[str, list[TrainingRun]] = {}
+    for run in runs:
+        own = "" if run.settings and not run.status else str(run.folder)
+        key = repr((run.name, run.connection, sorted(run.settings.items(), key=str), own))
+        gathered.setdefault(key, []).append(run)
+    groups = list(gathered.values())
+    labels = _distinct_labels(groups)
+    series = _series_labels(groups)
+    return [
+        RunGroup(label, of_series, members)
+        for label, of_series, members in zip(labels, series, groups, strict=True)
+    ]
+
+
+def _distinct_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
+    """Names, with their sizes, seeds or folders where several groups have the same name."""
+    describe = [
+        lambda run: run.name,
+        lambda run: f"{run.name} {format_size(run.number('parameters'))}",
+        lambda run: f"{run.name}, seed {run.seed}",
+        lambda run: f"{run.name} in {run.folder.parent.name}/{run.folder.name}",
+        lambda run: f"{run.name} in {run.folder}",
+    ]
+    labels = []
+    for group in groups:
+        others = [other[0] for other in groups if other is not group]
+        for name in describe:
+            label = name(group[0])
+            if label not in [name(other) for other in others]:
+                break
+        status = group[0].status
+        labels.append(f"{label} ({status})" if status else label)
+    return labels
+
+
+def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
+    """The arm's name where it has several sizes; else the connection, of all arms with one size."""
+    sizes: dict[str, set[float]] = {}
+    for group in groups:
+        sizes.setdefault(group[0].name, set()).add(group[0].number("parameters"))
+    families = {group[0].settings.get("family") for group in groups}
+    labels = []
+    for group in groups:
+        run = group[0]
+        label = run.connection or run.name
+        if len(families) > 1:
+            label += f" on {run.settings.get('family', 'an unknown backbone')}"
+        labels.append(run.name if len(sizes[run.name]) > 1 else label)
+    # an arm with one size, whose connection no other has, keeps its name
+    names: dict[str, set[str]] = {}
+    for label, group in zip(labels, groups, strict=True):
+        names.setdefault(label, set()).add(group[0].name)
+    return [next(iter(names[label])) if len(names[label]) == 1 else label for label in labels]
+
+
+def find_baseline(groups: Sequence[RunGroup], group: RunGroup | None = None) -> RunGroup:
+    """The pre-norm group to compare with, of the same backbone as `group`; else the first one."""
+    plain = [other for other in groups if other.first.connection == "prenorm"]
+    if group is not None:
+        same = [other for other in plain if _backbone(other) == _backbone(group)]
+        plain = same or plain
+    return (plain or list(groups))[0]
+
+
+def _backbone(group: RunGroup) -> list[Any]:
+    return [group.first.settings.get(key) for key in ("family", "layers", "dim", "model_config")]
+
+
+def format_size(parameters: float) -> str:
+    """Like "405M" or "1.4B"."""
+    if not math.isfinite(parameters):
+        return "?"
+    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= factor:
+            return f"{parameters / factor:.3g}{suffix}"
+    return f"{parameters:.0f}"
