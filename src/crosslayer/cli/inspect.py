@@ -6,24 +6,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import lock_folder
+from ..run_folders import MODEL_FOLDER
 from ..validation import check_positive, did_you_mean, parse_dtype
 from .console import InspectionBar, make_console, make_parser, silence_libraries
 
 if TYPE_CHECKING:
-    from ..inspect.sections import Section
+    from ..inspect.inspection import ModelInspection
+    from ..inspect.report import TrainingReport
+    from ..inspect.sections import Section, TrainingView
+
+TRAINING = "training"  # stands for all views of training in --sections
 
 
 def parser() -> Any:
     command = make_parser(
         "Show what the connections of trained language models do: a report with figures, side by "
-        "side for several models. A model without a connection is seen as pre-norm."
+        "side for several models. A model without a connection is seen as pre-norm. Of folders of "
+        "crosslayer train and compare it shows the training too."
     )
     add = command.add_argument
     add(
         "models",
         type=str,
         nargs="+",
-        help="folders (connected model, transformers model or published checkpoint) or Hub names",
+        help="folders (connected model, transformers model, published checkpoint, run or "
+        "comparison) or Hub names",
     )
     add(
         "--data",
@@ -41,7 +48,14 @@ def parser() -> Any:
         nargs="+",
         default=["all"],
         help="of the report, like unfolded,cosines; only the analyses that they need are run. "
-        "docs/inspect.md lists them, and so does the message on an unknown one",
+        "docs/inspect.md lists them, and so does the message on an unknown one. training: the "
+        "views of run folders alone, for which no model is opened",
+    )
+    add(
+        "--running-mean",
+        type=float,
+        default=0.99,
+        help="decay of the running mean of training losses, from one logged line to the next",
     )
     add(
         "--tokenizer",
@@ -56,49 +70,126 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
-    from ..data.sources import check_exists, read_documents
-    from ..inspect.inspection import InspectionSubject, inspect_model
+    from ..data.sources import check_exists
     from ..inspect.report import REPORT_FILE, write_report
-    from ..inspect.text_batches import find_sink_ids, make_text_batches
 
     sizes = {"sequences": options.sequences, "context": options.context}
     check_positive(**sizes, batch_size=options.batch_size)
+    if not 0 <= options.running_mean < 1:
+        raise ValueError(f"--running-mean must be from 0 to below 1, got {options.running_mean}")
     folder = Path(options.out)
     if (folder / REPORT_FILE).exists():
         raise ValueError(f"{folder / REPORT_FILE} exists already; choose another folder with --out")
-    sections = _choose_sections(options.sections)
-    analyses = {analysis for section in sections for analysis in section.analyses}
-    check_exists(options.data)
-    device = choose_device(options.device)
-    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    sections, views = _choose_sections(options.sections)
+    models, runs = _find_sources(options.models)
+    _check_sources(options, sections, views, models, runs)
     console = make_console()
-    inspections = []
-    seen = []
     start = time.perf_counter()
+    training = _read_training(runs, views, options.running_mean) if runs and views else None
+    inspections: list[ModelInspection] = []
+    setup = ""
+    if sections and models:
+        check_exists(options.data)
     with lock_folder(folder):
-        with InspectionBar(console) as bar:
-            for source, name in zip(options.models, _short_names(options.models), strict=True):
-                bar.show_step(name, "opening", 0, 1)
-                tokenizer = open_tokenizer(options.tokenizer or source)
-                model = open_model(source, dtype).to(device)
-                check_tokenizer(tokenizer, model)
-                texts = (document.text for document in read_documents(options.data))
-                batches = make_text_batches(
-                    tokenizer, texts, **sizes, batch_size=options.batch_size
-                )
-                seen.append(f"{name}: {_count_tokens(batches)}")
-                subject = InspectionSubject(model, batches, find_sink_ids(tokenizer))
-                show_step = partial(bar.show_step, name)
-                inspections.append(inspect_model(name, subject, analyses, show_step))
-        setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
+        if sections and models:
+            inspections, setup = _inspect_models(options, models, sections, console)
         with console.status("drawing"):
-            report = write_report(inspections, folder, setup, sections)
+            report = write_report(inspections, folder, setup, sections, training)
     for inspection in inspections:
         for alarm in inspection.results.get("alarms", []):
             console.print(f"{inspection.name}: {alarm}")
+    if training is not None:
+        for line in training.not_drawn:
+            console.print(line, soft_wrap=True)
     console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
     return 0
+
+
+def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:
+    """Models by the name for the reader, and the folders of runs and comparisons.
+
+    The model of a run's folder is in it, once the run has ended.
+    """
+    from ..inspect.runs import is_run_folder
+
+    models = {}
+    runs = []
+    for source, name in zip(sources, _short_names(sources), strict=True):
+        folder = Path(source)
+        if not is_run_folder(folder):
+            models[name] = source
+            continue
+        runs.append(folder)
+        if (folder / MODEL_FOLDER).is_dir():
+            models[name] = str(folder / MODEL_FOLDER)
+    return models, runs
+
+
+def _check_sources(
+    options: Any,
+    sections: "list[Section]",
+    views: "list[TrainingView]",
+    models: dict[str, str],
+    runs: list[Path],
+) -> None:
+    """Raise a ValueError where nothing could be drawn of what --sections names."""
+    is_choice = "all" not in options.sections
+    if not models and (is_choice or not views) and sections:
+        raise ValueError(
+            f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
+            f"compare keeps none); --sections {TRAINING} draws the views of training"
+        )
+    if not runs and is_choice and views:
+        raise ValueError(
+            f"{', '.join(options.models)}: no folder of crosslayer train or compare, which "
+            f"{views[0].name} needs"
+        )
+
+
+def _read_training(
+    folders: list[Path], views: "list[TrainingView]", decay: float
+) -> "TrainingReport":
+    from ..inspect.report import draw_views
+    from ..inspect.run_groups import group_runs
+    from ..inspect.runs import read_runs
+    from ..inspect.training_summary import TrainingRuns
+
+    runs = [run for folder in folders for run in read_runs(folder)]
+    if not runs:
+        raise ValueError(f"{', '.join(map(str, folders))}: no run has logged anything yet")
+    return draw_views(TrainingRuns(group_runs(runs), decay), views)
+
+
+def _inspect_models(
+    options: Any, models: dict[str, str], sections: "list[Section]", console: Any
+) -> "tuple[list[ModelInspection], str]":
+    """The analyses that the sections need of every model, and a sentence on what it saw."""
+    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
+    from ..data.sources import read_documents
+    from ..inspect.inspection import InspectionSubject, inspect_model
+    from ..inspect.text_batches import find_sink_ids, make_text_batches
+
+    device = choose_device(options.device)
+    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    analyses = {analysis for section in sections for analysis in section.analyses}
+    inspections = []
+    seen = []
+    with InspectionBar(console) as bar:
+        for name, source in models.items():
+            bar.show_step(name, "opening", 0, 1)
+            tokenizer = open_tokenizer(options.tokenizer or source)
+            model = open_model(source, dtype).to(device)
+            check_tokenizer(tokenizer, model)
+            texts = (document.text for document in read_documents(options.data))
+            batches = make_text_batches(
+                tokenizer, texts, options.sequences, options.context, options.batch_size
+            )
+            seen.append(f"{name}: {_count_tokens(batches)}")
+            subject = InspectionSubject(model, batches, find_sink_ids(tokenizer))
+            show_step = partial(bar.show_step, name)
+            inspections.append(inspect_model(name, subject, analyses, show_step))
+    setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
+    return inspections, setup
 
 
 def _short_names(sources: list[str]) -> list[str]:
@@ -113,22 +204,32 @@ def _count_tokens(batches: list[Any]) -> str:
     return f"{sequences} sequences, {tokens:,} tokens"
 
 
-def _choose_sections(words: list[str]) -> "list[Section]":
-    """The sections that the words name, separated by spaces or commas; "all" stands for all.
+def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingView]]":
+    """The sections and the views of training that the words name, separated by spaces or commas.
+
+    "all" stands for all of both, and "training" for all views.
 
     Raises:
         ValueError: a section is not known.
     """
-    from ..inspect.sections import SECTIONS
+    from ..inspect.sections import SECTIONS, TRAINING_VIEWS
 
-    known = {section.name: section for section in SECTIONS}
+    views = [view.name for view in TRAINING_VIEWS]
+    known = ["all", TRAINING, *views, *(section.name for section in SECTIONS)]
     names = [name for word in words for name in word.split(",") if name]
     for name in names:
-        if name != "all" and name not in known:
+        if name not in known:
             raise ValueError(
                 f"--sections: {name!r} is unknown{did_you_mean(name, known)}; "
-                f"known: all, {', '.join(known)}"
+                f"known: {', '.join(known)}"
             )
     if not names:
-        raise ValueError(f"--sections names none; known: all, {', '.join(known)}")
-    return [section for section in SECTIONS if "all" in names or section.name in names]
+        raise ValueError(f"--sections names none; known: {', '.join(known)}")
+    if "all" in names:
+        return SECTIONS, TRAINING_VIEWS
+    if TRAINING in names:
+        names += views
+    return (
+        [section for section in SECTIONS if section.name in names],
+        [view for view in TRAINING_VIEWS if view.name in names],
+    )

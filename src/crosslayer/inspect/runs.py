@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from ..files import read_json
 from ..run_folders import (
     METRICS_FILE,
@@ -16,7 +18,7 @@ from ..run_folders import (
     RUNS_FOLDER,
     run_folder_name,
 )
-from .training import TrainingCurve, read_training_curve
+from .training import Points, TrainingCurve, read_training_curve
 
 CHECKPOINT_INDEX = "checkpoint.json"
 
@@ -45,7 +47,7 @@ class TrainingRun:
     settings: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     status: str = ""
-    tasks: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    tasks: dict[str, Points] = field(default_factory=dict)
 
     def number(self, name: str) -> float:
         """A number of the result, or of its metrics; NaN where the run has none."""
@@ -67,23 +69,18 @@ class TrainingRun:
 
         They are logged. An older run's are its share of the total, and NaN without a result.
         """
-        known = [
-            pair for pair in zip(self.curve.steps, self.curve.seconds, strict=True) if pair[1] > 0
+        logged = zip(self.curve.steps, self.curve.seconds, strict=True)
+        known = [(step, seconds) for step, seconds in logged if seconds > 0]
+        if known:
+            last, total = known[-1]
+        else:
+            last, total = self.settings.get("steps", math.nan), self.number("seconds")
+        x, y = zip((0, 0.0), *known, (last, total), strict=True)
+        # an evaluation may come after the last line
+        return [
+            float(numpy.interp(step, x, y)) if step <= last else total * step / last
+            for step in steps
         ]
-        if not known:
-            total, last = self.number("seconds"), self.settings.get("steps", math.nan)
-            return [total * step / last for step in steps]
-        first_step, first_seconds = known[0]
-        points = [(0, 0.0), *known] if first_step > 0 else known
-        return [_interpolate(step, points) for step in steps]
-
-
-def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
-    """The value at x of lines through points. The last line is continued."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x <= x1:
-            break
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -164,6 +161,10 @@ def _make_run(
     valid, metrics = row.get("valid", {}), row.get("metrics", {})
     if not all(isinstance(value, dict) for value in (settings, valid, metrics)):
         raise ValueError(f"{source}: not the results of a run (damaged?)")
+    wanted = {"steps": int, "batch": int, "context": int, "layers": int, "model_config": dict}
+    for name, kind in wanted.items():
+        if not isinstance(settings.get(name, kind()), kind):
+            raise ValueError(f"{source}: {name} is {settings[name]!r} (damaged?)")
     if (folder / METRICS_FILE).is_file():
         curve = read_training_curve(folder)
     else:
@@ -193,7 +194,7 @@ def _last_step(curve: TrainingCurve, settings: dict[str, Any]) -> int:
     return planned if isinstance(planned, int) else max(steps, default=0)
 
 
-def read_task_accuracies(folder: Path, last_step: int) -> dict[str, list[tuple[int, float]]]:
+def read_task_accuracies(folder: Path, last_step: int) -> dict[str, Points]:
     """Accuracies of tasks, from what `crosslayer eval --out` wrote to folders within a run's.
 
     Its step is the number after the last "step" in the path of the evaluated model, or else in that
@@ -235,115 +236,3 @@ def _accuracy_of(metrics: Any) -> float | None:
                 if name.partition(",")[0] == wanted and isinstance(value, int | float):
                     return value
     return None
-
-
-@dataclass
-class RunGroup:
-    """Runs that differ in their seed alone.
-
-    Attributes:
-        label: for the reader, different for each group.
-        series: the label of groups that differ in their size alone.
-        runs: at least one.
-    """
-
-    label: str
-    series: str
-    runs: list[TrainingRun]
-
-    @property
-    def first(self) -> TrainingRun:
-        return self.runs[0]
-
-    def values(self, name: str) -> list[float]:
-        """A number of each run's result that has it."""
-        known = [run.number(name) for run in self.runs]
-        return [value for value in known if math.isfinite(value)]
-
-    def mean(self, name: str) -> float:
-        """The mean over seeds of a number of the result; NaN where no run has it."""
-        values = self.values(name)
-        return sum(values) / len(values) if values else math.nan
-
-
-def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
-    """Runs with the same name, connection and settings as one group, in the given order.
-
-    A run that has not finished, or has diverged, is a group of its own.
-    """
-    gathered: dict[str, list[TrainingRun]] = {}
-    for run in runs:
-        own = "" if run.settings and not run.status else str(run.folder)
-        key = repr((run.name, run.connection, sorted(run.settings.items(), key=str), own))
-        gathered.setdefault(key, []).append(run)
-    groups = list(gathered.values())
-    labels = _distinct_labels(groups)
-    series = _series_labels(groups)
-    return [
-        RunGroup(label, of_series, members)
-        for label, of_series, members in zip(labels, series, groups, strict=True)
-    ]
-
-
-def _distinct_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
-    """Names, with their sizes, seeds or folders where several groups have the same name."""
-    describe = [
-        lambda run: run.name,
-        lambda run: f"{run.name} {format_size(run.number('parameters'))}",
-        lambda run: f"{run.name}, seed {run.seed}",
-        lambda run: f"{run.name} in {run.folder.parent.name}/{run.folder.name}",
-        lambda run: f"{run.name} in {run.folder}",
-    ]
-    labels = []
-    for group in groups:
-        others = [other[0] for other in groups if other is not group]
-        for name in describe:
-            label = name(group[0])
-            if label not in [name(other) for other in others]:
-                break
-        status = group[0].status
-        labels.append(f"{label} ({status})" if status else label)
-    return labels
-
-
-def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
-    """The arm's name where it has several sizes; else the connection, of all arms with one size."""
-    sizes: dict[str, set[float]] = {}
-    for group in groups:
-        sizes.setdefault(group[0].name, set()).add(group[0].number("parameters"))
-    families = {group[0].settings.get("family") for group in groups}
-    labels = []
-    for group in groups:
-        run = group[0]
-        label = run.connection or run.name
-        if len(families) > 1:
-            label += f" on {run.settings.get('family', 'an unknown backbone')}"
-        labels.append(run.name if len(sizes[run.name]) > 1 else label)
-    # an arm with one size, whose connection no other has, keeps its name
-    names: dict[str, set[str]] = {}
-    for label, group in zip(labels, groups, strict=True):
-        names.setdefault(label, set()).add(group[0].name)
-    return [next(iter(names[label])) if len(names[label]) == 1 else label for label in labels]
-
-
-def find_baseline(groups: Sequence[RunGroup], group: RunGroup | None = None) -> RunGroup:
-    """The pre-norm group to compare with, of the same backbone as `group`; else the first one."""
-    plain = [other for other in groups if other.first.connection == "prenorm"]
-    if group is not None:
-        same = [other for other in plain if _backbone(other) == _backbone(group)]
-        plain = same or plain
-    return (plain or list(groups))[0]
-
-
-def _backbone(group: RunGroup) -> list[Any]:
-    return [group.first.settings.get(key) for key in ("family", "layers", "dim", "model_config")]
-
-
-def format_size(parameters: float) -> str:
-    """Like "405M" or "1.4B"."""
-    if not math.isfinite(parameters):
-        return "?"
-    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if parameters >= factor:
-            return f"{parameters / factor:.3g}{suffix}"
-    return f"{parameters:.0f}"
