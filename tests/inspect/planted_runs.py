@@ -87,7 +87,7 @@ def write_comparison(folder: Path, arms: dict[str, dict], seeds: int = 1, **sett
         content["arms"][name] = {"connection": connection, "options": options, "paper": {}}
         for seed in range(seeds):
             run = folder / RUNS_FOLDER / run_folder_name(name, seed)
-            write_metrics(run, lambda step: loss_of(step) + 0.01 * seed)  # noqa: B023
+            write_metrics(run, lambda step: loss_of(step) + 0.01 * seed)
             result = run_result(name, connection, seed, loss_of(1000) + 0.01 * seed, **arm)
             content["runs"].append(result)
     (folder / RESULTS_FILE).write_text(json.dumps(content))

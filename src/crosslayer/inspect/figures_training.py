@@ -10,7 +10,7 @@ import numpy
 from .figures import COLOURS
 
 STYLES = ("-", "--", ":", "-.")  # for more lines than colours
-MOST_LABELS = 16  # in a legend
+MOST_INSIDE = 6  # labels of a legend within the axes
 
 
 @dataclass
@@ -53,20 +53,20 @@ class Bar:
     high: float = math.nan
 
 
-def draw_series(
-    axes: Any, series: Sequence[LineSeries], names: tuple[str, str], log_x: bool = False
+def draw_line_series(
+    axes: Any, lines: Sequence[LineSeries], names: tuple[str, str], log_x: bool = False
 ) -> None:
     """Lines or points, with ranges over seeds as bands or bars.
 
     Args:
         axes: of matplotlib.
-        series: the lines.
+        lines: to draw.
         names: of the two axes, with units.
         log_x: a logarithmic axis.
     """
     if log_x:
         axes.set_xscale("log")
-    for line in series:
+    for line in lines:
         colour = COLOURS[line.colour % len(COLOURS)]
         style = line.style or STYLES[line.colour // len(COLOURS) % len(STYLES)]
         axes.plot(
@@ -80,7 +80,10 @@ def draw_series(
             markersize=5,
         )
         if line.low and line.points:
-            ends = [numpy.subtract(line.y, line.low), numpy.subtract(line.high, line.y)]
+            # a mean's rounding may put it a little outside
+            ends = numpy.maximum(
+                [numpy.subtract(line.y, line.low), numpy.subtract(line.high, line.y)], 0
+            )
             axes.errorbar(line.x, line.y, ends, color=colour, linestyle="none", capsize=3)
         elif line.low:
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
@@ -91,9 +94,11 @@ def draw_series(
     axes.set_ylabel(names[1])
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    labelled = sum(bool(line.label) for line in series)
-    if 0 < labelled <= MOST_LABELS:
-        axes.legend(frameon=False, fontsize=9 if labelled <= 8 else 7)
+    labelled = sum(bool(line.label) for line in lines)
+    if labelled > MOST_INSIDE:
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    elif labelled:
+        axes.legend(frameon=False, fontsize=9)
 
 
 def _add_notes(axes: Any, line: LineSeries, colour: str) -> None:

@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy
 
 from .runs import TrainingRun
+
+SHAPE = ("layers", "dim")  # of a backbone
 
 
 @dataclass
@@ -113,16 +115,29 @@ def find_baseline(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | Non
 
 def backbone_of(group: RunGroup) -> str:
     """What groups share whose losses can be compared at any step: backbone, data and batches."""
-    settings = group.first.settings
-    keys = ("family", "layers", "dim", "model_config", "data", "context", "batch")
-    return repr([settings.get(key) for key in keys])
+    return _settings_key(group, ("family", "model_config", *SHAPE, "data", "context", "batch"))
+
+
+def _settings_key(group: RunGroup, names: Sequence[str]) -> str:
+    return repr([group.first.settings.get(name) for name in names])
 
 
 def split_by_backbone(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
     """Groups with the same backbone, with a title; the title is empty where all have the same."""
+    return _split_groups(groups, backbone_of)
+
+
+def split_by_shape(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
+    """Groups with the same number of layers and width, with a title."""
+    return _split_groups(groups, lambda group: _settings_key(group, SHAPE))
+
+
+def _split_groups(
+    groups: Sequence[RunGroup], key_of: Callable[[RunGroup], str]
+) -> list[tuple[str, list[RunGroup]]]:
     parts: dict[str, list[RunGroup]] = {}
     for group in groups:
-        parts.setdefault(backbone_of(group), []).append(group)
+        parts.setdefault(key_of(group), []).append(group)
     if len(parts) == 1:
         return [("", list(groups))]
     return [

@@ -52,7 +52,7 @@ class TrainingRun:
     def number(self, name: str) -> float:
         """A number of the result, or of its metrics; NaN where the run has none."""
         value = self.result.get(name, self.result.get("metrics", {}).get(name))
-        return value if isinstance(value, int | float) else math.nan
+        return float(value) if isinstance(value, int | float) else math.nan
 
     @property
     def units_per_step(self) -> tuple[float, str]:

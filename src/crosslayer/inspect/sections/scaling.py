@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from ..figures_training import Bar, LineSeries, draw_bars, draw_series, mark_level
+from ..figures_training import Bar, LineSeries, draw_bars, draw_line_series, mark_level
 from ..run_groups import RunGroup, describe_depth, find_baseline, format_size, has_experts
 from ..training_summary import (
     ScalingSeries,
@@ -17,8 +17,9 @@ from ..training_summary import (
     shared_tasks,
 )
 from .section import Panels
-from .view import TrainingView, finished_groups, series_lines
+from .view import TrainingView, finished_groups, mean_line, series_lines
 
+OTHER_DEPTHS = "other depths"
 SIMILAR_SIZE = 0.15  # the largest relative difference of sizes that are compared as equal
 
 
@@ -62,12 +63,13 @@ def _law_lines(series: ScalingSeries, number: int) -> list[LineSeries]:
 def _draw_sizes(
     axes: Any, lines: Sequence[LineSeries], names: tuple[str, str], level: float = math.nan
 ) -> None:
-    draw_series(axes, lines, names, log_x=True)
-    # at most one tick a size
-    sizes = sorted(
-        {round(math.log(x), 1): x for line in lines if line.points for x in line.x}.items()
-    )
-    axes.set_xticks([size for _, size in sizes], [format_size(size) for _, size in sizes])
+    draw_line_series(axes, lines, names, log_x=True)
+    sizes = sorted({x for line in lines if line.points for x in line.x})
+    ticks: list[float] = []
+    for size in sizes:  # none beside another
+        if not ticks or math.log(size / ticks[-1]) > 0.12 * math.log(sizes[-1] / sizes[0]):
+            ticks.append(size)
+    axes.set_xticks(ticks, [format_size(size) for size in ticks])
     axes.set_xticks([], minor=True)
     if math.isfinite(level):
         mark_level(axes, level)
@@ -117,31 +119,59 @@ def _depth_panels(runs: TrainingRuns) -> Panels:
     groups = [group for group in finished_groups(runs) if not has_experts(group)]
     if len({describe_depth(group) for group in groups}) < 2:
         return []
-    by_size = []
-    labels = list(dict.fromkeys(group.series for group in groups))
-    for number, label in enumerate(labels):
+    by_size: list[LineSeries] = []
+    by_depth: list[LineSeries] = []
+    for number, label in enumerate(dict.fromkeys(group.series for group in groups)):
         members = [group for group in groups if group.series == label]
-        depths = [describe_depth(group) for group in members]
-        common = [g for g, depth in zip(members, depths, strict=True) if depths.count(depth) > 1]
-        others = [group for group in members if group not in common]
-        for part, style, kind in ((common, "-", "one depth"), (others, "--", "other depths")):
-            for line in series_lines(
-                part, lambda group: group.mean("parameters"), "valid_loss", describe_depth
-            ):
-                line.colour, line.style = number, style
-                line.label = f"{label}, {kind}" if common and others else label
-                by_size.append(line)
-    by_depth = series_lines(
-        groups,
-        lambda group: group.first.settings.get("layers", math.nan),
-        "valid_loss",
-        lambda group: format_size(group.mean("parameters")),
-    )
+        for lines, parts, x_of in (
+            (by_size, _split_by_depth(members), _size_of),
+            (by_depth, _split_by_size(members), _depth_of),
+        ):
+            for (title, part), style in zip(parts.items(), ("-", "--", ":", "-."), strict=False):
+                part.sort(key=x_of)
+                line = mean_line(part, number, [x_of(group) for group in part], "valid_loss")
+                line.label, line.style = f"{label}, {title}", style
+                if title == OTHER_DEPTHS:
+                    line.notes = [f"{_depth_of(group):g}" for group in part]
+                lines.append(line)
     loss = "validation loss (nats)"
     return [
         ("against size", partial(_draw_sizes, lines=by_size, names=("parameters", loss))),
-        ("against depth", partial(draw_series, series=by_depth, names=("layers", loss))),
+        ("against depth", partial(draw_line_series, lines=by_depth, names=("layers", loss))),
     ]
+
+
+def _size_of(group: RunGroup) -> float:
+    return group.mean("parameters")
+
+
+def _depth_of(group: RunGroup) -> float:
+    return group.first.settings.get("layers", math.nan)
+
+
+def _split_by_depth(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
+    """Groups of each depth that several have, and all others together."""
+    parts: dict[str, list[RunGroup]] = {}
+    for group in members:
+        parts.setdefault(describe_depth(group), []).append(group)
+    alone = {title for title, part in parts.items() if len(part) == 1}
+    others = [group for group in members if describe_depth(group) in alone]
+    common = {title: part for title, part in parts.items() if title not in alone}
+    return common | ({OTHER_DEPTHS: others} if others else {})
+
+
+def _split_by_size(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
+    """Groups of similar sizes; all together where no two of them have similar sizes."""
+    parts: list[list[RunGroup]] = []
+    for group in sorted(members, key=_size_of):
+        if parts and _size_of(group) <= (1 + SIMILAR_SIZE) * _size_of(parts[-1][0]):
+            parts[-1].append(group)
+        else:
+            parts.append([group])
+    similar = [part for part in parts if len(part) > 1]
+    if not similar:
+        return {"all sizes": list(members)}
+    return {f"about {format_size(_size_of(part[0]))}": part for part in similar}
 
 
 def _expert_panels(runs: TrainingRuns) -> Panels:
@@ -196,8 +226,8 @@ VIEWS = [
     TrainingView(
         "depths",
         "Loss against depth",
-        "Solid lines join models with the same number of layers, dashed ones the others. MUDD, "
-        "Figure 4.",
+        "Left: lines of models with the same number of layers; the others, with their numbers of "
+        "layers, are joined too. Right: models of about the same size. MUDD, Figure 4.",
         "finished runs with different numbers of layers",
         _depth_panels,
     ),

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from ...spec import default_options, make
-from ..figures_training import LineSeries, draw_series, mark_level
-from ..run_groups import RunGroup, describe_depth, find_baseline, split_by_backbone
+from ..figures_training import LineSeries, draw_line_series
+from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline
 from ..training_summary import TrainingRuns
 from .section import Panels
-from .view import TrainingView, finished_groups, loss_measure, series_lines
+from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines
 
+# a number of the result, a title, and the name of an axis
 SPEEDS = (
-    ("tokens_per_second", "training speed"),
-    ("inference_speed", "inference speed"),
+    ("tokens_per_second", "training speed", "training, tokens (images) per second"),
+    ("inference_speed", "inference speed", "inference, examples per second"),
 )
 
 
@@ -26,7 +26,7 @@ def _speed_panels(runs: TrainingRuns) -> Panels:
     baseline = next((g for g in groups if g.first.connection == "prenorm"), groups[0])
     depths = {describe_depth(group) for group in groups}
     panels: Panels = []
-    for speed, name in SPEEDS:
+    for speed, name, _ in SPEEDS:
         unit = baseline.mean(speed)
         known = [group for group in groups if math.isfinite(group.mean(speed))]
         if len(known) < 2 or not unit > 0:
@@ -35,9 +35,11 @@ def _speed_panels(runs: TrainingRuns) -> Panels:
             known,
             lambda group, speed=speed, unit=unit: group.mean(speed) / unit,  # type: ignore[misc]
             key,
-            lambda group: describe_depth(group) if len(depths) > 1 else "",
+            lambda group: describe_depth(group).split()[0] if len(depths) > 1 else "",
         )
-        draw = partial(draw_series, series=lines, names=(f"{name}, {baseline.label} = 1", y_name))
+        draw = partial(
+            draw_line_series, lines=lines, names=(f"{name}, {baseline.label} = 1", y_name)
+        )
         panels.append((name, draw))
     return panels
 
@@ -58,73 +60,69 @@ def _numeric_options(group: RunGroup) -> dict[str, float]:
 
 def _option_panels(runs: TrainingRuns) -> Panels:
     """Loss and speeds against each option of a method in which groups of one backbone differ."""
+    groups = finished_groups(runs)
+    options = {group.label: _numeric_options(group) for group in groups}
+    methods: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        methods.setdefault(group.first.connection.partition("(")[0], []).append(group)
     panels: Panels = []
-    for title, part in split_by_backbone(finished_groups(runs)):
-        methods = dict.fromkeys(group.first.connection.partition("(")[0] for group in part)
-        for method in methods:
-            members = [g for g in part if g.first.connection.partition("(")[0] == method]
-            options = {group.label: _numeric_options(group) for group in members}
-            for name in options[members[0].label]:
-                if len({of_group.get(name) for of_group in options.values()}) > 1:
-                    panels += _panels_of_option(part, members, options, name, title)
+    for members in methods.values():
+        for name in options[members[0].label]:
+            rows = _split_by_other_options(members, options, name)
+            if rows:
+                panels += _panels_of_option(groups, rows, options, name)
     return panels
+
+
+def _split_by_other_options(
+    members: Sequence[RunGroup], options: dict[str, dict[str, float]], name: str
+) -> dict[str, list[RunGroup]]:
+    """Groups with several values of an option, by what else describes them.
+
+    This is their depth and those other options that differ between any of them.
+    """
+    others = {
+        key
+        for key in options[members[0].label]
+        if key != name and len({options[group.label].get(key) for group in members}) > 1
+    }
+    gathered: dict[tuple[str, str], list[RunGroup]] = {}
+    for group in members:
+        words = [f"{key}={options[group.label].get(key)}" for key in sorted(others)]
+        label = ", ".join([describe_depth(group), *words])
+        gathered.setdefault((backbone_of(group), label), []).append(group)
+    return {
+        label: sorted(row, key=lambda group: options[group.label][name])
+        for (_, label), row in gathered.items()
+        if len({options[group.label][name] for group in row}) > 1
+    }
 
 
 def _panels_of_option(
-    part: Sequence[RunGroup],
-    members: Sequence[RunGroup],
+    groups: Sequence[RunGroup],
+    rows: dict[str, list[RunGroup]],
     options: dict[str, dict[str, float]],
     name: str,
-    title: str,
 ) -> Panels:
-    """A line for each choice of the other options that comes with several values of this one."""
-    key, y_name = loss_measure(part)
-    gathered: dict[str, list[RunGroup]] = {}
-    for group in members:
-        others = {key: value for key, value in options[group.label].items() if key != name}
-        gathered.setdefault(repr(others), []).append(group)
-    rows = [groups for groups in gathered.values() if len(groups) > 1]
-    baseline = find_baseline(part, members[0])
+    key, y_name = loss_measure(groups)
     panels: Panels = []
-    for measure, measure_name in ((key, y_name), *SPEEDS):
-        lines: list[LineSeries] = []
-        for number, groups in enumerate(rows):
-            known = [group for group in groups if group.values(measure)]
-            known.sort(key=lambda group: options[group.label][name])
-            lines.append(
-                LineSeries(
-                    label=_shared_label(known),
-                    colour=number,
-                    x=[options[group.label][name] for group in known],
-                    y=[group.mean(measure) for group in known],
-                    low=[min(group.values(measure)) for group in known],
-                    high=[max(group.values(measure)) for group in known],
-                    points=True,
-                )
-            )
-        if any(line.x for line in lines):
-            unit = {"inference_speed": " (examples/s)", "tokens_per_second": " (per second)"}
-            draw = partial(
-                _draw_with_baseline,
-                lines=lines,
-                names=(name, measure_name + unit.get(measure, "")),
-                level=baseline.mean(measure) if baseline else math.nan,
-            )
-            panels.append((f"{title}; {measure_name}" if title else measure_name, draw))
+    for measure, title, axis in ((key, y_name, y_name), *SPEEDS):
+        lines = []
+        for number, (label, row) in enumerate(rows.items()):
+            known = [group for group in row if group.values(measure)]
+            if not known:
+                continue
+            x = [options[group.label][name] for group in known]
+            lines.append(mean_line(known, number, x, measure))
+            lines[-1].label = label
+            baseline = find_baseline(groups, row[0])
+            if baseline is not None and baseline.values(measure):
+                level = [baseline.mean(measure)] * 2
+                lines.append(LineSeries("", number, [x[0], x[-1]], level, style="--"))
+        if lines:
+            draw = partial(draw_line_series, lines=lines, names=(name, axis))
+            panels.append((f"{title} and {name}", draw))
     return panels
-
-
-def _shared_label(groups: Sequence[RunGroup]) -> str:
-    return " / ".join(group.label for group in groups[:3]) + (" / …" if len(groups) > 3 else "")
-
-
-def _draw_with_baseline(
-    axes: Any, lines: Sequence[LineSeries], names: tuple[str, str], level: float
-) -> None:
-    draw_series(axes, lines, names)
-    if math.isfinite(level):
-        mark_level(axes, level)
-        axes.annotate("pre-norm", (1, level), xycoords=("axes fraction", "data"), ha="right")
 
 
 VIEWS = [
@@ -132,7 +130,8 @@ VIEWS = [
         "speeds",
         "Loss against speed",
         "Left: training; right: inference, the fastest evaluation. Both relative to pre-norm; "
-        "right and below is better. Lines join groups of one method. DenseFormer, Figures 3, 4a, "
+        "right and below is better. Lines join groups of one method, with their numbers of "
+        "layers. DenseFormer, Figures 3, 4a, "
         "4b and 14; MUDD, Figure 9.",
         "two finished runs",
         _speed_panels,
@@ -141,7 +140,7 @@ VIEWS = [
         "options",
         "Loss and speed against an option",
         "For each option of a method in which runs of one backbone differ, like dilation and "
-        "period. The dashed line is pre-norm. DenseFormer, Figures 11 and 12.",
+        "period. Dashed lines are pre-norm. DenseFormer, Figures 11 and 12.",
         "finished runs of one method that differ in one numeric option",
         _option_panels,
     ),

@@ -4,15 +4,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..figures_training import Bar, LineSeries, draw_bars, draw_series, focus_on_end, mark_level
-from ..run_groups import MeanCurve, RunGroup, average_curves, find_baseline, split_by_backbone
+from ..figures_training import (
+    Bar,
+    LineSeries,
+    draw_bars,
+    draw_line_series,
+    focus_on_end,
+    mark_level,
+)
+from ..run_groups import (
+    MeanCurve,
+    RunGroup,
+    average_curves,
+    find_baseline,
+    split_by_backbone,
+    split_by_shape,
+)
 from ..runs import TrainingRun
 from ..training import Points, cost_to_loss, find_spikes, loss_at_cost
 from ..training_summary import TrainingRuns, loss_curves, measure_speedups, smooth_runs
 from .section import Panels
 from .view import TrainingView
 
-NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1, ""))
+NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
+MOST_CURVES = 8  # in a panel of all groups
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -29,7 +44,7 @@ def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
         amount * max(_last_step(run) for run in group.runs)
         for group, (amount, _) in zip(groups, counted, strict=True)
     )
-    scale, name = next((pair for pair in NUMBER_NAMES if longest >= 2 * pair[0]), (1, ""))
+    scale, name = next((pair for pair in NUMBER_NAMES if longest >= pair[0]), (1, ""))
     return [amount / scale for amount, _ in counted], f"{name}{units.pop()}"
 
 
@@ -52,7 +67,7 @@ def _mean_line(group: RunGroup, number: int, curve: MeanCurve, per_step: float) 
 
 
 def _draw_curves(axes: Any, lines: Sequence[LineSeries], names: tuple[str, str]) -> None:
-    draw_series(axes, lines, names)
+    draw_line_series(axes, lines, names)
     focus_on_end(axes, lines)
 
 
@@ -60,22 +75,37 @@ def _loss_panels(runs: TrainingRuns) -> Panels:
     groups = [group for group in runs.groups if any(run.curve.steps for run in group.runs)]
     if not groups:
         return []
-    per_step, axis = _count_axis(groups)
-    lines = []
-    smoothed = smooth_runs(groups, runs.decay)
-    for number, (group, curves) in enumerate(zip(groups, smoothed, strict=True)):
-        line = _mean_line(group, number, average_curves(curves), per_step[number])
-        for run in group.runs:
-            for place in find_spikes(run.curve.losses):
-                step = run.curve.steps[place]
-                height = loss_at_cost(line.x, line.y, step * per_step[number])
-                if height is not None:
-                    line.marks = [*line.marks, (step * per_step[number], height)]
-        if line.marks:
-            line.label += f" ({len(line.marks)} spike{'s' * (len(line.marks) > 1)})"
-        lines.append(line)
+    parts = [("training loss", groups)]
+    if len(groups) > MOST_CURVES:
+        parts = split_by_shape(groups)
     name = f"training loss, running mean ({runs.decay:g})"
-    return [("training loss", partial(_draw_curves, lines=lines, names=(axis, name)))]
+    panels: Panels = []
+    for title, part in parts:
+        per_step, axis = _count_axis(part)
+        lines = [
+            _line_with_spikes(group, number, average_curves(curves), per_step[number])
+            for number, (group, curves) in enumerate(
+                zip(part, smooth_runs(part, runs.decay), strict=True)
+            )
+        ]
+        panels.append((title, partial(_draw_curves, lines=lines, names=(axis, name))))
+    return panels
+
+
+def _line_with_spikes(
+    group: RunGroup, number: int, curve: MeanCurve, per_step: float
+) -> LineSeries:
+    line = _mean_line(group, number, curve, per_step)
+    marks = []
+    for run in group.runs:
+        for place in find_spikes(run.curve.losses):
+            step = run.curve.steps[place] * per_step
+            height = loss_at_cost(line.x, line.y, step)
+            marks.append((step, height))
+    line.marks = [(step, height) for step, height in marks if height is not None]
+    if marks:
+        line.label += f" ({len(marks)} spike{'s' if len(marks) > 1 else ''})"
+    return line
 
 
 def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
@@ -100,7 +130,7 @@ def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
                 line = _mean_line(group, number, curve, per_step[number])
                 line.points = len(curve.x) <= 30
                 lines.append(line)
-        draw = _draw_curves if kind == "valid" else draw_series
+        draw = _draw_curves if kind == "valid" else draw_line_series
         panels.append((name, partial(draw, lines=lines, names=(axis, y_name))))
     return panels
 
@@ -134,8 +164,7 @@ def _speedup_panels(runs: TrainingRuns) -> Panels:
                 line.label += f": {speedups[group.label]:.2f} ×"
                 place = cost_to_loss(line.x, line.y, level)
                 line.marks = [] if place is None else [(place, level)]
-                bar_label = f"{group.label}\n{title}" if title else group.label
-                bars.append(Bar(bar_label, number, speedups[group.label]))
+                bars.append(Bar(group.label, number, speedups[group.label]))
             lines.append(line)
         draw = partial(_draw_with_level, lines=lines, names=(axis, name), level=level)
         panels.append((title or f"loss of {baseline.label} reached", draw))
@@ -160,7 +189,7 @@ def _draw_with_level(
 
 def _time_panels(runs: TrainingRuns) -> Panels:
     panels: Panels = []
-    for title, part in split_by_backbone(runs.groups):
+    for title, part in split_by_shape(runs.groups):
         name, curves = loss_curves(part, runs.decay)
         lines = []
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):

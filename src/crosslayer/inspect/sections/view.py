@@ -55,16 +55,24 @@ def series_lines(
         members = [group for group in members if math.isfinite(x_of(group))]
         members.sort(key=x_of)
         if members:
-            lines.append(
-                LineSeries(
-                    label=label,
-                    colour=number,
-                    x=[x_of(group) for group in members],
-                    y=[group.mean(y_name) for group in members],
-                    low=[min(group.values(y_name)) for group in members],
-                    high=[max(group.values(y_name)) for group in members],
-                    notes=[note_of(group) for group in members],
-                    points=True,
-                )
-            )
+            line = mean_line(members, number, [x_of(group) for group in members], y_name)
+            line.label = label
+            line.notes = [note_of(group) for group in members]
+            lines.append(line)
     return lines
+
+
+def mean_line(
+    groups: Sequence[RunGroup], number: int, x: Sequence[float], measure: str
+) -> LineSeries:
+    """Marked points of a measure of groups, with the range over seeds where there are several."""
+    several = any(len(group.runs) > 1 for group in groups)
+    return LineSeries(
+        label="",
+        colour=number,
+        x=x,
+        y=[group.mean(measure) for group in groups],
+        low=[min(group.values(measure)) for group in groups] if several else (),
+        high=[max(group.values(measure)) for group in groups] if several else (),
+        points=True,
+    )
