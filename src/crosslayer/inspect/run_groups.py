@@ -210,5 +210,9 @@ def average_curves(curves: Sequence[Sequence[tuple[float, float]]]) -> MeanCurve
     end = min(curve[-1][0] for curve in known)
     fewest = min(known, key=len)
     x = [place for place, _ in fewest if start <= place <= end]
-    values = numpy.array([numpy.interp(x, *zip(*curve, strict=True)) for curve in known])
+    rows = []
+    for curve in known:
+        places, heights = [place for place, _ in curve], [height for _, height in curve]
+        rows.append(numpy.interp(x, places, heights))
+    values = numpy.array(rows)
     return MeanCurve(x, values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist())

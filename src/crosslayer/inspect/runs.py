@@ -117,7 +117,7 @@ def _read_single_run(folder: Path) -> TrainingRun:
     indices = sorted(folder.glob(f"step-*/{CHECKPOINT_INDEX}"))
     if indices:
         identity = read_json(indices[-1], dict).get("identity", {})
-    row = {key: identity.get(key) for key in ("connection", "seed") if key in identity}
+    row: dict[str, Any] = {key: identity[key] for key in ("connection", "seed") if key in identity}
     run = _make_run(folder, row, identity, "not finished", path)
     run.result = {}
     return run

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy
 
@@ -122,14 +122,16 @@ def read_training_curve(folder: Path) -> TrainingCurve:
             if name and _is_number(value) and kind in ("loss", "accuracy"):
                 points = curve.valid if kind == "loss" else curve.accuracies
                 points.setdefault(name, []).append((step, value))
-    for points in ([(step, 0.0) for step in curve.steps], *curve.valid.values()):
-        for (before, _), (step, _) in itertools.pairwise(points):
+    steps_of_kinds = [curve.steps]
+    steps_of_kinds += [[step for step, _ in points] for points in curve.valid.values()]
+    for steps in steps_of_kinds:
+        for before, step in itertools.pairwise(steps):
             if step <= before:
                 raise ValueError(f"{path}: step {step} comes after step {before} (damaged?)")
     return curve
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

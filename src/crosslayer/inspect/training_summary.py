@@ -116,7 +116,7 @@ def smooth_runs(groups: Sequence[RunGroup], decay: float) -> list[list[list[tupl
     interval = max((_log_interval(run) for group in groups for run in group.runs), default=1)
     curves = []
     for group in groups:
-        of_group = []
+        of_group: list[list[tuple[float, float]]] = []
         for run in group.runs:
             curve = run.curve
             smoothed = smooth_losses(curve.losses, decay, curve.steps, interval)
