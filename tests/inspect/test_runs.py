@@ -139,6 +139,7 @@ def test_experts_options_and_tasks_have_views(tmp_path):
         "4×1": {"connection": "denseformer(dilation=4)"},
         "4×5": {"connection": "denseformer(dilation=4, period=5)"},
         "1×1": {"connection": "denseformer"},
+        "last": {"connection": "denseformer(period='last')"},  # no number
     }
     folder = write_comparison(tmp_path / "many", arms)
     for run in (folder / RUNS_FOLDER).iterdir():
@@ -171,6 +172,23 @@ def test_metrics_alone_and_one_run_alone_are_enough(tmp_path):
     groups = read_groups(tmp_path / "run", tmp_path / "faster")
     # nothing says which is pre-norm: the first is the baseline
     assert measure_speedups(groups, 0.99) == {"faster (not finished)": pytest.approx(2, abs=0.02)}
+
+
+def test_runs_without_a_result_are_apart(comparison, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(comparison, copy)
+    content = json.loads((copy / "results.json").read_text())
+    *content["runs"], unfinished = content["runs"]
+    first = content["runs"].pop(0)
+    content["diverged"] = [{"arm": first["arm"], "seed": 0, "step": 900, "loss": "nan"}]
+    (copy / "results.json").write_text(json.dumps(content))
+    labels = [(group.label, [run.seed for run in group.runs]) for group in read_groups(copy)]
+    assert labels == [
+        ("Transformer (diverged)", [0]),
+        ("Transformer", [1, 2]),
+        ("DHC×4", [0, 1]),
+        (f"{unfinished['arm']} (not finished)", [2]),
+    ]
 
 
 def test_results_alone_are_enough(comparison, tmp_path):

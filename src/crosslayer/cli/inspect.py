@@ -90,6 +90,8 @@ def run(options: Any) -> int:
     setup = ""
     if sections and models:
         check_exists(options.data)
+    if sections and len(models) < len(options.models):
+        console.print("Runs without a model have views of training alone.")
     with lock_folder(folder):
         if sections and models:
             inspections, setup = _inspect_models(options, models, sections, console)

@@ -62,22 +62,22 @@ def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
 
 def _distinct_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
     """Names, with their sizes, seeds or folders where several groups have the same name."""
-    describe = [
+    describe: list[Callable[[TrainingRun], str]] = [
         lambda run: run.name,
         lambda run: f"{run.name} {format_size(run.number('parameters'))}",
-        lambda run: f"{run.name}, seed {run.seed}",
+        lambda run: run.name if run.seed is None else f"{run.name}, seed {run.seed}",
         lambda run: f"{run.name} in {run.folder.parent.name}/{run.folder.name}",
         lambda run: f"{run.name} in {run.folder}",
     ]
     labels = []
     for group in groups:
+        run = group[0]
         others = [other[0] for other in groups if other is not group]
         for name in describe:
-            label = name(group[0])
-            if label not in [name(other) for other in others]:
+            label = name(run)
+            if (label, run.status) not in [(name(other), other.status) for other in others]:
                 break
-        status = group[0].status
-        labels.append(f"{label} ({status})" if status else label)
+        labels.append(f"{label} ({run.status})" if run.status else label)
     return labels
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from ...spec import default_options, make
 from ..figures_training import LineSeries, draw_line_series
@@ -44,24 +45,23 @@ def _speed_panels(runs: TrainingRuns) -> Panels:
     return panels
 
 
-def _numeric_options(group: RunGroup) -> dict[str, float]:
-    """The connection's options that are numbers, defaults included; none of an unknown one."""
+def _connection_options(group: RunGroup) -> dict[str, Any]:
+    """The connection's options, defaults included; none of an unknown one."""
     try:
         spec = make(group.first.connection)
     except ValueError:
         return {}
-    options = default_options(spec.method) | spec.options
-    return {
-        name: value
-        for name, value in options.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    return default_options(spec.method) | spec.options
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _option_panels(runs: TrainingRuns) -> Panels:
     """Loss and speeds against each option of a method in which groups of one backbone differ."""
     groups = finished_groups(runs)
-    options = {group.label: _numeric_options(group) for group in groups}
+    options = {group.label: _connection_options(group) for group in groups}
     methods: dict[str, list[RunGroup]] = {}
     for group in groups:
         methods.setdefault(group.first.connection.partition("(")[0], []).append(group)
@@ -75,21 +75,25 @@ def _option_panels(runs: TrainingRuns) -> Panels:
 
 
 def _split_by_other_options(
-    members: Sequence[RunGroup], options: dict[str, dict[str, float]], name: str
+    members: Sequence[RunGroup], options: dict[str, dict[str, Any]], name: str
 ) -> dict[str, list[RunGroup]]:
-    """Groups with several values of an option, by what else describes them.
+    """Groups with several numbers for an option, by what else describes them.
 
     This is their depth and those other options that differ between any of them.
     """
+    members = [group for group in members if _is_number(options[group.label].get(name))]
+    if not members:
+        return {}
     others = {
         key
         for key in options[members[0].label]
-        if key != name and len({options[group.label].get(key) for group in members}) > 1
+        if key != name and len({repr(options[group.label].get(key)) for group in members}) > 1
     }
     gathered: dict[tuple[str, str], list[RunGroup]] = {}
     for group in members:
         words = [f"{key}={options[group.label].get(key)}" for key in sorted(others)]
-        label = ", ".join([describe_depth(group), *words])
+        width = group.first.settings.get("dim", "?")
+        label = ", ".join([f"{describe_depth(group)} of {width}", *words])
         gathered.setdefault((backbone_of(group), label), []).append(group)
     return {
         label: sorted(row, key=lambda group: options[group.label][name])
@@ -101,7 +105,7 @@ def _split_by_other_options(
 def _panels_of_option(
     groups: Sequence[RunGroup],
     rows: dict[str, list[RunGroup]],
-    options: dict[str, dict[str, float]],
+    options: dict[str, dict[str, Any]],
     name: str,
 ) -> Panels:
     key, y_name = loss_measure(groups)
