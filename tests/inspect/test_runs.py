@@ -8,7 +8,7 @@ import pytest
 
 from crosslayer.cli.main import main
 from crosslayer.inspect.run_groups import group_runs
-from crosslayer.inspect.runs import read_runs
+from crosslayer.inspect.runs import is_run_folder, read_runs
 from crosslayer.inspect.sections import TRAINING_VIEWS
 from crosslayer.inspect.training_summary import (
     TrainingRuns,
@@ -213,6 +213,19 @@ def test_damaged_metrics_are_one_line(name, tmp_path):
     (tmp_path / METRICS_FILE).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_runs(tmp_path)
+
+
+def test_results_of_eval_make_no_comparison(tmp_path):
+    results = json.dumps({"tasks": {"results": {"sciq": {"acc_norm,none": 0.5}}}})
+    run, model = tmp_path / "run", tmp_path / "model"
+    write_metrics(run)
+    (run / "results.json").write_text(results)
+    (only,) = read_runs(run)
+    assert only.tasks == {"sciq": [(1000, 0.5)]}
+    model.mkdir()
+    for name in ("results.json", "config.json"):
+        (model / name).write_text(results)
+    assert not is_run_folder(model)
 
 
 def test_damaged_results_are_one_line(tmp_path, comparison):

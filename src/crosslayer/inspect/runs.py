@@ -21,6 +21,7 @@ from ..run_folders import (
 from .training import Points, TrainingCurve, read_training_curve
 
 CHECKPOINT_INDEX = "checkpoint.json"
+MODEL_CONFIG = "config.json"
 
 
 @dataclass
@@ -84,9 +85,18 @@ class TrainingRun:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is that of a run or of a comparison."""
-    files = (METRICS_FILE, RESULT_FILE, RESULTS_FILE)
-    return any((folder / name).is_file() for name in files) or (folder / RUNS_FOLDER).is_dir()
+    """Whether a folder is that of a run or of a comparison, and no model's."""
+    if (folder / MODEL_CONFIG).is_file():
+        return False
+    return _is_single_run(folder) or _is_comparison(folder)
+
+
+def _is_single_run(folder: Path) -> bool:
+    return (folder / METRICS_FILE).is_file() or (folder / RESULT_FILE).is_file()
+
+
+def _is_comparison(folder: Path) -> bool:
+    return (folder / RESULTS_FILE).is_file() or (folder / RUNS_FOLDER).is_dir()
 
 
 def read_runs(folder: Path) -> list[TrainingRun]:
@@ -95,15 +105,14 @@ def read_runs(folder: Path) -> list[TrainingRun]:
     Raises:
         ValueError: the folder is neither, or a file in it is damaged.
     """
-    results = folder / RESULTS_FILE
-    if results.is_file() or (folder / RUNS_FOLDER).is_dir():
-        return _read_comparison(folder)
-    if not is_run_folder(folder):
+    if _is_single_run(folder):
+        return [_read_single_run(folder)]
+    if not _is_comparison(folder):
         raise ValueError(
             f"{folder}: neither a run's folder, with {METRICS_FILE}, nor a comparison's, with "
             f"{RESULTS_FILE}"
         )
-    return [_read_single_run(folder)]
+    return _read_comparison(folder)
 
 
 def _read_single_run(folder: Path) -> TrainingRun:
@@ -161,6 +170,8 @@ def _make_run(
     valid, metrics = row.get("valid", {}), row.get("metrics", {})
     if not all(isinstance(value, dict) for value in (settings, valid, metrics)):
         raise ValueError(f"{source}: not the results of a run (damaged?)")
+    if not isinstance(row.get("seed"), int | None):
+        raise ValueError(f"{source}: the seed is {row['seed']!r} (damaged?)")
     wanted = {"steps": int, "batch": int, "context": int, "layers": int, "model_config": dict}
     for name, kind in wanted.items():
         if not isinstance(settings.get(name, kind()), kind):
@@ -197,12 +208,12 @@ def _last_step(curve: TrainingCurve, settings: dict[str, Any]) -> int:
 def read_task_accuracies(folder: Path, last_step: int) -> dict[str, Points]:
     """Accuracies of tasks, from what `crosslayer eval --out` wrote to folders within a run's.
 
-    Its step is the number after the last "step" in the path of the evaluated model, or else in that
-    of the results: `RUN/eval/step-1000/results.json`.
+    Its step is the number after "step" in the name of the evaluated model, or else the last one in
+    the path of the results: `RUN/eval/step-1000/results.json`.
 
     Args:
         folder: of the run.
-        last_step: of a model in whose path there is no step: the run's last one.
+        last_step: of an evaluation that names no step: the run's last one.
 
     Returns:
         (step, accuracy) of each task, by step.
@@ -211,15 +222,14 @@ def read_task_accuracies(folder: Path, last_step: int) -> dict[str, Points]:
         ValueError: a file is damaged.
     """
     tasks: dict[str, dict[int, float]] = {}
-    for path in sorted(folder.glob(f"*/{RESULTS_FILE}")) + sorted(
-        folder.glob(f"*/*/{RESULTS_FILE}")
-    ):
+    places = (RESULTS_FILE, f"*/{RESULTS_FILE}", f"*/*/{RESULTS_FILE}")
+    for path in [path for place in places for path in sorted(folder.glob(place))]:
         content = read_json(path, dict)
         of_tasks = content.get("tasks", {})
         if not isinstance(of_tasks, dict) or not isinstance(of_tasks.get("results", {}), dict):
             raise ValueError(f"{path}: not the results of crosslayer eval (damaged?)")
-        places = (str(content.get("model", "")), str(path.relative_to(folder)))
-        found = [re.findall(r"step\D?(\d+)", place) for place in places]
+        named = (Path(str(content.get("model", ""))).name, str(path.relative_to(folder)))
+        found = [re.findall(r"step\D?(\d+)", name) for name in named]
         step = next((int(numbers[-1]) for numbers in found if numbers), last_step)
         for task, metrics in of_tasks.get("results", {}).items():
             accuracy = _accuracy_of(metrics)
