@@ -43,7 +43,7 @@ class LineSeries:
 
 
 @dataclass
-class Bar:
+class ValueBar:
     """One bar of a figure: its value, its colour's number, and the ends of its interval."""
 
     label: str
@@ -137,7 +137,9 @@ def mark_level(axes: Any, level: float, vertical: bool = False) -> None:
     line(level, color="#666666", linestyle="--", linewidth=1, zorder=0)
 
 
-def draw_bars(axes: Any, bars: Sequence[Bar], name: str, form: str, start: float = 0.0) -> None:
+def draw_bars(
+    axes: Any, bars: Sequence[ValueBar], name: str, form: str, start: float = 0.0
+) -> None:
     """Bars with their values, and their intervals where they have them.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from ..figures_training import Bar, LineSeries, draw_bars, draw_line_series, mark_level
+from ..figures_training import ValueBar, LineSeries, draw_bars, draw_line_series, mark_level
 from ..run_groups import RunGroup, describe_depth, find_baseline, format_size, has_experts
 from ..training_summary import (
     ScalingSeries,
@@ -36,7 +36,7 @@ def _size_panels(runs: TrainingRuns) -> Panels:
         *_gap_panels(scaling),
     ]
     bars = [
-        Bar(one.label, number, one.multiplier.value, one.multiplier.low, one.multiplier.high)
+        ValueBar(one.label, number, one.multiplier.value, one.multiplier.low, one.multiplier.high)
         for number, one in enumerate(scaling)
         if one.multiplier is not None
     ]
@@ -190,7 +190,9 @@ def _expert_panels(runs: TrainingRuns) -> Panels:
                 label += f", ΔL {sum(gaps) / len(gaps):+.4f}"
             losses = group.values("valid_loss")
             ends = (min(losses), max(losses)) if len(losses) > 1 else (math.nan, math.nan)
-            bars.append(Bar(label, 0 if not with_experts else 1, group.mean("valid_loss"), *ends))
+            bars.append(
+                ValueBar(label, 0 if not with_experts else 1, group.mean("valid_loss"), *ends)
+            )
     values = [bar.value for bar in bars]
     start = min(values) - 0.5 * (max(values) - min(values))  # the differences are small
     draw = partial(draw_bars, bars=bars, name="validation loss (nats)", form=".4f", start=start)

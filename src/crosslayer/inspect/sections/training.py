@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from ..figures_training import (
-    Bar,
+    ValueBar,
     LineSeries,
     draw_bars,
     draw_line_series,
@@ -164,7 +164,7 @@ def _speedup_panels(runs: TrainingRuns) -> Panels:
                 line.label += f": {speedups[group.label]:.2f} ×"
                 place = cost_to_loss(line.x, line.y, level)
                 line.marks = [] if place is None else [(place, level)]
-                bars.append(Bar(group.label, number, speedups[group.label]))
+                bars.append(ValueBar(group.label, number, speedups[group.label]))
             lines.append(line)
         draw = partial(_draw_with_level, lines=lines, names=(axis, name), level=level)
         panels.append((title or f"loss of {baseline.label} reached", draw))
