@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from ..figures_training import ValueBar, LineSeries, draw_bars, draw_line_series, mark_level
+from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
 from ..run_groups import RunGroup, describe_depth, find_baseline, format_size, has_experts
 from ..training_summary import (
     ScalingSeries,

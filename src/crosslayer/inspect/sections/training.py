@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from ..figures_training import (
-    ValueBar,
     LineSeries,
+    ValueBar,
     draw_bars,
     draw_line_series,
     focus_on_end,
