@@ -11,6 +11,7 @@ from .figures import COLOURS
 
 STYLES = ("-", "--", ":", "-.")  # for more lines than colours
 MOST_INSIDE = 6  # labels of a legend within the axes
+MOST_LABELS = 24  # of one beside them; more leave no room for the figure
 
 
 @dataclass
@@ -95,9 +96,9 @@ def draw_line_series(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     labelled = sum(bool(line.label) for line in lines)
-    if labelled > MOST_INSIDE:
+    if MOST_INSIDE < labelled <= MOST_LABELS:
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    elif labelled:
+    elif 0 < labelled <= MOST_INSIDE:
         axes.legend(frameon=False, fontsize=9)
 
 
@@ -116,7 +117,7 @@ def _add_notes(axes: Any, line: LineSeries, colour: str) -> None:
         )
 
 
-def focus_on_end(axes: Any, series: Sequence[LineSeries], share: float = 0.1) -> None:
+def focus_on_end(axes: Any, series: Sequence[LineSeries], share: float = 0.15) -> None:
     """Cut off the steep beginning of falling curves: the y axis ends where they are at a share of
     the x axis.
     """

@@ -71,16 +71,18 @@ def _draw_curves(axes: Any, lines: Sequence[LineSeries], names: tuple[str, str])
     focus_on_end(axes, lines)
 
 
+def _parts_to_draw(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
+    """All groups in one panel, or those of each shape where they are many."""
+    return split_by_shape(groups) if len(groups) > MOST_CURVES else [("", list(groups))]
+
+
 def _loss_panels(runs: TrainingRuns) -> Panels:
     groups = [group for group in runs.groups if any(run.curve.steps for run in group.runs)]
     if not groups:
         return []
-    parts = [("training loss", groups)]
-    if len(groups) > MOST_CURVES:
-        parts = split_by_shape(groups)
     name = f"training loss, running mean ({runs.decay:g})"
     panels: Panels = []
-    for title, part in parts:
+    for title, part in _parts_to_draw(groups):
         per_step, axis = _count_axis(part)
         lines = [
             _line_with_spikes(group, number, average_curves(curves), per_step[number])
@@ -88,7 +90,8 @@ def _loss_panels(runs: TrainingRuns) -> Panels:
                 zip(part, smooth_runs(part, runs.decay), strict=True)
             )
         ]
-        panels.append((title, partial(_draw_curves, lines=lines, names=(axis, name))))
+        panel = partial(_draw_curves, lines=lines, names=(axis, name))
+        panels.append((title or "training loss", panel))
     return panels
 
 
@@ -118,20 +121,21 @@ def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
     for group in groups:
         for run in group.runs:
             names |= dict.fromkeys(points_of(run))
-    if not names:
-        return []
-    per_step, axis = _count_axis(groups)
     panels: Panels = []
-    for name in names:
-        lines = []
-        for number, group in enumerate(groups):
-            curve = average_curves([points_of(run).get(name, []) for run in group.runs])
-            if curve.x:
-                line = _mean_line(group, number, curve, per_step[number])
-                line.points = len(curve.x) <= 30
-                lines.append(line)
-        draw = _draw_curves if kind == "valid" else draw_line_series
-        panels.append((name, partial(draw, lines=lines, names=(axis, y_name))))
+    for title, part in _parts_to_draw(groups):
+        per_step, axis = _count_axis(part)
+        for name in names:
+            lines = []
+            for number, group in enumerate(part):
+                curve = average_curves([points_of(run).get(name, []) for run in group.runs])
+                if curve.x:
+                    line = _mean_line(group, number, curve, per_step[number])
+                    line.points = len(curve.x) <= 30
+                    lines.append(line)
+            draw = _draw_curves if kind == "valid" else draw_line_series
+            if lines:
+                panel = partial(draw, lines=lines, names=(axis, y_name))
+                panels.append((f"{name}; {title}" if title else name, panel))
     return panels
 
 
