@@ -95,16 +95,25 @@ def run(options: Any) -> int:
     with lock_folder(folder):
         if sections and models:
             inspections, setup = _inspect_models(options, models, sections, console)
+        if training is not None:
+            count = sum(len(group.seeds) for group in training.groups)
+            setup = f"{count} runs. {setup}"
         with console.status("drawing"):
             report = write_report(inspections, folder, setup, sections, training)
+    _print_remarks(inspections, training, console)
+    console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
+    return 0
+
+
+def _print_remarks(
+    inspections: "list[ModelInspection]", training: "TrainingReport | None", console: Any
+) -> None:
+    """Print alarms, and which views the runs cannot feed."""
     for inspection in inspections:
         for alarm in inspection.results.get("alarms", []):
             console.print(f"{inspection.name}: {alarm}")
-    if training is not None:
-        for line in training.not_drawn:
-            console.print(line, soft_wrap=True)
-    console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
-    return 0
+    for line in [] if training is None else training.not_drawn:
+        console.print(line, soft_wrap=True)
 
 
 def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:
