@@ -70,7 +70,6 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    from ..data.sources import check_exists
     from ..inspect.report import REPORT_FILE, write_report
 
     sizes = {"sequences": options.sequences, "context": options.context}
@@ -88,8 +87,6 @@ def run(options: Any) -> int:
     training = _read_training(runs, views, options.running_mean) if runs and views else None
     inspections: list[ModelInspection] = []
     setup = ""
-    if sections and models:
-        check_exists(options.data)
     if sections and len(models) < len(options.models):
         console.print("Runs without a model have views of training alone.")
     with lock_folder(folder):
@@ -143,7 +140,16 @@ def _check_sources(
     models: dict[str, str],
     runs: list[Path],
 ) -> None:
-    """Raise a ValueError where nothing could be drawn of what --sections names."""
+    """Raise a ValueError where nothing could be drawn of what --sections names, or not with these
+    options.
+    """
+    from ..convert.pretrained import choose_device
+    from ..data.sources import check_exists
+
+    if sections and models:
+        check_exists(options.data)
+        choose_device(options.device)
+        _parse_dtype_option(options.dtype)
     is_choice = "all" not in options.sections
     if not models and (is_choice or not views) and sections:
         raise ValueError(
@@ -181,7 +187,7 @@ def _inspect_models(
     from ..inspect.text_batches import find_sink_ids, make_text_batches
 
     device = choose_device(options.device)
-    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    dtype = _parse_dtype_option(options.dtype)
     analyses = {analysis for section in sections for analysis in section.analyses}
     inspections = []
     seen = []
@@ -201,6 +207,10 @@ def _inspect_models(
             inspections.append(inspect_model(name, subject, analyses, show_step))
     setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
     return inspections, setup
+
+
+def _parse_dtype_option(name: str) -> Any:
+    return "auto" if name == "auto" else parse_dtype(name)
 
 
 def _short_names(sources: list[str]) -> list[str]:
