@@ -9,7 +9,7 @@ import pytest
 from crosslayer.cli.main import main
 from crosslayer.inspect.run_groups import group_runs
 from crosslayer.inspect.runs import is_run_folder, read_runs
-from crosslayer.inspect.sections import TRAINING_VIEWS
+from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
 from crosslayer.inspect.training_summary import (
     TrainingRuns,
     measure_scaling,
@@ -253,6 +253,11 @@ def test_the_command_draws_training_without_a_model(comparison, tmp_path, capsys
     page = (out / "report.html").read_text()
     assert "<h1>Training of Transformer and DHC×4</h1>" in page
     assert "<td>1.80</td>" in page
+
+
+def test_no_view_has_the_name_of_a_section():
+    names = [part.name for part in (*SECTIONS, *TRAINING_VIEWS)]
+    assert len(set(names)) == len(names)
 
 
 def test_sections_that_nothing_can_feed_are_refused(comparison, tmp_path, capsys):

@@ -17,9 +17,10 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
-from crosslayer.train.compare import prepare_comparison, result_table, run_comparison, run_folder
+from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.results_table import result_table
 from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.settings import Optimization, Settings
 from crosslayer.train.task import LANGUAGE, build_model

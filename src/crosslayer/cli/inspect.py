@@ -46,10 +46,18 @@ def parser() -> Any:
         "--sections",
         type=str,
         nargs="+",
-        default=["all"],
-        help="of the report, like unfolded,cosines; only the analyses that they need are run. "
-        "docs/inspect.md lists them, and so does the message on an unknown one. training: the "
-        "views of run folders alone, for which no model is opened",
+        default=["standard"],
+        help="of the report, like unfolded,cosines, or all; only the analyses that they need are "
+        "run. docs/inspect.md lists them, and so does the message on an unknown one; training: the "
+        "views of run folders alone, for which no model is opened; default: those that take few "
+        "passes over the sequences",
+    )
+    add(
+        "--layer",
+        type=int | None,
+        default=None,
+        help="whose attention patterns are drawn and whose mixes lose their sources; default: the "
+        "patterns at three quarters of the depth, the sources of all layers",
     )
     add(
         "--running-mean",
@@ -150,7 +158,7 @@ def _check_sources(
         check_exists(options.data)
         choose_device(options.device)
         _parse_dtype_option(options.dtype)
-    is_choice = "all" not in options.sections
+    is_choice = not {"all", "standard"} & set(",".join(options.sections).split(","))
     if not models and (is_choice or not views) and sections:
         raise ValueError(
             f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
@@ -202,7 +210,7 @@ def _inspect_models(
                 tokenizer, texts, options.sequences, options.context, options.batch_size
             )
             seen.append(f"{name}: {_count_tokens(batches)}")
-            subject = InspectionSubject(model, batches, find_sink_ids(tokenizer))
+            subject = InspectionSubject(model, batches, find_sink_ids(tokenizer), options.layer)
             show_step = partial(bar.show_step, name)
             inspections.append(inspect_model(name, subject, analyses, show_step))
     setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
@@ -228,7 +236,8 @@ def _count_tokens(batches: list[Any]) -> str:
 def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingView]]":
     """The sections and the views of training that the words name, separated by spaces or commas.
 
-    "all" stands for all of both, and "training" for all views.
+    "all" stands for all of both, "standard" for those that are drawn by default, and "training" for
+    the views.
 
     Raises:
         ValueError: a section is not known.
@@ -236,7 +245,12 @@ def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingVie
     from ..inspect.sections import SECTIONS, TRAINING_VIEWS
 
     views = [view.name for view in TRAINING_VIEWS]
-    known = ["all", TRAINING, *views, *(section.name for section in SECTIONS)]
+    known = {
+        "all": [*views, *(section.name for section in SECTIONS)],
+        "standard": [*views, *(section.name for section in SECTIONS if section.is_standard)],
+        TRAINING: views,
+    }
+    known |= {name: [name] for name in known["all"]}
     names = [name for word in words for name in word.split(",") if name]
     for name in names:
         if name not in known:
@@ -246,11 +260,8 @@ def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingVie
             )
     if not names:
         raise ValueError(f"--sections names none; known: {', '.join(known)}")
-    if "all" in names:
-        return SECTIONS, TRAINING_VIEWS
-    if TRAINING in names:
-        names += views
+    chosen = {part for name in names for part in known[name]}
     return (
-        [section for section in SECTIONS if section.name in names],
-        [view for view in TRAINING_VIEWS if view.name in names],
+        [section for section in SECTIONS if section.name in chosen],
+        [view for view in TRAINING_VIEWS if view.name in chosen],
     )

@@ -102,7 +102,10 @@ def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
 
 
 def find_baseline(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | None:
-    """The pre-norm group of the same backbone, of the same length if there is one; else None."""
+    """The best pre-norm group of the same backbone, of the same length if there is one; else None.
+
+    There are several where learning rates were searched.
+    """
     plain = [
         other
         for other in groups
@@ -110,7 +113,11 @@ def find_baseline(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | Non
     ]
     steps = group.first.settings.get("steps")
     as_long = [other for other in plain if other.first.settings.get("steps") == steps]
-    return next(iter(as_long + plain), None)
+    return min(as_long or plain, key=_final_loss, default=None)
+
+
+def _final_loss(group: RunGroup) -> float:
+    return min(group.values("valid_loss"), default=math.inf)
 
 
 def backbone_of(group: RunGroup) -> str:
