@@ -131,6 +131,20 @@ def test_the_planted_multiplier_is_found(scaling):
     assert lines[0].y[0] == pytest.approx(mudd.law.predict(4e8) - plain.law.predict(4e8))
 
 
+def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
+    arms = {
+        "prenorm": {"connection": "prenorm"},
+        "prenorm at 2 × the rate": {
+            "connection": "prenorm",
+            "options": {"lr": 2e-3},
+            "loss_of": lambda step: falling_loss(step, speed=1.2),
+        },
+        "hyper": {"connection": "hyper", "loss_of": lambda step: falling_loss(step, speed=1.8)},
+    }
+    groups = read_groups(write_comparison(tmp_path / "search", arms))
+    assert measure_speedups(groups, 0.99) == {"hyper": pytest.approx(1.8 / 1.2, abs=0.01)}
+
+
 def test_experts_options_and_tasks_have_views(tmp_path):
     arms = {
         "dense": {"connection": "prenorm"},

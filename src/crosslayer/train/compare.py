@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from .. import __version__
 from ..files import LOCK_FILE, read_json, write_text_atomic
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
+from ..validation import check_option_type
 from .checkpoint import remove_checkpoint
 from .parallel import launch_fabric
 from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates
@@ -66,10 +67,31 @@ class ComparisonResults:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "ComparisonResults":
-        """The inverse of `dataclasses.asdict`."""
-        runs = [RunResult(**run) for run in content["runs"]]
-        diverged = [DivergedRun(**run) for run in content["diverged"]]
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            ValueError, KeyError, TypeError: the content has not the fields of these classes, or
+                other values.
+        """
+        runs, diverged = content["runs"], content["diverged"]
+        for run in runs:
+            _check_fields(RunResult, run)
+            if not run["curve"] or any(len(point) != 2 for point in run["curve"]):
+                raise ValueError("a curve must have points of a step and a loss")
+        for run in diverged:
+            _check_fields(DivergedRun, run)
+        _check_fields(cls, {**content, "runs": [], "diverged": []})
+        runs = [RunResult(**run) for run in runs]
+        diverged = [DivergedRun(**run) for run in diverged]
         return cls(**{**content, "runs": runs, "diverged": diverged})
+
+
+def _check_fields(row_class: type, content: dict[str, Any]) -> None:
+    """Raise a ValueError where a value does not fit its field. Numbers need not be finite."""
+    kinds = get_type_hints(row_class)
+    for name, value in dict(content).items():
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: 0.0)
+        check_option_type(name, finite, kinds[name])
 
 
 @dataclass
