@@ -17,7 +17,7 @@ from .attach import (
     is_diffusers_model,
     set_config_keys,
 )
-from .families import Family
+from .families import ModelWiring
 from .mlp_widths import growing_widths, mlp_hidden_width
 from .registration import register_with_diffusers
 
@@ -55,7 +55,7 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     backbone, family = find_backbone(model)
     if is_connected(backbone):
         raise ValueError(f"the model is already connected, with {backbone.connection_spec!r}")
-    if spec.method.norms_its_stream and family.attn.norm is None:
+    if spec.method.norms_its_stream and not family.norms_inputs:
         raise ValueError(
             f"{spec} applies the norms before sub-layers to its streams, "
             "and this family has no such norms"
@@ -71,7 +71,7 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
     if is_diffusers_model(model):
         register_with_diffusers()
-    elif model is not backbone and hasattr(model, "config"):
+    elif model is not backbone and _has_config_of(model, backbone):
         _unshare_config(model)
     attach_connections(backbone, family, spec, mlp_widths)
     reason = inequivalence_reason(getattr(backbone, family.layers)[0].connections[0], family)
@@ -82,39 +82,45 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
             stacklevel=2,
         )
     scale_output_weights(backbone, family)
-    set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
+    if is_diffusers_model(model) or _has_config_of(model, backbone):
+        set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     return model
 
 
+def _has_config_of(model: Any, backbone: Any) -> bool:
+    """Whether a model's config is its backbone's. A larger model's config contains that config."""
+    config = getattr(model, "config", None)
+    return config is not None and config is getattr(backbone, "config", None)
+
+
 @torch.no_grad()
-def scale_output_weights(backbone: Any, family: Family) -> None:
+def scale_output_weights(backbone: Any, family: ModelWiring) -> None:
     """Multiply the weights of each sub-layer's output projection by its `output_scale`, in place.
 
     `connect` does so once. What is loaded afterwards replaces the weights.
     """
     for layer in getattr(backbone, family.layers):
-        for connection in layer.connections:
+        for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=True):
             if connection.output_scale == 1:
                 continue
-            for port in connection.site.ports:
-                sublayer = family.mlp if port == "mlp" else family.attn
+            for sublayer in sublayers:
                 path = f"{sublayer.module}.{sublayer.output_projection}"
                 projection = attrgetter(path)(layer)
                 getattr(projection, "weight", projection).mul_(connection.output_scale)
 
 
-def inequivalence_reason(connection: Connection[Any], family: Family) -> str:
+def inequivalence_reason(connection: Connection[Any], family: ModelWiring) -> str:
     """Why connecting changes what a model computes; empty where it does not."""
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
-    if connection.prenorm_up_to_scale and family.attn.norm is None:
+    if connection.prenorm_up_to_scale and not family.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
 
 
-def looks_pretrained(backbone: Any, family: Family) -> bool:
+def looks_pretrained(backbone: Any, family: ModelWiring) -> bool:
     """Whether the final norm has left its initial value.
 
     Where the norm has no weight: whether the model was loaded from somewhere.

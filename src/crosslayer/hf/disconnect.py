@@ -66,9 +66,11 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
             f"and the tolerance is {tolerance:.1e}"
         )
     for layer in layers:
-        _merge_qkv_inputs(getattr(layer, family.attn.module))
+        for sublayer in layer.wiring.sublayers:
+            if sublayer.qkv:
+                _merge_qkv_inputs(layer.get_submodule(sublayer.module))
         restore_class(layer)
-        for name in ("connections", "family", "argument_names"):
+        for name in ("connections", "wiring", "argument_names"):
             delattr(layer, name)
     restore_class(final)
     del final.connection

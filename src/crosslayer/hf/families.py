@@ -5,22 +5,11 @@ Add a family of your own from anywhere: `FAMILIES["mine"] = Family(...)`.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-
-class Sublayer(NamedTuple):
-    """An attention or an MLP: names of modules within its layer."""
-
-    module: str
-    norm: str | None  # before it; None where the family norms outputs alone
-    after: tuple[str, ...] = ()  # what its output passes before the stream: a dropout, a norm
-    up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
-    # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
-    # whose output is normed before the stream name none.
-    output_projection: str = ""
 
 
 class Fused(NamedTuple):
@@ -31,6 +20,62 @@ class Fused(NamedTuple):
 
     groups: int
     sizes: tuple[int, int, int]
+
+
+REST = "**"  # stands for the arguments that a layer has no name for and passes on
+# Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets.
+Arguments = tuple[tuple[str, str], ...]
+
+
+class Sublayer(NamedTuple):
+    """An attention, an MLP or another mixer: names of modules within its layer."""
+
+    module: str
+    norm: str | None  # before it; None where the family norms outputs alone
+    # What its output passes before the stream: modules by name, and dropout by its probability.
+    after: tuple[str | float, ...] = ()
+    up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
+    # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
+    # whose output is normed before the stream name none.
+    output_projection: str = ""
+    scale: float = 1.0  # of its output on the way to the stream
+    input_scale: float = 1.0  # of its normed input
+    port: str = ""  # "attn"; "mlp"; "mixer": one input for all of q, k and v
+    qkv: tuple[str, ...] = ()  # of an attention: its projections of q, k and v
+    fused: Fused | None = None  # the order of their outputs, where one projection is all three
+    arguments: Arguments | None = None  # None: all of the layer's
+
+
+class LayerWiring(NamedTuple):
+    """The sub-layers of a layer in order. Those of one site read the same stream, in parallel."""
+
+    sites: tuple[tuple[Sublayer, ...], ...]
+    # What the layer returns besides the stream: (sub-layer's module, index of its outputs). None
+    # where it returns no tuple.
+    extras: tuple[tuple[str, int], ...] | None = None
+    condition: "Condition | None" = None  # where it is conditioned on more than its input
+
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        return [sublayer for site in self.sites for sublayer in site]
+
+
+class ModelWiring(NamedTuple):
+    """Where a backbone keeps its parts, and the wiring of each of its layers."""
+
+    layers: str  # the list of layers
+    final: str  # the final norm
+    dim: int  # width of the stream
+    of_layers: tuple[LayerWiring, ...]
+
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        return [sublayer for layer in self.of_layers for sublayer in layer.sublayers]
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether a norm comes before every sub-layer."""
+        return all(sublayer.norm is not None for sublayer in self.sublayers)
 
 
 class Modulation(NamedTuple):
@@ -61,6 +106,18 @@ class Family(NamedTuple):
     fused: Callable[[Any], Fused] | None = None
     width: str = "config.hidden_size"  # of the stream, from the backbone
     condition: Condition | None = None  # where layers are conditioned on more than their input
+
+    def wire(self, backbone: Any) -> ModelWiring:
+        """The wiring of a backbone of this family, whose layers are all of one kind."""
+        config = getattr(backbone, "config", None)
+        fused = None if self.fused is None else self.fused(config)
+        attn = self.attn._replace(port="attn", qkv=self.qkv, fused=fused)
+        mlp = self.mlp._replace(port="mlp", arguments=())
+        is_parallel = self.parallel is not None and getattr(config, self.parallel)
+        sites = ((attn, mlp),) if is_parallel else ((attn,), (mlp,))
+        layer = LayerWiring(sites, condition=self.condition)
+        of_layers = (layer,) * len(getattr(backbone, self.layers))
+        return ModelWiring(self.layers, self.final, attrgetter(self.width)(backbone), of_layers)
 
 
 def qkv_per_head(config: Any) -> Fused:

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..class_swap import swap_class
 from ..connection import Connection
 from ..recompute import RecomputedConnection, recompute_inputs
-from .families import Family, Modulation, Sublayer
+from .families import REST, Arguments, LayerWiring, ModelWiring, Modulation, Sublayer
 from .qkv import QKVInputs
 
 
@@ -28,7 +28,7 @@ class ConnectedModel:
     """
 
     connection_spec: str  # the connection's name and options
-    family: Family
+    family: ModelWiring
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
@@ -122,10 +122,14 @@ class HiddenStateRecorder:
 
 
 class OpaqueTree:
-    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart."""
+    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart.
 
-    def __init__(self, spec: TreeSpec):
+    With it travels what a layer returns besides its stream.
+    """
+
+    def __init__(self, spec: TreeSpec, extras: tuple[Any, ...] = ()):
         self.spec = spec
+        self.extras = extras
 
 
 class ConnectionOwner:
@@ -151,7 +155,7 @@ class ConnectedLayer(ConnectionOwner):
     """
 
     connections: Sequence[Connection[Any]]
-    family: Family
+    wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
     training: bool
 
@@ -170,50 +174,86 @@ class ConnectedLayer(ConnectionOwner):
         hidden = tree_unflatten(leaves, tree.spec)
         if recorder is not None:
             recorder.record(hidden)
-        return hidden
+        return hidden if self.wiring.extras is None else (hidden, *tree.extras)
 
     def forward(self, *leaves: Any, tree: OpaqueTree, **kwargs: Any) -> tuple[Any, ...]:
         hidden = tree_unflatten(leaves, tree.spec)
-        attn_modulation: Modulation | None = None
-        mlp_modulation: Modulation | None = None
-        if self.family.condition:
-            kwargs, (attn_modulation, mlp_modulation) = self.family.condition(
+        modulations: dict[str, Modulation] = {}
+        if self.wiring.condition:
+            kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
                 self,  # type: ignore[arg-type]
                 hidden.dtype,
                 kwargs,
             )
+            modulations = {"attn": attn_modulation, "mlp": mlp_modulation}
         if isinstance(hidden, Tensor):  # The first layer gets the embedding.
             hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
         state = hidden.state
-        for connection in self.connections:
+        returned: dict[str, Any] = {}  # by each sub-layer's module
+        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=True):
             inputs, state = connection(state)
-            outputs = []  # of the attention, of the MLP, or of both in a parallel block
+            outputs = []  # of one sub-layer, or of all in a parallel block
             with recompute_inputs(inputs, state):
-                if connection.ports[0] != "mlp":
-                    feeds_qkv = connection.ports[0] == "q"
-                    attn_input = QKVInputs(inputs[:3]) if feeds_qkv else inputs[0]
-                    outputs.append(
-                        self._run_sublayer(self.family.attn, attn_input, attn_modulation, kwargs)
+                first = 0  # of the sub-layer's ports
+                for sublayer in sublayers:
+                    x: Any = inputs[first]
+                    first += 1
+                    if connection.ports[first - 1] == "q":
+                        x = QKVInputs(inputs[first - 1 : first + 2])
+                        first += 2
+                    modulation = modulations.get(sublayer.port)
+                    y, returned[sublayer.module] = self._run_sublayer(
+                        sublayer, x, modulation, kwargs
                     )
-                if connection.ports[-1] == "mlp":
-                    outputs.append(
-                        self._run_sublayer(self.family.mlp, inputs[-1], mlp_modulation, {})
-                    )
+                    outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
-        return (*tensors, OpaqueTree(spec))
+        extras = tuple(returned[name][index] for name, index in self.wiring.extras or ())
+        return (*tensors, OpaqueTree(spec, extras))
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Any]:
+        """What the sub-layer adds to the stream, and all that its module returns."""
         if modulation is not None:
             x = _modulate(x, modulation)
-        y = getattr(self, sublayer.module)(x, **kwargs)
-        if isinstance(y, tuple):  # An attention returns its weights too.
-            y = y[0]
-        for name in sublayer.after:
-            y = getattr(self, name)(y)
-        return y if modulation is None else modulation.gate * y
+        if sublayer.input_scale != 1:
+            x = _scale_inputs(x, sublayer.input_scale)
+        if sublayer.arguments is not None:
+            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names)
+        returned = _find_module(self, sublayer.module)(x, **kwargs)
+        y = returned[0] if isinstance(returned, tuple) else returned
+        for step in sublayer.after:
+            if isinstance(step, str):
+                y = _find_module(self, step)(y)
+            else:
+                y = nn.functional.dropout(y, step, self.training)
+        if sublayer.scale != 1:
+            y = y * sublayer.scale
+        return (y if modulation is None else modulation.gate * y), returned
+
+
+def _find_module(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = getattr(layer, name)
+    return layer
+
+
+def _select_arguments(
+    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...]
+) -> dict[str, Any]:
+    """The arguments of a sub-layer. names: those that the layer's forward names."""
+    selected = {}
+    for name, source in sources:
+        if source == REST:
+            selected |= {key: value for key, value in kwargs.items() if key not in names}
+        elif source in kwargs:
+            selected[name] = kwargs[source]
+    return selected
+
+
+def _scale_inputs(x: Any, scale: float) -> Any:
+    return QKVInputs(port * scale for port in x) if isinstance(x, QKVInputs) else x * scale
 
 
 def _modulate(x: Any, modulation: Modulation) -> Any:

@@ -66,18 +66,19 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAbla
         whole = mean_token_loss(model, batches)
         site = 0
         for number, layer in enumerate(getattr(backbone, family.layers)):
-            is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
-            for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
+            for sublayers in family.of_layers[number].sites:
                 is_appended = site in appended
-                site += not is_parallel or kind == "mlp"
+                site += 1
                 if is_appended:
                     continue
-                # the last module that the sub-layer's output passes
-                path = [sublayer.module, *sublayer.after][-1]
-                with zero_output(layer.get_submodule(path)):
-                    without = mean_token_loss(model, batches)
-                labels.append(f"{number}.{kind}")
-                increases.append(without - whole)
+                for sublayer in sublayers:
+                    # the last module that the sub-layer's output passes
+                    steps = [sublayer.module, *sublayer.after]
+                    path = [step for step in steps if isinstance(step, str)][-1]
+                    with zero_output(layer.get_submodule(path)):
+                        without = mean_token_loss(model, batches)
+                    labels.append(f"{number}.{sublayer.port}")
+                    increases.append(without - whole)
     return SublayerAblation(whole, labels, increases)
 
 

@@ -53,7 +53,11 @@ def measure_head_activations(
     device = next(model.parameters()).device
     sinks = torch.tensor(sorted(sink_ids), device=device)
     layers = getattr(backbone, family.layers)
-    active = [RunningMoments() for _ in layers]
+    attentions = []
+    for layer, wiring in zip(layers, family.of_layers, strict=True):
+        mixers = [sublayer.module for sublayer in wiring.sublayers if sublayer.port != "mlp"]
+        attentions += [layer.get_submodule(name) for name in mixers]
+    active = [RunningMoments() for _ in attentions]
     patterns: list[Tensor] = []
     for batch in batches:
         ids = batch["input_ids"].to(device)
@@ -62,7 +66,7 @@ def measure_head_activations(
         is_sink = (mask.cumsum(-1) <= 2) | torch.isin(ids, sinks)
         arguments = {key: value.to(device) for key, value in batch.items()}
         with evaluation_mode(model), eager_attention(model):
-            weights = _attention_weights(backbone, layers, family.attn.module, arguments)
+            weights = _attention_weights(backbone, attentions, arguments)
         for moments, A in zip(active, weights, strict=True):
             top = A.argmax(-1)  # [B H T]
             attends_content = ~is_sink[:, None].expand(-1, top.shape[1], -1).gather(-1, top)
@@ -87,9 +91,9 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def _attention_weights(
-    backbone: nn.Module, layers: Iterable[nn.Module], name: str, arguments: dict[str, Any]
+    backbone: nn.Module, attentions: Iterable[nn.Module], arguments: dict[str, Any]
 ) -> list[Tensor]:
-    """[B H T T] of each layer, in the order of depth."""
+    """[B H T T] of each attention, in the order of depth."""
     weights: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -98,7 +102,7 @@ def _attention_weights(
             raise ValueError(f"{type(module).__name__} returns no attention weights")
         weights.append(found)
 
-    handles = [layer.get_submodule(name).register_forward_hook(keep) for layer in layers]
+    handles = [attention.register_forward_hook(keep) for attention in attentions]
     try:
         backbone(**arguments)
     finally:
