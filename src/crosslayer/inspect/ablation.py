@@ -59,27 +59,33 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAbla
         model: a language model of a family that `connect` knows, connected or not.
         batches: with `input_ids`, and an `attention_mask` where some are padded.
     """
-    backbone, family = find_backbone(model)
-    appended = _appended_writes(model)
     labels, increases = [], []
     with evaluation_mode(model):
         whole = mean_token_loss(model, batches)
-        site = 0
-        for number, layer in enumerate(getattr(backbone, family.layers)):
-            for sublayers in family.of_layers[number].sites:
-                is_appended = site in appended
-                site += 1
-                if is_appended:
-                    continue
-                for sublayer in sublayers:
-                    # the last module that the sub-layer's output passes
-                    steps = [sublayer.module, *sublayer.after]
-                    path = [step for step in steps if isinstance(step, str)][-1]
-                    with zero_output(layer.get_submodule(path)):
-                        without = mean_token_loss(model, batches)
-                    labels.append(f"{number}.{sublayer.port}")
-                    increases.append(without - whole)
+        for label, module in _removable_sublayers(model):
+            with zero_output(module):
+                increases.append(mean_token_loss(model, batches) - whole)
+            labels.append(label)
     return SublayerAblation(whole, labels, increases)
+
+
+def count_sublayers(model: nn.Module) -> int:
+    """The number of sub-layers that `ablate_sublayers` removes."""
+    return sum(1 for _ in _removable_sublayers(model))
+
+
+def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The label of each sub-layer, and the last module that its output passes."""
+    backbone, family = find_backbone(model)
+    appended = _appended_writes(model)
+    site = 0
+    for number, layer in enumerate(getattr(backbone, family.layers)):
+        for sublayers in family.of_layers[number].sites:
+            for sublayer in sublayers if site not in appended else ():
+                steps = [sublayer.module, *sublayer.after]
+                path = [step for step in steps if isinstance(step, str)][-1]
+                yield f"{number}.{sublayer.port}", layer.get_submodule(path)
+            site += 1
 
 
 @torch.no_grad()
