@@ -40,7 +40,28 @@ def swapped_class(mixin: type, host: Any) -> Any:
         "host": host,
     }
     cls: Any = type(host.__name__, (mixin, host), members)
+    try:
+        host.__new__(host).__class__ = cls
+    except TypeError:  # A host whose first base is no module, as optimum-quanto's are.
+        cls = _subclass_before(mixin, host, members)
     return cls
+
+
+def _subclass_before(mixin: type, host: Any, members: dict[str, Any]) -> Any:
+    """A subclass of `host` alone, in whose method resolution order `mixin` comes before it.
+
+    Instances of `host` can become its instances whatever the bases of `host` are: Python compares
+    the memory layouts of the first bases.
+    """
+
+    class MixinFirst(type(host)):  # type: ignore[misc]
+        def mro(cls) -> list[type]:
+            own, *others = super().mro()
+            if mixin in others:  # a subclass of the new class
+                return [own, *others]
+            return [own, *(base for base in mixin.__mro__ if base is not object), *others]
+
+    return MixinFirst(host.__name__, (host,), members)
 
 
 def _rebuild(mixin: type, host: Any) -> Any:

@@ -17,7 +17,7 @@ Axes: B batch, T token, D width, L sources, C ways, n streams.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -192,9 +192,9 @@ class Connection(nn.Module, Generic[StateT]):
             inputs, state = self.mix_inputs(state)
             return self.apply_port_norms(*inputs), state
 
-    def forward(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
-        """Alias of `read`, so that module hooks (FSDP, offloading) fire."""
-        return self.read(state)
+    def forward(self, state: StateT, verb: Literal["read", "hidden_state"] = "read") -> Any:
+        """`read` or `hidden_state`, as a call of the module: its hooks (FSDP, offloading) run."""
+        return getattr(self, verb)(state)
 
     def hidden_state(self, state: StateT) -> Tensor:
         """The hidden state at this depth, [B T D]: the input of the first port before its norm."""

@@ -3,12 +3,12 @@
 `connect` swaps the classes of three kinds of module (see `class_swap`): the backbone becomes a
 `ConnectedModel`, each layer a `ConnectedLayer`, and the final norm the `ReadoutNorm`. Between
 layers the connection's state travels as the host's `hidden_states`. A module that may not be
-registered twice is kept in a tuple, where nn.Module does not find it.
+registered twice is kept in a `ModuleReference`, where nn.Module does not find it.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,21 @@ class ConnectedModel:
             return_dict = config.return_dict
         # transformers records the layers' first outputs, which are parts of states. What the layers
         # give to this recorder replaces that.
-        layers = list(getattr(self, self.family.layers))
-        final = getattr(self, self.family.final)
-        next_connections = [*(layer.connections[0] for layer in layers[1:]), final.connection]
-        recorder = HiddenStateRecorder(next_connections)
+        recorder = HiddenStateRecorder()
         out = super().forward(  # type: ignore[misc]
             *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
         )
-        recorded = recorder.hidden_states
-        # Some hosts record the embedding before the first layer's output.
-        first = len(out.hidden_states) - len(recorded)
         hidden_states = list(out.hidden_states)
+        # Some hosts record the embedding before the first layer's output.
+        first = len(hidden_states) - recorder.layers
         for i, hidden_state in enumerate(out.hidden_states):
-            is_from_layer = i >= first and hidden_state is not None
-            if is_from_layer and hidden_state is not out.last_hidden_state:
-                hidden_states[i] = recorded[i - first]
+            if i < first or hidden_state is None or hidden_state is out.last_hidden_state:
+                continue
+            if i - first < len(recorder.hidden_states):
+                hidden_states[i] = recorder.hidden_states[i - first]
+            else:  # after the last layer, where the host does not return the readout here
+                final = self.get_submodule(self.family.final)  # type: ignore[attr-defined]
+                hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
         return out if return_dict else out.to_tuple()
 
@@ -103,22 +103,17 @@ class HiddenState(NamedTuple):
 
 
 class HiddenStateRecorder:
-    """The hidden states of one forward pass, read out of the connections' states.
+    """The hidden states of one forward pass.
 
-    Args:
-        next_connections: for each layer the connection after it: the first of the next layer, or
-            the readout. No layer refers to another one: copying and pickling would follow such
-            references through all layers, each some calls deeper than the one before it.
+    Each layer reads the one before it out of the state that it gets, with its own connection, as
+    part of its own call: there its parameters are whole and on the device of the state, whoever
+    shards, offloads or adapts them.
     """
 
-    def __init__(self, next_connections: list[Connection[Any]]):
-        self.next_connections = next_connections
-        self.hidden_states: list[Tensor] = []
-
-    def record(self, hidden: HiddenState) -> None:
-        """Add the hidden state after the next layer."""
-        connection = self.next_connections[len(self.hidden_states)]
-        self.hidden_states.append(connection.hidden_state(hidden.state).to(hidden.dtype))
+    def __init__(self) -> None:
+        self.layers = 0  # that have run
+        self.hidden_states: list[Tensor] = []  # after each of these layers but the last
+        self.last: HiddenState  # the state after the last layer
 
 
 class OpaqueTree:
@@ -170,14 +165,25 @@ class ConnectedLayer(ConnectionOwner):
         leaves, spec = tree_flatten(hidden_states)
         kwargs |= zip(self.argument_names, args, strict=False)
         recorder = kwargs.pop("hidden_state_recorder", None)
-        *leaves, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
+        kwargs["records"] = recorder is not None and isinstance(hidden_states, HiddenState)
+        *leaves, before, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
         hidden = tree_unflatten(leaves, tree.spec)
         if recorder is not None:
-            recorder.record(hidden)
+            recorder.layers += 1
+            recorder.hidden_states += [] if before is None else [before]
+            recorder.last = hidden
         return hidden if self.wiring.extras is None else (hidden, *tree.extras)
 
-    def forward(self, *leaves: Any, tree: OpaqueTree, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(
+        self, *leaves: Any, tree: OpaqueTree, records: bool = False, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """The tensors of the next state, the hidden state before this layer if `records`, and the
+        structure of the next state.
+        """
         hidden = tree_unflatten(leaves, tree.spec)
+        before = None
+        if records:
+            before = self.connections[0](hidden.state, "hidden_state").to(hidden.dtype)
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
@@ -209,7 +215,7 @@ class ConnectedLayer(ConnectionOwner):
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
         extras = tuple(returned[name][index] for name, index in self.wiring.extras or ())
-        return (*tensors, OpaqueTree(spec, extras))
+        return (*tensors, before, OpaqueTree(spec, extras))
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
@@ -223,6 +229,8 @@ class ConnectedLayer(ConnectionOwner):
             kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names)
         returned = _find_module(self, sublayer.module)(x, **kwargs)
         y = returned[0] if isinstance(returned, tuple) else returned
+        if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
+            y = y.view(x.shape)
         for step in sublayer.after:
             if isinstance(step, str):
                 y = _find_module(self, step)(y)
@@ -268,12 +276,30 @@ class ReadoutNorm(ConnectionOwner):
 
     connection: Connection[Any]
 
-    def forward(self, hidden_states: HiddenState) -> Tensor:
-        return self.connection.readout(hidden_states.state)
+    def forward(
+        self, hidden_states: HiddenState | Tensor, verb: Literal["readout", "hidden_state"] = "readout"
+    ) -> Tensor:
+        """The normed hidden state for the head, or the hidden state before the norm."""
+        if isinstance(hidden_states, Tensor):  # A host may norm its embedding with the same module.
+            return self.host_norm(hidden_states)
+        if verb == "readout":
+            return self.connection.readout(hidden_states.state)
+        return self.connection(hidden_states.state, "hidden_state").to(hidden_states.dtype)
 
     def host_norm(self, x: Tensor) -> Tensor:
         """The norm as the host had it."""
         return super().forward(x)  # type: ignore[misc]
+
+
+class ModuleReference(tuple):
+    """A module of the host's, as a tuple of one.
+
+    A copy of the whole model refers to the copied module. A copy of a connection alone, which PEFT
+    makes of `modules_to_save`, refers to the module itself.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleReference":
+        return ModuleReference(memo.get(id(module), module) for module in self)
 
 
 class NormReference(nn.Module):
@@ -288,7 +314,7 @@ class NormReference(nn.Module):
 
     def __init__(self, owner: nn.Module, path: str | None):
         super().__init__()
-        self.owner = (owner,)
+        self.owner = ModuleReference((owner,))
         self.names = path.split(".") if path else []
 
     def host_norm_module(self) -> Any:
@@ -314,7 +340,7 @@ class FinalNormReference(NormReference):
 
     def __init__(self, backbone: nn.Module, final: nn.Module):
         super().__init__(backbone, None)
-        self.final = (final,)
+        self.final = ModuleReference((final,))
 
     def host_norm_module(self) -> Any:
         return self.final[0]
@@ -334,8 +360,8 @@ class OwnedNorm:
     Where a checkpoint has no weights for it, it takes those of the host's norm.
     """
 
-    origin: tuple[nn.Module]  # the host's norm
-    owner: tuple[nn.Module]  # the layer or the backbone that has the host's norm
+    origin: ModuleReference  # the host's norm
+    owner: ModuleReference  # the layer or the backbone that has the host's norm
     path: str  # prefix of the host norm's keys, from the connection's owner
 
     @property
@@ -358,8 +384,8 @@ def copy_norm(host_norm: nn.Module, owner: nn.Module, path: str = "") -> nn.Modu
     """
     norm: Any = copy.deepcopy(host_norm)
     swap_class(norm, OwnedNorm)
-    norm.origin = (host_norm,)
-    norm.owner = (owner,)
+    norm.origin = ModuleReference((host_norm,))
+    norm.owner = ModuleReference((owner,))
     norm.path = f"{path}." if path else ""
     return norm
 
