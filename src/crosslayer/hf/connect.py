@@ -19,12 +19,15 @@ from .attach import (
 )
 from .families import ModelWiring
 from .mlp_widths import growing_widths, mlp_hidden_width
+from .proof import prove_wiring
 from .registration import register_with_diffusers
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) -> Model:
+def connect(
+    model: Model, spec: str | ConnectionSpec, reallocate: bool = False, verify: bool = True
+) -> Model:
     """Replace the residual connections of a model, in place.
 
     The model keeps its classes, module paths and state-dict keys. The connection's parameters are
@@ -39,6 +42,8 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
         reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
             with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
             changes by at most half a percent.
+        verify: prove first that the layers' wiring is known: connected with pre-norm, one layer of
+            each kind computes what it did. It costs milliseconds at any size, as no weight is used.
 
     Returns:
         The same model.
@@ -55,6 +60,8 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     backbone, family = find_backbone(model)
     if is_connected(backbone):
         raise ValueError(f"the model is already connected, with {backbone.connection_spec!r}")
+    if verify:
+        prove_wiring(backbone, family)
     if spec.method.norms_its_stream and not family.norms_inputs:
         raise ValueError(
             f"{spec} applies the norms before sub-layers to its streams, "

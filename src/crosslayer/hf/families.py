@@ -50,9 +50,9 @@ class LayerWiring(NamedTuple):
     """The sub-layers of a layer in order. Those of one site read the same stream, in parallel."""
 
     sites: tuple[tuple[Sublayer, ...], ...]
-    # What the layer returns besides the stream: (sub-layer's module, index of its outputs). None
-    # where it returns no tuple.
-    extras: tuple[tuple[str, int], ...] | None = None
+    # What the layer returns besides the stream: (sub-layer's module, index of its outputs), or None
+    # for a None. None as a whole where it returns no tuple.
+    extras: tuple[tuple[str, int] | None, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
 
     @property
@@ -134,6 +134,14 @@ def qkv_concatenated(config: Any) -> Fused:
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     kv_size = kv_heads * head_dim
     return Fused(1, (config.num_attention_heads * head_dim, kv_size, kv_size))
+
+
+# By the class of an attention: its projection to q, k and v together, and the order of the outputs.
+FUSED_PROJECTIONS: dict[str, tuple[str, Callable[[Any], Fused]]] = {
+    "GPT2Attention": ("c_attn", qkv_concatenated),
+    "Phi3Attention": ("qkv_proj", qkv_concatenated),
+    "GPTNeoXAttention": ("query_key_value", qkv_per_head),
+}
 
 
 def adaln_zero(

@@ -214,8 +214,10 @@ class ConnectedLayer(ConnectionOwner):
                     outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
-        extras = tuple(returned[name][index] for name, index in self.wiring.extras or ())
-        return (*tensors, before, OpaqueTree(spec, extras))
+        extras = []
+        for source in self.wiring.extras or ():
+            extras.append(None if source is None else returned[source[0]][source[1]])
+        return (*tensors, before, OpaqueTree(spec, tuple(extras)))
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]

@@ -6,13 +6,26 @@ it, through at most one norm, and the layer returns this sum. Everything else is
 reason.
 """
 
+import ast
+import functools
+import inspect
+import textwrap
 from typing import Any
 
 from torch import nn
 
-from .families import REST, Arguments, LayerWiring, ModelWiring, Sublayer
+from ..class_swap import original_class
+from .families import (
+    FUSED_PROJECTIONS,
+    REST,
+    Arguments,
+    Fused,
+    LayerWiring,
+    ModelWiring,
+    Sublayer,
+)
 from .shadow import Argument, argument_parameters
-from .trace import STREAM, Call, Sum, Trace, trace_layer
+from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
 
 # Names that transformers gives to the projections of q, k and v, and to those of an MLP.
 _QKV = (
@@ -34,6 +47,7 @@ _OUTPUT = (
     "o_proj", "down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "dense", "out_proj",
     "experts.down_proj",
 )  # fmt: skip
+_SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
 
 
@@ -50,7 +64,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     owner, name = _find_layers(backbone)
     layers = getattr(owner, name)
     final = _find_final_norm(owner, name)
-    config = getattr(owner, "config", None)
+    config = getattr(owner, "config", getattr(backbone, "config", None))
     weights = [p for p in getattr(owner, final).parameters() if p.dim() == 1]
     dim = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
     if dim is None:
@@ -126,6 +140,10 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
         ValueError: the layer is no row of sub-layers on a stream. The message says why.
     """
     trace = trace_layer(layer, width)
+    for name, child in layer.named_children():
+        is_called = any(f"{call.path}.".startswith(f"{name}.") for call in trace.calls)
+        if not is_called and any(True for _ in child.parameters()):
+            raise ValueError(f"its {name} is not part of every forward, as with cross-attention")
     if trace.output.get(STREAM) != 1:
         raise ValueError(f"it returns {_describe(trace, trace.output)}, not its input plus outputs")
     sites: list[list[Sublayer]] = []
@@ -134,10 +152,10 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     for vector in sorted(trace.output.keys() - {STREAM}):
         chain = _chain_to_stream(trace, vector)
         source = trace.calls[chain[0] - 1].inputs
-        if pending and source != stream:
+        if pending and not same_sum(source, stream):
             stream = stream | pending
             pending = {}
-        if source != stream:
+        if not same_sum(source, stream):
             raise ValueError(
                 f"{trace.calls[chain[0] - 1].path} gets {_describe(trace, source)}, "
                 f"where the stream is {_describe(trace, stream)}"
@@ -197,7 +215,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
     """Add what a module's names tell: its kind and its projections."""
     module = layer.get_submodule(sublayer.module)
     is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments
-    qkv = next((names for names in _QKV if _projects(module, names, width)), ())
+    qkv, fused = find_projections(module)
     port = "mlp" if is_mlp else "attn" if qkv else "mixer"
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
@@ -209,18 +227,58 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
     return sublayer._replace(
         port=port,
         qkv=qkv if port == "attn" else (),
+        fused=fused if port == "attn" else None,
         up_projections=up if is_mlp else (),
         output_projection="" if normed and not is_mlp else output,
     )
 
 
-def _projects(module: nn.Module, names: tuple[str, ...], width: int) -> bool:
-    """Whether a module has matrices of these names that project the stream."""
-    children = dict(module.named_children())
-    return all(
-        name in children and getattr(children[name], "in_features", None) == width
-        for name in names
-    )
+def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | None]:
+    """The projections of an attention's input: of q, k and v, and then others, such as gates.
+
+    Returns:
+        Their names, and the order of the outputs where one of them is all three. No names where the
+        attention does more with its input than to project it.
+    """
+    called = _calls_of_input(original_class(attention))
+    fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
+    if order is not None and called == {fused_name}:
+        return (fused_name,), order(attention.config)  # type: ignore[arg-type]
+    for names in _QKV:
+        if called is not None and called.issuperset(names):
+            return (*names, *sorted(called.difference(names))), None
+    return (), None
+
+
+@functools.cache
+def _calls_of_input(cls: type) -> set[str] | None:
+    """The modules that a module's forward calls with its input alone, from its source.
+
+    None where the forward does anything else with its input but look at its size, or has no
+    source.
+    """
+    forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    name = list(inspect.signature(forward).parameters)[1]
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    called = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name) or node.id != name:
+            continue
+        parent = parents[node]
+        if isinstance(parent, ast.Attribute) and parent.attr in _SIZE_ATTRIBUTES:
+            continue
+        match parent:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=module), args=[_], keywords=[]
+            ):
+                called.add(module)
+            case _:
+                return None
+    return called
 
 
 def _has_attribute(module: Any, path: str) -> bool:

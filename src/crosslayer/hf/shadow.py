@@ -7,7 +7,8 @@ layer costs milliseconds at any size, on any device, meta included, and changes 
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -22,6 +23,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 class Observer(Protocol):
     """What answers the calls of a shadow's modules."""
+
+    lengths: dict[str, int]  # set after a run: of the outputs that were unpacked, by module
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         """What a module returns. path: its name in the layer."""
@@ -49,6 +52,10 @@ class OtherOutput:
 
     def __repr__(self) -> str:
         return f"output {self.index} of {self.path}"
+
+
+class ChangedStreamError(ValueError):
+    """A backbone does something to the stream between two of its modules."""
 
 
 class StandIn:
@@ -88,7 +95,7 @@ class _Output(Tensor):
         return (self.as_subclass(Tensor), *others)
 
 
-class _DropoutMode(TorchFunctionMode):
+class DropoutMode(TorchFunctionMode):
     """Lets the observer see dropout that is no module."""
 
     def __init__(self, observer: Observer):
@@ -108,7 +115,11 @@ class _DropoutMode(TorchFunctionMode):
 
 
 def run_shadow(
-    module: nn.Module, make_observer: Callable[[], Any], *args: Any, **kwargs: Any
+    module: nn.Module,
+    make_observer: Callable[[], Any],
+    *args: Any,
+    replaced: Collection[str] | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Run a module's forward with stand-ins for its modules.
 
@@ -117,6 +128,7 @@ def run_shadow(
         make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
             output into another number of names than expected.
         args: of the forward, from the observer's attribute `stream`, if empty.
+        replaced: names of the modules that stand-ins replace; None for all.
 
     Returns:
         The observer, and what the forward returned.
@@ -128,12 +140,14 @@ def run_shadow(
     forward = original_class(module).forward
     while True:
         observer = make_observer()
-        shadow = make_shadow(module, observer, lengths)
+        shadow = make_shadow(module, observer, lengths, replaced)
         _Output.unpacked = ""
         try:
-            with _DropoutMode(observer):
+            with torch.device("cpu") if replaced is None else nullcontext(), DropoutMode(observer):
                 output = forward(shadow, *(args or (observer.stream,)), **kwargs)
         except Exception as error:
+            if isinstance(error, ChangedStreamError):
+                raise
             expected = re.search(r"values to unpack \(expected (\d+)", str(error))
             path = _Output.unpacked
             if expected and lengths.get(path) != int(expected[1]):
@@ -143,31 +157,51 @@ def run_shadow(
             if not isinstance(error, ValueError):
                 reason = f"{type(error).__name__}: {reason}"
             raise ValueError(reason) from error
+        observer.lengths = lengths
         return observer, output
 
 
-def make_shadow(module: nn.Module, observer: Observer, lengths: dict[str, int]) -> Any:
+def make_shadow(
+    module: nn.Module,
+    observer: Observer,
+    lengths: dict[str, int],
+    replaced: Collection[str] | None = None,
+) -> Any:
     """A module of the same class with stand-ins for its modules.
 
-    Its own parameters and buffers are random, and require gradients.
+    Where all are replaced, its own parameters and buffers are random, and require gradients.
     """
     shadow = _copy_without_modules(module, original_class(module))
+    shadow.training = False
+    shared = {"observer": observer, "lengths": lengths}
+    _add_stand_ins(shadow, module, "", shared, replaced)
+    if replaced is not None:
+        return shadow
     generator = torch.Generator().manual_seed(0)
     for tensors in (shadow._parameters, shadow._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_floating_point():
-                random = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
-                tensors[name] = random.requires_grad_()
-    _add_stand_ins(shadow, module, "", {"observer": observer, "lengths": lengths})
-    return shadow.eval()
+                with torch.device("cpu"):
+                    random = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+                tensors[name] = (random + 0.5).requires_grad_()
+    return shadow
 
 
-def _add_stand_ins(shadow: Any, module: nn.Module, prefix: str, shared: dict[str, Any]) -> None:
+def _add_stand_ins(
+    shadow: Any,
+    module: nn.Module,
+    prefix: str,
+    shared: dict[str, Any],
+    replaced: Collection[str] | None,
+) -> None:
     for name, child in module.named_children():
         path = prefix + name
-        if isinstance(child, _CONTAINERS):
+        copy: Any
+        if replaced is not None and name not in replaced:
+            copy = child
+        elif isinstance(child, _CONTAINERS):
             copy = _copy_without_modules(child, type(child))
-            _add_stand_ins(copy, child, f"{path}.", shared)
+            _add_stand_ins(copy, child, f"{path}.", shared, None)
         else:
             copy = _copy_without_modules(child, swapped_class(StandIn, type(child)))
             # A forward may ask for a weight's dtype.
@@ -175,7 +209,7 @@ def _add_stand_ins(shadow: Any, module: nn.Module, prefix: str, shared: dict[str
                 if parameter is not None:
                     meta = torch.empty(parameter.shape, dtype=torch.float64, device="meta")
                     copy._parameters[key] = nn.Parameter(meta, requires_grad=False)
-            vars(copy).update(shared, path=path)
+            vars(copy).update(shared, path=path, training=False)
         shadow._modules[name] = copy
 
 

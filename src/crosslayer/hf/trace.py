@@ -19,6 +19,11 @@ _TOLERANCE = 1e-6
 Sum = dict[int, float]
 
 
+def same_sum(a: Sum, b: Sum) -> bool:
+    """Whether two sums are equal, up to the rounding of their factors."""
+    return a.keys() == b.keys() and all(abs(a[key] - b[key]) < 10 * _TOLERANCE for key in a)
+
+
 class Call(NamedTuple):
     """A call of a module, or dropout by a function."""
 
@@ -33,7 +38,7 @@ class Trace(NamedTuple):
 
     calls: list[Call]
     output: Sum
-    extras: tuple[tuple[str, int], ...] | None  # other outputs: (module, index); None: no tuple
+    extras: tuple[tuple[str, int] | None, ...] | None  # as in `LayerWiring`
 
 
 class _Recorder:
@@ -97,13 +102,13 @@ def trace_layer(layer: nn.Module, width: int) -> Trace:
     """
     arguments = layer_arguments(layer)
     recorder, output = run_shadow(layer, lambda: _Recorder(width), **arguments)
-    extras: list[tuple[str, int]] | None = None
+    extras: list[tuple[str, int] | None] | None = None
     if isinstance(output, tuple):
         output, *others = output
         extras = []
         for other in others:
-            if not isinstance(other, OtherOutput):
+            if other is not None and not isinstance(other, OtherOutput):
                 raise ValueError(f"it returns {other!r} besides its stream")
-            extras.append((other.path, other.index))
+            extras.append(None if other is None else (other.path, other.index))
     total = recorder.decompose(output, "what follows the layer")
     return Trace(recorder.calls, total, None if extras is None else tuple(extras))
