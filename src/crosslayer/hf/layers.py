@@ -44,6 +44,9 @@ class ConnectedModel:
             *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
         )
         hidden_states = list(out.hidden_states)
+        if recorder.layers == 0:  # The host passes its layers no arguments but those it knows.
+            out.hidden_states = tuple(self._read_hidden_states(hidden_states))
+            return out if return_dict else out.to_tuple()
         # Some hosts record the embedding before the first layer's output.
         first = len(hidden_states) - recorder.layers
         for i, hidden_state in enumerate(out.hidden_states):
@@ -56,6 +59,19 @@ class ConnectedModel:
                 hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
         return out if return_dict else out.to_tuple()
+
+    def _read_hidden_states(self, recorded: list[Any]) -> list[Tensor]:
+        """The hidden states of what a host has recorded before and after its layers."""
+        readers = [layer.connections[0] for layer in getattr(self, self.family.layers)]
+        readers.append(getattr(self, self.family.final).connection)
+        if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
+            readers = readers[1:]
+        read = []
+        for connection, hidden in zip(readers, recorded, strict=False):
+            if isinstance(hidden, HiddenState):
+                hidden = connection(hidden.state, "hidden_state").to(hidden.dtype)
+            read.append(hidden)
+        return read
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):

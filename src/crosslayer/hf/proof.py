@@ -16,7 +16,7 @@ from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer
 from .layers import HiddenState
 from .recognition import layer_kind, recognise_layer
-from .shadow import Argument, ChangedStreamError, DropoutMode, layer_arguments, make_shadow, name_arguments, run_shadow
+from .shadow import Argument, ChangedStreamError, DropoutMode, layer_arguments, make_shadow, name_arguments, on_cpu, run_shadow
 
 _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
@@ -41,7 +41,8 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
             continue
         proven.add(kind)
         _check_projections(layer_wiring)
-        difference = _layer_difference(layer, layer_wiring, wiring.dim)
+        with on_cpu(), torch.enable_grad():
+            difference = _layer_difference(layer, layer_wiring, wiring.dim)
         if not difference <= _TOLERANCE:
             raise ValueError(
                 f"connect would change what layer {number}, a {type(layer).__name__}, computes: "
@@ -88,7 +89,7 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     host, expected = run_shadow(layer, lambda: _Functions(width), **arguments)
     functions = _Functions(width)
     shadow = make_shadow(layer, functions, host.lengths)
-    anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64, device="cpu"))
+    anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     shadow.register_parameter("anchor", anchor)  # tells connections their device and dtype
     twin: Any = nn.Module()
     twin.register_parameter("anchor", anchor)
@@ -96,7 +97,7 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     twin.norm = nn.Identity()
     model_wiring = ModelWiring("layers", "norm", width, (wiring,))
     attach_connections(twin, model_wiring, make("prenorm"), None)
-    with torch.device("cpu"), DropoutMode(functions):
+    with DropoutMode(functions):
         outputs = twin.layers[0](functions.stream, **arguments)
     hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
     actual = twin.norm.connection.hidden_state(hidden.state)

@@ -136,6 +136,24 @@ def run_shadow(
     Raises:
         ValueError: the forward raises an error with stand-ins.
     """
+    with torch.enable_grad() if replaced is None else nullcontext(), on_cpu(replaced is None):
+        return _run_until_unpacked(module, make_observer, args, replaced, kwargs)
+
+
+def on_cpu(is_needed: bool = True) -> Any:
+    """A context in which tensors are made on the CPU, also where a model is built on another
+    device.
+    """
+    return torch.device("cpu") if is_needed else nullcontext()
+
+
+def _run_until_unpacked(
+    module: nn.Module,
+    make_observer: Callable[[], Any],
+    args: tuple[Any, ...],
+    replaced: Collection[str] | None,
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
     lengths: dict[str, int] = {}
     forward = original_class(module).forward
     while True:
@@ -143,7 +161,7 @@ def run_shadow(
         shadow = make_shadow(module, observer, lengths, replaced)
         _Output.unpacked = ""
         try:
-            with torch.device("cpu") if replaced is None else nullcontext(), DropoutMode(observer):
+            with DropoutMode(observer):
                 output = forward(shadow, *(args or (observer.stream,)), **kwargs)
         except Exception as error:
             if isinstance(error, ChangedStreamError):
@@ -181,8 +199,7 @@ def make_shadow(
     for tensors in (shadow._parameters, shadow._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_floating_point():
-                with torch.device("cpu"):
-                    random = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+                random = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
                 tensors[name] = (random + 0.5).requires_grad_()
     return shadow
 
