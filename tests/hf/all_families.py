@@ -44,7 +44,7 @@ SIZES = {
     "ffn_hidden_size": 64, "ffn_dim": 64, "word_embed_proj_dim": 32,
     "decoder_layers": LAYERS, "encoder_layers": LAYERS, "decoder_attention_heads": 4,
     "encoder_attention_heads": 4, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64,
-    "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+    "residual_multiplier": 0.22, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 # Keys that a config refuses or that its model does not run with: tried without them, in this order.
 DROPPED = (

@@ -1,4 +1,4 @@
-"""`connect`: replace the residual connections of a model of a known family."""
+"""`connect`: replace the residual connections of a model."""
 
 import copy
 import warnings
@@ -37,7 +37,8 @@ def connect(
     outputs unchanged. For the others a warning says that a pretrained model has changed.
 
     Args:
-        model: a model of a family in `crosslayer.hf.families`, on any device, meta included.
+        model: a model whose layers `connect` recognises (docs/families.md), or that has a row in
+            `crosslayer.hf.families`, on any device, meta included.
         spec: a string like "mudd(dilation=2)", or what `make` returns.
         reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
             with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
@@ -49,8 +50,8 @@ def connect(
         The same model.
 
     Raises:
-        ValueError: the connection, an option or the family is unknown, or the model is already
-            connected. The model is then unchanged.
+        ValueError: the connection or an option is unknown, the model's layers cannot be connected,
+            or it is connected already. The model is then unchanged.
     """
     if isinstance(model, str):
         raise ValueError(
@@ -66,11 +67,6 @@ def connect(
         raise ValueError(
             f"{spec} applies the norms before sub-layers to its streams, "
             "and this family has no such norms"
-        )
-    if getattr(getattr(backbone, "config", None), "add_cross_attention", False):
-        raise ValueError(
-            "connect supports layers of attention and MLP; "
-            "this model's layers have cross-attention too"
         )
     mlp_widths = None
     if reallocate:

@@ -1,7 +1,8 @@
-"""Where each family of models keeps its parts: one row of data a family, and no forward of its own.
+"""Where a host keeps its parts, as data: the wiring of its layers, and no forward of its own.
 
-The key is the config's `model_type`, or the name of the class where the model has no such config.
-Add a family of your own from anywhere: `FAMILIES["mine"] = Family(...)`.
+`recognition.py` finds the wiring of a model by running its layers' code. A family whose layers it
+cannot read has a row: the key is the config's `model_type`, or the name of the class where the
+model has no such config. Add one of your own from anywhere: `FAMILIES["mine"] = Family(...)`.
 """
 
 from collections.abc import Callable
@@ -155,82 +156,7 @@ def adaln_zero(
     return attention_arguments, [Modulation(*vectors[:3]), Modulation(*vectors[3:])]
 
 
-GATED = ("gate_proj", "up_proj")
-QKV = ("q_proj", "k_proj", "v_proj")
-ATTENTION = Sublayer("self_attn", "input_layernorm", output_projection="o_proj")
-LLAMA = Family(ATTENTION, Sublayer("mlp", "post_attention_layernorm", (), GATED, "down_proj"), QKV)
-MOE = Family(
-    ATTENTION,
-    Sublayer("mlp", "post_attention_layernorm", output_projection="experts.down_proj"),
-    QKV,
-)
-# Norms before and after each sub-layer.
-SANDWICH = Family(
-    Sublayer("self_attn", "input_layernorm", ("post_attention_layernorm",)),
-    Sublayer(
-        "mlp", "pre_feedforward_layernorm", ("post_feedforward_layernorm",), GATED, "down_proj"
-    ),
-    QKV,
-)
-
-FAMILIES = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": LLAMA,
-    "arcee": LLAMA._replace(
-        mlp=Sublayer("mlp", "post_attention_layernorm", (), ("up_proj",), "down_proj")
-    ),
-    "olmo": LLAMA,
-    "mixtral": MOE,
-    "olmoe": MOE,
-    "gemma2": SANDWICH,
-    "gemma3_text": SANDWICH,
-    "olmo2": Family(
-        Sublayer("self_attn", None, ("post_attention_layernorm",)),
-        Sublayer("mlp", None, ("post_feedforward_layernorm",), GATED, "down_proj"),
-        QKV,
-    ),
-    "phi3": Family(
-        Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",), (), "o_proj"),
-        Sublayer(
-            "mlp",
-            "post_attention_layernorm",
-            ("resid_mlp_dropout",),
-            ("gate_up_proj",),
-            "down_proj",
-        ),
-        ("qkv_proj",),
-        fused=qkv_concatenated,
-    ),
-    "gpt2": Family(
-        Sublayer("attn", "ln_1", output_projection="c_proj"),
-        Sublayer("mlp", "ln_2", (), ("c_fc",), "c_proj"),
-        ("c_attn",),
-        layers="h",
-        final="ln_f",
-        fused=qkv_concatenated,
-    ),
-    "gpt_neox": Family(
-        Sublayer("attention", "input_layernorm", ("post_attention_dropout",), (), "dense"),
-        Sublayer(
-            "mlp",
-            "post_attention_layernorm",
-            ("post_mlp_dropout",),
-            ("dense_h_to_4h",),
-            "dense_4h_to_h",
-        ),
-        ("query_key_value",),
-        final="final_layer_norm",
-        parallel="use_parallel_residual",
-        fused=qkv_per_head,
-    ),
-    "vit": Family(
-        Sublayer("attention", "layernorm_before", ("dropout",), (), "o_proj"),
-        Sublayer("mlp", "layernorm_after", ("dropout",), ("fc1",), "fc2"),
-        QKV,
-        final="layernorm",
-    ),
+FAMILIES: dict[str, Family] = {
     "DiTTransformer2DModel": Family(
         Sublayer("attn1", "norm1.norm", output_projection="to_out.0"),
         Sublayer("ff", "norm3", output_projection="net.2"),

@@ -44,7 +44,8 @@ class ConnectedModel:
             *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
         )
         hidden_states = list(out.hidden_states)
-        if recorder.layers == 0:  # The host passes its layers no arguments but those it knows.
+        # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
+        if recorder.layers == 0 or isinstance(hidden_states[0], HiddenState):
             out.hidden_states = tuple(self._read_hidden_states(hidden_states))
             return out if return_dict else out.to_tuple()
         # Some hosts record the embedding before the first layer's output.
@@ -66,11 +67,10 @@ class ConnectedModel:
         readers.append(getattr(self, self.family.final).connection)
         if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
             readers = readers[1:]
-        read = []
-        for connection, hidden in zip(readers, recorded, strict=False):
+        read = list(recorded)
+        for i, (connection, hidden) in enumerate(zip(readers, recorded, strict=False)):
             if isinstance(hidden, HiddenState):
-                hidden = connection(hidden.state, "hidden_state").to(hidden.dtype)
-            read.append(hidden)
+                read[i] = connection(hidden.state, "hidden_state").to(hidden.dtype)
         return read
 
     def _init_weights(self, module: nn.Module) -> None:
