@@ -20,23 +20,23 @@ from tests.support.tiny import shake
 # What each has that the others have not, and the ports that MUDD feeds in its layers.
 KINDS = {
     # the residual multiplier
-    "granite": "qkv|mlp",
+    "granite": "attn|mlp",
     # one norm for two parallel sub-layers; layers that return tuples; a fused projection
     "falcon": "mixer+mlp",
     # an MLP that is no module of its own, dropout by a function
-    "opt": "qkv|mlp",
+    "opt": "attn|mlp",
     # layers of two kinds; a norm of the embedding by the final norm
-    "qwen3_next": "mixer|mlp, qkv|mlp",
+    "qwen3_next": "attn|mlp, mixer|mlp",
     # one sub-layer a layer
-    "nemotron_h": "mixer, mlp, qkv",
+    "nemotron_h": "attn, mixer, mlp",
     # an attention and a mixer in parallel, renamed arguments
-    "falcon_h1": "mixer+qkv|mlp",
+    "falcon_h1": "mixer+attn|mlp",
     # experts that return their tokens flat
-    "llama4_text": "qkv|mlp",
+    "llama4_text": "attn|mlp",
     # two MLPs in parallel
     "granitemoehybrid": "mixer|mlp+mlp",
     # the final norm norms the embedding too
-    "nanochat": "qkv|mlp",
+    "nanochat": "attn|mlp",
 }  # fmt: skip
 LLAMA_ROW = Family(
     Sublayer("self_attn", "input_layernorm"),
@@ -49,8 +49,9 @@ def ports_of_layers(model: Any) -> str:
     """The kinds of layers, by the ports of their sites."""
     backbone, wiring = find_backbone(model)
     kinds = set()
-    for layer in list(getattr(backbone, wiring.layers))[1:]:
-        sites = ["+".join(c.ports).replace("q+k+v", "qkv") for c in layer.connections]
+    for layer in getattr(backbone, wiring.layers):
+        # The first layer's attention reads the embedding alone, with one input.
+        sites = ["+".join(c.ports).replace("q+k+v", "attn") for c in layer.connections]
         kinds.add("|".join(sites))
     return ", ".join(sorted(kinds))
 
@@ -66,7 +67,9 @@ def mark_slow(family: str, slow: tuple[str, ...]) -> Any:
 def test_a_family_without_a_row(family):
     plain, expected = build_model(family, ids())
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
-    assert torch.equal(read_logits(model, ids()), expected)
+    # A sum of two scaled outputs is rounded otherwise than the scaled sum of both.
+    rounding = 1e-6 if family == "granitemoehybrid" else 0
+    torch.testing.assert_close(read_logits(model, ids()), expected, rtol=0, atol=rounding)
     assert ports_of_layers(model) == KINDS[family]
     shake(model, 0.05).train()
     model(ids(), use_cache=False).logits.square().mean().backward()
