@@ -40,8 +40,8 @@ class Site:
 
     index: int  # 0 .. depth
     layer: int  # the Transformer layer it belongs to; the number of layers at the readout
-    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). A "mixer" is an attention
-    # without inputs of its own for q, k and v, or what takes an attention's place.
+    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). A "mixer" takes an
+    # attention's place, with one input for all of q, k and v.
     ports: tuple[str, ...]
     opens_layer: bool  # the first site of its layer
     closes_layer: bool  # the last site of its layer

@@ -1,7 +1,7 @@
 """Every causal language model of transformers, small and random, connected: docs/families.md.
 
-    python -m tests.hf.all_families            # writes the table, in about two minutes
-    python -m tests.hf.all_families llama      # prints the rows of some families
+python -m tests.hf.all_families            # writes the table, in about two minutes
+python -m tests.hf.all_families llama      # prints the rows of some families
 """
 
 import copy
@@ -152,9 +152,8 @@ def format_page(results: list[Result]) -> str:
     lines = [
         "# Families",
         "",
-        "Every causal language model of transformers "
-        f"{transformers.__version__}, small and random: its logits before and after `connect` with "
-        "`prenorm` and `mudd`.",
+        f"Every causal language model of transformers {transformers.__version__}, small and random:",
+        "its logits before and after `connect` with `prenorm` and `mudd`.",
         "This page is written by `python -m tests.hf.all_families`.",
         "",
         f"{len(results)} families: {total}.",

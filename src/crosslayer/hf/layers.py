@@ -295,10 +295,12 @@ class ReadoutNorm(ConnectionOwner):
     connection: Connection[Any]
 
     def forward(
-        self, hidden_states: HiddenState | Tensor, verb: Literal["readout", "hidden_state"] = "readout"
+        self,
+        hidden_states: HiddenState | Tensor,
+        verb: Literal["readout", "hidden_state"] = "readout",
     ) -> Tensor:
         """The normed hidden state for the head, or the hidden state before the norm."""
-        if isinstance(hidden_states, Tensor):  # A host may norm its embedding with the same module.
+        if isinstance(hidden_states, Tensor):  # A host may norm its embedding, too.
             return self.host_norm(hidden_states)
         if verb == "readout":
             return self.connection.readout(hidden_states.state)

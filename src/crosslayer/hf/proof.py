@@ -16,7 +16,16 @@ from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer
 from .layers import HiddenState
 from .recognition import layer_kind, recognise_layer
-from .shadow import Argument, ChangedStreamError, DropoutMode, layer_arguments, make_shadow, name_arguments, on_cpu, run_shadow
+from .shadow import (
+    Argument,
+    ChangedStreamError,
+    DropoutMode,
+    layer_arguments,
+    make_shadow,
+    name_arguments,
+    on_cpu,
+    run_shadow,
+)
 
 _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
@@ -177,7 +186,9 @@ def _format_sublayer(sublayer: Sublayer) -> str:
     """A sub-layer as in a row: what differs from the defaults."""
     names = ("after", "scale", "input_scale")
     defaults = Sublayer._field_defaults
-    options = [f", {n}={getattr(sublayer, n)!r}" for n in names if getattr(sublayer, n) != defaults[n]]
+    options = [
+        f", {n}={getattr(sublayer, n)!r}" for n in names if getattr(sublayer, n) != defaults[n]
+    ]
     return f"Sublayer({sublayer.module!r}, norm={sublayer.norm!r}{''.join(options)})"
 
 
