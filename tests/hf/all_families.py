@@ -152,7 +152,7 @@ def format_page(results: list[Result]) -> str:
     lines = [
         "# Families",
         "",
-        f"Every causal language model of transformers {transformers.__version__}, small and random:",
+        f"Causal language models of transformers {transformers.__version__}, small and random:",
         "its logits before and after `connect` with `prenorm` and `mudd`.",
         "This page is written by `python -m tests.hf.all_families`.",
         "",

@@ -269,7 +269,7 @@ def _select_arguments(
     sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> dict[str, Any]:
     """The arguments of a sub-layer. names: those that the layer's forward names."""
-    selected = {}
+    selected: dict[str, Any] = {}
     for name, source in sources:
         if source == REST:
             selected |= {key: value for key, value in kwargs.items() if key not in names}

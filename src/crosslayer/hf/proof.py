@@ -75,6 +75,8 @@ def _check_projections(wiring: LayerWiring) -> None:
 class _Functions:
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
 
+    lengths: dict[str, int]
+
     def __init__(self, width: int):
         generator = torch.Generator().manual_seed(0)
         shape = (1, _TOKENS, width)
@@ -131,6 +133,8 @@ def _relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 class _Handover:
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
+
+    lengths: dict[str, int]
 
     def __init__(self, wiring: ModelWiring):
         self.wiring = wiring

@@ -243,7 +243,7 @@ def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | Non
     called = _calls_of_input(original_class(attention))
     fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
     if order is not None and called == {fused_name}:
-        return (fused_name,), order(attention.config)  # type: ignore[arg-type]
+        return (fused_name,), order(attention.config)
     for names in _QKV:
         if called is not None and called.issuperset(names):
             return (*names, *sorted(called.difference(names))), None

@@ -76,7 +76,7 @@ class StandIn:
 class _Output(Tensor):
     """What a stand-in returns: a tensor, or a tuple with the tensor first, as the caller likes."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     path: str
     length: int
     unpacked: ClassVar[str] = ""  # the path of the last one that was unpacked
@@ -155,7 +155,7 @@ def _run_until_unpacked(
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
     lengths: dict[str, int] = {}
-    forward = original_class(module).forward
+    forward: Any = original_class(module).forward  # type: ignore[attr-defined]
     while True:
         observer = make_observer()
         shadow = make_shadow(module, observer, lengths, replaced)
@@ -220,7 +220,8 @@ def _add_stand_ins(
             copy = _copy_without_modules(child, type(child))
             _add_stand_ins(copy, child, f"{path}.", shared, None)
         else:
-            copy = _copy_without_modules(child, swapped_class(StandIn, type(child)))
+            host_class: Any = type(child)
+            copy = _copy_without_modules(child, swapped_class(StandIn, host_class))
             # A forward may ask for a weight's dtype.
             for key, parameter in child._parameters.items():
                 if parameter is not None:
@@ -253,7 +254,8 @@ def layer_arguments(layer: nn.Module) -> dict[str, Any]:
 
 def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     """The parameters of a module's forward after self and the hidden state, by name."""
-    return dict(list(inspect.signature(original_class(module).forward).parameters.items())[2:])
+    host: Any = original_class(module)
+    return dict(list(inspect.signature(host.forward).parameters.items())[2:])
 
 
 def _is_switch(parameter: inspect.Parameter) -> bool:
@@ -263,7 +265,8 @@ def _is_switch(parameter: inspect.Parameter) -> bool:
 
 def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by their names in the module's forward, the first one first."""
-    signature = inspect.signature(original_class(module).forward)
+    host: Any = original_class(module)
+    signature = inspect.signature(host.forward)
     named: dict[str, Any] = {}
     for name, value in list(signature.bind(module, *args, **kwargs).arguments.items())[1:]:
         kind = signature.parameters[name].kind
