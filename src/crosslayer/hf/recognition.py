@@ -122,7 +122,7 @@ def _find_final_norm(owner: nn.Module, layers: str) -> str:
     norms = [
         name
         for name, child in owner.named_children()
-        if "norm" in type(child).__name__.lower() and not _has_matrix(child)
+        if "norm" in f"{name} {type(child).__name__}".lower() and not _has_matrix(child)
     ]
     if not norms:
         raise ValueError(f"{type(owner).__name__} has no norm after its layers")
@@ -241,6 +241,8 @@ def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | Non
         attention does more with its input than to project it.
     """
     called = _calls_of_input(original_class(attention))
+    if called is not None:  # Some exist in cross-attention alone.
+        called = {name for name in called if name in attention._modules}
     fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
     if order is not None and called == {fused_name}:
         return (fused_name,), order(attention.config)
