@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..class_swap import swap_class
 from ..connection import Connection
 from ..recompute import RecomputedConnection, recompute_inputs
-from .families import Family, Modulation, Sublayer
+from .families import REST, Arguments, LayerWiring, ModelWiring, Modulation, Sublayer
 from .qkv import QKVInputs
 
 
@@ -30,7 +30,7 @@ class ConnectedModel:
     """
 
     connection_spec: str  # the connection's name and options
-    family: Family
+    family: ModelWiring
     # vLLM lets the host's `__init__` decide whether to compile. It has run before `connect`.
     do_not_compile = True
 
@@ -57,6 +57,10 @@ class ConnectedModel:
             *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
         )
         hidden_states = list(out.hidden_states)
+        # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
+        if recorder.layers == 0 or isinstance(hidden_states[0], HiddenState):
+            out.hidden_states = tuple(self._read_hidden_states(hidden_states))
+            return out if return_dict else out.to_tuple()
         # Some hosts record the embedding before the first layer's output.
         first = len(hidden_states) - recorder.layers
         for i, hidden_state in enumerate(out.hidden_states):
@@ -81,6 +85,19 @@ class ConnectedModel:
             return
         if all(module is not readout for module in value.modules()):
             make_readout(value, readout.connection)
+
+    def _read_hidden_states(self, recorded: list[Any]) -> list[Tensor]:
+        """The hidden states of what a host has recorded before and after its layers."""
+        host: Any = self
+        readers = [layer.connections[0] for layer in host.get_submodule(self.family.layers)]
+        readers.append(host.get_submodule(self.family.final).connection)
+        if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
+            readers = readers[1:]
+        read = list(recorded)
+        for i, (connection, hidden) in enumerate(zip(readers, recorded, strict=False)):
+            if isinstance(hidden, HiddenState):
+                read[i] = connection(hidden.state, "hidden_state").to(hidden.dtype)
+        return read
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):
@@ -142,10 +159,14 @@ class HiddenStateRecorder:
 
 
 class OpaqueTree:
-    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart."""
+    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart.
 
-    def __init__(self, spec: TreeSpec):
+    With it travels what a layer returns besides its stream.
+    """
+
+    def __init__(self, spec: TreeSpec, extras: tuple[Any, ...] = ()):
         self.spec = spec
+        self.extras = extras
 
 
 class ConnectionOwner:
@@ -171,7 +192,7 @@ class ConnectedLayer(ConnectionOwner):
     """
 
     connections: Sequence[Connection[Any]]
-    family: Family
+    wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
     training: bool
 
@@ -193,7 +214,7 @@ class ConnectedLayer(ConnectionOwner):
             recorder.layers += 1
             recorder.hidden_states += [] if before is None else [before]
             recorder.last = hidden
-        return hidden
+        return hidden if self.wiring.extras is None else (hidden, *tree.extras)
 
     def forward(
         self, *leaves: Any, tree: OpaqueTree, records: bool = False, **kwargs: Any
@@ -205,46 +226,86 @@ class ConnectedLayer(ConnectionOwner):
         before = None
         if records:
             before = self.connections[0](hidden.state, "hidden_state").to(hidden.dtype)
-        attn_modulation: Modulation | None = None
-        mlp_modulation: Modulation | None = None
-        if self.family.condition:
-            kwargs, (attn_modulation, mlp_modulation) = self.family.condition(
+        modulations: dict[str, Modulation] = {}
+        if self.wiring.condition:
+            kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
                 self,  # type: ignore[arg-type]
                 hidden.dtype,
                 kwargs,
             )
+            modulations = {"attn": attn_modulation, "mlp": mlp_modulation}
         if isinstance(hidden, Tensor):  # The first layer gets the embedding.
             hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
         state = hidden.state
-        for connection in self.connections:
+        returned: dict[str, Any] = {}  # by each sub-layer's module
+        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=True):
             inputs, state = connection(state)
-            outputs = []  # of the attention, of the MLP, or of both in a parallel block
+            outputs = []  # of one sub-layer, or of all in a parallel block
             with recompute_inputs(inputs, state):
-                if connection.ports[0] != "mlp":
-                    feeds_qkv = connection.ports[0] == "q"
-                    attn_input = QKVInputs(inputs[:3]) if feeds_qkv else inputs[0]
-                    outputs.append(
-                        self._run_sublayer(self.family.attn, attn_input, attn_modulation, kwargs)
+                first = 0  # of the sub-layer's ports
+                for sublayer in sublayers:
+                    x: Any = inputs[first]
+                    first += 1
+                    if connection.ports[first - 1] == "q":
+                        x = QKVInputs(inputs[first - 1 : first + 2])
+                        first += 2
+                    modulation = modulations.get(sublayer.port)
+                    y, returned[sublayer.module] = self._run_sublayer(
+                        sublayer, x, modulation, kwargs
                     )
-                if connection.ports[-1] == "mlp":
-                    outputs.append(
-                        self._run_sublayer(self.family.mlp, inputs[-1], mlp_modulation, {})
-                    )
+                    outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
-        return (*tensors, before, OpaqueTree(spec))
+        extras = []
+        for source in self.wiring.extras or ():
+            extras.append(None if source is None else returned[source[0]][source[1]])
+        return (*tensors, before, OpaqueTree(spec, tuple(extras)))
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Any]:
+        """What the sub-layer adds to the stream, and all that its module returns."""
         if modulation is not None:
             x = _modulate(x, modulation)
-        y = getattr(self, sublayer.module)(x, **kwargs)
-        if isinstance(y, tuple):  # An attention returns its weights too.
-            y = y[0]
-        for name in sublayer.after:
-            y = getattr(self, name)(y)
-        return y if modulation is None else modulation.gate * y
+        if sublayer.input_scale != 1:
+            x = _scale_inputs(x, sublayer.input_scale)
+        if sublayer.arguments is not None:
+            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names)
+        returned = _find_module(self, sublayer.module)(x, **kwargs)
+        y = returned[0] if isinstance(returned, tuple) else returned
+        if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
+            y = y.view(x.shape)
+        for step in sublayer.after:
+            if isinstance(step, str):
+                y = _find_module(self, step)(y)
+            else:
+                y = nn.functional.dropout(y, step, self.training)
+        if sublayer.scale != 1:
+            y = y * sublayer.scale
+        return (y if modulation is None else modulation.gate * y), returned
+
+
+def _find_module(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = getattr(layer, name)
+    return layer
+
+
+def _select_arguments(
+    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...]
+) -> dict[str, Any]:
+    """The arguments of a sub-layer. names: those that the layer's forward names."""
+    selected: dict[str, Any] = {}
+    for name, source in sources:
+        if source == REST:
+            selected |= {key: value for key, value in kwargs.items() if key not in names}
+        elif source in kwargs:
+            selected[name] = kwargs[source]
+    return selected
+
+
+def _scale_inputs(x: Any, scale: float) -> Any:
+    return QKVInputs(port * scale for port in x) if isinstance(x, QKVInputs) else x * scale
 
 
 def _modulate(x: Any, modulation: Modulation) -> Any:
@@ -260,9 +321,13 @@ class ReadoutNorm(ConnectionOwner):
     connection: Connection[Any]
 
     def forward(
-        self, hidden_states: HiddenState, verb: Literal["readout", "hidden_state"] = "readout"
+        self,
+        hidden_states: HiddenState | Tensor,
+        verb: Literal["readout", "hidden_state"] = "readout",
     ) -> Tensor:
         """The normed hidden state for the head, or the hidden state before the norm."""
+        if isinstance(hidden_states, Tensor):  # A host may norm its embedding, too.
+            return self.host_norm(hidden_states)
         if verb == "readout":
             return self.connection.readout(hidden_states.state)
         return self.connection(hidden_states.state, "hidden_state").to(hidden_states.dtype)

@@ -34,7 +34,8 @@ class SplitInputAttention:
     This includes a projection that is set later, like an adapter or a quantised one.
     """
 
-    projections: tuple[str, ...]  # of q, k and v, or the one that is all three
+    # Of q, k and v, or the one that is all three. Further ones, such as gates, read q's input.
+    projections: tuple[str, ...]
     fused: Fused | None
 
     def __init_subclass__(cls) -> None:
@@ -54,7 +55,8 @@ class SplitInputAttention:
         if name not in self.projections:
             return
         if self.fused is None:
-            module.register_forward_pre_hook(partial(select_port, self.projections.index(name)))
+            index = self.projections.index(name)
+            module.register_forward_pre_hook(partial(select_port, index if index < 3 else 0))
         elif not isinstance(module, FusedProjection):
             is_linear = type(module) in (nn.Linear, Conv1D)
             swap_class(module, FusedLinear if is_linear else FusedProjection)

@@ -110,7 +110,7 @@ def measure_block_gradients(model: Any, batches: Iterable[Batch]) -> BlockGradie
                 tokens += int((targets >= 0).sum())
                 logits = logits.flatten(0, 1).float()
                 F.cross_entropy(logits, targets, reduction="sum").backward()
-        layers = getattr(backbone, family.layers)
+        layers = backbone.get_submodule(family.layers)
         return BlockGradients([_gradient_rms(layer) / max(tokens, 1) for layer in layers])
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):

@@ -34,7 +34,7 @@ def measure_singular_values(model: nn.Module) -> SingularValues:
     """
     backbone, family = find_backbone(model)
     matrices: dict[str, list[Tensor]] = {}
-    layers = getattr(backbone, family.layers)
+    layers = backbone.get_submodule(family.layers)
     for layer in layers:
         for name, parameter in layer.named_parameters():
             if parameter.dim() == 2 and not name.startswith("connections."):

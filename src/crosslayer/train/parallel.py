@@ -164,12 +164,12 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
         _shard_together(norms, mesh, norm_policy)
         _shard_together(connections, mesh, full_policy)
 
-    for layer in getattr(backbone, family.layers):
+    for layer in backbone.get_submodule(family.layers):
         shard_connections(layer.connections, layer_policy)
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
     # embedding, final norm, readout and head compute in the dtype of their parameters, like the
     # stream
-    shard_connections([getattr(backbone, family.final).connection], full_policy)
+    shard_connections([backbone.get_submodule(family.final).connection], full_policy)
     fully_shard(model, mesh=mesh, mp_policy=full_policy)
     return model
 
@@ -203,7 +203,7 @@ def prepare_model(model: Any, engine: Engine) -> Any:
         return model
     torch.compiler.reset()  # graphs of an arm before count towards the limit below
     backbone, family = find_backbone(model)
-    layers = getattr(backbone, family.layers)
+    layers = backbone.get_submodule(family.layers)
     # each layer of a dense method has a graph of its own, as its state has another number of
     # tensors
     dynamo: Any = torch._dynamo.config
