@@ -22,7 +22,9 @@ from crosslayer.inspect.ablation import (
     sort_singular_values,
 )
 from crosslayer.inspect.attention import measure_head_activations
+from crosslayer.inspect.inspection import ANALYSES, InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
+from crosslayer.inspect.sections import SECTIONS
 from tests.support.tiny import shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -170,7 +172,8 @@ def report(tmp_path_factory):
     out = folder / "out"
     arguments = ["inspect", str(folder / "plain"), str(folder / "mgr"), "--out", str(out)]
     sizes = ["--sequences", "3", "--context", "40", "--batch-size", "2"]
-    assert main([*arguments, "--data", str(folder / "text.txt"), *sizes]) == 0
+    arguments += ["--data", str(folder / "text.txt"), *sizes]
+    assert main(arguments) == 0
     return out
 
 
@@ -178,7 +181,7 @@ def report(tmp_path_factory):
 def test_the_report_has_every_picture_and_number(report):
     content = json.loads((report / "inspection.json").read_text())
     assert [model["connection"] for model in content["models"]] == ["prenorm", "mgr(streams=2)"]
-    assert content["models"][1]["unfolded"]["error"] < 1e-5
+    assert content["models"][1]["results"]["unfolded"]["error"] < 1e-5
     page = (report / "report.html").read_text()
     pictures = sorted(path.stem for path in (report / "figures").glob("*.svg"))
     assert page.count("<figure>") == len(pictures)
@@ -199,6 +202,28 @@ def test_the_report_opens_in_a_browser(report, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in run.stderr
     assert shot.stat().st_size > 50_000
+
+
+def test_only_what_the_sections_need_is_run():
+    seen = []
+    inspection = inspect_model(
+        "hyper",
+        InspectionSubject(language_model("hyper"), BATCHES * 2),
+        ["unfolded", "ablation"],
+        lambda *step: seen.append(step),
+    )
+    assert set(inspection.results) == {"unfolded", "findings", "ablation"}
+    steps = [("connections", done, 2) for done in range(3)]
+    assert seen == steps + [("ablation", done, 10) for done in range(11)]
+    drawn = [section.name for section in SECTIONS if section.panels([inspection])]
+    assert drawn == ["unfolded", "one_token", "ablation"]
+    names = {analysis for section in SECTIONS for analysis in section.analyses}
+    assert names == set(ANALYSES)
+
+
+def test_an_unknown_section_is_refused(tmp_path, capsys):
+    assert main(["inspect", "somewhere", "--sections", "cosine", "--out", str(tmp_path)]) == 1
+    assert "'cosine' is unknown (did you mean 'cosines'?); known: all," in capsys.readouterr().err
 
 
 def test_an_existing_report_is_not_overwritten(tmp_path, capsys):

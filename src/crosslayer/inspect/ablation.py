@@ -59,26 +59,33 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAbla
         model: a language model of a family that `connect` knows, connected or not.
         batches: with `input_ids`, and an `attention_mask` where some are padded.
     """
-    backbone, family = find_backbone(model)
-    appended = _appended_writes(model)
     labels, increases = [], []
     with evaluation_mode(model):
         whole = mean_token_loss(model, batches)
-        site = 0
-        for number, layer in enumerate(getattr(backbone, family.layers)):
-            is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
-            for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
-                is_appended = site in appended
-                site += not is_parallel or kind == "mlp"
-                if is_appended:
-                    continue
-                # the last module that the sub-layer's output passes
-                path = [sublayer.module, *sublayer.after][-1]
-                with zero_output(layer.get_submodule(path)):
-                    without = mean_token_loss(model, batches)
-                labels.append(f"{number}.{kind}")
-                increases.append(without - whole)
+        for label, module in _removable_sublayers(model):
+            with zero_output(module):
+                increases.append(mean_token_loss(model, batches) - whole)
+            labels.append(label)
     return SublayerAblation(whole, labels, increases)
+
+
+def count_sublayers(model: nn.Module) -> int:
+    """The number of sub-layers that `ablate_sublayers` removes."""
+    return sum(1 for _ in _removable_sublayers(model))
+
+
+def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The label of each sub-layer, and the last module that its output passes."""
+    backbone, family = find_backbone(model)
+    is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
+    appended = _appended_writes(model)
+    site = 0
+    for number, layer in enumerate(getattr(backbone, family.layers)):
+        for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
+            if site not in appended:
+                path = [sublayer.module, *sublayer.after][-1]
+                yield f"{number}.{kind}", layer.get_submodule(path)
+            site += not is_parallel or kind == "mlp"
 
 
 @torch.no_grad()
