@@ -1,7 +1,8 @@
 """Figures of the analyses. Each draws on given axes; `render_figure` makes a file of them."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,11 +127,27 @@ def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = No
 
 
 def draw_lines(
-    axes: Any, labels: Sequence[str], lines: Sequence[tuple[str, Sequence[float]]], name: str
+    axes: Any,
+    labels: Sequence[str],
+    lines: Sequence[tuple[str, Sequence[float]]],
+    name: str,
+    deviations: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
-    """A line of values over sites for each name, on a logarithmic axis where they differ much."""
+    """A line of values over sites for each name, on a logarithmic axis where they differ much.
+
+    Args:
+        axes: of matplotlib.
+        labels: of the horizontal axis.
+        lines: a name and values at the labels, each.
+        name: of the vertical axis.
+        deviations: of the values of a line, by its name: a band on both sides.
+    """
     for (label, values), colour in zip(lines, COLOURS * 4, strict=False):
         axes.plot(range(len(values)), values, color=colour, label=label, marker="o", markersize=3)
+        if label in deviations:
+            middle, deviation = torch.tensor(values), torch.tensor(deviations[label])
+            low, high = middle - deviation, middle + deviation
+            axes.fill_between(range(len(values)), low, high, color=colour, alpha=0.2, linewidth=0)
     positive = [value for _, values in lines for value in values if value > 0]
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
@@ -166,12 +183,51 @@ def draw_gates(axes: Any, sites: Sequence[SiteScales]) -> None:
     axes.grid(alpha=0.25, axis="y")
 
 
-def draw_ablation(axes: Any, models: Sequence[tuple[str, SublayerAblation]]) -> None:
-    """log ΔPPL without each sub-layer, a bar a model."""
+def draw_boxes(
+    axes: Any, labels: Sequence[str], groups: Sequence[tuple[str, Tensor]], name: str
+) -> None:
+    """Boxes of several groups side by side at each label.
+
+    Args:
+        axes: of matplotlib.
+        labels: of the horizontal axis.
+        groups: a name and minimum, 25, 50, 75 % and maximum at each label, [labels 5].
+        name: of the vertical axis.
+    """
+    width = 0.8 / len(groups)
+    for number, ((group, quartiles), colour) in enumerate(zip(groups, COLOURS, strict=False)):
+        keys = ("whislo", "q1", "med", "q3", "whishi")
+        boxes = [dict(zip(keys, row, strict=True), fliers=[]) for row in quartiles.tolist()]
+        places = [place - 0.4 + (number + 0.5) * width for place in range(len(labels))]
+        drawn = axes.bxp(
+            boxes,
+            places,
+            widths=0.8 * width,
+            showfliers=False,
+            patch_artist=True,
+            boxprops={"facecolor": colour, "edgecolor": colour, "alpha": 0.45},
+            medianprops={"color": colour, "linewidth": 2},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
+        )
+        drawn["boxes"][0].set_label(group)
+    _label_ticks(axes.xaxis, labels, rotation=90)
+    axes.set_xlim(-0.5, len(labels) - 0.5)
+    axes.set_ylabel(name)
+    _finish_lines(axes, len(groups))
+
+
+def draw_ablation(
+    axes: Any,
+    models: Sequence[tuple[str, SublayerAblation]],
+    deviations: Mapping[str, SublayerAblation] = MappingProxyType({}),
+) -> None:
+    """log ΔPPL without each sub-layer, a bar a model, with its deviation where it is known."""
     width = 0.8 / len(models)
     for number, ((name, ablation), colour) in enumerate(zip(models, COLOURS, strict=False)):
         place = torch.arange(len(ablation.labels)) + number * width
-        axes.bar(place, ablation.increase, width, color=colour, label=name)
+        errors = deviations[name].increase if name in deviations else None
+        axes.bar(place, ablation.increase, width, color=colour, label=name, yerr=errors, capsize=2)
     _label_ticks(axes.xaxis, models[0][1].labels, rotation=90)
     axes.set_ylabel("increase of log perplexity")
     _finish_lines(axes, len(models))

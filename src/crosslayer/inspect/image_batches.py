@@ -1,6 +1,8 @@
 """Batches of images for analyses, class by class, opened when they are asked for."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from .observation import Batch
 PROCESSOR_FILE = "preprocessor_config.json"
 
 
+@dataclass(frozen=True, eq=False)
 class ImageBatches(Sequence[Batch]):
     """Batches of `pixel_values`, and of `labels` where the classes are known to the model.
 
@@ -29,22 +32,23 @@ class ImageBatches(Sequence[Batch]):
         std: of the pixels that the model takes for 1, [C].
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        labels: Sequence[int] | None,
-        batch_size: int,
-        shape: tuple[int, int, int],
-        mean: Tensor,
-        std: Tensor,
-    ):
-        self.files, self.labels, self.batch_size = files, labels, batch_size
-        self.shape, self.mean, self.std = shape, mean, std
+    files: Sequence[Path]
+    labels: Sequence[int] | None
+    batch_size: int
+    shape: tuple[int, int, int]
+    mean: Tensor
+    std: Tensor
 
     def __len__(self) -> int:
-        return -(-len(self.files) // self.batch_size)
+        return math.ceil(len(self.files) / self.batch_size)
 
     def __getitem__(self, place: Any) -> Any:
+        """A batch, or those of a slice, which are not opened yet."""
+        if isinstance(place, slice):
+            start, stop, _ = place.indices(len(self))
+            files = slice(start * self.batch_size, stop * self.batch_size)
+            labels = None if self.labels is None else self.labels[files]
+            return replace(self, files=self.files[files], labels=labels)
         if not 0 <= place < len(self):
             raise IndexError(place)
         chosen = slice(place * self.batch_size, (place + 1) * self.batch_size)
@@ -104,7 +108,7 @@ def join_batches(groups: Mapping[str, ImageBatches]) -> ImageBatches:
     labels = None
     if first.labels is not None:
         labels = [label for part in parts for label in part.labels or ()]
-    return ImageBatches(files, labels, first.batch_size, first.shape, first.mean, first.std)
+    return replace(first, files=files, labels=labels)
 
 
 def _image_shape(config: Any) -> tuple[int, int, int]:

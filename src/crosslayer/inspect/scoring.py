@@ -1,6 +1,6 @@
 """What a model is scored by: the next token of a text, or the class of an image.
 
-A batch with `labels`, a class each, is scored by these; a batch with `input_ids` by its next tokens.
+A batch with `labels`, a class each, is scored by these; one with `input_ids` by its next tokens.
 """
 
 from typing import Any
@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .observation import Batch
+from .observation import LABELS, Batch, model_arguments
 
 NO_TARGET = -100  # as in torch's cross-entropy
-LABELS = "labels"  # the key of a batch that is no argument of the model
-
-
-def model_arguments(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """What a model is called with."""
-    return {key: value.to(device) for key, value in batch.items() if key != LABELS}
 
 
 def score_targets(batch: Batch) -> Tensor:

@@ -79,8 +79,8 @@ class DepthDistances:
 
     Attributes:
         labels: of the sites.
-        angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15), its mean over
-            sequences, [sites sites].
+        angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15), or of an image's class
+            token; its mean over sequences, [sites sites].
         streams: the same for each stream between the states that sites read, [streams sites sites];
             empty where the number of parts differs between sites.
         cka: linear CKA of the inputs, [sites sites].
@@ -93,7 +93,7 @@ class DepthDistances:
 
 
 class DistanceAnalysis:
-    """Keeps the last tokens' inputs and streams, and some tokens' inputs, of every site."""
+    """Keeps the answers' inputs and streams, and some tokens' inputs, of every site."""
 
     def __init__(self) -> None:
         self._last: dict[str, list[Tensor]] = {}
@@ -103,11 +103,9 @@ class DistanceAnalysis:
     def visit_site(self, visit: SiteVisit) -> None:
         label = site_label(visit.connection)
         x = visit.inputs[0].flatten(0, -2).float()
-        is_last = torch.ones_like(visit.positions, dtype=torch.bool)
-        is_last[:-1] = visit.positions[1:] <= visit.positions[:-1]
         parts = visit.parts[:, : len(visit.connection.state_parts(visit.state))]
-        self._last.setdefault(label, []).append(x[is_last].cpu())
-        self._streams.setdefault(label, []).append(parts[is_last].cpu())
+        self._last.setdefault(label, []).append(x[visit.answers].cpu())
+        self._streams.setdefault(label, []).append(parts[visit.answers].cpu())
         kept = self._tokens.setdefault(label, [])
         missing = CKA_TOKENS - sum(map(len, kept))
         if missing > 0:
