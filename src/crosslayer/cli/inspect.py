@@ -104,7 +104,7 @@ def run(options: Any) -> int:
                 inspections.append(replace(inspection, run=run, step=step))
         if options.average:
             inspections = average_groups(inspections, configurations)
-        setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
+        setup = f"{options.data}. {'; '.join(seen)}."
         with console.status("drawing"):
             report = write_report(inspections, folder, setup, sections)
     if options.average and not any(inspection.seeds for inspection in inspections):

@@ -77,16 +77,18 @@ def count_sublayers(model: nn.Module) -> int:
 
 
 def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The label of each sub-layer, and the last module that its output passes."""
+    """The label of each sub-layer, and the last module that its output alone passes."""
     backbone, family = find_backbone(model)
     is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
     appended = _appended_writes(model)
+    shared = set(family.attn.after) & set(family.mlp.after)
     site = 0
     for number, layer in enumerate(getattr(backbone, family.layers)):
         for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
             if site not in appended:
-                path = [sublayer.module, *sublayer.after][-1]
-                yield f"{number}.{kind}", layer.get_submodule(path)
+                # ViT's attention and MLP pass the same dropout.
+                path = [sublayer.module, *(name for name in sublayer.after if name not in shared)]
+                yield f"{number}.{kind}", layer.get_submodule(path[-1])
             site += not is_parallel or kind == "mlp"
 
 

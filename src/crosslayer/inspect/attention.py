@@ -47,7 +47,7 @@ def measure_head_activations(
             paper.
 
     Raises:
-        ValueError: the model's attention gives no weights.
+        ValueError: the model's attention gives no weights, or the batches are no texts.
     """
     backbone, family = find_backbone(model)
     device = next(model.parameters()).device
@@ -56,6 +56,8 @@ def measure_head_activations(
     active = [RunningMoments() for _ in layers]
     patterns: list[Tensor] = []
     for batch in batches:
+        if "input_ids" not in batch:
+            raise ValueError("active heads are defined for texts alone")
         ids = batch["input_ids"].to(device)
         mask = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
         # Positions count from the first token that is not padding.

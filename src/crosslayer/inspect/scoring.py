@@ -34,7 +34,12 @@ def score_targets(batch: Batch) -> Tensor:
 
 
 def score_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The logits of all tokens that have a target, [N classes] float32, and their targets [N]."""
+    """The logits of all tokens that have a target, [N classes] float32, and their targets [N].
+
+    Raises:
+        ValueError: the model makes no logits, or the batch has no targets.
+    """
+    find_head(model)
     device = next(model.parameters()).device
     targets = score_targets(batch).to(device)
     options = {"use_cache": False} if "input_ids" in batch else {}
@@ -53,6 +58,6 @@ def find_head(model: Any) -> nn.Module:
     head = model.get_output_embeddings()
     if head is None:
         head = getattr(model, "classifier", None)
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, nn.Module):
         raise ValueError(f"{type(model).__name__} has no head that makes logits")
     return head

@@ -65,15 +65,16 @@ def image_subject(
 
 
 def describe_subject(subject: InspectionSubject) -> str:
-    """What the model sees, like "64 sequences, 16,384 tokens"."""
+    """What the model sees, like "64 sequences of up to 256 tokens, 16,384 in all"."""
     if isinstance(subject.batches, ImageBatches):
         text = f"{len(subject.batches.files)} images"
     else:
         sequences = sum(len(batch["input_ids"]) for batch in subject.batches)
         tokens = sum(int(batch["attention_mask"].sum()) for batch in subject.batches)
-        text = f"{sequences} sequences, {tokens:,} tokens"
+        context = max(batch["input_ids"].shape[1] for batch in subject.batches)
+        text = f"{sequences} sequences of up to {context} tokens, {tokens:,} in all"
     if subject.groups:
-        text += f" of {len(subject.groups)} classes"
+        text += f", {len(subject.groups)} classes"
     return text
 
 
