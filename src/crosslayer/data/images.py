@@ -28,7 +28,8 @@ def open_image(source: Path | np.ndarray, channels: int) -> Image.Image:
             source = source[:, :, 0]
         return Image.fromarray(source).convert(mode)
     try:
-        with Image.open(source) as image:
+        with Image.open(source) as file:
+            image: Image.Image = file
             if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8
                 image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
             return image.convert(mode)

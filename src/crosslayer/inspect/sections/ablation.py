@@ -13,7 +13,7 @@ def _lens_panels(models: Models) -> Panels:
     return [
         (
             "loss of the read-out at each site",
-            partial(draw_lines, labels=models[0]["lens"].labels, lines=losses, name="nats a token"),
+            partial(draw_lines, labels=models[0]["lens"].labels, lines=losses, name="loss (nats)"),
         ),
         (
             "gradient of each layer",

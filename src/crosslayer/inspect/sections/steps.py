@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from torch import Tensor
+
 from ..figures import draw_lines, draw_matrix
 from ..inspection import ModelInspection
 from ..over_steps import distance_to_last, scalars_over_steps, split_runs, weights_over_steps
@@ -13,6 +15,8 @@ Runs = Mapping[str, Sequence[ModelInspection]]  # of `split_runs`
 
 # Inputs whose weights are drawn: of each way, this many, evenly spaced over depth.
 INPUTS_OF_WAY = 3
+# Weights whose deviation over the steps is smaller do not change.
+SMALLEST_CHANGE = 1e-6
 # Numbers that are drawn, and their names.
 SCALARS = {
     "findings.lambda_score": "Λ-shape score",
@@ -30,13 +34,14 @@ def _weight_panels(models: Models) -> Panels:
     for run, of_run in runs.items():
         if of_run[0].connection == "prenorm":  # all weights are 1
             continue
-        for label in _choose_inputs(of_run[-1]):
+        for label in _choose_inputs(of_run):
             weights = weights_over_steps(of_run, label)
             draw = partial(
                 draw_matrix,
                 values=weights,
                 rows=[str(part) for part in range(len(weights))],
                 columns=[str(model.step) for model in of_run],
+                limit=_second_largest(weights),
                 names=("part", "step"),
             )
             panels.append((f"{run}: into {label}", draw))
@@ -81,13 +86,19 @@ def _at_steps(
     return [by_step.get(step, math.nan) for step in _all_steps(runs)]
 
 
-def _choose_inputs(model: ModelInspection) -> list[str]:
-    """Inputs of each way that mix at least two parts, evenly spaced over depth, and the readout."""
+def _second_largest(weights: Tensor) -> float:
+    """The largest weight but those of one part, which may be far larger than all others."""
+    of_parts = weights.abs().amax(1).sort(descending=True).values
+    return of_parts[1].item() if len(of_parts) > 1 else of_parts[0].item()
+
+
+def _choose_inputs(models: Sequence[ModelInspection]) -> list[str]:
+    """Inputs of each way whose weights change over the steps, evenly spaced over depth."""
     inputs: dict[str, list[str]] = {}
-    for site in model["mixing"]:
+    for site in models[-1]["mixing"]:
         for label in site.inputs:
             way = label.partition(".")[2]
-            if site.read_mean.shape[-1] > 1:
+            if weights_over_steps(models, label).std(1).max() > SMALLEST_CHANGE:
                 inputs.setdefault(way if way in ("q", "k", "v") else "", []).append(label)
     chosen = []
     for labels in inputs.values():
@@ -103,7 +114,8 @@ SECTIONS = [
         "steps",
         "Weights over the steps of training",
         "What inputs at several depths mix with, at each kept step of the run, and how far all "
-        "weights are from those at the end. DenseFormer, Figure 10.",
+        "weights are from those at the end. The colour scale ends at the second largest part. "
+        "DenseFormer, Figure 10.",
         ("mixing",),
         _weight_panels,
     ),
