@@ -106,7 +106,13 @@ def test_a_mixed_bag_is_averaged_by_configuration(seeds):
         ModelInspection("plain", "prenorm", {"alarms": []}, []),
     ]
     averaged = average_groups(models, ["24", "32", "24", "24", "24"])
-    assert [model.name for model in averaged] == ["mean of a, b", "wide", "later", "plain"]
+    assert [model.name for model in averaged] == [
+        "hyper (a, …), mean of 2",
+        "later",
+        "wide",
+        "plain",
+    ]
+    assert average_groups(models[:3:2], ["24", "24"])[0].name == "hyper, mean of 2"
     assert averaged[0].results == {"alarms": [texts[0], f"{texts[1]} (1 of 2 seeds)"]}
     same, other, connected = (language_model(spec) for spec in (None, None, "hyper"))
     assert describe_configuration(same) == describe_configuration(other)

@@ -5,6 +5,7 @@ DenseFormer (arXiv 2402.02622), Figures 5, 8 and 15, are means over three seeds.
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,30 +61,31 @@ def average_seeds(models: Sequence[ModelInspection], name: str) -> ModelInspecti
 def average_groups(
     models: Sequence[ModelInspection], configurations: Sequence[str]
 ) -> list[ModelInspection]:
-    """The models, those of one configuration and step averaged, in the order of their first.
+    """The models, those of one configuration and step averaged.
 
     Args:
         models: an inspection each.
         configurations: of `describe_configuration`, a model each.
     """
-    groups: dict[tuple[str, str, int | None], list[ModelInspection]] = {}
+    arms: dict[tuple[str, str], dict[int | None, list[ModelInspection]]] = {}
     for model, configuration in zip(models, configurations, strict=True):
-        groups.setdefault((configuration, model.connection, model.step), []).append(model)
-    averaged = []
-    for group in groups.values():
-        if len(group) == 1:
-            averaged += group
-            continue
-        mean = average_seeds(group, f"mean of {_list_names([model.name for model in group])}")
-        run = f"mean of {_list_names([model.run for model in group])}"
-        averaged.append(dataclasses.replace(mean, run=run))
+        steps = arms.setdefault((configuration, model.connection), {})
+        steps.setdefault(model.step, []).append(model)
+    connections = Counter(connection for _, connection in arms)
+    averaged: list[ModelInspection] = []
+    for (_, connection), steps in arms.items():
+        first = next(iter(steps.values()))[0]
+        label = connection
+        if connections[connection] > 1:
+            label += f" ({first.run or first.name}, …)"
+        for step, seeds in steps.items():
+            if len(seeds) == 1:
+                averaged += seeds
+                continue
+            at_step = "" if step is None else f", step {step}"
+            mean = average_seeds(seeds, f"{label}, mean of {len(seeds)}{at_step}")
+            averaged.append(dataclasses.replace(mean, run=f"{label}, mean"))
     return averaged
-
-
-def _list_names(names: Sequence[str]) -> str:
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{names[0]} … {names[-1]} ({len(names)} seeds)"
 
 
 def _combine_inspections(

@@ -214,7 +214,9 @@ def draw_boxes(
     _label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.set_ylabel(name)
-    _finish_lines(axes, len(groups))
+    axes.grid(alpha=0.25, axis="y")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
 
 
 def draw_ablation(
