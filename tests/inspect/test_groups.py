@@ -325,6 +325,7 @@ def test_groups_of_texts(tmp_path):
     assert subject_of(str(tmp_path / "data")).groups == {}
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_vision_model(images, tmp_path, capsys):
     for name, spec in (("hyper", "hyper"), ("plain", None)):
         vision_model(spec).save_pretrained(tmp_path / name)
@@ -339,3 +340,34 @@ def test_a_folder_of_a_vision_model(images, tmp_path, capsys):
     assert (out / "figures" / "classes.png").stat().st_size > 5_000
     assert main([*arguments[:-1], str(out / "2"), "--data", str(tmp_path / "plain")]) == 1
     assert "has no class subfolders with images" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_seeds_of_two_steps_from_folders(tmp_path, capsys):
+    folders = []
+    for seed in range(2):
+        for step in (10, 20):
+            model = language_model("denseformer", vocab=256)
+            with torch.no_grad():
+                find_connections(model)[-1].alpha.fill_(0.1 * step + seed)
+            folders.append(tmp_path / f"run{seed}" / "models" / f"step-{step:06}")
+            model.save_pretrained(folders[-1])
+            (folders[-1] / "tokenizer.json").write_text(byte_tokenizer_json())
+    (tmp_path / "text.txt").write_text("A stream of text.\n" * 9)
+    data = ["--data", str(tmp_path / "text.txt"), "--sequences", "2", "--context", "24"]
+    sections = ["--sections", "steps,step_numbers", "--average", "true"]
+    out = tmp_path / "out"
+    assert main(["inspect", *map(str, folders), *data, *sections, "--out", str(out)]) == 0
+    models = json.loads((out / "inspection.json").read_text())["models"]
+    assert [model["name"] for model in models] == [
+        "denseformer, mean of 2, step 10",
+        "denseformer, mean of 2, step 20",
+    ]
+    readout = models[1]["results"]["mixing"][-1]["read_mean"][0]
+    assert readout == pytest.approx([2.5] * 3)
+    deviation = models[1]["deviation"]["results"]["mixing"][-1]["read_mean"][0]
+    assert deviation == pytest.approx([math.sqrt(0.5)] * 3)
+    assert [seed["step"] for model in models for seed in model["seeds"]] == [10, 10, 20, 20]
+    for name in ("steps", "step_numbers"):
+        assert (out / "figures" / f"{name}.png").stat().st_size > 5_000
+    assert "no mean over seeds" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
 MAX_TICKS = 13
+TITLE_WIDTH = 46  # characters in a line of a panel's title
 
 Draw = Callable[[Any], None]  # draws on the axes of one panel
 
@@ -48,7 +50,7 @@ def render_figure(panels: Sequence[tuple[str, Draw]], width: float = 5.2) -> dic
         figure = Figure(figsize=(width * columns, 4.4 * rows), layout="constrained")
         all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, (title, draw) in zip(all_axes, panels, strict=False):
-            axes.set_title(title)
+            axes.set_title(fill(title, TITLE_WIDTH))
             draw(axes)
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
