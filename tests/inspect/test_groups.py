@@ -29,6 +29,7 @@ from tests.inspect.test_report import BATCHES, language_model
 from tests.support.tiny import shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
+ANALYSES_SEEN = ["mixing", "scales", "gradients"]
 SECTION = {section.name: section for section in SECTIONS}
 
 
@@ -39,7 +40,7 @@ def inspect_denseformer(name: str, shift: float, step: int | None = None) -> Mod
         for connection in find_connections(model):
             if connection.alpha is not None:
                 connection.alpha.fill_(0.5 + shift)
-    inspection = inspect_model(name, InspectionSubject(model, BATCHES), ["mixing", "scales"])
+    inspection = inspect_model(name, InspectionSubject(model, BATCHES), ANALYSES_SEEN)
     inspection.step = step
     return inspection
 
@@ -89,7 +90,7 @@ def test_the_spread_in_pictures(seeds):
     spread = panels["mean: inputs, × mean norm, deviation over 3 seeds"].keywords["values"][-1]
     torch.testing.assert_close(spread, products.std(0))
 
-    lines = dict(SECTION["scales"].panels([mean, other]))["RMS of the output before"].keywords
+    lines = dict(SECTION["scales"].panels([mean, other]))["raw outputs of sub-layers"].keywords
     assert [name for name, _ in lines["lines"]] == ["mean", "other"]
     rms = torch.tensor([[site.output_rms for site in seed["scales"]] for seed in seeds]).double()
     assert list(lines["deviations"]) == ["mean"]
@@ -124,7 +125,7 @@ def test_values_of_other_shapes_are_not_averaged(seeds):
     apart = inspect_denseformer("apart", 0.0)
     apart["mixing"][-1].read_mean = torch.zeros(1, 9)
     mean = average_seeds([seeds[0], apart], "mean")
-    assert set(mean.results) == {"scales", "alarms"}
+    assert set(mean.results) == {"scales", "gradients", "alarms"}
     assert "mixing: not averaged, the seeds have values of different shapes" in mean.not_done[0]
     assert SECTION["mixing"].panels([mean]) == []
 

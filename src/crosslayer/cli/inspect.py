@@ -48,9 +48,17 @@ def parser() -> Any:
         "--sections",
         type=str,
         nargs="+",
-        default=["all"],
-        help="of the report, like unfolded,cosines; only the analyses that they need are run. "
-        "docs/inspect.md lists them, and so does the message on an unknown one",
+        default=["standard"],
+        help="of the report, like unfolded,cosines, or all; only the analyses that they need are "
+        "run. docs/inspect.md lists them, and so does the message on an unknown one; default: "
+        "those that take few passes over the sequences",
+    )
+    add(
+        "--layer",
+        type=int | None,
+        default=None,
+        help="whose attention patterns are drawn and whose mixes lose their sources; default: the "
+        "patterns at three quarters of the depth, the sources of all layers",
     )
     add(
         "--tokenizer",
@@ -100,6 +108,7 @@ def run(options: Any) -> int:
                 seen.append(f"{name}: {describe_subject(subject)}")
                 configurations.append(describe_configuration(subject.model))
                 show_step = partial(bar.show_step, name)
+                subject = replace(subject, layer=options.layer)
                 inspection = inspect_model(name, subject, analyses, show_step)
                 inspections.append(replace(inspection, run=run, step=step))
         if options.average:
@@ -147,21 +156,25 @@ def _short_names(sources: list[str]) -> list[str]:
 
 
 def _choose_sections(words: list[str]) -> "list[Section]":
-    """The sections that the words name, separated by spaces or commas; "all" stands for all.
+    """The sections that the words name, separated by spaces or commas.
+
+    "all" stands for all of them, "standard" for those that are drawn by default.
 
     Raises:
         ValueError: a section is not known.
     """
     from ..inspect.sections import SECTIONS
 
-    known = {section.name: section for section in SECTIONS}
+    known = {"all": SECTIONS, "standard": [s for s in SECTIONS if s.is_standard]}
+    known |= {section.name: [section] for section in SECTIONS}
     names = [name for word in words for name in word.split(",") if name]
     for name in names:
-        if name != "all" and name not in known:
+        if name not in known:
             raise ValueError(
                 f"--sections: {name!r} is unknown{did_you_mean(name, known)}; "
-                f"known: all, {', '.join(known)}"
+                f"known: {', '.join(known)}"
             )
     if not names:
-        raise ValueError(f"--sections names none; known: all, {', '.join(known)}")
-    return [section for section in SECTIONS if "all" in names or section.name in names]
+        raise ValueError(f"--sections names none; known: {', '.join(known)}")
+    chosen = {section.name for name in names for section in known[name]}
+    return [section for section in SECTIONS if section.name in chosen]

@@ -108,7 +108,7 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
 
     Args:
         values: of the same structure, one a seed. What is no number is the first one's.
-        combine: called with the numbers of all seeds, [seeds …].
+        combine: called with the numbers of all seeds, [seeds …]. Whole numbers in a list are names.
 
     Raises:
         ValueError: lists or tensors have different sizes.
@@ -134,8 +134,9 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
         return first
     if isinstance(first, int | float):
         return combine(torch.tensor(values, dtype=torch.float64)).item()
-    if all(_is_text(item) for value in values for item in value):
-        return _merge_texts(values)
+    items = [item for value in values for item in value]
+    if all(_is_text(item) for item in items) or all(isinstance(item, int) for item in items):
+        return first if all(value == first for value in values) else _merge_texts(values)
     return [combine_values(list(items), combine) for items in zip(*values, strict=True)]
 
 
@@ -152,7 +153,9 @@ def _merge_texts(lists: Sequence[list[Any]]) -> list[Any]:
     for text in dict.fromkeys(text for texts in lists for text in texts):
         count = sum(text in texts for texts in lists)
         note = "" if count == len(lists) else f" ({count} of {len(lists)} seeds)"
-        if isinstance(text, tuple):
+        if isinstance(text, int):  # the number of a stream, for example
+            merged.append(text)
+        elif isinstance(text, tuple):
             merged.append((*text[:-1], text[-1] + note))
         else:
             merged.append(text + note)

@@ -10,15 +10,27 @@ from torch import Tensor, nn
 
 from ..connection import find_connections, format_spec
 from ..connections.mudd import STREAMS
-from .ablation import SublayerAblation, ablate_sublayers, ablate_ways, count_sublayers
-from .attention import measure_head_activations
+from .ablation import (
+    PruningCurve,
+    SublayerAblation,
+    ablate_blocks,
+    ablate_sublayers,
+    ablate_ways,
+    count_blocks,
+    count_sublayers,
+    find_depth_weights,
+    prune_depth_weights,
+)
+from .attention import HeadActivations, measure_head_activations
 from .findings import find_patterns
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
-from .mixing_summary import MixingAnalysis
+from .mixing_summary import MixingAnalysis, find_mix_pattern
 from .observation import Batch, observe_model
 from .scales import ScaleAnalysis, find_alarms
 from .similarity import CosineAnalysis, DistanceAnalysis
+from .singular_values import measure_singular_values
+from .source_ablation import ablate_sources, find_mix_weights
 from .unfolding import UnfoldingAnalysis
 
 # called with a step's name, the number of batches that it has seen and of those it will see
@@ -33,6 +45,8 @@ class InspectionSubject:
         model: of a family that `connect` knows, connected or not.
         batches: with `input_ids` and `attention_mask`, or `pixel_values` and `labels`.
         sink_ids: see `measure_head_activations`.
+        layer: whose attention patterns are kept and whose mixes lose their weights; None for the
+            layer at three quarters of the depth, and for the mixes of all layers.
         groups: the batches by the class of their images or the label of their texts, where they
             have one.
     """
@@ -40,6 +54,7 @@ class InspectionSubject:
     model: nn.Module
     batches: Sequence[Batch]
     sink_ids: Collection[int] = ()
+    layer: int | None = None
     groups: Mapping[str, Sequence[Batch]] = dataclasses.field(default_factory=dict)
 
 
@@ -50,10 +65,12 @@ class SingleAnalysis(NamedTuple):
         run: its result; None where it does not apply to the model. A ValueError says why it cannot
             be done.
         passes: over the batches.
+        most_batches: that it is given; None for all.
     """
 
     run: Callable[[InspectionSubject], Any]
-    passes: Callable[[nn.Module], int] = lambda model: 1
+    passes: Callable[[InspectionSubject], int] = lambda subject: 1
+    most_batches: int | None = None
 
 
 class DerivedAnalysis(NamedTuple):
@@ -73,6 +90,22 @@ def _ablate_ways(subject: InspectionSubject) -> SublayerAblation | None:
     return ablate_ways(subject.model, subject.batches)
 
 
+def _measure_attention(subject: InspectionSubject) -> HeadActivations:
+    return measure_head_activations(subject.model, subject.batches, subject.sink_ids, subject.layer)
+
+
+def _chosen_layers(subject: InspectionSubject) -> list[int] | None:
+    return None if subject.layer is None else [subject.layer]
+
+
+def _prune_weights(subject: InspectionSubject) -> PruningCurve | None:
+    if not find_depth_weights(subject.model):
+        return None
+    return prune_depth_weights(subject.model, subject.batches, PRUNED_SHARES)
+
+
+# Shares of the smallest weights that are set to zero: as in DenseFormer, closer where it matters.
+PRUNED_SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
 # These share one pass over the batches.
 OBSERVED = {
     "mixing": MixingAnalysis,
@@ -86,16 +119,31 @@ SINGLE = {
     "gradients": SingleAnalysis(
         lambda subject: measure_block_gradients(subject.model, subject.batches)
     ),
-    "attention": SingleAnalysis(
-        lambda subject: measure_head_activations(subject.model, subject.batches, subject.sink_ids)
-    ),
+    "attention": SingleAnalysis(_measure_attention),
     "ablation": SingleAnalysis(
         lambda subject: ablate_sublayers(subject.model, subject.batches),
-        lambda model: 1 + count_sublayers(model),
+        lambda subject: 1 + count_sublayers(subject.model),
     ),
     "ways": SingleAnalysis(
         _ablate_ways,
-        lambda model: 1 + len(STREAMS) if _has_ways(model) else 0,
+        lambda subject: 1 + len(STREAMS) if _has_ways(subject.model) else 0,
+    ),
+    "blocks": SingleAnalysis(
+        lambda subject: ablate_blocks(subject.model, subject.batches),
+        lambda subject: 1 + count_blocks(subject.model),
+    ),
+    "sources": SingleAnalysis(
+        lambda subject: ablate_sources(subject.model, subject.batches, _chosen_layers(subject)),
+        lambda subject: 1 + len(find_mix_weights(subject.model, _chosen_layers(subject))),
+        most_batches=1,
+    ),
+    "pruning": SingleAnalysis(
+        _prune_weights,
+        lambda subject: len(PRUNED_SHARES) if find_depth_weights(subject.model) else 0,
+    ),
+    "pattern": SingleAnalysis(lambda subject: find_mix_pattern(subject.model), lambda subject: 0),
+    "singular_values": SingleAnalysis(
+        lambda subject: measure_singular_values(subject.model), lambda subject: 0
     ),
     "classes": SingleAnalysis(
         lambda subject: compare_groups(subject.model, subject.groups),
@@ -204,7 +252,8 @@ def _run_single(
     inspection: ModelInspection, key: str, subject: InspectionSubject, progress: Progress
 ) -> None:
     analysis = SINGLE[key]
-    batches = _count_batches(subject.batches, key, analysis.passes(subject.model), progress)
+    batches = subject.batches[: analysis.most_batches]
+    batches = _count_batches(batches, key, analysis.passes(subject), progress)
     try:
         result = analysis.run(dataclasses.replace(subject, batches=batches))
     except ValueError as error:

@@ -2,35 +2,29 @@
 
 from functools import partial
 
-from ..figures import draw_lines, draw_matrix
+from ..figures import draw_lines
+from ..figures_connections import draw_pattern_gallery
 from .section import Models, Panels, Section
 
 
 def _attention_panels(models: Models) -> Panels:
     lines = [(m.name, m["attention"].active.tolist()) for m in models]
     labels = [str(layer) for layer in range(max(len(values) for _, values in lines))]
-    draw = partial(draw_lines, labels=labels, lines=lines, name="share of active heads")
+    draw = partial(
+        draw_lines, labels=labels, lines=lines, name="share of active heads", depth="layer"
+    )
     return [("active heads by layer", draw)]
 
 
 def _pattern_panels(models: Models) -> Panels:
-    """All heads of the middle layer."""
-    panels: Panels = []
-    for m in models:
-        layer = len(m["attention"].patterns) // 2
-        for head, pattern in enumerate(m["attention"].patterns[layer][:12]):
-            places = [str(place) for place in range(len(pattern))]
-            draw = partial(
-                draw_matrix,
-                values=pattern,
-                rows=places,
-                columns=places,
-                limit=1.0,
-                signed=False,
-                names=("token", "attends to"),
-            )
-            panels.append((f"{m.name}: layer {layer}, head {head}", draw))
-    return panels
+    """All heads of the chosen layer, a gallery a model."""
+    return [
+        (
+            f"{m.name}: heads of layer {m['attention'].pattern_layer}",
+            partial(draw_pattern_gallery, patterns=m["attention"].patterns),
+        )
+        for m in models
+    ]
 
 
 SECTIONS = [
@@ -45,9 +39,10 @@ SECTIONS = [
     ),
     Section(
         "patterns",
-        "Attention patterns of the middle layer",
-        "Every head's weights over the first 32 tokens of the first sequence. MUDD, Figures 10 and "
-        "11.",
+        "Attention patterns of one layer",
+        "Every head's weights over the first 32 tokens of the first sequence, in the layer that "
+        "--layer names: the one at three quarters of the depth if it names none, which is the "
+        "paper's 25th of 32. Attention runs eagerly here. MUDD, Figures 10 and 11.",
         ("attention",),
         _pattern_panels,
     ),

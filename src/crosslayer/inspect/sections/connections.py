@@ -1,14 +1,18 @@
 """How outputs reach later inputs, and what a connection itself mixes with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..figures import draw_matrix, draw_unfolded_map
+from ..figures import draw_matrix
+from ..figures_connections import draw_mix_pattern, draw_unfolded_map
 from ..inspection import ModelInspection
+from ..mixing_summary import SiteMixing
 from .section import MOST_STREAMS, Models, Panels, Section
+
+VARIES = 1e-6  # a deviation over tokens that is more than rounding
 
 
 def _unfolded_panels(models: Models) -> Panels:
@@ -22,41 +26,51 @@ def _unfolded_panels(models: Models) -> Panels:
 def _one_token_panels(models: Models) -> Panels:
     panels: Panels = []
     for m in models:
-        if m.connection == "prenorm":
-            continue
         u = m["unfolded"]
+        if u.std.max() <= VARIES:  # the mean shows it all
+            continue
         draw = partial(draw_matrix, values=u.one_token, rows=u.inputs, columns=u.sources)
-        panels.append((f"{m.name}: one token", draw))
-        if u.std.max() > 1e-6:
-            draw = partial(
-                draw_matrix, values=u.std, rows=u.inputs, columns=u.sources, signed=False
-            )
-            panels.append((f"{m.name}: deviation over tokens", draw))
+        panels.append((f"{m.name}: inputs", draw))
+        draw = partial(draw_matrix, values=u.std, rows=u.inputs, columns=u.sources, signed=False)
+        panels.append((f"{m.name}: deviation over tokens", draw))
+        panels += _stream_panels(m, u.one_token_streams)
     return panels
 
 
 def _stream_map_panels(models: Models) -> Panels:
     panels: Panels = []
     for m in models:
-        means = m["unfolded"].stream_means
-        if not m["scales"][-1].has_streams:
-            continue
-        sites = [site.label for site in m["mixing"][: len(means)]]
-        for stream in range(min(means[-1].shape[0], MOST_STREAMS)):
-            rows = [
-                (label, mean[stream])
-                for label, mean in zip(sites, means, strict=True)
-                if stream < len(mean)
-            ]
-            draw = partial(
-                draw_matrix,
-                values=_stack_rows([mean for _, mean in rows]),
-                rows=[label for label, _ in rows],
-                columns=m["unfolded"].sources,
-                names=("after", "output of"),
-            )
-            panels.append((f"{m.name}: stream {stream}", draw))
+        panels += _stream_panels(m, m["unfolded"].stream_means)
     return panels
+
+
+def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
+    """A panel a stream, from the map to the parts of the state after each site."""
+    panels: Panels = []
+    unfolded = m["unfolded"]
+    if not unfolded.has_streams:
+        return panels
+    limit = max(values.abs().max().item() for values in maps)
+    for stream in range(min(maps[-1].shape[0], MOST_STREAMS)):
+        rows = [
+            (label, values[stream])
+            for label, values in zip(unfolded.sites, maps, strict=True)
+            if stream < len(values)
+        ]
+        draw = partial(
+            draw_matrix,
+            values=_stack_rows([values for _, values in rows]),
+            rows=[label for label, _ in rows],
+            columns=unfolded.sources,
+            limit=limit,
+            names=("after the read of", "output of"),
+        )
+        panels.append((f"{m.name}: stream {stream}", draw))
+    return panels
+
+
+def _pattern_panels(models: Models) -> Panels:
+    return [(m.name, partial(draw_mix_pattern, pattern=m["pattern"])) for m in models]
 
 
 def _stack_rows(rows: Sequence[Tensor]) -> Tensor:
@@ -64,44 +78,94 @@ def _stack_rows(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
-def _read_panels(models: Models) -> Panels:
-    """A panel a way: what each input reads, over the parts that its site mixes."""
+def _mean_panels(models: Models) -> Panels:
+    return _read_panels(models, lambda site: site.read_mean, signed=True)
+
+
+def _deviation_panels(models: Models) -> Panels:
+    dynamic = [m for m in models if any(site.read_std.max() > VARIES for site in m["mixing"])]
+    return _read_panels(dynamic, lambda site: site.read_std, signed=False)
+
+
+def _read_panels(
+    models: Models, weights_of: Callable[[SiteMixing], Tensor], signed: bool
+) -> Panels:
+    """A panel a way: what each mix reads of its parts. Then the same times the parts' mean norm."""
     panels: Panels = []
     for m in models:
-        if m.connection == "prenorm":  # all weights are 1
-            continue
-        for way in _way_names(m):
-            labels, means, scaled = [], [], []
-            for site in m["mixing"]:
-                for label, mean in zip(site.inputs, site.read_mean, strict=True):
-                    if _way_of(label) == way:
-                        labels.append(label)
-                        means.append(mean)
-                        scaled.append(mean * site.part_norms)
-            columns = [str(number) for number in range(max(map(len, means)))]
-            names = ("input of", "part")
-            for title, values in ((way, means), (f"{way}, × mean norm", scaled)):
+        mixes = [site for site in m["mixing"] if site.is_mix]
+        columns: list[str] = max((site.parts for site in mixes), key=len, default=[])
+        raw: dict[str, list[tuple[str, Tensor]]] = {}
+        scaled: dict[str, list[tuple[str, Tensor]]] = {}
+        for site in mixes:
+            for label, weights in zip(site.inputs, weights_of(site), strict=True):
+                way = _way_of(label, list(raw))
+                raw.setdefault(way, []).append((label, weights))
+                scaled.setdefault(way, []).append((label, weights * site.part_norms))
+        for rows_of_way, title, unit in (
+            (raw, "", "weight"),
+            (scaled, ", × mean norm", "weight × mean norm"),
+        ):
+            for way, rows in rows_of_way.items():
                 draw = partial(
                     draw_matrix,
-                    values=_stack_rows(values),
-                    rows=labels,
+                    values=_stack_rows([weights for _, weights in rows]),
+                    rows=[label for label, _ in rows],
                     columns=columns,
-                    names=names,
+                    signed=signed,
+                    names=("input of", "weight of"),
+                    unit=unit,
                 )
-                panels.append((f"{m.name}: {title}", draw))
+                panels.append((f"{m.name}: {way}{title}", draw))
     return panels
 
 
-def _way_of(label: str) -> str:
+def _way_of(label: str, ways: list[str]) -> str:
+    """The way of an input's label. Where q, k, v and r differ, the readout is of r alone."""
     port = label.partition(".")[2]
-    return port if port in ("q", "k", "v") else "inputs"
+    if port in ("q", "k", "v", "r"):
+        return port
+    return "r" if "r" in ways else "inputs"
 
 
-def _way_names(model: ModelInspection) -> list[str]:
-    names: dict[str, None] = {}  # ordered
-    for site in model["mixing"]:
-        names |= dict.fromkeys(map(_way_of, site.inputs))
-    return list(names)
+def _wiring_panels(models: Models) -> Panels:
+    """What each stream takes of the write before, and what the read carries between streams."""
+    panels: Panels = []
+    for m in models:
+        if not m["scales"][-1].has_streams:
+            continue
+        # Without those whose write is appended as a stream, as the first of MGR.
+        has_gate = [site.gate is not None for site in m["scales"]]
+        written = [len(site.write_mean) > 0 for site in m["mixing"]]
+        chosen = has_gate if any(has_gate) else written
+        sites = [site for site, is_chosen in zip(m["mixing"], chosen, strict=True) if is_chosen]
+        streams = max((site.parts for site in sites), key=len)
+        names = ("applied at", "weight in")
+        draw = partial(
+            draw_matrix,
+            values=_stack_rows([site.write_mean for site in sites]),
+            rows=[site.label for site in sites],
+            columns=streams,
+            names=names,
+        )
+        panels.append((f"{m.name}: the write", draw))
+        n = len(streams)
+        square = [
+            site
+            for site in m["mixing"]
+            if site.label != "readout" and tuple(site.carry_mean.shape) == (n, n)
+        ]
+        if all(torch.equal(site.carry_mean, torch.eye(n).double()) for site in square):
+            continue  # streams do not mix
+        draw = partial(
+            draw_matrix,
+            values=torch.stack([site.carry_mean.flatten() for site in square]),
+            rows=[site.label for site in square],
+            columns=[f"{a} ← {b}" for a in range(n) for b in range(n)],
+            names=("read of", "next stream ← stream"),
+        )
+        panels.append((f"{m.name}: between streams", draw))
+    return panels
 
 
 SECTIONS = [
@@ -117,24 +181,47 @@ SECTIONS = [
     Section(
         "one_token",
         "The same for one token, and how much it differs between tokens",
-        "A static method has no deviation. Hyper-Connections, Figure 13.",
+        "Inputs and streams of one token, chosen at random. A static method has no such picture. "
+        "Hyper-Connections, Figures 13 and 14.",
         ("unfolded",),
         _one_token_panels,
     ),
     Section(
         "streams",
         "How each output reaches each stream",
-        "The weight of each output in a stream after each site. Hyper-Connections, Eq. 27-29.",
-        ("unfolded", "mixing", "scales"),
+        "The weight of each output in a stream after each read, mean over tokens. "
+        "Hyper-Connections, Eq. 27-29 and Figure 13.",
+        ("unfolded",),
         _stream_map_panels,
+    ),
+    Section(
+        "pattern",
+        "Which weights over blocks' outputs exist",
+        "DenseFormer, Figures 1b and 2; SW-n of MUDD. Each way has these weights.",
+        ("pattern",),
+        _pattern_panels,
     ),
     Section(
         "mixing",
         "What the method itself mixes with",
-        "The method's own weights over the parts of its state: blocks' outputs for DenseFormer, "
-        "MUDD and attention residuals, streams for the others. Right of each: times the mean norm "
-        "of the part. DenseFormer, Figures 5, 8, 15; MUDD, Figures 12 and 13.",
+        "The method's own weights over what it mixes: blocks' outputs for DenseFormer and MUDD, "
+        "outputs for attention residuals, streams for the others. Mean over tokens; then times the "
+        "mean norm of what is mixed. DenseFormer, Figures 5, 8, 15; MUDD, Figure 12.",
         ("mixing",),
-        _read_panels,
+        _mean_panels,
+    ),
+    Section(
+        "mixing_deviation",
+        "How much these weights differ between tokens",
+        "Standard deviation over tokens. A static method has none. MUDD, Figure 13.",
+        ("mixing",),
+        _deviation_panels,
+    ),
+    Section(
+        "wiring",
+        "What streams take of each output and of each other",
+        "B and A_r of hyper-connections, β of multi-gate residuals. Mean over tokens.",
+        ("mixing", "scales"),
+        _wiring_panels,
     ),
 ]

@@ -21,6 +21,7 @@ class Section:
         analyses: the names in `inspection.ANALYSES` of those that the picture needs.
         draw_panels: the panels for the models that have all of these analyses; empty where there
             is nothing to draw.
+        is_standard: drawn where `--sections` names none. Not what takes many passes.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Section:
     text: str
     analyses: tuple[str, ...]
     draw_panels: Callable[[Models], Panels]
+    is_standard: bool = True
 
     def panels(self, models: Models) -> Panels:
         """The panels for those models that have what the picture needs, with their spread."""

@@ -10,14 +10,9 @@ from functools import partial
 from typing import Any
 
 from ..averaging import combine_values, seed_deviation, seed_mean
-from ..figures import (
-    Draw,
-    draw_ablation,
-    draw_distances,
-    draw_lines,
-    draw_matrix,
-    draw_unfolded_map,
-)
+from ..figures import Draw, draw_lines, draw_matrix
+from ..figures_ablation import draw_ablation, draw_block_ablation
+from ..figures_connections import draw_distances, draw_unfolded_map
 from ..inspection import ModelInspection
 
 Panels = list[tuple[str, Draw]]  # titles and functions that draw
@@ -42,7 +37,11 @@ MATRICES: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
     draw_distances: _distance_matrix,
 }
 # The argument that has a name and values, a pair a line.
-LINES: dict[Any, str] = {draw_lines: "lines", draw_ablation: "models"}
+LINES: dict[Any, str] = {
+    draw_lines: "lines",
+    draw_ablation: "models",
+    draw_block_ablation: "models",
+}
 
 
 def draw_with_spread(
