@@ -12,7 +12,7 @@ from typing import Any
 from ..averaging import combine_values, seed_deviation, seed_mean
 from ..figures import Draw, draw_lines, draw_matrix
 from ..figures_ablation import draw_ablation, draw_block_ablation
-from ..figures_connections import draw_distances, draw_unfolded_map
+from ..figures_connections import distances_ahead, draw_distances, draw_unfolded_map
 from ..inspection import ModelInspection
 
 Panels = list[tuple[str, Draw]]  # titles and functions that draw
@@ -24,10 +24,14 @@ def _map_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distance_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
-    distances, stream = arguments["distances"], arguments.get("stream")
-    values = distances.angular if stream is None else distances.streams[stream]
-    labels = distances.labels
-    return {"values": values, "rows": labels, "columns": labels, "names": ("at", "at")}
+    values = distances_ahead(arguments["distances"], arguments.get("stream")).nan_to_num()
+    blocks = range(len(values))
+    return {
+        "values": values,
+        "rows": [str(n + 1) for n in blocks],
+        "columns": [str(block) for block in blocks],
+        "names": ("its subsequent n-th block", "initial block ℓ"),
+    }
 
 
 # The arguments of `draw_matrix`, from those of a function that draws a matrix.
@@ -97,5 +101,9 @@ def _draw_bands(draw: Any, key: str, of_seeds: Sequence[Sequence[tuple[str, Any]
         (name, combine_values(by_name[name], seed_mean) if name in by_name else values)
         for name, values in draw.keywords[key]
     ]
-    deviations = {name: combine_values(seeds, seed_deviation) for name, seeds in by_name.items()}
+    deviations = {
+        name: combine_values(seeds, seed_deviation)
+        for name, seeds in by_name.items()
+        if len(seeds) > 1
+    }
     return partial(draw, **{key: means}, deviations=deviations)

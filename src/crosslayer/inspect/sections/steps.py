@@ -39,7 +39,7 @@ def _weight_panels(models: Models) -> Panels:
             draw = partial(
                 draw_matrix,
                 values=weights,
-                rows=[str(part) for part in range(len(weights))],
+                rows=_part_labels(of_run[-1], label),
                 columns=[str(model.step) for model in of_run],
                 limit=_second_largest(weights),
                 names=("part", "step"),
@@ -86,6 +86,10 @@ def _at_steps(
     return [by_step.get(step, math.nan) for step in _all_steps(runs)]
 
 
+def _part_labels(model: ModelInspection, input_label: str) -> list[str]:
+    return next(site.parts for site in model["mixing"] if input_label in site.inputs)
+
+
 def _second_largest(weights: Tensor) -> float:
     """The largest weight but those of one part, which may be far larger than all others."""
     of_parts = weights.abs().amax(1).sort(descending=True).values
@@ -97,9 +101,9 @@ def _choose_inputs(models: Sequence[ModelInspection]) -> list[str]:
     inputs: dict[str, list[str]] = {}
     for site in models[-1]["mixing"]:
         for label in site.inputs:
-            way = label.partition(".")[2]
+            way = label.partition(".")[2]  # "q" of "3.q"
             if weights_over_steps(models, label).std(1).max() > SMALLEST_CHANGE:
-                inputs.setdefault(way if way in ("q", "k", "v") else "", []).append(label)
+                inputs.setdefault(way if way in ("q", "k", "v", "r") else "", []).append(label)
     chosen = []
     for labels in inputs.values():
         last = len(labels) - 1
