@@ -27,7 +27,7 @@ def seed_mean(values: Tensor) -> Tensor:
 
 def seed_deviation(values: Tensor) -> Tensor:
     """The standard deviation of a sample, divided by the number of seeds − 1: [seeds …] -> […]."""
-    return values.std(0)
+    return values.std(0) if values.numel() else values[0]
 
 
 def describe_configuration(model: Any) -> str:
@@ -149,7 +149,7 @@ def _is_text(value: Any) -> bool:
 
 def _merge_texts(lists: Sequence[list[Any]]) -> list[Any]:
     """The texts of all lists, in their order; how many lists have one, where not all do."""
-    merged = []
+    merged: list[Any] = []
     for text in dict.fromkeys(text for texts in lists for text in texts):
         count = sum(text in texts for texts in lists)
         note = "" if count == len(lists) else f" ({count} of {len(lists)} seeds)"

@@ -123,8 +123,8 @@ def draw_lines(
         axes.plot(range(len(values)), values, color=colour, label=label, marker="o", markersize=3)
         if label in deviations:
             middle, deviation = torch.tensor(values), torch.tensor(deviations[label])
-            low, high = middle - deviation, middle + deviation
-            axes.fill_between(range(len(values)), low, high, color=colour, alpha=0.2, linewidth=0)
+            ends = (middle - deviation, middle + deviation)
+            axes.fill_between(range(len(values)), *ends, color=colour, alpha=0.2, linewidth=0)
     low, high = limits or positive_limits([values for _, values in lines])
     if limits is not None:
         axes.set_ylim(low / 1.15, high * 1.15)

@@ -25,12 +25,13 @@ def _map_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _distance_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
     values = distances_ahead(arguments["distances"], arguments.get("stream")).nan_to_num()
-    blocks = range(len(values))
+    blocks = [str(block) for block in range(len(values) + 1)]
     return {
-        "values": values,
-        "rows": [str(n + 1) for n in blocks],
-        "columns": [str(block) for block in blocks],
+        "values": values.flip(0),
+        "rows": blocks[:0:-1],
+        "columns": blocks[:-1],
         "names": ("its subsequent n-th block", "initial block ℓ"),
+        "unit": "angular distance, of π",
     }
 
 
