@@ -18,17 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from crosslayer.data.images import PILLOW_MODES, class_order, list_images, open_image, scale_pixels
 from crosslayer.data.sampler import BatchSampler
 from crosslayer.train.task import Examples
 from crosslayer.validation import check_choice
 from examples.vision.augment import AUGMENTATIONS, MAX_LEVEL, mix_up, rand_augment
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-PILLOW_MODES = {1: "L", 3: "RGB"}  # by number of channels
 
 
 class EpochSampler(BatchSampler):
@@ -71,14 +68,12 @@ class ImageDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = item % len(self)
-        image = _open_image(self.images[index], PILLOW_MODES[self.channels])
+        image = open_image(self.images[index], self.channels)
         rng = random.Random(f"{self.seed} {item}")
         image = AUGMENTATIONS[self.augmentation](image, self.size, rng)
         if self.randaugment_level is not None:
             image = rand_augment(image, self.randaugment_level, rng)
-        pixels = torch.from_numpy(np.array(image, np.float32))
-        pixels = pixels.view(self.size, self.size, self.channels).permute(2, 0, 1)
-        return {"pixel_values": pixels.contiguous() / 127.5 - 1, "labels": self.labels[index]}
+        return {"pixel_values": scale_pixels(image), "labels": self.labels[index]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +130,7 @@ def load_images(
         raise ValueError(f"mixup_alpha must be greater than 0, got {mixup_alpha}")
     path = Path(source)
     if path.is_dir():
-        splits = _Splits(*_list_images(path / "train"), *_list_images(path / "val"))
+        splits = _Splits(*list_images(path / "train"), *list_images(path / "val"))
     else:
         splits = _load_npz(path)
         for x in (splits.x_train, splits.x_test):
@@ -219,44 +214,6 @@ def _make_examples(
     )
 
 
-def _open_image(source: Path | np.ndarray, mode: str) -> Image.Image:
-    """An image in one of `PILLOW_MODES`, whatever its own mode."""
-    if isinstance(source, np.ndarray):
-        if source.shape[-1] == 1 and source.ndim == 3:
-            source = source[:, :, 0]
-        return Image.fromarray(source).convert(mode)
-    try:
-        with Image.open(source) as image:
-            if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8
-                image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
-            return image.convert(mode)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{source}: cannot be read as an image ({error})") from None
-
-
-def _list_images(folder: Path) -> tuple[list[Path], list[str]]:
-    """The images below a folder's class subfolders, and the class of each."""
-    images: list[Path] = []
-    labels: list[str] = []
-    class_folders = []
-    if folder.is_dir():
-        class_folders = [f for f in folder.iterdir() if f.is_dir() and f.name[0] != "."]
-    for class_folder in sorted(class_folders):
-        files = sorted(f for f in class_folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-        if not files:
-            raise ValueError(
-                f"{class_folder}: a class without images ({', '.join(IMAGE_SUFFIXES)})"
-            )
-        for file in files:
-            if not file.is_file():  # a FIFO would be waited for
-                raise ValueError(f"{file}: not a regular file")
-        images += files
-        labels += [class_folder.name] * len(files)
-    if not images:
-        raise ValueError(f"{folder}: has no class subfolders with images")
-    return images, labels
-
-
 def _load_npz(path: Path) -> _Splits:
     expected = (
         "expected a folder with train/ and val/, or an .npz with the arrays "
@@ -291,15 +248,10 @@ def _load_npz(path: Path) -> _Splits:
 
 def _number_classes(source: str, splits: _Splits) -> tuple[list[str], list[int], list[int]]:
     """The sorted names of the classes; the class numbers of training and validation images."""
-    names = sorted(set(splits.y_train), key=_class_order)
+    names = sorted(set(splits.y_train), key=class_order)
     unknown = set(splits.y_test) - set(names)
     if unknown:
         raise ValueError(f"{source}: no training image of the validation class {min(unknown)!r}")
     number = {name: i for i, name in enumerate(names)}
     train_labels = [number[name] for name in splits.y_train]
     return names, train_labels, [number[name] for name in splits.y_test]
-
-
-def _class_order(name: str) -> tuple[bool, int, str]:
-    """Numbers come first, in numerical order."""
-    return not name.isdecimal(), int(name) if name.isdecimal() else 0, name

@@ -209,7 +209,9 @@ def test_the_report_has_every_picture_and_number(report):
     pictures = sorted(path.stem for path in (report / "figures").glob("*.svg"))
     assert page.count("<figure>") == len(pictures)
     assert "<script" not in page
-    assert pictures == sorted(section.name for section in SECTIONS)
+    # of single models at no known step, and of a text without groups
+    of_groups = {"classes", "steps", "step_numbers"}
+    assert set(pictures) == {section.name for section in SECTIONS} - of_groups
     for path in (report / "figures").glob("*.png"):
         assert path.stat().st_size > 5_000
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from crosslayer.cli.main import main
 from crosslayer.files import lock_folder
@@ -88,8 +89,8 @@ def test_two_ranks_equal_one(text, tmp_path):
 @pytest.mark.slow
 def test_from_two_ranks_to_one_and_back(text, tmp_path):
     """A run that is left on one number of ranks goes on on another."""
-    shared = {"data": text, "save_every": 4}
-    whole = run(shared, "hyper")
+    shared = {"data": text, "save_every": 4, "keep_models": 3}
+    whole = run(shared, "hyper", str(tmp_path / "whole"))
     jobs = [
         {
             "settings": {**shared, "strategy": strategy},
@@ -112,6 +113,22 @@ def test_from_two_ranks_to_one_and_back(text, tmp_path):
     for job, rest in zip(back, two_ranks(back, tmp_path), strict=True):
         assert len(rest["losses"]) == 4 and apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
         assert Path(job["folder"], "model", "model.safetensors").exists()
+        for folder in (job["folder"], job["folder"].removesuffix("-one")):
+            assert model_gap(Path(folder) / "models", tmp_path / "whole" / "models") < 1e-4
+
+
+def model_gap(found, expected):
+    """The largest difference of a weight between two runs' kept models of the same steps."""
+    steps = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in found.iterdir()) == steps
+    gaps = []
+    for step in steps:
+        weights, others = (
+            load_file(path / step / "model.safetensors") for path in (found, expected)
+        )
+        assert weights.keys() == others.keys()
+        gaps += [(weights[key] - others[key]).abs().max().item() for key in weights]
+    return max(gaps)
 
 
 def wait_for(condition, seconds=120):

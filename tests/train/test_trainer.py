@@ -91,6 +91,27 @@ def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
     assert again["losses"] == [] and again["result"]["valid_loss"] == whole["result"]["valid_loss"]
 
 
+def test_kept_models_of_a_resumed_run_are_the_same(text, tmp_path):
+    settings = {"data": text, "layers": 1, "steps": 6, "evals": 1, "save_every": 3, "ema": 0.5}
+    plain = run(settings, "denseformer")
+    settings["keep_models"] = 3
+    whole = run(settings, "denseformer", tmp_path / "whole")
+    assert whole["losses"] == plain["losses"] and whole["weights"] == plain["weights"]
+    run(settings, "denseformer", tmp_path / "parts", stop=5)  # after the checkpoint of step 3
+    run(settings, "denseformer", tmp_path / "parts")
+    kept = {}
+    for name in ("whole", "parts"):
+        files = sorted((tmp_path / name / "models").rglob("*.*"))
+        kept[name] = {file.relative_to(tmp_path / name): file.read_bytes() for file in files}
+    assert kept["parts"] == kept["whole"]
+    folders = sorted(path.name for path in (tmp_path / "whole" / "models").iterdir())
+    assert folders == ["step-000002", "step-000004", "step-000006"]
+    last = (tmp_path / "whole" / "models" / folders[-1] / "model.safetensors").read_bytes()
+    exported = (tmp_path / "whole" / "model" / "model.safetensors").read_bytes()
+    assert len(last) == len(exported)
+    assert last != exported, "averages are kept, where `run` exports the weights themselves"
+
+
 def test_dropout_is_resumed_too(text, tmp_path):
     settings = {
         "data": text,

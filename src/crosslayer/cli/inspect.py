@@ -1,6 +1,7 @@
 """`crosslayer inspect`: what the connections of trained models do, as a report with figures."""
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from ..validation import check_positive, did_you_mean, parse_dtype
 from .console import InspectionBar, make_console, make_parser, silence_libraries
 
 if TYPE_CHECKING:
-    from ..inspect.inspection import ModelInspection
+    from ..inspect.inspection import InspectionSubject, ModelInspection
     from ..inspect.report import TrainingReport
     from ..inspect.sections import Section, TrainingView
 
@@ -20,8 +21,8 @@ TRAINING = "training"  # stands for all views of training in --sections
 
 def parser() -> Any:
     command = make_parser(
-        "Show what the connections of trained language models do: a report with figures, side by "
-        "side for several models. A model without a connection is seen as pre-norm. Of folders of "
+        "Show what the connections of trained models do: a report with figures, side by side for "
+        "several models. A model without a connection is seen as pre-norm. Of the folders of "
         "crosslayer train and compare it shows the training too."
     )
     add = command.add_argument
@@ -36,12 +37,19 @@ def parser() -> Any:
         "--data",
         type=str,
         default="stdlib",
-        help="text or .jsonl file or folder; default: the standard library's sources",
+        help="text or .jsonl file or folder; default: the standard library's sources. For a ViT, a "
+        "folder of images, with a subfolder a class",
     )
     add("--out", type=str, default="inspection", help="folder for report.html and its files")
-    add("--sequences", type=int, default=64, help="number of sequences that the models see")
+    add("--sequences", type=int, default=64, help="sequences, or images, that the models see")
     add("--context", type=int, default=256, help="tokens in a sequence")
     add("--batch-size", type=int, default=8, help="sequences in a batch")
+    add(
+        "--average",
+        type=bool,
+        default=False,
+        help="show models of the same configuration as seeds: their mean and its deviation",
+    )
     add(
         "--sections",
         type=str,
@@ -189,48 +197,68 @@ def _inspect_models(
     options: Any, models: dict[str, str], sections: "list[Section]", console: Any
 ) -> "tuple[list[ModelInspection], str]":
     """The analyses that the sections need of every model, and a sentence on what it saw."""
-    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
-    from ..data.sources import read_documents
-    from ..inspect.inspection import InspectionSubject, inspect_model
-    from ..inspect.text_batches import find_sink_ids, make_text_batches
+    from ..convert.pretrained import choose_device
+    from ..inspect.averaging import average_groups, describe_configuration
+    from ..inspect.inspection import inspect_model
+    from ..inspect.subjects import describe_subject, find_step
 
     device = choose_device(options.device)
-    dtype = _parse_dtype_option(options.dtype)
     analyses = {analysis for section in sections for analysis in section.analyses}
     inspections = []
+    configurations = []
     seen = []
+    steps = [find_step(source) for source in models.values()]
+    runs = _short_names([run for run, _ in steps])
     with InspectionBar(console) as bar:
-        for name, source in models.items():
+        for (name, source), run, (_, step) in zip(models.items(), runs, steps, strict=True):
             bar.show_step(name, "opening", 0, 1)
-            tokenizer = open_tokenizer(options.tokenizer or source)
-            model = open_model(source, dtype).to(device)
-            check_tokenizer(tokenizer, model)
-            texts = (document.text for document in read_documents(options.data))
-            batches = make_text_batches(
-                tokenizer, texts, options.sequences, options.context, options.batch_size
-            )
-            seen.append(f"{name}: {_count_tokens(batches)}")
-            subject = InspectionSubject(model, batches, find_sink_ids(tokenizer), options.layer)
+            subject = _open_subject(source, options, device)
+            seen.append(f"{name}: {describe_subject(subject)}")
+            configurations.append(describe_configuration(subject.model))
             show_step = partial(bar.show_step, name)
-            inspections.append(inspect_model(name, subject, analyses, show_step))
-    setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
-    return inspections, setup
+            inspection = inspect_model(name, subject, analyses, show_step)
+            inspections.append(replace(inspection, run=run, step=step))
+    if options.average:
+        inspections = average_groups(inspections, configurations)
+        if not any(inspection.seeds for inspection in inspections):
+            console.print("No two models have the same configuration: there is no mean over seeds.")
+    return inspections, f"{options.data}. {'; '.join(seen)}."
 
 
 def _parse_dtype_option(name: str) -> Any:
     return "auto" if name == "auto" else parse_dtype(name)
 
 
+def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject":
+    """A model with what it is shown: images where it is one of images, else texts."""
+    from ..convert.pretrained import (
+        check_tokenizer,
+        open_image_model,
+        open_model,
+        open_tokenizer,
+        takes_images,
+    )
+    from ..hf.checkpoint import find_folder
+    from ..inspect.subjects import image_subject, text_subject
+
+    dtype = _parse_dtype_option(options.dtype)
+    sizes = (options.sequences, options.batch_size)
+    if takes_images(source):
+        model = open_image_model(source, dtype).to(device)
+        subject = image_subject(model, find_folder(source), options.data, *sizes)
+    else:
+        tokenizer = open_tokenizer(options.tokenizer or source)
+        model = open_model(source, dtype).to(device)
+        check_tokenizer(tokenizer, model)
+        subject = text_subject(model, tokenizer, options.data, *sizes, context=options.context)
+    return replace(subject, layer=options.layer)
+
+
 def _short_names(sources: list[str]) -> list[str]:
-    """The last part of each path, or the paths themselves where two end alike."""
-    names = [Path(source).name for source in sources]
-    return names if len(set(names)) == len(names) else sources
-
-
-def _count_tokens(batches: list[Any]) -> str:
-    sequences = sum(len(batch["input_ids"]) for batch in batches)
-    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
-    return f"{sequences} sequences, {tokens:,} tokens"
+    """The last part of each path, or the paths themselves where two different ones end alike."""
+    names = {source: Path(source).name for source in sources}
+    has_different_names = len(set(names.values())) == len(names)
+    return [names[source] if has_different_names else source for source in sources]
 
 
 def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingView]]":

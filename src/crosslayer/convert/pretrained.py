@@ -1,4 +1,4 @@
-"""Open any language model and its tokenizer, from a folder or from the Hub.
+"""Open any language model and its tokenizer, or a model of images, from a folder or the Hub.
 
 A folder has transformers' layout, connected or not, or a published checkpoint's. Weights are read
 from safetensors only, and no code of a checkpoint is run.
@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -62,6 +63,32 @@ def open_model(
     if not model.can_generate():
         raise ValueError(f"{folder}: a {type(model).__name__} is no language model")
     return model
+
+
+def takes_images(source: str | Path) -> bool:
+    """Whether a folder, or a name on the Hub, has a model of a type that classifies images."""
+    folder = find_folder(source)
+    if is_published(folder):
+        return False
+    config, _ = read_config(folder)
+    return type(config) in AutoModelForImageClassification._model_mapping
+
+
+def open_image_model(source: str | Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """A model of images: a connected one, or a plain one of transformers.
+
+    Args:
+        source: a folder with config.json and safetensors, or a name on the Hugging Face Hub.
+        dtype: of the backbone; "auto" is the dtype it was saved in.
+
+    Raises:
+        ValueError: there is no complete model at `source`.
+    """
+    folder = find_folder(source)
+    if names_connection(read_json(folder / CONFIG_FILE, dict), folder):
+        return from_pretrained(folder, dtype=dtype)
+    config, _ = read_config(folder)
+    return load_complete(AutoModelForImageClassification, folder, config=config, dtype=dtype)
 
 
 def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

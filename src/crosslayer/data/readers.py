@@ -25,11 +25,15 @@ _ZSTD_CHUNK = 2**16  # bytes
 
 
 class Document(NamedTuple):
-    """A text, or the token ids of one. The hash of its name decides whether it is held out."""
+    """A text, or the token ids of one. The hash of its name decides whether it is held out.
+
+    The label is that of a row with a field "label"; `crosslayer inspect` compares labels.
+    """
 
     name: str
     text: str
     ids: np.ndarray | None = None
+    label: str = ""
 
 
 def list_text_files(path: Path) -> list[tuple[Path, str]]:
@@ -191,7 +195,9 @@ def _text_column(subject: str, name: str, rows: Iterable[dict[str, Any]]) -> Ite
             raise ValueError(
                 f"{subject}: row {number} of its column text is {found}, not Unicode text"
             )
-        yield Document(f"{name}:{number}", text)
+        label = row.get("label")
+        label = str(label) if isinstance(label, str | int) else ""
+        yield Document(f"{name}:{number}", text, label=label)
 
 
 def _one_line(error: Exception) -> str:

@@ -198,7 +198,7 @@ def _split_tail(documents: list[Document]) -> Iterator[tuple[str, Document]]:
     """Hold out the last share of all characters. The cut may fall within a document."""
     total = sum(len(document.text) + 1 for document in documents) - 1
     left = int(total * (1 - VALID_SHARE))
-    for name, text, _ in documents:
+    for name, text, *_ in documents:
         if text[:left]:
             yield TRAIN, Document(name, text[:left])
         if text[left:]:

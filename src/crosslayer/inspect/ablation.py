@@ -3,6 +3,7 @@
 Papers: Multi-Gate Residuals (arXiv 2605.23259, Figure 4), DenseFormer (arXiv 2402.02622, Figure 7).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..connections.mgr import MGR
 from ..connections.mudd import STREAMS, Mudd
 from ..hf.attach import find_backbone
 from .observation import Batch, evaluation_mode
+from .scoring import score_logits
 
 # Static weights over depth: DenseFormer's α and MUDD's a.
 DEPTH_WEIGHTS = ("alpha", "a")
@@ -24,7 +26,7 @@ DEPTH_WEIGHTS = ("alpha", "a")
 
 @dataclass
 class SublayerAblation:
-    """Loss of a language model without each sub-layer.
+    """Loss of a language model, or of a classifier of images, without each sub-layer.
 
     "Without" means that the sub-layer's output y is zero. The connection handles this zero as any
     output: a stream that is gated towards y shrinks.
@@ -70,8 +72,9 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAbla
     """The loss without each sub-layer: one pass over the batches a sub-layer.
 
     Args:
-        model: a language model of a family that `connect` knows, connected or not.
-        batches: with `input_ids`, and an `attention_mask` where some are padded.
+        model: a language model or a classifier of a family that `connect` knows, connected or not.
+        batches: with `input_ids`, and an `attention_mask` where some are padded; or with
+            `pixel_values` and `labels`.
     """
     labels, increases = [], []
     with evaluation_mode(model):
@@ -126,15 +129,20 @@ def count_sublayers(model: nn.Module) -> int:
 
 
 def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The label of each sub-layer, and the last module that its output passes."""
+    """The label of each sub-layer, and the last module that its output alone passes."""
     backbone, family = find_backbone(model)
     appended = _appended_writes(model)
     site = 0
     for number, layer in enumerate(backbone.get_submodule(family.layers)):
-        for sublayers in family.of_layers[number].sites:
+        wiring = family.of_layers[number]
+        steps = Counter(step for sublayer in wiring.sublayers for step in sublayer.after)
+        for sublayers in wiring.sites:
             for sublayer in sublayers if site not in appended else ():
-                steps = [sublayer.module, *sublayer.after]
-                path = [step for step in steps if isinstance(step, str)][-1]
+                path = sublayer.module
+                for step in sublayer.after:
+                    # ViT's attention and MLP pass the same dropout.
+                    if isinstance(step, str) and steps[step] == 1:
+                        path = step
                 yield f"{number}.{sublayer.port}", layer.get_submodule(path)
             site += 1
 
@@ -227,20 +235,16 @@ def find_depth_weights(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def mean_token_loss(model: Any, batches: Iterable[Batch]) -> float:
-    """Cross-entropy of the next token, the mean over tokens that no mask excludes."""
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    """Cross-entropy of the next token, the mean over tokens that no mask excludes.
+
+    Of images with `labels`, that of their class.
+    """
+    total = torch.zeros((), dtype=torch.float64)
     count = 0
     for batch in batches:
-        ids = batch["input_ids"].to(device)
-        mask = batch.get("attention_mask", torch.ones_like(ids)).to(device)
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        scored = (mask[:, 1:] * mask[:, :-1]).bool()
-        losses = F.cross_entropy(
-            logits[:, :-1][scored].float(), ids[:, 1:][scored], reduction="sum"
-        )
-        total += losses
-        count += int(scored.sum())
+        logits, targets = score_logits(model, batch)
+        total += F.cross_entropy(logits, targets, reduction="sum").cpu()
+        count += len(targets)
     return (total / max(count, 1)).item()
 
 

@@ -55,7 +55,8 @@ def measure_head_activations(
             which is the paper's 25th of 32.
 
     Raises:
-        ValueError: the model's attention gives no weights, or it has no such layer.
+        ValueError: the model's attention gives no weights, it has no such layer, or the batches
+            are no texts.
     """
     backbone, family = find_backbone(model)
     device = next(model.parameters()).device
@@ -74,6 +75,8 @@ def measure_head_activations(
         attentions.append(layer.get_submodule(mixers[0]))
     with evaluation_mode(model), eager_attention(model), recorder.attached_to(attentions):
         for batch in batches:
+            if "input_ids" not in batch:
+                raise ValueError("active heads are defined for texts alone")
             ids = batch["input_ids"].to(device)
             mask = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
             recorder.mask = mask

@@ -2,9 +2,12 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart
@@ -12,6 +15,7 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
 MAX_TICKS = 13
+TITLE_WIDTH = 46  # characters in a line of a panel's title
 LOG_RATIO = 30  # values that differ by more are drawn on a logarithmic axis
 
 Draw = Callable[[Any], None]  # draws on the axes of one panel
@@ -43,7 +47,7 @@ def render_figure(panels: Sequence[tuple[str, Draw]], width: float = 5.2) -> dic
         figure = Figure(figsize=(width * columns, 4.4 * rows), layout="constrained")
         all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, (title, draw) in zip(all_axes, panels, strict=False):
-            axes.set_title(title)
+            axes.set_title(fill(title, TITLE_WIDTH))
             draw(axes)
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
@@ -102,6 +106,7 @@ def draw_lines(
     name: str,
     depth: str = "site",
     limits: tuple[float, float] | None = None,
+    deviations: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
     """A line of values over depth for each name, on a logarithmic axis where they differ much.
 
@@ -112,9 +117,14 @@ def draw_lines(
         name: of the values, with their unit.
         depth: what the depths are.
         limits: of the values, where panels share a scale; None for those of the lines.
+        deviations: of the values of a line, by its name: a band on both sides.
     """
     for (label, values), colour in zip(lines, COLOURS * 4, strict=False):
         axes.plot(range(len(values)), values, color=colour, label=label, marker="o", markersize=3)
+        if label in deviations:
+            middle, deviation = torch.tensor(values), torch.tensor(deviations[label])
+            ends = (middle - deviation, middle + deviation)
+            axes.fill_between(range(len(values)), *ends, color=colour, alpha=0.2, linewidth=0)
     low, high = limits or positive_limits([values for _, values in lines])
     if limits is not None:
         axes.set_ylim(low / 1.15, high * 1.15)
@@ -137,6 +147,42 @@ def use_log_scale(axes: Any) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=steps))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_boxes(
+    axes: Any, labels: Sequence[str], groups: Sequence[tuple[str, Tensor]], name: str
+) -> None:
+    """Boxes of several groups side by side at each label.
+
+    Args:
+        axes: of matplotlib.
+        labels: of the horizontal axis.
+        groups: a name and minimum, 25, 50, 75 % and maximum at each label, [labels 5].
+        name: of the vertical axis.
+    """
+    width = 0.8 / len(groups)
+    for number, ((group, quartiles), colour) in enumerate(zip(groups, COLOURS, strict=False)):
+        keys = ("whislo", "q1", "med", "q3", "whishi")
+        boxes = [dict(zip(keys, row, strict=True), fliers=[]) for row in quartiles.tolist()]
+        places = [place - 0.4 + (number + 0.5) * width for place in range(len(labels))]
+        drawn = axes.bxp(
+            boxes,
+            places,
+            widths=0.8 * width,
+            showfliers=False,
+            patch_artist=True,
+            boxprops={"facecolor": colour, "edgecolor": colour, "alpha": 0.45},
+            medianprops={"color": colour, "linewidth": 2},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
+        )
+        drawn["boxes"][0].set_label(group)
+    label_ticks(axes.xaxis, labels, rotation=90)
+    axes.set_xlim(-0.5, len(labels) - 0.5)
+    axes.set_ylabel(name)
+    axes.grid(alpha=0.25, axis="y")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
 
 
 def positive_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Figures of what a model loses without its parts, and of its matrices' ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,25 +11,39 @@ from .ablation import BlockAblation, PruningCurve, SublayerAblation
 from .figures import COLOURS, LOG_RATIO, finish_lines, label_ticks, use_log_scale
 
 
-def draw_ablation(axes: Any, models: Sequence[tuple[str, SublayerAblation]]) -> None:
-    """log ΔPPL without each sub-layer, a bar a model."""
-    _draw_bars(axes, [(name, found.labels, found.increase) for name, found in models])
+def draw_ablation(
+    axes: Any,
+    models: Sequence[tuple[str, SublayerAblation]],
+    deviations: Mapping[str, SublayerAblation] = MappingProxyType({}),
+) -> None:
+    """log ΔPPL without each sub-layer, a bar a model, with its deviation where it is known."""
+    bars = [(name, found.labels, found.increase) for name, found in models]
+    _draw_bars(axes, bars, {name: found.increase for name, found in deviations.items()})
     axes.set_ylabel("increase of log perplexity, nats a token")
 
 
-def draw_block_ablation(axes: Any, models: Sequence[tuple[str, BlockAblation]]) -> None:
+def draw_block_ablation(
+    axes: Any,
+    models: Sequence[tuple[str, BlockAblation]],
+    deviations: Mapping[str, BlockAblation] = MappingProxyType({}),
+) -> None:
     """ΔPPL without each block on a logarithmic axis, a bar a model, as in MGR Figure 4.
 
     A block without which the perplexity falls has no bar.
     """
-    _draw_bars(axes, [(name, found.labels, found.increase) for name, found in models])
+    bars = [(name, found.labels, found.increase) for name, found in models]
+    _draw_bars(axes, bars, {name: found.increase for name, found in deviations.items()})
     if any(value > 0 for _, found in models for value in found.increase):
         use_log_scale(axes)
     axes.set_xlabel("without block")
     axes.set_ylabel("increase of perplexity")
 
 
-def _draw_bars(axes: Any, models: Sequence[tuple[str, list[str], list[float]]]) -> None:
+def _draw_bars(
+    axes: Any,
+    models: Sequence[tuple[str, list[str], list[float]]],
+    deviations: Mapping[str, list[float]],
+) -> None:
     """A bar a model at each label. Models may lack some labels."""
     by_length = sorted((own for _, own, _ in models), key=len)
     labels = list(by_length[-1])
@@ -37,7 +52,8 @@ def _draw_bars(axes: Any, models: Sequence[tuple[str, list[str], list[float]]]) 
     width = 0.8 / len(models)
     for number, ((name, own, values), colour) in enumerate(zip(models, COLOURS, strict=False)):
         places = [labels.index(label) + number * width for label in own]
-        axes.bar(places, values, width, color=colour, label=name)
+        errors = deviations.get(name)
+        axes.bar(places, values, width, color=colour, label=name, yerr=errors, capsize=2)
     label_ticks(axes.xaxis, labels, rotation=90)
     finish_lines(axes, len(models))
 

@@ -74,13 +74,8 @@ def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = No
         distances: of all pairs of sites.
         stream: whose distances; None for the blocks' inputs.
     """
-    values = distances.angular if stream is None else distances.streams[stream]
-    chosen = [place for place, opens in enumerate(distances.opens_layer) if opens]
-    values = values[chosen][:, chosen]
-    blocks = len(chosen) - 1  # the last is the readout
-    shown = torch.full((blocks, blocks), torch.nan, dtype=torch.float64)
-    for n in range(1, blocks + 1):
-        shown[n - 1, : blocks - n + 1] = values.diagonal(n)
+    shown = distances_ahead(distances, stream)
+    blocks = len(shown)
     image = axes.imshow(
         shown.numpy(), cmap=POSITIVE_MAP, vmin=0, vmax=0.5, aspect="auto", origin="lower"
     )
@@ -90,6 +85,18 @@ def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = No
     axes.set_xlabel("initial block ℓ")
     axes.set_ylabel("its subsequent n-th block")
     axes.figure.colorbar(image, ax=axes, shrink=0.85, label="angular distance, of π")
+
+
+def distances_ahead(distances: DepthDistances, stream: int | None = None) -> Tensor:
+    """The distance between block ℓ and the n-th after it, [n − 1, ℓ]; NaN where there is none."""
+    values = distances.angular if stream is None else distances.streams[stream]
+    chosen = [place for place, opens in enumerate(distances.opens_layer) if opens]
+    values = values[chosen][:, chosen]
+    blocks = len(chosen) - 1  # the last is the readout
+    ahead = torch.full((blocks, blocks), torch.nan, dtype=torch.float64)
+    for n in range(1, blocks + 1):
+        ahead[n - 1, : blocks - n + 1] = values.diagonal(n)
+    return ahead
 
 
 def draw_pattern_gallery(axes: Any, patterns: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from .ablation import (
 )
 from .attention import HeadActivations, measure_head_activations
 from .findings import find_patterns
+from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
 from .observation import Batch, observe_model
@@ -42,16 +43,19 @@ class InspectionSubject:
 
     Attributes:
         model: of a family that `connect` knows, connected or not.
-        batches: with `input_ids` and `attention_mask`.
+        batches: with `input_ids` and `attention_mask`, or `pixel_values` and `labels`.
         sink_ids: see `measure_head_activations`.
         layer: whose attention patterns are kept and whose mixes lose their weights; None for the
             layer at three quarters of the depth, and for the mixes of all layers.
+        groups: the batches by the class of their images or the label of their texts, where they
+            have one.
     """
 
     model: nn.Module
     batches: Sequence[Batch]
     sink_ids: Collection[int] = ()
     layer: int | None = None
+    groups: Mapping[str, Sequence[Batch]] = dataclasses.field(default_factory=dict)
 
 
 class SingleAnalysis(NamedTuple):
@@ -141,6 +145,10 @@ SINGLE = {
     "singular_values": SingleAnalysis(
         lambda subject: measure_singular_values(subject.model), lambda subject: 0
     ),
+    "classes": SingleAnalysis(
+        lambda subject: compare_groups(subject.model, subject.groups),
+        lambda model: 0,  # its passes are over the groups
+    ),
 }
 DERIVED = {
     "findings": DerivedAnalysis(("unfolded",), find_patterns),
@@ -160,12 +168,20 @@ class ModelInspection:
         connection: its name and options.
         results: by the name of the analysis. Those that do not apply to the model are not there.
         not_done: a line for each analysis that failed, with the reason.
+        run: of which the model was kept at a step, for the reader.
+        step: of that run; None where it is not known.
+        deviation: where this is the mean over seeds, the standard deviation of every number in it.
+        seeds: those that this is the mean of.
     """
 
     name: str
     connection: str
     results: dict[str, Any]
     not_done: list[str]
+    run: str = ""
+    step: int | None = None
+    deviation: "ModelInspection | None" = None
+    seeds: list["ModelInspection"] = dataclasses.field(default_factory=list)
 
     def __getitem__(self, analysis: str) -> Any:
         return self.results[analysis]
@@ -193,7 +209,7 @@ def inspect_model(
     analyses: Collection[str] = ANALYSES,
     progress: Progress = lambda step, done, total: None,
 ) -> ModelInspection:
-    """The analyses of one language model.
+    """The analyses of one model.
 
     Args:
         name: for the reader.

@@ -20,14 +20,16 @@ from .observation import (
     SiteVisit,
     connected_for_analysis,
     evaluation_mode,
+    model_arguments,
     site_label,
     visited_sites,
 )
+from .scoring import NO_TARGET, find_head, score_logits, score_targets
 
 
 @dataclass
 class SiteLosses:
-    """Loss of the next token where a model is read out at each site.
+    """Loss of the next token, or of an image's class, where a model is read out at each site.
 
     Attributes:
         labels: of the sites, the readout last.
@@ -49,17 +51,20 @@ class _LensAnalysis:
     """Reads out at every site of one batch."""
 
     def __init__(self, model: Any):
-        self.model = model
+        self.head = find_head(model)
+        self.dtype = model.dtype
         self.readout = find_connections(model)[-1]
         self.losses: dict[str, RunningMoments] = {}
-        self.targets = torch.zeros(0)  # [N]; −100 where a token has no next one
+        self.targets = torch.zeros(0)  # of the tokens that have one
+        self.is_scored: Tensor | None = None  # [N], which tokens these are; None for the answers
 
     def visit_site(self, visit: SiteVisit) -> None:
+        is_scored = visit.answers if self.is_scored is None else self.is_scored
         hidden = self.readout.apply_port_norms(visit.inputs[0])[0][0]
-        logits = self.model.get_output_embeddings()(hidden.to(self.model.dtype)).float()
+        logits = self.head(hidden[is_scored].to(self.dtype)).float()
         losses = F.cross_entropy(logits, self.targets, reduction="none")
         moments = self.losses.setdefault(site_label(visit.connection), RunningMoments())
-        moments.add(losses[self.targets >= 0])
+        moments.add(losses)
 
 
 @torch.no_grad()
@@ -67,20 +72,25 @@ def measure_site_losses(model: Any, batches: Iterable[Batch]) -> SiteLosses:
     """The loss at every site.
 
     Args:
-        model: a language model of a family that `connect` knows, connected or not, whose readout
-            has one norm.
-        batches: with `input_ids`, and an `attention_mask` where some are padded.
+        model: a language model or a classifier of a family that `connect` knows, connected or not,
+            whose readout has one norm.
+        batches: with `input_ids`, and an `attention_mask` where some are padded; or with
+            `pixel_values` and `labels`.
     """
     backbone, _ = find_backbone(model)
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         analysis = _LensAnalysis(model)
         for batch in batches:
-            ids = batch["input_ids"].to(device)
-            mask = batch.get("attention_mask", torch.ones_like(ids)).to(device)
-            analysis.targets = _next_tokens(ids, mask)[mask.bool()]
-            with visited_sites(model, mask, [analysis]):
-                backbone(input_ids=ids, attention_mask=mask, use_cache=False)
+            arguments = model_arguments(batch, device)
+            targets = score_targets(batch).to(device)
+            has_target = targets != NO_TARGET
+            analysis.targets = targets[has_target]
+            if "input_ids" in batch:
+                mask = arguments.get("attention_mask", torch.ones_like(targets))
+                analysis.is_scored = has_target[mask.bool()]
+            with visited_sites(model, arguments, [analysis]):
+                backbone(**arguments)
     labels = list(analysis.losses)
     return SiteLosses(labels, [analysis.losses[label].mean.item() for label in labels])
 
@@ -91,38 +101,26 @@ def measure_block_gradients(model: Any, batches: Iterable[Batch]) -> BlockGradie
     Gradients that the parameters had before are restored.
 
     Args:
-        model: a language model of a family that `connect` knows.
-        batches: with `input_ids`, and an `attention_mask` where some are padded.
+        model: a language model or a classifier of a family that `connect` knows.
+        batches: with `input_ids`, and an `attention_mask` where some are padded; or with
+            `pixel_values` and `labels`.
     """
     backbone, family = find_backbone(model)
-    device = next(model.parameters()).device
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
+    count = 0
     try:
         with evaluation_mode(model), torch.enable_grad():
-            tokens = 0
             for batch in batches:
-                ids = batch["input_ids"].to(device)
-                mask = batch.get("attention_mask", torch.ones_like(ids)).to(device)
-                logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-                targets = _next_tokens(ids, mask).flatten()
-                tokens += int((targets >= 0).sum())
-                logits = logits.flatten(0, 1).float()
+                logits, targets = score_logits(model, batch)
                 F.cross_entropy(logits, targets, reduction="sum").backward()
+                count += len(targets)
         layers = backbone.get_submodule(family.layers)
-        return BlockGradients([_gradient_rms(layer) / max(tokens, 1) for layer in layers])
+        return BlockGradients([_gradient_rms(layer) / max(count, 1) for layer in layers])
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             parameter.grad = gradient
-
-
-def _next_tokens(ids: Tensor, mask: Tensor) -> Tensor:
-    """The next token of each, −100 where there is none."""
-    targets = torch.full_like(ids, -100)
-    has_next = (mask[:, :-1] * mask[:, 1:]).bool()
-    targets[:, :-1] = torch.where(has_next, ids[:, 1:], -100)
-    return targets
 
 
 def _gradient_rms(layer: nn.Module) -> float:

@@ -18,7 +18,9 @@ from ..hf import connect, disconnect
 from ..hf.attach import find_backbone
 from ..mixing import MixingWeights
 
-Batch = Mapping[str, Tensor]  # a model's arguments, like input_ids and attention_mask
+# a model's arguments, like input_ids and attention_mask; of images also their classes
+Batch = Mapping[str, Tensor]
+LABELS = "labels"
 
 
 class SiteVisit:
@@ -30,13 +32,22 @@ class SiteVisit:
     Args:
         connection: of the site.
         state: as the model gave it to `read`.
-        positions: of the tokens in their sequences, [N].
+        samples: the number of each token's sequence in the batch, [N].
+        answers: the tokens that a model's answer is read from: of a text the last one, of an image
+            the first one, which is the class token; [N] bool.
     """
 
-    def __init__(self, connection: Connection[Any], state: Any, positions: Tensor):
+    def __init__(
+        self,
+        connection: Connection[Any],
+        state: Any,
+        samples: Tensor,
+        answers: Tensor,
+    ):
         self.connection = connection
         self.state = state
-        self.positions = positions
+        self.samples = samples
+        self.answers = answers
 
     @cached_property
     def _mixed(self) -> tuple[tuple[Tensor, ...], Any]:
@@ -125,10 +136,14 @@ def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         for batch in batches:
-            arguments = {key: value.to(device) for key, value in batch.items()}
-            mask = arguments.get("attention_mask")
-            with visited_sites(model, mask, analyses):
+            arguments = model_arguments(batch, device)
+            with visited_sites(model, arguments, analyses):
                 backbone(**arguments)
+
+
+def model_arguments(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """What a model is called with, on a device: a batch without its labels."""
+    return {key: value.to(device) for key, value in batch.items() if key != LABELS}
 
 
 @contextmanager
@@ -164,13 +179,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def visited_sites(
-    model: nn.Module, mask: Tensor | None, analyses: Sequence[Analysis]
+    model: nn.Module, arguments: Batch, analyses: Sequence[Analysis]
 ) -> Iterator[None]:
-    """Hooks that show each site to the analyses as the model comes to it."""
+    """Hooks that show each site to the analyses as the model, called with these, comes to it."""
 
-    def visit(connection: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def visit(connection: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(connection, Connection)
-        site_visit = _flatten_tokens(connection, arguments[0], mask)
+        site_visit = _flatten_tokens(connection, inputs[0], arguments)
         for analysis in analyses:
             analysis.visit_site(site_visit)
 
@@ -182,22 +197,24 @@ def visited_sites(
             handle.remove()
 
 
-def _flatten_tokens(connection: Connection[Any], state: Any, mask: Tensor | None) -> SiteVisit:
-    """The state at the tokens that the mask includes."""
+def _flatten_tokens(connection: Connection[Any], state: Any, arguments: Batch) -> SiteVisit:
+    """The state at the tokens that the attention mask includes."""
     lead = connection.state_parts(state)[0].shape[:2]
     device = connection.state_parts(state)[0].device
-    if mask is None:
-        chosen = torch.ones(lead, dtype=torch.bool, device=device)
-    else:
-        chosen = mask.bool()
-    positions = torch.arange(lead[1], device=device).expand(lead)[chosen]
+    chosen = torch.ones(lead, dtype=torch.bool, device=device)
+    if "attention_mask" in arguments:
+        chosen = arguments["attention_mask"].bool()
+    samples = torch.arange(lead[0], device=device)[:, None].expand(lead)[chosen]
+    # the first token of a sequence comes after that of another; so does the one after the last
+    is_first = samples.diff(prepend=samples.new_tensor([-1])) != 0
+    answers = is_first if "pixel_values" in arguments else is_first.roll(-1)
 
     def at_tokens(leaf: Any) -> Any:
         # Coefficients without leading axes are the same for every token.
         varies = isinstance(leaf, Tensor) and leaf.dim() >= 3 and leaf.shape[:2] == lead
         return leaf[chosen][None] if varies else leaf
 
-    return SiteVisit(connection, tree_map(at_tokens, state), positions)
+    return SiteVisit(connection, tree_map(at_tokens, state), samples, answers)
 
 
 def splits_ways(connection: Connection[Any]) -> bool:

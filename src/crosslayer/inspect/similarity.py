@@ -120,8 +120,8 @@ class DepthDistances:
 
     Attributes:
         labels: of the sites.
-        angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15) between the inputs of
-            sites, its mean over sequences, [sites sites].
+        angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15), or an image's class
+            token, between the inputs of sites, its mean over sequences, [sites sites].
         streams: the same for each stream once the site has applied the pending write,
             [streams sites sites]. NaN at sites where the stream does not exist yet. Empty where the
             parts of the state are no streams.
@@ -139,7 +139,7 @@ class DepthDistances:
 
 
 class DistanceAnalysis:
-    """Distances of each batch's last tokens as it ends, and some tokens' inputs of every site."""
+    """Distances of each batch's answers as it ends, and some tokens' inputs of every site."""
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}  # of one batch
@@ -155,12 +155,10 @@ class DistanceAnalysis:
             self._last, self._streams, self._opens_layer = {}, {}, []
         label = site_label(connection)
         x = visit.inputs[0].flatten(0, -2).float()
-        is_last = torch.ones_like(visit.positions, dtype=torch.bool)
-        is_last[:-1] = visit.positions[1:] <= visit.positions[:-1]
-        self._last[label] = x[is_last]
+        self._last[label] = x[visit.answers]
         self._opens_layer.append(connection.opens_layer)
         if connection.parts_are_streams:
-            self._streams[label] = visit.written[is_last]
+            self._streams[label] = visit.written[visit.answers]
         kept = self._tokens.setdefault(label, [])
         missing = CKA_TOKENS - sum(map(len, kept))
         if missing > 0:

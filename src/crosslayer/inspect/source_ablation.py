@@ -161,7 +161,7 @@ def _without_aggregation(connection: Mudd, way: int, place: int) -> Iterator[Non
 def _without_part(connection: Connection[Any], part: int) -> Iterator[None]:
     def read_others(module: nn.Module, arguments: Any, outputs: Any) -> Any:
         state = arguments[0]
-        visit = SiteVisit(connection, state, torch.zeros(0))
+        visit = SiteVisit(connection, state, torch.zeros(0), torch.zeros(0))
         with autocast_disabled(state):
             x = visit.inputs[0]
             read = visit.weights.read

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from ..hf import connect, disconnect
+from .averaging import averaged_weights
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
+from .export import export_model
 from .metrics_log import MetricsLog
 from .trainer import Callback, RunState, StepResult, Trainer
+
+MODELS_FOLDER = "models"
 
 
 class SaveCheckpoints(Callback):
@@ -48,6 +52,30 @@ class SaveCheckpoints(Callback):
 
     def _checkpoints(self, trainer: Trainer) -> Checkpoints:
         return Checkpoints(trainer.fabric, self.folder, trainer.identity(), self.keep)
+
+
+class KeepModels(Callback):
+    """Saves the model after evenly spaced steps, the last one included, as step-000400 and so on.
+
+    Call it before `SaveCheckpoints`: a run that is killed between the two repeats the step, and
+    saves the same model again.
+
+    Args:
+        folder: of the models.
+        count: number of models.
+    """
+
+    def __init__(self, folder: Path, count: int):
+        self.folder, self.count = folder, count
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        steps = trainer.settings.optimization.steps
+        chosen = {round(steps * number / self.count) for number in range(1, self.count + 1)}
+        if result.step not in chosen:
+            return
+        path = self.folder / f"step-{result.step:06}"
+        with averaged_weights(trainer.model, trainer.optimizers):
+            export_model(trainer.fabric, trainer.model, path, trainer.examples.tokenizer)
 
 
 class LogMetrics(Callback):

@@ -6,7 +6,14 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from .callbacks import LogDiagnostics, LogMetrics, OnStep, SaveCheckpoints
+from .callbacks import (
+    MODELS_FOLDER,
+    KeepModels,
+    LogDiagnostics,
+    LogMetrics,
+    OnStep,
+    SaveCheckpoints,
+)
 from .metrics_log import make_loggers
 from .parallel import launch_fabric
 from .recipe import Arm
@@ -40,7 +47,7 @@ def train_arm(
         seed: of the backbone's weights, the order of the examples, and dropout.
         examples: training and validation sets.
         task: what the model is trained to do.
-        folder: of checkpoints and metrics.jsonl; None for neither.
+        folder: of checkpoints, metrics.jsonl and kept models; None for neither.
         on_step: called after every step.
 
     Raises:
@@ -67,6 +74,6 @@ def train_arm(
         folder.mkdir(parents=True, exist_ok=True)
         saving = SaveCheckpoints(folder, engine.save_every, engine.keep_checkpoints)
         saving.resume(trainer)
-        callbacks.append(saving)
+        callbacks += [KeepModels(folder / MODELS_FOLDER, engine.keep_models), saving]
     trainer.fit(callbacks)
     return trainer

@@ -154,6 +154,8 @@ class Engine:
         save_every: steps between checkpoints; with 0 a run is saved only when it ends or is
             stopped.
         keep_checkpoints: number of checkpoints kept.
+        keep_models: number of models kept of a run, evenly spaced over the steps, the last one
+            included; for `crosslayer inspect`.
         unstable: on a non-finite or spiking loss, stop the run or skip the batch. A run of which
             most of the last 200 steps are skipped stops too.
         spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
@@ -170,6 +172,7 @@ class Engine:
     evals: int = 6
     save_every: int = 0
     keep_checkpoints: int = 2
+    keep_models: int = 0
     unstable: Literal["stop", "skip"] = "stop"
     spike: float = 0.0
     log_every: int = 10
@@ -185,6 +188,7 @@ class Engine:
         )
         check_non_negative(
             save_every=self.save_every,
+            keep_models=self.keep_models,
             spike=self.spike,
             diagnostics_every=self.diagnostics_every,
         )

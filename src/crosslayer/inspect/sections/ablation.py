@@ -16,7 +16,7 @@ from .section import Models, Panels, Section
 def _lens_panels(models: Models) -> Panels:
     losses = [(m.name, m["lens"].losses) for m in models]
     labels = max((m["lens"].labels for m in models), key=len)
-    draw = partial(draw_lines, labels=labels, lines=losses, name="loss, nats a token")
+    draw = partial(draw_lines, labels=labels, lines=losses, name="loss, nats")
     return [("loss of the read-out at each site", draw)]
 
 

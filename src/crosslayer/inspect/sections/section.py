@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..figures import Draw
 from ..inspection import ModelInspection
+from .spread import Panels, draw_with_spread
 
 Models = Sequence[ModelInspection]
-Panels = list[tuple[str, Draw]]  # titles and functions that draw
 MOST_STREAMS = 8  # panels of streams in a figure
 
 
@@ -33,6 +32,6 @@ class Section:
     is_standard: bool = True
 
     def panels(self, models: Models) -> Panels:
-        """The panels for those models that have what the picture needs."""
+        """The panels for those models that have what the picture needs, with their spread."""
         known = [model for model in models if all(name in model.results for name in self.analyses)]
-        return self.draw_panels(known) if known else []
+        return draw_with_spread(self.draw_panels, known) if known else []

@@ -1,0 +1,162 @@
+"""Several seeds of one arm as one inspection: the mean of every number, and its deviation.
+
+DenseFormer (arXiv 2402.02622), Figures 5, 8 and 15, are means over three seeds.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .inspection import ModelInspection
+
+# Keys of a config that say where a model comes from, not what it is.
+ORIGIN_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+Combine = Callable[[Tensor], Tensor]  # [models …] -> […]
+
+
+def seed_mean(values: Tensor) -> Tensor:
+    """[seeds …] -> […]."""
+    return values.mean(0)
+
+
+def seed_deviation(values: Tensor) -> Tensor:
+    """The standard deviation of a sample, divided by the number of seeds − 1: [seeds …] -> […]."""
+    return values.std(0) if values.numel() else values[0]
+
+
+def describe_configuration(model: Any) -> str:
+    """The configuration of a backbone and its connection. Seeds of one arm have the same."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in ORIGIN_KEYS}
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+def average_seeds(models: Sequence[ModelInspection], name: str) -> ModelInspection:
+    """The mean over the inspections of several seeds, with their deviation and themselves.
+
+    Of lists of texts, like alarms, it has those of all seeds. One that not all seeds have says how
+    many do.
+
+    Args:
+        models: at least two, of one configuration, which saw the same.
+        name: of the mean.
+
+    Raises:
+        ValueError: the models are of different configurations.
+    """
+    first = models[0]
+    if len(models) < 2 or any(model.connection != first.connection for model in models):
+        given = ", ".join(f"{model.name} ({model.connection})" for model in models)
+        raise ValueError(f"expected at least two seeds of one connection to average, got {given}")
+    mean = _combine_inspections(models, name, seed_mean)
+    deviation = _combine_inspections(models, name, seed_deviation)
+    return dataclasses.replace(mean, deviation=deviation, seeds=list(models))
+
+
+def average_groups(
+    models: Sequence[ModelInspection], configurations: Sequence[str]
+) -> list[ModelInspection]:
+    """The models, those of one configuration and step averaged.
+
+    Args:
+        models: an inspection each.
+        configurations: of `describe_configuration`, a model each.
+    """
+    arms: dict[tuple[str, str], dict[int | None, list[ModelInspection]]] = {}
+    for model, configuration in zip(models, configurations, strict=True):
+        steps = arms.setdefault((configuration, model.connection), {})
+        steps.setdefault(model.step, []).append(model)
+    connections = Counter(connection for _, connection in arms)
+    averaged: list[ModelInspection] = []
+    for (_, connection), steps in arms.items():
+        first = next(iter(steps.values()))[0]
+        label = connection
+        if connections[connection] > 1:
+            label += f" ({first.run or first.name}, …)"
+        for step, seeds in steps.items():
+            if len(seeds) == 1:
+                averaged += seeds
+                continue
+            at_step = "" if step is None else f", step {step}"
+            mean = average_seeds(seeds, f"{label}, mean of {len(seeds)}{at_step}")
+            averaged.append(dataclasses.replace(mean, run=f"{label}, mean"))
+    return averaged
+
+
+def _combine_inspections(
+    models: Sequence[ModelInspection], name: str, combine: Combine
+) -> ModelInspection:
+    first = models[0]
+    shared = [key for key in first.results if all(key in model.results for model in models)]
+    results = {}
+    not_done = _merge_texts([model.not_done for model in models])
+    for key in shared:
+        try:
+            results[key] = combine_values([model[key] for model in models], combine)
+        except ValueError as error:
+            not_done.append(f"{key}: not averaged, {error}")
+    return dataclasses.replace(first, name=name, results=results, not_done=not_done)
+
+
+def combine_values(values: Sequence[Any], combine: Combine) -> Any:
+    """Numbers and tensors combined, wherever they are in dataclasses, lists and mappings.
+
+    Args:
+        values: of the same structure, one a seed. What is no number is the first one's.
+        combine: called with the numbers of all seeds, [seeds …]. Whole numbers in a list are names.
+
+    Raises:
+        ValueError: lists or tensors have different sizes.
+    """
+    first = values[0]
+    if any(value is None for value in values):
+        return None
+    if dataclasses.is_dataclass(first):
+        fields = [field.name for field in dataclasses.fields(first)]
+        combined = {
+            field: combine_values([getattr(value, field) for value in values], combine)
+            for field in fields
+        }
+        return dataclasses.replace(first, **combined)  # type: ignore[type-var]
+    if isinstance(first, dict):
+        return {key: combine_values([value[key] for value in values], combine) for key in first}
+    if isinstance(first, Tensor):
+        shapes = {tuple(value.shape) for value in values}
+        if len(shapes) > 1:
+            raise ValueError(f"the seeds have values of different shapes, {sorted(shapes)}")
+        return combine(torch.stack([value.double() for value in values]))
+    if isinstance(first, str | bool):
+        return first
+    if isinstance(first, int | float):
+        return combine(torch.tensor(values, dtype=torch.float64)).item()
+    items = [item for value in values for item in value]
+    if all(_is_text(item) for item in items) or all(isinstance(item, int) for item in items):
+        return first if all(value == first for value in values) else _merge_texts(values)
+    return [combine_values(list(items), combine) for items in zip(*values, strict=True)]
+
+
+def _is_text(value: Any) -> bool:
+    """A text, or a tuple of texts, like a pair of sub-layers."""
+    if isinstance(value, tuple):
+        return all(isinstance(item, str) for item in value)
+    return isinstance(value, str)
+
+
+def _merge_texts(lists: Sequence[list[Any]]) -> list[Any]:
+    """The texts of all lists, in their order; how many lists have one, where not all do."""
+    merged: list[Any] = []
+    for text in dict.fromkeys(text for texts in lists for text in texts):
+        count = sum(text in texts for texts in lists)
+        note = "" if count == len(lists) else f" ({count} of {len(lists)} seeds)"
+        if isinstance(text, int):  # the number of a stream, for example
+            merged.append(text)
+        elif isinstance(text, tuple):
+            merged.append((*text[:-1], text[-1] + note))
+        else:
+            merged.append(text + note)
+    return merged

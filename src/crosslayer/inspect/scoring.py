@@ -1,0 +1,63 @@
+"""What a model is scored by: the next token of a text, or the class of an image.
+
+A batch with `labels`, a class each, is scored by these; one with `input_ids` by its next tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .observation import LABELS, Batch, model_arguments
+
+NO_TARGET = -100  # as in torch's cross-entropy
+
+
+def score_targets(batch: Batch) -> Tensor:
+    """What each token of a batch should predict, `NO_TARGET` where it is nothing, [B T].
+
+    For images [B 1]: the first token, which is the class token, predicts the class.
+
+    Raises:
+        ValueError: the batch has neither labels nor input_ids.
+    """
+    if LABELS in batch:
+        return batch[LABELS][:, None]
+    if "input_ids" not in batch:
+        raise ValueError("there is no loss: the classes are not those of the model's classifier")
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    targets = torch.full_like(ids, NO_TARGET)
+    has_next = (mask[:, :-1] * mask[:, 1:]).bool()
+    targets[:, :-1] = torch.where(has_next, ids[:, 1:], NO_TARGET)
+    return targets
+
+
+def score_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits of all tokens that have a target, [N classes] float32, and their targets [N].
+
+    Raises:
+        ValueError: the model makes no logits, or the batch has no targets.
+    """
+    find_head(model)
+    device = next(model.parameters()).device
+    targets = score_targets(batch).to(device)
+    options = {"use_cache": False} if "input_ids" in batch else {}
+    logits = model(**model_arguments(batch, device), **options).logits
+    logits = logits.view(*targets.shape, -1)  # a classifier's are [B classes]
+    chosen = targets != NO_TARGET
+    return logits[chosen].float(), targets[chosen]
+
+
+def find_head(model: Any) -> nn.Module:
+    """The module that makes logits of hidden states.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        head = getattr(model, "classifier", None)
+    if not isinstance(head, nn.Module):
+        raise ValueError(f"{type(model).__name__} has no head that makes logits")
+    return head

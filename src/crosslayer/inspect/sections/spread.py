@@ -1,0 +1,110 @@
+"""The spread over seeds in any picture: a panel of its own for a matrix, a band for a line.
+
+A picture is drawn from every seed apart, and the mean and deviation are those of what is drawn. So
+they hold for what a picture computes of a model's numbers, too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..averaging import combine_values, seed_deviation, seed_mean
+from ..figures import Draw, draw_lines, draw_matrix
+from ..figures_ablation import draw_ablation, draw_block_ablation
+from ..figures_connections import distances_ahead, draw_distances, draw_unfolded_map
+from ..inspection import ModelInspection
+
+Panels = list[tuple[str, Draw]]  # titles and functions that draw
+
+
+def _map_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
+    unfolded = arguments["unfolded"]
+    return {"values": unfolded.mean, "rows": unfolded.inputs, "columns": unfolded.sources}
+
+
+def _distance_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
+    values = distances_ahead(arguments["distances"], arguments.get("stream")).nan_to_num()
+    blocks = [str(block) for block in range(len(values) + 1)]
+    return {
+        "values": values.flip(0),
+        "rows": blocks[:0:-1],
+        "columns": blocks[:-1],
+        "names": ("its subsequent n-th block", "initial block ℓ"),
+        "unit": "angular distance, of π",
+    }
+
+
+# The arguments of `draw_matrix`, from those of a function that draws a matrix.
+MATRICES: dict[Any, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    draw_matrix: dict,
+    draw_unfolded_map: _map_matrix,
+    draw_distances: _distance_matrix,
+}
+# The argument that has a name and values, a pair a line.
+LINES: dict[Any, str] = {
+    draw_lines: "lines",
+    draw_ablation: "models",
+    draw_block_ablation: "models",
+}
+
+
+def draw_with_spread(
+    draw_panels: Callable[[Sequence[ModelInspection]], Panels], models: Sequence[ModelInspection]
+) -> Panels:
+    """The panels of a section, with the spread of those models that are means over seeds."""
+    panels_of_seeds = [draw_panels(of_seed) for of_seed in _models_of_seeds(models)]
+    panels: Panels = []
+    for title, draw in draw_panels(models):
+        of_seeds = [seed for found in panels_of_seeds for name, seed in found if name == title]
+        panels += _spread_panels(title, draw, of_seeds)
+    return panels
+
+
+def _models_of_seeds(models: Sequence[ModelInspection]) -> list[list[ModelInspection]]:
+    """The first seeds of all means, then the second ones, …, with the names of their means."""
+    of_seeds = []
+    for number in range(max(len(model.seeds) for model in models)):
+        members = []
+        for model in models:
+            if number < len(model.seeds):
+                members.append(replace(model.seeds[number], name=model.name, run=model.run))
+        of_seeds.append(members)
+    return of_seeds
+
+
+def _spread_panels(title: str, draw: Draw, of_seeds: list[Draw]) -> Panels:
+    """A panel, drawn from the mean over seeds, and that of the deviation where it is a matrix."""
+    if not isinstance(draw, partial) or len(of_seeds) < 2:
+        return [(title, draw)]
+    arguments = [seed.keywords for seed in of_seeds if isinstance(seed, partial)]
+    if draw.func in MATRICES:
+        matrices = [MATRICES[draw.func](seed) for seed in arguments]
+        values = [matrix["values"] for matrix in matrices]
+        style = {"values": combine_values(values, seed_deviation), "limit": None, "signed": False}
+        deviation = partial(draw_matrix, **{**matrices[0], **style})
+        if draw.func is draw_matrix:
+            draw = partial(draw, values=combine_values(values, seed_mean))
+        return [(title, draw), (f"{title}, deviation over {len(values)} seeds", deviation)]
+    if draw.func in LINES:
+        key = LINES[draw.func]
+        return [(title, _draw_bands(draw, key, [seed[key] for seed in arguments]))]
+    return [(title, draw)]
+
+
+def _draw_bands(draw: Any, key: str, of_seeds: Sequence[Sequence[tuple[str, Any]]]) -> Draw:
+    """Lines of means with their deviations; those of single models as they are."""
+    by_name: dict[str, list[Any]] = {}
+    for lines in of_seeds:
+        for name, values in lines:
+            by_name.setdefault(name, []).append(values)
+    means = [
+        (name, combine_values(by_name[name], seed_mean) if name in by_name else values)
+        for name, values in draw.keywords[key]
+    ]
+    deviations = {
+        name: combine_values(seeds, seed_deviation)
+        for name, seeds in by_name.items()
+        if len(seeds) > 1
+    }
+    return partial(draw, **{key: means}, deviations=deviations)

@@ -1,0 +1,134 @@
+"""A run's checkpoints as a time axis."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from ..figures import draw_lines, draw_matrix
+from ..inspection import ModelInspection
+from ..over_steps import distance_to_last, scalars_over_steps, split_runs, weights_over_steps
+from .section import Models, Panels, Section
+
+Runs = Mapping[str, Sequence[ModelInspection]]  # of `split_runs`
+
+# Inputs whose weights are drawn: of each way, this many, evenly spaced over depth.
+INPUTS_OF_WAY = 3
+# Weights whose deviation over the steps is smaller do not change.
+SMALLEST_CHANGE = 1e-6
+# Numbers that are drawn, and their names.
+SCALARS = {
+    "findings.lambda_score": "Λ-shape score",
+    "findings.embedding_in_readout": "weight of the embedding in the readout",
+    "findings.attention_share": "share of weights on attentions",
+    "ablation.loss": "loss (nats)",
+}
+
+
+def _weight_panels(models: Models) -> Panels:
+    """A panel for each chosen input of each run, and one line a run of all weights."""
+    runs = split_runs(models)
+    panels: Panels = []
+    lines = []
+    for run, of_run in runs.items():
+        if of_run[0].connection == "prenorm":  # all weights are 1
+            continue
+        for label in _choose_inputs(of_run):
+            weights = weights_over_steps(of_run, label)
+            draw = partial(
+                draw_matrix,
+                values=weights,
+                rows=_part_labels(of_run[-1], label),
+                columns=[str(model.step) for model in of_run],
+                limit=_second_largest(weights),
+                names=("part", "step"),
+            )
+            panels.append((f"{run}: into {label}", draw))
+        lines.append((run, _at_steps(runs, of_run, distance_to_last(of_run))))
+    if not lines:
+        return []
+    name = "‖w − w at the end‖ / ‖w at the end‖"
+    draw = partial(draw_lines, labels=_step_labels(runs), lines=lines, name=name)
+    return [*panels, ("all weights: distance to the last step", draw)]
+
+
+def _scalar_panels(models: Models) -> Panels:
+    """A panel for each number, with a line a run."""
+    runs = split_runs(models)
+    scalars = {run: scalars_over_steps(of_run) for run, of_run in runs.items()}
+    panels: Panels = []
+    for path, name in SCALARS.items():
+        lines = []
+        for run, of_run in runs.items():
+            values = scalars[run].get(path, [])
+            if any(map(math.isfinite, values)):
+                lines.append((run, _at_steps(runs, of_run, values)))
+        if lines:
+            draw = partial(draw_lines, labels=_step_labels(runs), lines=lines, name=name)
+            panels.append((name, draw))
+    return panels
+
+
+def _all_steps(runs: Runs) -> list[int]:
+    return sorted({model.step or 0 for of_run in runs.values() for model in of_run})
+
+
+def _step_labels(runs: Runs) -> list[str]:
+    return [f"step {step}" for step in _all_steps(runs)]
+
+
+def _at_steps(
+    runs: Runs, of_run: Sequence[ModelInspection], values: Sequence[float]
+) -> list[float]:
+    """A run's values at the steps of all runs, NaN where it has no model."""
+    by_step = {model.step: value for model, value in zip(of_run, values, strict=True)}
+    return [by_step.get(step, math.nan) for step in _all_steps(runs)]
+
+
+def _part_labels(model: ModelInspection, input_label: str) -> list[str]:
+    return next(site.parts for site in model["mixing"] if input_label in site.inputs)
+
+
+def _second_largest(weights: Tensor) -> float:
+    """The largest weight but those of one part, which may be far larger than all others."""
+    of_parts = weights.abs().amax(1).sort(descending=True).values
+    return of_parts[1].item() if len(of_parts) > 1 else of_parts[0].item()
+
+
+def _choose_inputs(models: Sequence[ModelInspection]) -> list[str]:
+    """Inputs of each way whose weights change over the steps, evenly spaced over depth."""
+    inputs: dict[str, list[str]] = {}
+    for site in models[-1]["mixing"]:
+        for label in site.inputs:
+            way = label.partition(".")[2]  # "q" of "3.q"
+            if weights_over_steps(models, label).std(1).max() > SMALLEST_CHANGE:
+                inputs.setdefault(way if way in ("q", "k", "v", "r") else "", []).append(label)
+    chosen = []
+    for labels in inputs.values():
+        last = len(labels) - 1
+        shown = min(len(labels), INPUTS_OF_WAY)
+        places = {round(last * (number + 1) / shown) for number in range(shown)}
+        chosen += [labels[place] for place in sorted(places)]
+    return chosen
+
+
+SECTIONS = [
+    Section(
+        "steps",
+        "Weights over the steps of training",
+        "What inputs at several depths mix with, at each kept step of the run, and how far all "
+        "weights are from those at the end. The colour scale ends at the second largest part. "
+        "DenseFormer, Figure 10.",
+        ("mixing",),
+        _weight_panels,
+    ),
+    Section(
+        "step_numbers",
+        "Numbers over the steps of training",
+        "The findings of the table above at each kept step of the run, and the loss where the "
+        "section ablation is drawn.",
+        ("unfolded",),
+        _scalar_panels,
+    ),
+]

@@ -1,0 +1,107 @@
+"""What `crosslayer inspect` shows to a model: a text's sequences, or images, and their groups."""
+
+import re
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from ..data.readers import Document, list_text_files
+from ..data.sources import Source, read_documents
+from .image_batches import ImageBatches, join_batches, make_image_batches
+from .inspection import InspectionSubject
+from .observation import Batch
+from .text_batches import find_sink_ids, make_text_batches
+
+
+def text_subject(
+    model: Any, tokenizer: Any, data: str, sequences: int, batch_size: int, context: int
+) -> InspectionSubject:
+    """A language model with sequences of a text.
+
+    The subfolders of a folder that has no text files of its own are groups, and share the sequences
+    equally. So are the labels of documents, like those of a .jsonl file with a field "label".
+
+    Args:
+        model: a language model.
+        tokenizer: of transformers.
+        data: a source of documents.
+        sequences: the number of sequences.
+        batch_size: sequences in a batch.
+        context: tokens in a sequence.
+
+    Raises:
+        ValueError: a number is not positive, or the text has no sequence of two tokens.
+    """
+    sources = _split_documents(data, sequences)
+    share = max(1, sequences // len(sources))
+    groups: dict[str, list[Batch]] = {}
+    for name, documents in sources.items():
+        texts = (document.text for document in documents)
+        groups[name] = make_text_batches(tokenizer, texts, share, context, batch_size)
+    batches = list(chain.from_iterable(groups.values()))
+    named = groups if len(groups) > 1 else {}
+    return InspectionSubject(model, batches, find_sink_ids(tokenizer), groups=named)
+
+
+def image_subject(
+    model: Any, folder: Path, data: str, images: int, batch_size: int
+) -> InspectionSubject:
+    """A model of images with those of a folder, whose subfolders are classes and groups.
+
+    Args:
+        model: of images.
+        folder: of the model, whose preprocessor_config.json may say how pixels are normed.
+        data: the folder of images.
+        images: of all classes together.
+        batch_size: images in a batch.
+
+    Raises:
+        ValueError: a number is not positive, or the folder has no images.
+    """
+    groups = make_image_batches(Path(data), model.config, folder, images, batch_size)
+    named = groups if len(groups) > 1 else {}
+    return InspectionSubject(model, join_batches(groups), groups=named)
+
+
+def describe_subject(subject: InspectionSubject) -> str:
+    """What the model sees, like "64 sequences of up to 256 tokens, 16,384 in all"."""
+    if isinstance(subject.batches, ImageBatches):
+        text = f"{len(subject.batches.files)} images"
+    else:
+        sequences = sum(len(batch["input_ids"]) for batch in subject.batches)
+        tokens = sum(int(batch["attention_mask"].sum()) for batch in subject.batches)
+        context = max(batch["input_ids"].shape[1] for batch in subject.batches)
+        text = f"{sequences} sequences of up to {context} tokens, {tokens:,} in all"
+    if subject.groups:
+        text += f", {len(subject.groups)} classes"
+    return text
+
+
+def find_step(source: str) -> tuple[str, int | None]:
+    """The run's folder and the step of a model that `train` kept: RUN/models/step-000400."""
+    path = Path(source)
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    if match is None:
+        return "", None
+    return str(path.parent.parent), int(match[1])
+
+
+def _split_documents(data: str, most: int) -> dict[str, Iterator[Document]]:
+    """The documents of each group; of one group, called "", where there are none.
+
+    Of documents with labels, no more are read than the sequences can need: one a sequence.
+    """
+    folder = Path(data)
+    if Source.parse(data).kind == "files" and folder.is_dir():
+        parents = {name.rpartition("/")[0].partition("/")[0] for _, name in list_text_files(folder)}
+        if len(parents) > 1 and "" not in parents:
+            return {name: read_documents(str(folder / name)) for name in sorted(parents)}
+    documents = read_documents(data)
+    first = list(islice(documents, most))
+    if not all(document.label for document in first):
+        return {"": chain(first, documents)}
+    by_label: dict[str, list[Document]] = {}
+    for document in first:
+        by_label.setdefault(document.label, []).append(document)
+    return {label: iter(by_label[label]) for label in sorted(by_label)}

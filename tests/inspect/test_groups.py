@@ -1,0 +1,374 @@
+"""Several models as seeds of one arm or steps of one run; samples in groups; and images."""
+
+import json
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification, ViTModel
+
+from crosslayer.cli.main import main
+from crosslayer.connection import find_connections
+from crosslayer.convert.pretrained import open_image_model, takes_images
+from crosslayer.data.tokenizing import byte_tokenizer_json
+from crosslayer.hf import connect
+from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
+from crosslayer.inspect.ablation import ablate_sublayers, mean_token_loss
+from crosslayer.inspect.averaging import average_groups, average_seeds, describe_configuration
+from crosslayer.inspect.group_weights import compare_groups
+from crosslayer.inspect.image_batches import join_batches, make_image_batches
+from crosslayer.inspect.inspection import InspectionSubject, ModelInspection, inspect_model
+from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
+from crosslayer.inspect.over_steps import collect_scalars, distance_to_last, split_runs
+from crosslayer.inspect.sections import SECTIONS
+from crosslayer.inspect.subjects import find_step, image_subject, text_subject
+from tests.inspect.test_report import BATCHES, language_model
+from tests.support.tiny import shake
+
+pytestmark = pytest.mark.filterwarnings("ignore:connecting")
+ANALYSES_SEEN = ["mixing", "scales", "gradients"]
+SECTION = {section.name: section for section in SECTIONS}
+
+
+def inspect_denseformer(name: str, shift: float, step: int | None = None) -> ModelInspection:
+    """α of every site is 0.5 + shift."""
+    model = language_model("denseformer", layers=3)
+    with torch.no_grad():
+        for connection in find_connections(model):
+            if connection.alpha is not None:
+                connection.alpha.fill_(0.5 + shift)
+    inspection = inspect_model(name, InspectionSubject(model, BATCHES), ANALYSES_SEEN)
+    inspection.step = step
+    return inspection
+
+
+@pytest.fixture(scope="module")
+def seeds():
+    return [inspect_denseformer(f"M{n}", shift) for n, shift in enumerate((-0.3, 0, 0.3))]
+
+
+def test_seeds_of_known_mean_and_deviation(seeds):
+    mean = average_seeds(seeds, "mean")
+    readout = mean["mixing"][-1]
+    torch.testing.assert_close(readout.read_mean, torch.full((1, 4), 0.5).double())
+    deviation = mean.deviation["mixing"][-1]
+    torch.testing.assert_close(deviation.read_mean, torch.full((1, 4), 0.3).double())
+    assert readout.label == deviation.label == "readout"
+    assert [seed.name for seed in mean.seeds] == ["M0", "M1", "M2"]
+    rms = [seed["scales"][-1].output_rms for seed in seeds]
+    assert mean["scales"][-1].output_rms == pytest.approx(sum(rms) / 3)
+    with pytest.raises(ValueError, match="at least two seeds of one connection"):
+        average_seeds([seeds[0], ModelInspection("x", "prenorm", {}, [])], "mean")
+
+
+def test_the_spread_in_pictures(seeds):
+    mean = average_seeds(seeds, "mean")
+    other = inspect_denseformer("other", 0.1)
+    panels = dict(SECTION["mixing"].panels([mean, other]))
+    assert list(panels) == [
+        "mean: inputs",
+        "mean: inputs, deviation over 3 seeds",
+        "mean: inputs, × mean norm",
+        "mean: inputs, × mean norm, deviation over 3 seeds",
+        "other: inputs",
+        "other: inputs, × mean norm",
+    ]
+    values = panels["mean: inputs, deviation over 3 seeds"].keywords["values"]
+    assert values[-1].tolist() == pytest.approx([0.3] * 4)
+    # What a picture computes of several numbers is averaged after it is computed.
+    products = torch.stack(
+        [s["mixing"][-1].read_mean[0] * s["mixing"][-1].part_norms for s in seeds]
+    )
+    shown = panels["mean: inputs, × mean norm"].keywords["values"][-1]
+    torch.testing.assert_close(shown, products.mean(0))
+    assert (
+        shown - mean["mixing"][-1].read_mean[0] * mean["mixing"][-1].part_norms
+    ).abs().max() > 1e-3
+    spread = panels["mean: inputs, × mean norm, deviation over 3 seeds"].keywords["values"][-1]
+    torch.testing.assert_close(spread, products.std(0))
+
+    lines = dict(SECTION["scales"].panels([mean, other]))["raw outputs of sub-layers"].keywords
+    assert [name for name, _ in lines["lines"]] == ["mean", "other"]
+    rms = torch.tensor([[site.output_rms for site in seed["scales"]] for seed in seeds]).double()
+    assert list(lines["deviations"]) == ["mean"]
+    assert lines["deviations"]["mean"] == pytest.approx(rms.std(0).tolist(), rel=1e-4)
+
+
+def test_a_mixed_bag_is_averaged_by_configuration(seeds):
+    texts = ["static stream: 1", "unused stream: 0"]
+    models = [
+        ModelInspection("a", "hyper", {"alarms": texts[:1]}, []),
+        ModelInspection("wide", "hyper", {"alarms": []}, []),
+        ModelInspection("b", "hyper", {"alarms": texts, "ablation": None}, []),
+        ModelInspection("later", "hyper", {"alarms": []}, [], step=8),
+        ModelInspection("plain", "prenorm", {"alarms": []}, []),
+    ]
+    averaged = average_groups(models, ["24", "32", "24", "24", "24"])
+    assert [model.name for model in averaged] == [
+        "hyper (a, …), mean of 2",
+        "later",
+        "wide",
+        "plain",
+    ]
+    assert average_groups(models[:3:2], ["24", "24"])[0].name == "hyper, mean of 2"
+    assert averaged[0].results == {"alarms": [texts[0], f"{texts[1]} (1 of 2 seeds)"]}
+    same, other, connected = (language_model(spec) for spec in (None, None, "hyper"))
+    assert describe_configuration(same) == describe_configuration(other)
+    assert describe_configuration(same) != describe_configuration(connected)
+    assert describe_configuration(same) != describe_configuration(language_model(None, layers=3))
+
+
+def test_values_of_other_shapes_are_not_averaged(seeds):
+    apart = inspect_denseformer("apart", 0.0)
+    apart["mixing"][-1].read_mean = torch.zeros(1, 9)
+    mean = average_seeds([seeds[0], apart], "mean")
+    assert set(mean.results) == {"scales", "gradients", "alarms"}
+    assert "mixing: not averaged, the seeds have values of different shapes" in mean.not_done[0]
+    assert SECTION["mixing"].panels([mean]) == []
+
+
+def test_the_steps_of_two_runs():
+    models = [inspect_denseformer("x", shift, step) for step, shift in ((20, 0.5), (10, 0.0))]
+    for model in models:
+        model.run = "a"
+    models.append(inspect_denseformer("y", 0.0))
+    runs = split_runs(models)
+    assert [model.step for model in runs["a"]] == [10, 20]
+    # all weights 1 at the end; 0.5 at step 10 but for the first site's, which is no weight of α
+    weights = [w for site in models[0]["mixing"] for w in site.read_mean.flatten().tolist()]
+    half = [w for site in models[1]["mixing"] for w in site.read_mean.flatten().tolist()]
+    gap = math.sqrt(sum((a - b) ** 2 for a, b in zip(half, weights, strict=True)))
+    expected = gap / math.sqrt(sum(w * w for w in weights))
+    assert distance_to_last(runs["a"]) == pytest.approx([expected, 0])
+    panels = dict(SECTION["steps"].panels(models))
+    assert panels["a: into readout"].keywords["values"].tolist() == [[0.5, 1.0]] * 4
+    assert panels["a: into readout"].keywords["columns"] == ["10", "20"]
+    assert SECTION["steps"].panels(models[1:]) == []
+    scalars = collect_scalars(models[0].results)
+    assert scalars["scales.readout.output_rms"] == models[0]["scales"][-1].output_rms
+    assert find_step("runs/a/models/step-000400") == ("runs/a", 400)
+    assert find_step("runs/a/model") == ("", None)
+
+
+# Images of 3 × 2 patches of 7 × 5 pixels: odd, not square, of one channel.
+SIZES = {"image_size": [21, 10], "patch_size": [7, 5], "num_channels": 1, "num_labels": 2}
+
+
+def vision_config() -> ViTConfig:
+    widths = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 3}
+    return ViTConfig(**SIZES, **widths, num_hidden_layers=2)
+
+
+def vision_model(spec: str | None) -> ViTForImageClassification:
+    torch.manual_seed(0)
+    model = ViTForImageClassification(vision_config()).eval()
+    if spec is not None:
+        connect(model, spec)
+    for connection in find_connections(model):
+        shake(connection, 0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Black images of class 2 and white ones of class 10, which comes after 2."""
+    folder = tmp_path_factory.mktemp("images")
+    for name, grey, count in (("2", 0, 4), ("10", 255, 5)):
+        (folder / name).mkdir()
+        for number in range(count):
+            pixels = np.full((21 + number, 10, 3), grey, np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_batches_of_images(images, tmp_path):
+    groups = make_image_batches(images, vision_config(), tmp_path, 9, batch_size=3)
+    assert {name: len(group.files) for name, group in groups.items()} == {"2": 4, "10": 4}
+    batches = join_batches(groups)
+    assert len(batches) == 3
+    labels = [label for batch in batches for label in batch["labels"].tolist()]
+    assert labels == [0] * 4 + [1] * 4
+    assert batches[0]["pixel_values"].shape == (3, 1, 21, 10)
+    assert batches[2]["pixel_values"].unique().tolist() == [1]
+    assert [len(batch["labels"]) for batch in batches[1:]] == [3, 2]
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.2], "image_std": [0.4]}')
+    batch = make_image_batches(images, vision_config(), tmp_path, 1, 3)["2"][0]
+    assert batch["pixel_values"].unique().tolist() == pytest.approx([-0.5])
+    for name in ("3", "10000"):
+        (tmp_path / "more" / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "more" / name / "0.png")
+    config = vision_config()
+    config.label2id = {"3": 1, "10000": 0}
+    groups = make_image_batches(tmp_path / "more", config, images, 2, 3)
+    assert [group.labels for group in groups.values()] == [[1], [0]]
+    config.num_labels = 7
+    config.label2id = {"cat": 0}
+    groups = make_image_batches(tmp_path / "more", config, images, 2, 3)
+    assert [group.labels for group in groups.values()] == [None, None]
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.2, 0.3]}')
+    with pytest.raises(ValueError, match=r"image_mean is \[0\.2, 0\.3\], expected 1 numbers"):
+        make_image_batches(images, vision_config(), tmp_path, 1, 3)
+
+
+def planted_gates() -> ViTForImageClassification:
+    """β of the last write depends on a patch's brightness alone: 1 ± 0.1·tanh(1).
+
+    The patches' embeddings are ±u, that of the class token is 0, and sub-layers write nothing.
+    """
+    model = vision_model("hyper(streams=2)")
+    u = torch.tensor([1.0, -1.0]).repeat(6)  # LayerNorm leaves it as it is
+    with torch.no_grad():
+        for parameter in model.vit.parameters():
+            parameter.zero_()
+        projection = model.vit.embeddings.patch_embeddings.projection
+        projection.weight.copy_((u / 35)[:, None, None, None].expand_as(projection.weight))
+        connection = find_connections(model)[-2]
+        connection.norm_weight.fill_(1)
+        connection.static_beta.copy_(torch.tensor([1.0, 2.0]))
+        connection.dynamic_beta_scale.fill_(0.1)
+        connection.dynamic_beta_fn.copy_(u / 12)
+        for site in find_connections(model)[:-1]:
+            site.static_alpha.copy_(torch.tensor([[1.0, 1, 0], [0, 0, 1]]))
+    return model
+
+
+def test_gates_that_differ_between_classes_by_a_known_amount(images, tmp_path):
+    model = planted_gates()
+    groups = make_image_batches(images, model.config, tmp_path, 8, batch_size=3)
+    weights = compare_groups(model, groups)
+    assert weights.groups == ["2", "10"]
+    assert weights.samples == [4, 4]
+    assert weights.names == ["β1", "β2"]
+    shift = 0.1 * math.tanh(1) * 6 / 7  # six of seven tokens are patches
+    expected = torch.tensor([[1 - shift, 2 - shift], [1 + shift, 2 + shift]]).double()
+    torch.testing.assert_close(weights.mean, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights.quartiles[:, :, 2], expected, atol=1e-5, rtol=0)
+    assert weights.std.max() < 1e-6
+    assert weights.between_groups.tolist() == pytest.approx([1, 1], abs=1e-4)
+    mixed = {"a": join_batches(groups), "b": join_batches(groups)}
+    assert compare_groups(model, mixed).between_groups.max() < 1e-6
+    assert compare_groups(model, {"2": groups["2"]}) is None
+    assert compare_groups(vision_model("denseformer"), groups) is None  # static
+
+
+def test_classes_of_a_classifier(images, tmp_path):
+    """Loss, lens, gradients and ablation are those of the class; distances the class token's."""
+    model = vision_model("hyper")
+    batches = join_batches(make_image_batches(images, model.config, tmp_path, 8, batch_size=3))
+    whole = [batch["pixel_values"] for batch in batches], [batch["labels"] for batch in batches]
+    pixels, labels = (torch.cat(values) for values in whole)
+    loss = model(pixel_values=pixels, labels=labels).loss
+    assert mean_token_loss(model, batches) == pytest.approx(loss.item(), rel=1e-5)
+    assert measure_site_losses(model, batches).losses[-1] == pytest.approx(loss.item(), rel=1e-5)
+    rms = measure_block_gradients(model, batches).rms
+    loss.backward()
+    for layer, found in zip(model.vit.layers, rms, strict=True):
+        values = torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
+        assert found == pytest.approx(values.square().mean().sqrt().item(), rel=1e-4)
+    ablation = ablate_sublayers(model, batches)
+    with torch.no_grad():
+        for parameter in model.vit.layers[1].mlp.fc2.parameters():
+            parameter.zero_()
+        without = mean_token_loss(model, batches)
+    assert ablation.increase[3] == pytest.approx(without - loss.item(), abs=1e-6)
+    assert unfold_connections(model, batches).error < 2e-5
+    assert len(measure_scales(model, batches)) == 5
+
+    plain = vision_model(None)
+    inputs = []
+    handle = plain.vit.layers[1].register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    plain(pixel_values=pixels)
+    handle.remove()
+    first = plain.vit.embeddings(pixels)[:, 0]
+    cosines = torch.cosine_similarity(first, inputs[0][:, 0], dim=-1)
+    expected = (cosines.arccos() / math.pi).mean().item()
+    assert compare_depths(plain, batches).angular[0, 2] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_needs_a_classifier_is_not_done_without_one(images, tmp_path):
+    model = ViTModel(vision_config(), add_pooling_layer=False).eval()
+    subject = image_subject(model, tmp_path, str(images), 4, 2)
+    names = ["unfolded", "lens", "gradients", "ablation", "attention", "classes"]
+    inspection = inspect_model("vit", subject, names)
+    assert set(inspection.results) == {"unfolded", "findings"}
+    assert len(inspection.not_done) == 4
+    assert "ViTModel has no head" in inspection.not_done[0]
+
+
+def test_groups_of_texts(tmp_path):
+    model = language_model("hyper", vocab=256)
+    tokenizer_file = tmp_path / "tokenizer.json"
+    tokenizer_file.write_text(byte_tokenizer_json())
+    from crosslayer.convert.pretrained import open_tokenizer
+
+    subject_of = partial(
+        text_subject, model, open_tokenizer(tokenizer_file), sequences=4, batch_size=4, context=8
+    )
+    for name in ("code", "prose"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "a.txt").write_text(f"the text of {name} is long enough")
+    subject = subject_of(str(tmp_path / "data"))
+    assert list(subject.groups) == ["code", "prose"]
+    assert [len(group[0]["input_ids"]) for group in subject.groups.values()] == [2, 2]
+    rows = [{"text": f"{label} {n}", "label": label} for n in range(4) for label in ("b", "a")]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    subject = subject_of(str(lines))
+    assert list(subject.groups) == ["a", "b"]
+    assert bytes(subject.groups["a"][0]["input_ids"][0, :1].tolist()) == b"a"
+    assert compare_groups(model, subject.groups).samples == [2, 2]
+    lines.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in rows))
+    assert subject_of(str(lines)).groups == {}
+    (tmp_path / "data" / "top.txt").write_text("a text that is in no group")
+    assert subject_of(str(tmp_path / "data")).groups == {}
+
+
+@pytest.mark.slow
+def test_a_folder_of_a_vision_model(images, tmp_path, capsys):
+    for name, spec in (("hyper", "hyper"), ("plain", None)):
+        vision_model(spec).save_pretrained(tmp_path / name)
+        assert takes_images(tmp_path / name)
+        assert open_image_model(tmp_path / name).classifier.out_features == 2
+    out = tmp_path / "out"
+    arguments = ["inspect", str(tmp_path / "hyper"), str(tmp_path / "plain"), "--out", str(out)]
+    sections = ["--sections", "classes,cosines", "--sequences", "6"]
+    assert main([*arguments, *sections, "--data", str(images)]) == 0
+    content = json.loads((out / "inspection.json").read_text())
+    assert content["setup"].startswith(f"{images}. hyper: 6 images, 2 classes; plain")
+    assert (out / "figures" / "classes.png").stat().st_size > 5_000
+    assert main([*arguments[:-1], str(out / "2"), "--data", str(tmp_path / "plain")]) == 1
+    assert "has no class subfolders with images" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_seeds_of_two_steps_from_folders(tmp_path, capsys):
+    folders = []
+    for seed in range(2):
+        for step in (10, 20):
+            model = language_model("denseformer", vocab=256)
+            with torch.no_grad():
+                find_connections(model)[-1].alpha.fill_(0.1 * step + seed)
+            folders.append(tmp_path / f"run{seed}" / "models" / f"step-{step:06}")
+            model.save_pretrained(folders[-1])
+            (folders[-1] / "tokenizer.json").write_text(byte_tokenizer_json())
+    (tmp_path / "text.txt").write_text("A stream of text.\n" * 9)
+    data = ["--data", str(tmp_path / "text.txt"), "--sequences", "2", "--context", "24"]
+    sections = ["--sections", "steps,step_numbers", "--average", "true"]
+    out = tmp_path / "out"
+    assert main(["inspect", *map(str, folders), *data, *sections, "--out", str(out)]) == 0
+    models = json.loads((out / "inspection.json").read_text())["models"]
+    assert [model["name"] for model in models] == [
+        "denseformer, mean of 2, step 10",
+        "denseformer, mean of 2, step 20",
+    ]
+    readout = models[1]["results"]["mixing"][-1]["read_mean"][0]
+    assert readout == pytest.approx([2.5] * 3)
+    deviation = models[1]["deviation"]["results"]["mixing"][-1]["read_mean"][0]
+    assert deviation == pytest.approx([math.sqrt(0.5)] * 3)
+    assert [seed["step"] for model in models for seed in model["seeds"]] == [10, 10, 20, 20]
+    for name in ("steps", "step_numbers"):
+        assert (out / "figures" / f"{name}.png").stat().st_size > 5_000
+    assert "no mean over seeds" not in capsys.readouterr().out
