@@ -88,10 +88,10 @@ class AttnRes(FusedNormConnection[Values]):
             y = y.to(state.done[0].dtype)
         partial = add_write(y, state.partial)
         sources = (*state.done, partial)
-        h = depth_attention(sources, self.query * self.key_norm, self.eps, norm)
+        h, sources = depth_attention(sources, self.query * self.key_norm, self.eps, norm)
         if self.completes_block:
             return (h,), Values(sources)
-        return (h,), Values(state.done, partial)
+        return (h,), Values(sources[:-1], sources[-1])
 
     def state_parts(self, state: Values) -> tuple[Tensor, ...]:
         partial = () if state.partial is None else (state.partial,)

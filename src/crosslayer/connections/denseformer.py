@@ -89,9 +89,10 @@ class DenseFormer(FusedNormConnection[History]):
         h, _ = add_norm(state.h, state.y)
         X = self._finished_blocks(state, h)
         averaged = tuple(X[j] for j in self.sources)
-        Y, *normed = depth_mix(averaged, self.alpha[None], tuple((0, norm) for norm in norms))
+        port_norms = tuple((0, norm) for norm in norms)
+        (Y, *normed), averaged = depth_mix(averaged, self.alpha[None], port_norms)
         x = normed[0] if normed else Y
-        return (x,), History(X, Y)
+        return (x,), History(replace_blocks(X, self.sources, averaged), Y)
 
     def _finished_blocks(self, state: History, h: Tensor) -> tuple[Tensor, ...]:
         return (*state.X, h) if self.opens_layer else state.X
@@ -116,6 +117,16 @@ class DenseFormer(FusedNormConnection[History]):
         if self.alpha is None:
             return super().memory_traffic()
         return len(self.alpha) + len(self.ports)
+
+
+def replace_blocks(
+    X: tuple[Tensor, ...], places: tuple[int, ...], blocks: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """X with `blocks` at `places`: the sources that an op passed on."""
+    replaced = list(X)
+    for j, x in zip(places, blocks, strict=True):
+        replaced[j] = x
+    return tuple(replaced)
 
 
 def write_to_stream(state: History) -> Tensor:

@@ -38,7 +38,7 @@ from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, project_tall
 from ..validation import check_non_negative, check_positive
-from .denseformer import History, averaged_blocks, write_to_stream
+from .denseformer import History, averaged_blocks, replace_blocks, write_to_stream
 
 Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
@@ -220,7 +220,8 @@ class Mudd(FusedNormConnection[History]):
         port_norms = tuple(
             (c, n) for c, n in zip(port_mixtures, norms, strict=False) if c is not None
         )
-        outputs = depth_mix(mixed, self.aggregation_weights(h, self.a), port_norms)
+        outputs, mixed = depth_mix(mixed, self.aggregation_weights(h, self.a), port_norms)
+        X = replace_blocks(X, self.sources, mixed)
         S = outputs[: len(self.a)]
         if norms:
             inputs = outputs[len(self.a) :]

@@ -9,17 +9,17 @@ from torch.autograd import Function
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function
-from .mix import mixture, weighted_sum
+from .mix import add_weighted, mixture, pass_sources_on, weighted_sum
 from .products import project_manual_grad, row_dot
 
 
 @kernel_op
 def depth_attention(
     X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
-) -> Tensor:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """norm(Σ_l softmax_l(⟨q, RMS(X_l)⟩) · X_l): keys are normalised, values are not.
 
-    Moves (L + 1)·D elements a token.
+    Moves (L + 1)·D elements a token; (3L + 1)·D backward.
 
     Args:
         X: the L sources, [B T D] each.
@@ -28,9 +28,10 @@ def depth_attention(
         norm: the norm of the output; None for no norm.
 
     Returns:
-        [B T D] in X's dtype.
+        [B T D] in X's dtype; and the sources for their next reader (see `mix`).
     """
-    return apply_norm(run_function(_DepthAttention, q, eps, *X), norm)
+    h, *passed = run_function(_DepthAttention, q, eps, *X)
+    return apply_norm(h, norm), pass_sources_on(X, passed)
 
 
 def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
@@ -42,37 +43,43 @@ class _DepthAttention(Function):
     """r_l = rstd(X_l),   z_l = r_l ⟨q, X_l⟩,   p = softmax(z),   out = Σ_l p_l X_l
 
     a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
-    dX_l = p_l dout + project_rms_backward(dz_l),   dq likewise
+    dX_l = dX'_l + p_l dout + project_rms_backward(dz_l),   dq likewise
     """
 
     @staticmethod
-    def definition(q: Tensor, eps: float, *X: Tensor) -> Tensor:
+    def definition(q: Tensor, eps: float, *X: Tensor) -> tuple[Tensor, ...]:
         z = torch.stack([rms(x, eps) @ q for x in X], -1)
-        return mixture(X, z.softmax(-1))
+        return mixture(X, z.softmax(-1)), *X
 
     @staticmethod
-    def forward(*args: Any) -> Tensor:
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: see `_DepthMix`.
         ctx, q, eps, *X = args
         ctx.eps = eps
+        ctx.set_materialize_grads(False)  # a source without a later reader has no gradient
         r = torch.stack([rstd(x, eps) for x in X])
         scores = [project_rms(x, q[None], r_l) for x, r_l in zip(X, r, strict=True)]
         z = torch.cat(scores, -1)  # [B T L]
         p = z.softmax(-1)
         ctx.save_for_backward(q, r, z, p, *X)
-        return weighted_sum(X, p)
+        return weighted_sum(X, p), *X
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: Tensor | None, *later: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         q, r, z, p, *X = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-            return definition_gradients(_DepthAttention.definition, (q, ctx.eps, *X), dout)
+            inputs = (q, ctx.eps, *X)
+            return definition_gradients(_DepthAttention.definition, inputs, dout, *later)
+        if dout is None:
+            return None, None, *later
         a = torch.stack([row_dot(dout, x) for x in X], -1)
         dz = p * (a - (p * a).sum(-1, keepdim=True))
         dX = []
         dQ = torch.zeros_like(q)[None]
         for l, x in enumerate(X):
-            dx = p[..., l, None] * dout
+            dx = add_weighted(later[l], p[..., l, None], dout)
             dQ += project_rms_backward(x, q[None], r[l], z[..., l, None], dz[..., l, None], dx)
             dX.append(dx.to(x.dtype))
         return dQ[0], None, *dX
