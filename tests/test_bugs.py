@@ -357,7 +357,7 @@ def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
         if self.opens_layer:
             history.append(h)
         if self.alpha is not None:
-            (h,) = depth_mix(tuple(history[j] for j in self.sources), self.alpha[None])
+            (h,), _ = depth_mix(tuple(history[j] for j in self.sources), self.alpha[None])
         return (h,), History((), h)
 
     patch.setattr(denseformer.DenseFormer, "mix_inputs", mix_inputs)

@@ -74,7 +74,8 @@ def test_an_op_called_twice_compiles_with_dynamic_shapes():
     """A default eps is no constant then, but an input of the graph that first meets it."""
 
     def attend_twice(x, q):
-        return depth_attention((x, depth_attention((x, 2 * x), q)), q)
+        h, (x, _) = depth_attention((x, 2 * x), q)
+        return depth_attention((x, h), q)[0]
 
     x, q = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4)
     compiled = torch.compile(attend_twice, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -42,8 +42,8 @@ def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
 class _DepthAttention(Function):
     """r_l = rstd(X_l),   z_l = r_l ⟨q, X_l⟩,   p = softmax(z),   out = Σ_l p_l X_l
 
-    a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
-    dX_l = dX'_l + p_l dout + project_rms_backward(dz_l),   dq likewise
+    a_l = ⟨dout, X_l⟩,   e_l = a_l − Σ_j p_j a_j,   dz_l = p_l e_l
+    dX_l = dX'_l + p_l (dout + project_rms_dx(e_l)),   dq = Σ_l project_rms_dq(dz_l)
     """
 
     @staticmethod
@@ -65,9 +65,7 @@ class _DepthAttention(Function):
         return weighted_sum(X, p), *X
 
     @staticmethod
-    def backward(
-        ctx: Any, dout: Tensor | None, *later: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, *later: Tensor | None) -> tuple[Tensor | None, ...]:
         q, r, z, p, *X = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
             inputs = (q, ctx.eps, *X)
@@ -75,13 +73,15 @@ class _DepthAttention(Function):
         if dout is None:
             return None, None, *later
         a = torch.stack([row_dot(dout, x) for x in X], -1)
-        dz = p * (a - (p * a).sum(-1, keepdim=True))
+        e = a - (p * a).sum(-1, keepdim=True)
         dX = []
         dQ = torch.zeros_like(q)[None]
         for l, x in enumerate(X):
-            dx = add_weighted(later[l], p[..., l, None], dout)
-            dQ += project_rms_backward(x, q[None], r[l], z[..., l, None], dz[..., l, None], dx)
-            dX.append(dx.to(x.dtype))
+            e_l, p_l, z_l = (c[..., l, None] for c in (e, p, z))
+            dQ += project_rms_dq(x, r[l], p_l * e_l)
+            # One product at the end, because dX'_l is large: it is rounded once a site.
+            dx = project_rms_dx(x, q[None], r[l], z_l, e_l, dout)
+            dX.append(add_weighted(later[l], p_l, dx).to(x.dtype))
         return dQ[0], None, *dX
 
 
@@ -90,12 +90,10 @@ def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
     return project_manual_grad(upcast(x), Q.mT) * r[..., None]
 
 
-def project_rms_backward(
-    x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: Tensor
-) -> Tensor:
-    """The backward of `project_rms`: adds to `dx` and returns dQ.
+def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: Tensor) -> Tensor:
+    """The gradient of `project_rms`'s x, added to dx.
 
-    dx += Σ_s dz_s r Q_s − (Σ_s dz_s z_s) r²/D · x
+    dx + Σ_s dz_s r Q_s − (Σ_s dz_s z_s) r²/D · x
 
     Args:
         x: [B T D].
@@ -103,13 +101,20 @@ def project_rms_backward(
         r: x's `rstd`, [B T].
         z: the result of `project_rms`, [B T S].
         dz: its gradient, [B T S].
-        dx: [B T D], modified in place.
+        dx: [B T D].
 
     Returns:
-        dQ [S D].
+        A new tensor [B T D] in dz's dtype.
     """
     g = dz * r[..., None]
-    dx.addcmul_((g * z).sum(-1, keepdim=True) * r[..., None], upcast(x), value=-1 / x.shape[-1])
+    c = (g * z).sum(-1, keepdim=True) * r[..., None]
+    dx = torch.addcmul(dx, c, upcast(x), value=-1 / x.shape[-1])
     for s, q in enumerate(Q):
         dx.addcmul_(g[..., s, None], q)
+    return dx
+
+
+def project_rms_dq(x: Tensor, r: Tensor, dz: Tensor) -> Tensor:
+    """The gradient of `project_rms`'s Q, [S D]. Arguments: see `project_rms_dx`."""
+    g = dz * r[..., None]
     return g.flatten(0, -2).mT @ upcast(x).flatten(0, -2)

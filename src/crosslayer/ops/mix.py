@@ -79,7 +79,7 @@ class _DepthMix(Function):
             dw = torch.stack(rows, -2).sum_to_size(w.shape)
         dX: list[Tensor | None] = []
         for l, x in enumerate(X):
-            dx = weighted_sum(dout, w[..., l], later[l]).to(x.dtype) if needs_dX[l] else None
+            dx = add_weighted_sum(later[l], dout, w[..., l]).to(x.dtype) if needs_dX[l] else None
             dX.append(dx)
         return dw, *dX
 
@@ -99,23 +99,28 @@ def mixture(X: Sequence[Tensor], w: Tensor) -> Tensor:
     return reduce(torch.add, products).to(X[0].dtype)
 
 
-def weighted_sum(X: Sequence[Tensor], w: Tensor, start: Tensor | None = None) -> Tensor:
-    """start + Σ_l w[…, l] · X_l, summed in w's dtype.
+def weighted_sum(X: Sequence[Tensor], w: Tensor) -> Tensor:
+    """Σ_l w[…, l] · X_l, summed in w's dtype. X: L x [B T D].  w: [L] or [B T L].  ->  [B T D]."""
+    return add_weighted_sum(None, X, w).to(X[0].dtype)
+
+
+def add_weighted_sum(start: Tensor | None, X: Sequence[Tensor], w: Tensor) -> Tensor:
+    """start + Σ_l w[…, l] · X_l, a new tensor in w's dtype.
 
     Args:
+        start: [B T D]; None for zero.
         X: L tensors [B T D].
         w: [L] or [B T L].
-        start: [B T D]; None for zero.
-
-    Returns:
-        [B T D] in X's dtype.
     """
+    # Where the sum is no more precise than `start`, a gradient much larger than the products, it
+    # would be rounded for every product: it comes last.
+    starts_large = start is not None and start.dtype == w.dtype and len(X) > 1
     # w[..., l, None] is never 0-d, so the product is computed in float32 without a float32 copy of
     # a bf16 source.
-    out = add_weighted(start, w[..., 0, None], X[0])
+    out = add_weighted(None if starts_large else start, w[..., 0, None], X[0])
     for l in range(1, len(X)):
         out.addcmul_(w[..., l, None], X[l])
-    return out.to(X[0].dtype)
+    return out.add_(start) if starts_large else out
 
 
 def add_weighted(start: Tensor | None, w: Tensor, x: Tensor) -> Tensor:
