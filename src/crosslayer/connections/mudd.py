@@ -36,7 +36,7 @@ from ..connection import NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
-from ..ops import add_norm, depth_mix, project_tall
+from ..ops import add_norm, depth_mix, norm_project, project_tall
 from ..validation import check_non_negative, check_positive
 from .denseformer import History, averaged_blocks, replace_blocks, write_to_stream
 
@@ -213,6 +213,7 @@ class Mudd(FusedNormConnection[History]):
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here, and h is its output X_l.
         h, _ = add_norm(state.h, state.y)
+        A, h = self.aggregation_weights(h, self.a)
         X = self._finished_blocks(state, h)
         mixed = tuple(X[j] for j in self.sources)
         # The norms to fuse, each with the mixture that its port reads: none, or one a port.
@@ -220,7 +221,7 @@ class Mudd(FusedNormConnection[History]):
         port_norms = tuple(
             (c, n) for c, n in zip(port_mixtures, norms, strict=False) if c is not None
         )
-        outputs, mixed = depth_mix(mixed, self.aggregation_weights(h, self.a), port_norms)
+        outputs, mixed = depth_mix(mixed, A, port_norms)
         X = replace_blocks(X, self.sources, mixed)
         S = outputs[: len(self.a)]
         if norms:
@@ -237,16 +238,14 @@ class Mudd(FusedNormConnection[History]):
             h = (rms(h, self.eps) * self.pre).to(h.dtype)
         return (*state.X, h)
 
-    def aggregation_weights(self, x: Tensor, a: Tensor) -> Tensor:
-        """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]."""
+    def aggregation_weights(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]; and x itself."""
         if self.W1 is None or self.W2 is None:
-            return a
-        N = rms(x, self.eps)
-        if self.weigh is not None:
-            N = N * self.weigh
-        hidden = F.gelu(project_tall(N, self.W1), approximate=self.gelu_approximation)
+            return a, x
+        hidden, x = norm_project(x, self.W1, self.eps, self.weigh)
+        hidden = F.gelu(hidden, approximate=self.gelu_approximation)
         generated = project_tall(hidden, self.W2)
-        return generated.unflatten(-1, a.shape) + a
+        return generated.unflatten(-1, a.shape) + a, x
 
     def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
         """S_c of one stream, where h is X_l."""
@@ -279,7 +278,7 @@ class Mudd(FusedNormConnection[History]):
         X = join_rows(finished[:-1], joins)
         if self.a is None:
             return MixingWeights(write, h, join_rows(X, h))
-        A = self.aggregation_weights(X_l, self.a)
+        A, _ = self.aggregation_weights(X_l, self.a)
         written = torch.stack((*state.X, X_l), -2)
         S = {stream: self._stream_weights(stream, h, A, X, written) for stream in STREAMS}
         read = join_rows(*(S[stream] for stream in self.port_streams))

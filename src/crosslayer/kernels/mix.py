@@ -313,7 +313,8 @@ class _DepthMix(Function):
         tensors, mixed = saved[: len(saved) - len(ctx.ways)], saved[len(saved) - len(ctx.ways) :]
         if torch.is_grad_enabled():  # create_graph
             inputs = (w, *options, ctx.L, *tensors)
-            return definition_gradients(_DepthMix.definition, inputs, *gradients)
+            dw, _, *others = definition_gradients(_DepthMix.definition, inputs, *gradients)
+            return dw, None, *others  # `ways` is a tuple, for which it returns a tuple
         dout, later = gradients[: -ctx.L], gradients[-ctx.L :]
         X, affine = tensors[: ctx.L], tensors[ctx.L :]
         dX, dw, daffine = torch.ops.crosslayer.depth_mix_backward(
