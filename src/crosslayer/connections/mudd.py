@@ -23,7 +23,7 @@ PrePostDANorm a = 0 and n_post's weight is 1e-3. Where sources are normed, the g
 a weight.
 q, k and v have norms of their own where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
-Traffic: (l + 5)D a token.
+Traffic: (l + 7)D a token after block l; (3l + 7)D backward.
 """
 
 from typing import Literal, NamedTuple
@@ -38,7 +38,15 @@ from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, norm_project, project_tall
 from ..validation import check_non_negative, check_positive
-from .denseformer import History, averaged_blocks, replace_blocks, write_to_stream
+from .denseformer import (
+    History,
+    averaged_blocks,
+    blocks_averaged_later,
+    dense_backward_traffic,
+    dense_memory_traffic,
+    replace_blocks,
+    write_to_stream,
+)
 
 Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
@@ -153,6 +161,7 @@ class Mudd(FusedNormConnection[History]):
         ports = _split_attention(site.ports) if splits_qkv else site.ports
         super().__init__(site, dim, norm, ports)
         self.sources = sources if aggregates else ()
+        self.later_sources = blocks_averaged_later(site, self.sources, dilation, period, window)
         self.weighs_channels = bool(normed)
         self.mixture_of_stream = mixture_of_stream
         self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
@@ -308,7 +317,12 @@ class Mudd(FusedNormConnection[History]):
     def memory_traffic(self) -> float:
         if self.a is None:
             return super().memory_traffic()
-        return sum(self.a.shape)
+        return dense_memory_traffic(self, self.sources, self.later_sources)
+
+    def backward_memory_traffic(self) -> float:
+        if self.a is None:
+            return super().backward_memory_traffic()
+        return dense_backward_traffic(self, self.sources, self.later_sources)
 
 
 def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:

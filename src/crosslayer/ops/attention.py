@@ -9,7 +9,7 @@ from torch.autograd import Function
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function
-from .mix import add_weighted, mixture, pass_sources_on, weighted_sum
+from .mix import mixture, pass_sources_on, scale_and_add, weighted_sum
 from .products import project_manual_grad, row_dot
 
 
@@ -81,7 +81,7 @@ class _DepthAttention(Function):
             dQ += project_rms_dq(x, r[l], p_l * e_l)
             # One product at the end, because dX'_l is large: it is rounded once a site.
             dx = project_rms_dx(x, q[None], r[l], z_l, e_l, dout)
-            dX.append(add_weighted(later[l], p_l, dx).to(x.dtype))
+            dX.append(scale_and_add(dx, p_l, later[l]).to(x.dtype))
         return dQ[0], None, *dX
 
 

@@ -117,12 +117,15 @@ def add_weighted_sum(start: Tensor | None, X: Sequence[Tensor], w: Tensor) -> Te
     starts_large = start is not None and start.dtype == w.dtype and len(X) > 1
     # w[..., l, None] is never 0-d, so the product is computed in float32 without a float32 copy of
     # a bf16 source.
-    out = add_weighted(None if starts_large else start, w[..., 0, None], X[0])
+    if start is None or starts_large:
+        out = w[..., 0, None] * X[0]
+    else:
+        out = torch.addcmul(start, w[..., 0, None], X[0])
     for l in range(1, len(X)):
         out.addcmul_(w[..., l, None], X[l])
-    return out.add_(start) if starts_large else out
+    return out.add_(start) if start is not None and starts_large else out
 
 
-def add_weighted(start: Tensor | None, w: Tensor, x: Tensor) -> Tensor:
-    """start + w · x in w's dtype, a new tensor. x: [B T D].  w: [1] or [B T 1]."""
-    return w * x if start is None else torch.addcmul(start, w, x)
+def scale_and_add(x: Tensor, w: Tensor, start: Tensor | None) -> Tensor:
+    """x ← start + w · x, which is returned; `start` None for zero. [B T D], and w [B T 1]."""
+    return x.mul_(w) if start is None else torch.addcmul(start, w, x, out=x)

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from ..norms import rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function
-from .mix import add_weighted, pass_sources_on
+from .mix import pass_sources_on, scale_and_add
 from .products import (
     mix_streams,
     project_back,
@@ -43,7 +43,9 @@ def norm_project(
 class _NormProject(Function):
     """N = RMS(x),   dN = weight · (dz Wᵀ),   dx = dx' + r (dN − ⟨dN, N⟩/D · N)
 
-    dW = (weight · N)ᵀ dz,   dweight = Σ_tokens N · (dz Wᵀ).   x' is x as it is passed on, r its rstd.
+    dW = (weight · N)ᵀ dz,   dweight = Σ_tokens N · (dz Wᵀ)
+
+    x' is x as it is passed on, r its rstd.
     """
 
     @staticmethod
@@ -80,7 +82,7 @@ class _NormProject(Function):
             dN = dN * weight
         dW = (dz.flatten(0, -2).mT @ projected.flatten(0, -2)).mT
         dN = dN.addcmul_(row_dot(dN, N)[..., None], N, value=-1 / x.shape[-1])
-        dx = add_weighted(later, rstd(x, ctx.eps)[..., None], dN)
+        dx = scale_and_add(dN, rstd(x, ctx.eps)[..., None], later)
         return dx.to(x.dtype), dW, None, dweight
 
 
