@@ -26,10 +26,11 @@ from typing import Any
 
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.train.callbacks import ConnectAtStep
-from crosslayer.train.compare import describe_environment, mean_and_std
+from crosslayer.train.compare import describe_environment
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm
 from crosslayer.train.report import COLOURS, NOT_KNOWN, format_mean_std
+from crosslayer.train.results_table import mean_and_std
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE, Examples, build_model
 from crosslayer.train.trainer import Diverged, Trainer

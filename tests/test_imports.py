@@ -27,7 +27,18 @@ crosslayer.Stack
 assert sys.meta_path == finders, "an import hook was installed"
 packages = {name.partition(".")[0] for name in set(sys.modules) - modules_of_torch}
 third_party = packages - set(sys.stdlib_module_names) - {"crosslayer"}
-print(*sorted(third_party))
+assert not third_party, third_party
+assert "crosslayer.kernels" not in sys.modules
+
+import crosslayer.cost
+
+heavy = {"transformers", "lightning", "rich"} & set(sys.modules)
+assert not heavy, f"crosslayer.cost imports {heavy}"
+
+import crosslayer.cli.eval, crosslayer.cli.generate, crosslayer.evaluate
+
+heavy = {"transformers", "lm_eval", "datasets", "lightning"} & set(sys.modules)
+assert not heavy, f"crosslayer.evaluate imports {heavy}"
 """
 
 IMPORT_BEFORE_TRANSFORMERS = """
@@ -42,20 +53,27 @@ import crosslayer
 
 crosslayer.make("mudd")
 assert members() == before, "a class of transformers was changed"
+
+import sys
+import crosslayer.hf
+
+assert not any(type(finder).__module__.startswith("crosslayer") for finder in sys.meta_path)
+assert "diffusers" not in sys.modules
 """
 
 
-def run(program: str) -> str:
+def run(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_importing_crosslayer_imports_torch_only():
-    assert run(IMPORT_ALONE).split() == []
+    """And `crosslayer.cost`, `crosslayer.evaluate` and two commands import no framework."""
+    run(IMPORT_ALONE)
 
 
 def test_importing_crosslayer_leaves_transformers_alone():
+    """And `crosslayer.hf` installs no import hook, and does not import diffusers."""
     run(IMPORT_BEFORE_TRANSFORMERS)
 
 

@@ -56,14 +56,30 @@ every_variant_slow = pytest.mark.parametrize(
     ("spec", "parallel"), cases(DEFAULTS, False) + cases(VARIANTS, False, pytest.mark.slow)
 )
 every_sequential = pytest.mark.parametrize(("spec", "parallel"), cases(DEFAULTS, False))
-# A compilation takes seconds: one method of each kind of state is compiled in the fast tests.
-COMPILED_FAST = ["prenorm", "mudd", "skip_gain"]
-every_compiled = pytest.mark.parametrize(
-    ("spec", "parallel"),
-    cases(COMPILED_FAST, False)
-    + cases([spec for spec in SPECS if spec not in COMPILED_FAST], False, pytest.mark.slow)
-    + cases(DEFAULTS, True, pytest.mark.slow),
-)
+# A compilation takes seconds: one method is compiled in the fast tests.
+COMPILED_FAST = ["mudd"]
+COMPILED_PARALLEL = ["mudd", "hyper", "attnres", "mgr"]
+# Variants whose gradients are of other operations than their method's. The graphs of all variants
+# are counted by `test_blocks_compile_to_few_graphs`.
+OTHER_READS = [
+    "attnres(block_size=3)",
+    "hyper(streams=2, dynamic=False)",
+    "mhc(single_pass=True)",
+    "mudd(normed=True)",
+]
+
+
+def compiled(specs: list[str]) -> pytest.MarkDecorator:
+    """Each spec sequential, and a method of each kind of state as a parallel block."""
+    slow_specs = [spec for spec in specs if spec not in COMPILED_FAST]
+    return pytest.mark.parametrize(
+        ("spec", "parallel"),
+        cases(COMPILED_FAST, False)
+        + cases(slow_specs, False, pytest.mark.slow)
+        + cases(COMPILED_PARALLEL, True, pytest.mark.slow),
+    )
+
+
 every_sharded = pytest.mark.parametrize(
     ("spec", "parallel"),
     cases(DEFAULTS, False)
@@ -239,7 +255,7 @@ def test_fused_norms_are_those_of_the_ports(spec, parallel):
     assert fused_sites, "no site fuses its norms"
 
 
-@every_compiled
+@compiled(DEFAULTS + OTHER_READS)
 def test_one_graph(spec, parallel):
     model, ids = gpt(spec, parallel), tokens()
     loss, gradients = loss_and_gradients(model, ids)
@@ -271,15 +287,14 @@ def test_dynamic_shapes_compile(spec):
     [
         "prenorm",
         "mudd",
-        "hyper",
         "attnres(block_size=3)",
-        "mgr",
+        "mgr(streams=2)",
         "hyper(streams=6)",
-        "mhc(streams=2)",
+        "mhc(streams=2, iterations=3)",
     ],
 )
 def test_inductor(spec):
-    model, ids = gpt(spec, layers=3), tokens()
+    model, ids = gpt(spec, layers=2), tokens()
     loss, gradients = loss_and_gradients(model, ids)
     model.compile(fullgraph=True)
     again, compiled = loss_and_gradients(model, ids)
@@ -287,7 +302,7 @@ def test_inductor(spec):
     torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-5)
 
 
-@every_compiled
+@compiled(SPECS)
 def test_blocks_compile_to_few_graphs(spec, parallel):
     """Compiled block by block there is one graph for each structure of state and parameters.
 

@@ -86,6 +86,7 @@ def test_convert_and_generate(folder, tmp_path, capsys):
     assert generate(capsys, folder, "hello", *options) == text
 
 
+@pytest.mark.slow
 def test_only_the_text_is_printed(folder):
     """In a process of its own, with warnings as errors."""
     command = [sys.executable, "-W", "error", "-m", "crosslayer", "generate", str(folder), "hi"]

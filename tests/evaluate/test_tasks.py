@@ -1,8 +1,6 @@
 """Tasks of lm-evaluation-harness on connected models, by task files on local data."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -125,13 +123,3 @@ def test_an_answer_longer_than_the_context(include_path):
 def test_options_out_of_range(options, message, include_path):
     with pytest.raises(ValueError, match=message):
         evaluate(tiny_model(), include_path, **options)
-
-
-def test_importing_evaluate_imports_no_framework():
-    heavy = ("transformers", "lm_eval", "datasets", "lightning")
-    code = f"""
-import sys, crosslayer.evaluate, crosslayer.cli.eval, crosslayer.cli.generate
-print([name for name in {heavy} if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr

@@ -51,6 +51,9 @@ FAMILIES = (*LANGUAGE, *VISION)
 KINDS = ("llama", "phi3", "neox-parallel", "gemma2", "olmo2", "mixtral", "gpt2", "vit", "dit")
 METHODS = crosslayer.available()
 TWO_METHODS = ("prenorm", "mudd")
+# A method of each kind of state: one stream, normed streams, a history, separate inputs, mixed
+# streams, sources, gates.
+STATES = ("prenorm", "resi_dual", "denseformer", "mudd", "hyper", "attnres", "mgr")
 
 
 def is_refused(family: str, spec: str) -> bool:
@@ -59,19 +62,22 @@ def is_refused(family: str, spec: str) -> bool:
 
 
 def each_kind(families: tuple[str, ...] = FAMILIES) -> list[tuple[str, str]]:
-    """(family, spec): every kind of wiring with every method, every other family with two
-    methods.
+    """(family, spec): llama with every method, every other kind of wiring with a method of each
+    kind of state, and every other family with mudd.
     """
     pairs = []
     for family in families:
-        for spec in METHODS if family in KINDS else TWO_METHODS:
+        specs = STATES if family in KINDS else ("mudd",)
+        for spec in METHODS if family == "llama" else specs:
             if not is_refused(family, spec):
                 pairs.append((family, spec))
     return pairs
 
 
 def each_family(families: tuple[str, ...] = FAMILIES) -> list[tuple[str, str]]:
-    """(family, spec): every family with two methods, llama with every method."""
+    """(family, spec): llama with every method, every other kind of wiring with two methods, and
+    every other family with mudd.
+    """
     return [(f, spec) for f, spec in each_kind(families) if f == "llama" or spec in TWO_METHODS]
 
 

@@ -13,6 +13,7 @@ from crosslayer import Connection
 from crosslayer.hf.config import make_config
 from tests.hf.backbones import (
     FAMILIES,
+    KINDS,
     METHODS,
     build,
     connected,
@@ -204,21 +205,15 @@ def test_a_fused_projection_gives_each_port_its_outputs(family):
     assert start == mixed.shape[-1]
 
 
-def compiled_cells(families: tuple[str, ...]) -> list:
-    """A compilation takes seconds: the fast suite has one. The slow one has llama × methods and
-    kinds × mudd.
+def compiled_cells(families: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Kinds of wiring × mudd, and llama × a method of each kind of state; the laws compile every
+    method.
     """
-    pairs = [
-        (family, spec)
-        for family, spec in each_kind(families)
-        if family == "llama" or spec == "mudd"
-    ]
-    return [
-        pytest.param(*pair, marks=() if pair == ("llama", "mudd") else pytest.mark.slow)
-        for pair in pairs
-    ]
+    pairs = [(family, "mudd") for family in families if family in KINDS]
+    return [*pairs, *(("llama", spec) for spec in ("resi_dual", "hyper", "attnres", "mgr"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "spec"), compiled_cells(FAMILIES))
 def test_compiles_to_one_graph(family, spec):
     model = connected(family, spec)
@@ -230,10 +225,11 @@ def test_compiles_to_one_graph(family, spec):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
-@pytest.mark.parametrize("spec", ["mudd", "hyper"])
-@pytest.mark.parametrize("family", ["llama", "neox-parallel", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "spec"), [("llama", "hyper"), ("neox-parallel", "mudd"), ("gpt2", "mudd")]
+)
 def test_inductor_gives_the_same_gradients(family, spec):
-    model = connected(family, spec)
+    model = connected(family, spec, num_hidden_layers=2)
     expected = gradients(model, family)
     model.forward = torch.compile(model.forward, fullgraph=True)
     torch.testing.assert_close(gradients(model, family), expected, rtol=1e-3, atol=1e-5)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 import crosslayer
 from crosslayer import Connection
 from tests.hf.backbones import (
-    FAMILIES,
+    KINDS,
     METHODS,
     build,
     connected,
@@ -54,7 +54,7 @@ def test_save_and_load(family, spec, tmp_path):
         assert torch.equal(output(loaded, family), output(model, family))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_copies_and_pickles(family):
     model = connected(family, "mudd")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

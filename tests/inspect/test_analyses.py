@@ -152,7 +152,7 @@ def test_findings_of_known_wirings():
     )
     found = find_patterns(unfold_connections(OwnModel(parallel), EMBEDDING))
     assert found.parallel_pairs == [(f"{layer}.attn", f"{layer}.mlp") for layer in range(4)]
-    assert "0.mlp" in found.opposite_signs
+    assert "0.mlp (streams 0, 1)" in found.opposite_signs
 
     # A model of one stream whose third write goes nowhere.
     model = OwnModel("hyper(streams=1, dynamic=False)")
@@ -189,11 +189,10 @@ def test_mean_and_deviation_over_tokens_of_several_batches():
     values[0] = values[0][PADDED.flatten().bool()]
     A = torch.cat(values).double()  # [tokens C L]
     assert len(A) == 34
-    torch.testing.assert_close(together.read_mean[:3], A.mean(0)[:3], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(
-        together.read_std[:3], A.std(0, correction=0)[:3], atol=1e-6, rtol=1e-4
-    )
-    assert together.inputs == ["1.q", "1.k", "1.v"]
+    torch.testing.assert_close(together.read_mean, A.mean(0), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(together.read_std, A.std(0, correction=0), atol=1e-6, rtol=1e-4)
+    assert together.inputs == ["1.q", "1.k", "1.v", "1.r"]
+    assert together.parts == ["X_0", "X_1"]
 
 
 def test_nothing_is_changed_in_a_plain_model():

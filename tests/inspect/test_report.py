@@ -7,7 +7,9 @@ import subprocess
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from crosslayer.cli.inspect import _short_names
 from crosslayer.cli.main import main
@@ -19,11 +21,13 @@ from crosslayer.inspect.ablation import (
     ablate_ways,
     mean_token_loss,
     prune_depth_weights,
-    sort_singular_values,
 )
-from crosslayer.inspect.attention import measure_head_activations
+from crosslayer.inspect.attention import _HeadRecorder, measure_head_activations
+from crosslayer.inspect.inspection import ANALYSES, InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
-from tests.support.tiny import shake
+from crosslayer.inspect.sections import SECTIONS
+from crosslayer.inspect.text_batches import find_sink_ids
+from tests.support.tiny import DEFAULTS, shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -96,10 +100,32 @@ def test_a_planted_sink_head_is_not_active():
     activations = measure_head_activations(model, BATCHES)
     assert activations.active[1] == 0
     assert 0 < activations.active[0] < 1
-    torch.testing.assert_close(activations.patterns.sum(-1), torch.ones(2, 2, 12))
+    assert activations.pattern_layer == 1
+    torch.testing.assert_close(activations.patterns.sum(-1), torch.ones(2, 12))
+    assert (activations.patterns[:, -1] - 1 / 12).abs().max() < 1e-6
     everything = measure_head_activations(model, BATCHES, sink_ids=range(64))
     assert everything.active.max() == 0
     assert model.config._attn_implementation == "sdpa"
+    assert measure_head_activations(model, BATCHES, pattern_layer=0).pattern_layer == 0
+    with pytest.raises(ValueError, match="a layer from 0 to 1, got 2"):
+        measure_head_activations(model, BATCHES, pattern_layer=2)
+
+
+def test_a_planted_bug_makes_the_sink_head_active(monkeypatch):
+    """Keys in the wrong order."""
+    record = _HeadRecorder._record
+
+    def record_reversed(recorder, layer, module, inputs, outputs):
+        record(recorder, layer, module, inputs, (outputs[0], outputs[1].flip(-1)))
+
+    monkeypatch.setattr(_HeadRecorder, "_record", record_reversed)
+    with pytest.raises(AssertionError):
+        test_a_planted_sink_head_is_not_active()
+
+
+def test_sinks_are_the_papers_tokens():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_tokenizer_json()))
+    assert tokenizer.decode(sorted(find_sink_ids(tokenizer))) == "\n."
 
 
 def test_ways_of_mudd():
@@ -133,6 +159,12 @@ def test_the_lens_at_the_last_site_is_the_model(spec):
         assert lens.losses[0] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
+def test_gradients_do_not_grow_with_the_number_of_batches():
+    model = language_model("prenorm")
+    once = measure_block_gradients(model, BATCHES).rms
+    assert measure_block_gradients(model, BATCHES * 3).rms == pytest.approx(once, rel=1e-4)
+
+
 def test_gradients_of_blocks():
     model = language_model("mgr(streams=2)")
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
@@ -146,44 +178,38 @@ def test_gradients_of_blocks():
         assert rms == pytest.approx(values.square().mean().sqrt().item(), rel=1e-5)
 
 
-def test_singular_values_of_known_matrices():
-    model = language_model(None)
-    with torch.no_grad():
-        for number, layer in enumerate(model.model.layers):
-            weight = layer.self_attn.o_proj.weight
-            weight.copy_(torch.diag(torch.arange(24.0, 0, -1)) * (number + 1))
-    values = sort_singular_values(model, "o_proj.weight")
-    torch.testing.assert_close(values, torch.arange(24.0, 0, -1) / 24)
-    with pytest.raises(ValueError, match="matrices of one shape"):
-        sort_singular_values(model, "no_proj.weight")
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The command on two models, one of them without a connection."""
+    """The command on three models, one of them without a connection."""
     folder = tmp_path_factory.mktemp("inspect")
-    for name, spec in (("plain", None), ("mgr", "mgr(streams=2)")):
+    for name, spec in (("plain", None), ("mgr", "mgr(streams=2)"), ("mudd", "mudd")):
         model = language_model(spec, layers=2, vocab=256)
         model.save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text(byte_tokenizer_json())
     (folder / "text.txt").write_text("A stream of text. It has <b>lines</b>.\n" * 20)
     out = folder / "out"
-    arguments = ["inspect", str(folder / "plain"), str(folder / "mgr"), "--out", str(out)]
+    models = [str(folder / name) for name in ("plain", "mgr", "mudd")]
+    arguments = ["inspect", *models, "--sections", "all", "--layer", "1", "--out", str(out)]
     sizes = ["--sequences", "3", "--context", "40", "--batch-size", "2"]
-    assert main([*arguments, "--data", str(folder / "text.txt"), *sizes]) == 0
+    arguments += ["--data", str(folder / "text.txt"), *sizes]
+    assert main(arguments) == 0
     return out
 
 
 @pytest.mark.slow
 def test_the_report_has_every_picture_and_number(report):
     content = json.loads((report / "inspection.json").read_text())
-    assert [model["connection"] for model in content["models"]] == ["prenorm", "mgr(streams=2)"]
-    assert content["models"][1]["unfolded"]["error"] < 1e-5
+    assert [model["connection"] for model in content["models"]] == [
+        "prenorm",
+        "mgr(streams=2)",
+        "mudd",
+    ]
+    assert content["models"][1]["results"]["unfolded"]["error"] < 1e-5
     page = (report / "report.html").read_text()
     pictures = sorted(path.stem for path in (report / "figures").glob("*.svg"))
     assert page.count("<figure>") == len(pictures)
     assert "<script" not in page
-    assert {"unfolded", "mixing", "cosines", "distances", "gates", "ablation"} <= set(pictures)
+    assert pictures == sorted(section.name for section in SECTIONS)
     for path in (report / "figures").glob("*.png"):
         assert path.stat().st_size > 5_000
 
@@ -201,6 +227,28 @@ def test_the_report_opens_in_a_browser(report, tmp_path):
     assert shot.stat().st_size > 50_000
 
 
+def test_only_what_the_sections_need_is_run():
+    seen = []
+    inspection = inspect_model(
+        "hyper",
+        InspectionSubject(language_model("hyper"), BATCHES * 2),
+        ["unfolded", "ablation"],
+        lambda *step: seen.append(step),
+    )
+    assert set(inspection.results) == {"unfolded", "findings", "ablation"}
+    steps = [("connections", done, 2) for done in range(3)]
+    assert seen == steps + [("ablation", done, 10) for done in range(11)]
+    drawn = [section.name for section in SECTIONS if section.panels([inspection])]
+    assert drawn == ["unfolded", "one_token", "streams", "ablation"]
+    names = {analysis for section in SECTIONS for analysis in section.analyses}
+    assert names == set(ANALYSES)
+
+
+def test_an_unknown_section_is_refused(tmp_path, capsys):
+    assert main(["inspect", "somewhere", "--sections", "cosine", "--out", str(tmp_path)]) == 1
+    assert "'cosine' is unknown (did you mean 'cosines'?); known: all," in capsys.readouterr().err
+
+
 def test_an_existing_report_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "report.html").write_text("old")
     assert main(["inspect", "somewhere", "--out", str(tmp_path)]) == 1
@@ -211,3 +259,13 @@ def test_models_whose_folders_end_alike_keep_their_paths():
     assert _short_names(["runs/mudd/model", "gpt2"]) == ["model", "gpt2"]
     alike = ["runs/mudd/model", "runs/prenorm/model"]
     assert _short_names(alike) == alike
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", DEFAULTS)
+def test_every_section_of_every_method_is_drawn(spec):
+    inspection = inspect_model(spec, InspectionSubject(language_model(spec), BATCHES))
+    assert inspection.not_done == []
+    for section in SECTIONS:
+        for _, draw in section.panels([inspection]):
+            draw(Figure().subplots())

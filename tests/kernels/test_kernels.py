@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cases import CASES, FAST
+from tests.kernels.cases import CASES, FAST, PATHS
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ def run_suite(expression: str) -> None:
 
 def test_every_kernel_in_the_interpreter():
     """Forward and backward of a case for each kernel."""
-    run_suite(f"test_accuracy and 2x1000 and fp32 and ({' or '.join(FAST)})")
+    run_suite(f"test_accuracy and (3x63 or sinkhorn and 1x63) and ({' or '.join(FAST)})")
 
 
 def test_fast_cases_cover_every_module():
@@ -54,12 +54,11 @@ def test_connections_in_the_interpreter():
     run_suite("connections or fused_norms or hook or model or disconnect or does_not_support")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "capability",
-    [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
+    ("capability", "cases"), [(80, tuple(CASES)), (90, FAST), (100, PATHS)], ids=["80", "90", "100"]
 )
-def test_compiles_for_gpus(capability, tmp_path):
-    cases = FAST if capability == 90 else CASES
+def test_compiles_for_gpus(capability, cases, tmp_path):
     run_python(
         str(HERE / "ptx.py"),
         str(capability),

@@ -15,7 +15,8 @@ from crosslayer.files import lock_folder
 from tests.train.runs import SMALL, run
 
 HERE = Path(__file__).parent
-ARMS = ("prenorm", "mudd", "hyper", "mhc", "mgr", "attnres", "resi_dual")
+# a method of each kind of state; the law on FSDP2 has every method
+ARMS = ("mudd", "hyper", "mgr", "resi_dual")
 # a sum over ranks is in another order than over a batch: float32's rounding, grown over 12 steps;
 # bf16 rounds a weight in FSDP's gather where autocast rounds it at its use, and a norm's too; and
 # Muon iterates in bf16
@@ -63,14 +64,14 @@ def test_two_ranks_equal_one(text, tmp_path):
             ("32-true", ("hyper",), {"recompute": "reads", "diagnostics_every": 4}),
             (
                 "32-true",
-                ("hyper", "mudd"),
+                ("mudd",),
                 {"recompute": "streams", "diagnostics_every": 4, "layers": 5},
             ),
             ("32-true", ("mgr",), {"recompute": "inversion", "layers": 5}),
             ("32-true", ("mgr",), {"optimizer": "muon", "delay": 5}),
             ("32-true", ("mudd",), {"compile": "layers"}),
-            ("bf16-mixed", ("mudd", "hyper"), {}),
-            ("bf16-true", ("mudd", "mhc"), {}),
+            ("bf16-mixed", ("hyper",), {}),
+            ("bf16-true", ("mhc",), {}),
         )
         for arm in arms
     ]
@@ -99,27 +100,18 @@ def test_from_two_ranks_to_one_and_back(text, tmp_path):
         for strategy in ("ddp", "fsdp")
     ]
     two_ranks(jobs, tmp_path)
-    for strategy in ("ddp", "fsdp"):
-        rest = run(shared, "hyper", str(tmp_path / strategy))
+    back = []
+    for job in jobs:
+        rest = run(shared, "hyper", job["folder"])
         assert len(rest["losses"]) == 4
         assert apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
         assert abs(rest["result"]["valid_loss"] - whole["result"]["valid_loss"]) < 2e-5
 
-        folder = tmp_path / f"{strategy}-one"
-        run(shared, "hyper", str(folder), stop=9)
-        (rest,) = two_ranks(
-            [
-                {
-                    **jobs[0],
-                    "settings": {**shared, "strategy": strategy},
-                    "folder": str(folder),
-                    "stop": None,
-                }
-            ],
-            tmp_path,
-        )
+        back.append({**job, "folder": f"{job['folder']}-one", "stop": None})
+        run(shared, "hyper", back[-1]["folder"], stop=9)
+    for job, rest in zip(back, two_ranks(back, tmp_path), strict=True):
         assert len(rest["losses"]) == 4 and apart(rest, {"losses": whole["losses"][8:]}) < 2e-5
-        assert (folder / "model" / "model.safetensors").exists()
+        assert Path(job["folder"], "model", "model.safetensors").exists()
 
 
 def wait_for(condition, seconds=120):

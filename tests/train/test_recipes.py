@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,16 @@ from tests.hf.backbones import build, ids
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
 # recipes of examples/vision have options of its tasks
 FILES = [file for file in sorted(FOLDER.glob("*.yaml")) if "task_options" not in file.read_text()]
-recipes = pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(file, marks=pytest.mark.xdist_group(file.stem)) for file in FILES],
+    ids=lambda file: file.stem,
+)
+def file(request):
+    """A recipe's file. All its tests run one after another, so that they share its models."""
+    return request.param
 
 
 @cache
@@ -31,7 +40,7 @@ def opened(file: Path, scale: str = "full") -> Recipe:
     return load_recipe(file, scale)
 
 
-@cache
+@lru_cache(maxsize=16)
 def on_meta(file: Path, scale: str, number: int) -> nn.Module:
     """The model of a recipe's arm, by the arm's number."""
     recipe = opened(file, scale)
@@ -40,7 +49,6 @@ def on_meta(file: Path, scale: str, number: int) -> nn.Module:
         return build_model(recipe.settings(arm), arm.connection, 256, 0)
 
 
-@recipes
 def test_the_header_says_what_it_is(file):
     text = file.read_text("utf8")
     header = "\n".join(line[2:] for line in text.splitlines() if line.startswith("#"))
@@ -53,7 +61,6 @@ def test_the_header_says_what_it_is(file):
         assert re.search(r"The parameters of [^.]+ are not stated", " ".join(header.split()))
 
 
-@recipes
 def test_every_arm_has_the_papers_parameters(file):
     recipe = opened(file)
     for number, arm in enumerate(recipe.arms):
@@ -102,7 +109,6 @@ def structure(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@recipes
 def test_tiny_keeps_the_structure(file):
     full, small = opened(file), opened(file, "tiny")
     for number, (arm, same) in enumerate(zip(full.arms, small.arms, strict=True)):
@@ -142,7 +148,6 @@ def steps(recipe: Recipe, arm: Arm, count: int) -> None:
 
 
 @pytest.mark.slow
-@recipes
 def test_every_arm_trains_small(file):
     recipe = opened(file, "tiny")
     for arm in recipe.arms:

@@ -40,6 +40,13 @@ def parser() -> Any:
         help="runs of each arm; with more than one the report has standard deviations",
     )
     command.add_argument(
+        "--search-rates",
+        type=bool,
+        default=False,
+        help="find each arm's best learning rate first, among 1/2, 1, 2, … times the recipe's, "
+        "with the first seed",
+    )
+    command.add_argument(
         "--out", type=str | None, default=None, help="folder of results.json and the report"
     )
     add_specs(command, "--arms")
@@ -50,14 +57,17 @@ def parser() -> Any:
 def run(options: Any) -> int:
     silence_libraries()
     recipe = recipe_from_options(options, DEFAULT_SPECS)
-    return compare_and_report(recipe, options.get("seeds", 1), options.get("out"))
+    search_rates = options.get("search_rates", False)
+    return compare_and_report(recipe, options.get("seeds", 1), options.get("out"), search_rates)
 
 
-def compare_and_report(recipe: "Recipe", seeds: int, out: str | None) -> int:
+def compare_and_report(
+    recipe: "Recipe", seeds: int, out: str | None, search_rates: bool = False
+) -> int:
     """Run a comparison with progress bars, write its report and print its table; the exit code."""
     from ..train.compare import prepare_comparison
 
-    comparison = prepare_comparison(recipe, seeds, Path(out) if out else None)
+    comparison = prepare_comparison(recipe, seeds, Path(out) if out else None, search_rates)
     with hold_folder(comparison.folder):
         return _run_and_report(comparison)
 

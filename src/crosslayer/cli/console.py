@@ -220,6 +220,53 @@ class ProgressBars:
         )
 
 
+class InspectionBar:
+    """A progress bar of analyses: one line, for the step that runs.
+
+    Args:
+        console: of `make_console`.
+    """
+
+    def __init__(self, console: Any):
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("batches"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> "InspectionBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()
+
+    def show_step(self, name: str, step: str, done: int, total: int) -> None:
+        """Show that a step of the model called `name` has done so many of its batches."""
+        description = f"{name}: {step}"
+        if self._task is None:
+            self._task = self._progress.add_task(description, total=total)
+        elif done == 0:
+            self._progress.reset(self._task, total=total)
+        self._progress.update(self._task, description=description, completed=done, total=total)
+
+
 def make_table(title: str, columns: Sequence[str]) -> Any:
     """A table of rich whose first column is text and whose others are numbers."""
     from rich.table import Table

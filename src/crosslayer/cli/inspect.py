@@ -3,11 +3,14 @@
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files import lock_folder
-from ..validation import check_positive, parse_dtype
-from .console import make_console, make_parser, silence_libraries
+from ..validation import check_positive, did_you_mean, parse_dtype
+from .console import InspectionBar, make_console, make_parser, silence_libraries
+
+if TYPE_CHECKING:
+    from ..inspect.sections import Section
 
 
 def parser() -> Any:
@@ -33,10 +36,20 @@ def parser() -> Any:
     add("--context", type=int, default=256, help="tokens in a sequence")
     add("--batch-size", type=int, default=8, help="sequences in a batch")
     add(
-        "--ablate",
-        type=bool,
-        default=True,
-        help="remove each sub-layer in turn: one pass over the sequences each",
+        "--sections",
+        type=str,
+        nargs="+",
+        default=["standard"],
+        help="of the report, like unfolded,cosines, or all; only the analyses that they need are "
+        "run. docs/inspect.md lists them, and so does the message on an unknown one; default: "
+        "those that take few passes over the sequences",
+    )
+    add(
+        "--layer",
+        type=int | None,
+        default=None,
+        help="whose attention patterns are drawn and whose mixes lose their sources; default: the "
+        "patterns at three quarters of the depth, the sources of all layers",
     )
     add(
         "--tokenizer",
@@ -53,7 +66,7 @@ def run(options: Any) -> int:
     silence_libraries()
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
     from ..data.sources import check_exists, read_documents
-    from ..inspect.inspection import inspect_model
+    from ..inspect.inspection import InspectionSubject, inspect_model
     from ..inspect.report import REPORT_FILE, write_report
     from ..inspect.text_batches import find_sink_ids, make_text_batches
 
@@ -62,6 +75,8 @@ def run(options: Any) -> int:
     folder = Path(options.out)
     if (folder / REPORT_FILE).exists():
         raise ValueError(f"{folder / REPORT_FILE} exists already; choose another folder with --out")
+    sections = _choose_sections(options.sections)
+    analyses = {analysis for section in sections for analysis in section.analyses}
     check_exists(options.data)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
@@ -69,29 +84,26 @@ def run(options: Any) -> int:
     inspections = []
     seen = []
     start = time.perf_counter()
-    for source, name in zip(options.models, _short_names(options.models), strict=True):
-        with console.status(f"{name}: opening") as status:
-            tokenizer = open_tokenizer(options.tokenizer or source)
-            model = open_model(source, dtype).to(device)
-            check_tokenizer(tokenizer, model)
-            texts = (document.text for document in read_documents(options.data))
-            batches = make_text_batches(tokenizer, texts, **sizes, batch_size=options.batch_size)
-            seen.append(f"{name}: {_count_tokens(batches)}")
-            inspections.append(
-                inspect_model(
-                    name,
-                    model,
-                    batches,
-                    find_sink_ids(tokenizer),
-                    options.ablate,
-                    progress=partial(_show_step, status, name),
-                )
-            )
-    setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
     with lock_folder(folder):
-        report = write_report(inspections, folder, setup)
+        with InspectionBar(console) as bar:
+            for source, name in zip(options.models, _short_names(options.models), strict=True):
+                bar.show_step(name, "opening", 0, 1)
+                tokenizer = open_tokenizer(options.tokenizer or source)
+                model = open_model(source, dtype).to(device)
+                check_tokenizer(tokenizer, model)
+                texts = (document.text for document in read_documents(options.data))
+                batches = make_text_batches(
+                    tokenizer, texts, **sizes, batch_size=options.batch_size
+                )
+                seen.append(f"{name}: {_count_tokens(batches)}")
+                subject = InspectionSubject(model, batches, find_sink_ids(tokenizer), options.layer)
+                show_step = partial(bar.show_step, name)
+                inspections.append(inspect_model(name, subject, analyses, show_step))
+        setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
+        with console.status("drawing"):
+            report = write_report(inspections, folder, setup, sections)
     for inspection in inspections:
-        for alarm in inspection.alarms:
+        for alarm in inspection.results.get("alarms", []):
             console.print(f"{inspection.name}: {alarm}")
     console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
     return 0
@@ -109,5 +121,26 @@ def _count_tokens(batches: list[Any]) -> str:
     return f"{sequences} sequences, {tokens:,} tokens"
 
 
-def _show_step(status: Any, name: str, step: str) -> None:
-    status.update(f"{name}: {step}")
+def _choose_sections(words: list[str]) -> "list[Section]":
+    """The sections that the words name, separated by spaces or commas.
+
+    "all" stands for all of them, "standard" for those that are drawn by default.
+
+    Raises:
+        ValueError: a section is not known.
+    """
+    from ..inspect.sections import SECTIONS
+
+    known = {"all": SECTIONS, "standard": [s for s in SECTIONS if s.is_standard]}
+    known |= {section.name: [section] for section in SECTIONS}
+    names = [name for word in words for name in word.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"--sections: {name!r} is unknown{did_you_mean(name, known)}; "
+                f"known: {', '.join(known)}"
+            )
+    if not names:
+        raise ValueError(f"--sections names none; known: {', '.join(known)}")
+    chosen = {section.name for name in names for section in known[name]}
+    return [section for section in SECTIONS if section.name in chosen]

@@ -1,17 +1,16 @@
 """What a model loses without one of its parts.
 
-Papers: Multi-Gate Residuals (arXiv 2605.23259, Figure 4), DenseFormer (arXiv 2402.02622, Figures 7
-and 13).
+Papers: Multi-Gate Residuals (arXiv 2605.23259, Figure 4), DenseFormer (arXiv 2402.02622, Figure 7).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ..connection import find_connections
 from ..connections.mgr import MGR
@@ -44,6 +43,21 @@ class SublayerAblation:
 
 
 @dataclass
+class BlockAblation:
+    """Perplexity of a language model without each block: both of its sub-layers' outputs are zero.
+
+    Attributes:
+        perplexity: of the whole model.
+        labels: of the blocks. Those of which MGR appends an output as a stream are left out.
+        increase: ΔPPL, the perplexity without a block less that of the whole model.
+    """
+
+    perplexity: float
+    labels: list[str]
+    increase: list[float]
+
+
+@dataclass
 class PruningCurve:
     """Loss against the share of the smallest weights over depth that are set to zero."""
 
@@ -59,26 +73,70 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAbla
         model: a language model of a family that `connect` knows, connected or not.
         batches: with `input_ids`, and an `attention_mask` where some are padded.
     """
-    backbone, family = find_backbone(model)
-    appended = _appended_writes(model)
     labels, increases = [], []
     with evaluation_mode(model):
         whole = mean_token_loss(model, batches)
-        site = 0
-        for number, layer in enumerate(getattr(backbone, family.layers)):
-            is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
-            for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
-                is_appended = site in appended
-                site += not is_parallel or kind == "mlp"
-                if is_appended:
-                    continue
-                # the last module that the sub-layer's output passes
-                path = [sublayer.module, *sublayer.after][-1]
-                with zero_output(layer.get_submodule(path)):
-                    without = mean_token_loss(model, batches)
-                labels.append(f"{number}.{kind}")
-                increases.append(without - whole)
+        for label, module in _removable_sublayers(model):
+            with zero_output(module):
+                increases.append(mean_token_loss(model, batches) - whole)
+            labels.append(label)
     return SublayerAblation(whole, labels, increases)
+
+
+@torch.no_grad()
+def ablate_blocks(model: nn.Module, batches: Sequence[Batch]) -> BlockAblation:
+    """The perplexity without each block: one pass over the batches a block.
+
+    Args:
+        model: a language model of a family that `connect` knows, connected or not.
+        batches: with `input_ids`, and an `attention_mask` where some are padded.
+    """
+    labels, increases = [], []
+    with evaluation_mode(model):
+        whole = _perplexity(mean_token_loss(model, batches))
+        for label, modules in _removable_blocks(model).items():
+            with ExitStack() as removed:
+                for module in modules:
+                    removed.enter_context(zero_output(module))
+                increases.append(_perplexity(mean_token_loss(model, batches)) - whole)
+            labels.append(label)
+    return BlockAblation(whole, labels, increases)
+
+
+def count_blocks(model: nn.Module) -> int:
+    """The number of blocks that `ablate_blocks` removes."""
+    return len(_removable_blocks(model))
+
+
+def _removable_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The last modules of each block's two sub-layers, where both can be removed."""
+    blocks: dict[str, list[nn.Module]] = {}
+    for label, module in _removable_sublayers(model):
+        blocks.setdefault(label.partition(".")[0], []).append(module)
+    return {label: modules for label, modules in blocks.items() if len(modules) == 2}
+
+
+def _perplexity(loss: float) -> float:
+    return torch.tensor(loss).double().exp().item()  # inf where math.exp raises
+
+
+def count_sublayers(model: nn.Module) -> int:
+    """The number of sub-layers that `ablate_sublayers` removes."""
+    return sum(1 for _ in _removable_sublayers(model))
+
+
+def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The label of each sub-layer, and the last module that its output passes."""
+    backbone, family = find_backbone(model)
+    is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
+    appended = _appended_writes(model)
+    site = 0
+    for number, layer in enumerate(getattr(backbone, family.layers)):
+        for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
+            if site not in appended:
+                path = [sublayer.module, *sublayer.after][-1]
+                yield f"{number}.{kind}", layer.get_submodule(path)
+            site += not is_parallel or kind == "mlp"
 
 
 @torch.no_grad()
@@ -136,12 +194,7 @@ def prune_depth_weights(
     Raises:
         ValueError: the model has no such weights.
     """
-    weights = []
-    for connection in find_connections(model):
-        for name in DEPTH_WEIGHTS:
-            weight = getattr(connection, name, None)
-            if isinstance(weight, nn.Parameter):
-                weights.append(weight)
+    weights = find_depth_weights(model)
     if not weights:
         raise ValueError("the model has no static weights over depth; denseformer and mudd have")
     saved = [weight.clone() for weight in weights]
@@ -159,6 +212,17 @@ def prune_depth_weights(
         for weight, value in zip(weights, saved, strict=True):
             weight.copy_(value)
     return PruningCurve(list(shares), losses)
+
+
+def find_depth_weights(model: nn.Module) -> list[nn.Parameter]:
+    """DenseFormer's α, or the static part a of MUDD, of every site that averages."""
+    weights = []
+    for connection in find_connections(model):
+        for name in DEPTH_WEIGHTS:
+            weight = getattr(connection, name, None)
+            if isinstance(weight, nn.Parameter):
+                weights.append(weight)
+    return weights
 
 
 @torch.no_grad()
@@ -200,25 +264,3 @@ def _appended_writes(model: nn.Module) -> set[int]:
     """The sub-layers whose outputs MGR appends as streams, by their number."""
     readers = [site for site in find_connections(model)[1:] if isinstance(site, MGR)]
     return {site.site.index - 1 for site in readers if not site.gates_pending_write}
-
-
-def sort_singular_values(model: nn.Module, name: str) -> Tensor:
-    """Sorted singular values of the matrices whose parameter names end in `name`.
-
-    Each block's are divided by their largest; the mean over blocks.
-
-    Args:
-        model: any.
-        name: like "mlp.down_proj.weight".
-
-    Returns:
-        [min(rows, columns)].
-
-    Raises:
-        ValueError: no matrix has the name, or their shapes differ.
-    """
-    matrices = [p.detach() for key, p in model.named_parameters() if key.endswith(name)]
-    if not matrices or len({matrix.shape for matrix in matrices}) > 1:
-        raise ValueError(f"expected matrices of one shape called …{name}, got {len(matrices)}")
-    values = [torch.linalg.svdvals(matrix.float()) for matrix in matrices]
-    return torch.stack([value / value[0] for value in values]).mean(0).cpu()

@@ -6,6 +6,7 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, Figures 8, 10 and 11.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,21 @@ class HeadActivations:
         active: the share of active heads of each layer, mean over heads and tokens, [layers]. A
             head is active at a token where its largest weight is neither on one of the first two
             positions nor on a token that attracts attention without content.
-        patterns: the weights of the first sequence's first tokens, [layers heads T T].
+        pattern_layer: the layer of `patterns`.
+        patterns: the weights of all its heads over the first sequence's first tokens, [heads T T].
     """
 
     active: Tensor
+    pattern_layer: int
     patterns: Tensor
 
 
 @torch.no_grad()
 def measure_head_activations(
-    model: nn.Module, batches: Iterable[Batch], sink_ids: Iterable[int] = ()
+    model: nn.Module,
+    batches: Iterable[Batch],
+    sink_ids: Iterable[int] = (),
+    pattern_layer: int | None = None,
 ) -> HeadActivations:
     """The share of active heads, and patterns. Attention runs eagerly for this analysis alone.
 
@@ -45,34 +51,73 @@ def measure_head_activations(
         batches: with `input_ids`, and an `attention_mask` where some are padded.
         sink_ids: tokens that attract attention without content: BOS, "." and newlines in the
             paper.
+        pattern_layer: whose patterns are kept; None for the one at three quarters of the depth,
+            which is the paper's 25th of 32.
 
     Raises:
-        ValueError: the model's attention gives no weights.
+        ValueError: the model's attention gives no weights, or it has no such layer.
     """
     backbone, family = find_backbone(model)
     device = next(model.parameters()).device
-    sinks = torch.tensor(sorted(sink_ids), device=device)
     layers = getattr(backbone, family.layers)
-    active = [RunningMoments() for _ in layers]
-    patterns: list[Tensor] = []
-    for batch in batches:
-        ids = batch["input_ids"].to(device)
-        mask = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
-        # Positions count from the first token that is not padding.
-        is_sink = (mask.cumsum(-1) <= 2) | torch.isin(ids, sinks)
-        arguments = {key: value.to(device) for key, value in batch.items()}
-        with evaluation_mode(model), eager_attention(model):
-            weights = _attention_weights(backbone, layers, family.attn.module, arguments)
-        for moments, A in zip(active, weights, strict=True):
-            top = A.argmax(-1)  # [B H T]
-            attends_content = ~is_sink[:, None].expand(-1, top.shape[1], -1).gather(-1, top)
-            moments.add(attends_content.float().mean(1)[mask])
-        if not patterns:
-            first = mask[0].nonzero().flatten()[:PATTERN_TOKENS]
-            patterns = [A[0][:, first][:, :, first].float().cpu() for A in weights]
-    return HeadActivations(
-        active=torch.stack([moments.mean for moments in active]), patterns=torch.stack(patterns)
-    )
+    if pattern_layer is None:
+        pattern_layer = 3 * len(layers) // 4
+    if not 0 <= pattern_layer < len(layers):
+        raise ValueError(f"expected a layer from 0 to {len(layers) - 1}, got {pattern_layer}")
+    recorder = _HeadRecorder(len(layers), pattern_layer)
+    sinks = torch.tensor(sorted(sink_ids), device=device)
+    attentions = [layer.get_submodule(family.attn.module) for layer in layers]
+    with evaluation_mode(model), eager_attention(model), recorder.attached_to(attentions):
+        for batch in batches:
+            ids = batch["input_ids"].to(device)
+            mask = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
+            recorder.mask = mask
+            # Positions count from the first token that is not padding.
+            recorder.is_sink = (mask.cumsum(-1) <= 2) | torch.isin(ids, sinks)
+            backbone(**{key: value.to(device) for key, value in batch.items()})
+    assert recorder.patterns is not None
+    active = torch.stack([moments.mean for moments in recorder.active])
+    return HeadActivations(active, pattern_layer, recorder.patterns)
+
+
+class _HeadRecorder:
+    """Takes what it needs of each layer's weights as they are made, one layer at a time.
+
+    Attributes:
+        mask, is_sink: [B T], of the batch that runs.
+        active: of each layer.
+        patterns: of the chosen layer and the first batch.
+    """
+
+    def __init__(self, layers: int, pattern_layer: int):
+        self.pattern_layer = pattern_layer
+        self.active = [RunningMoments() for _ in range(layers)]
+        self.patterns: Tensor | None = None
+        self.mask = torch.zeros(0)
+        self.is_sink = torch.zeros(0)
+
+    @contextmanager
+    def attached_to(self, attentions: Iterable[nn.Module]) -> Iterator[None]:
+        handles = [
+            module.register_forward_hook(partial(self._record, layer))
+            for layer, module in enumerate(attentions)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record(self, layer: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        A = outputs[1] if isinstance(outputs, tuple) else None  # [B H T T]
+        if A is None:
+            raise ValueError(f"{type(module).__name__} returns no attention weights")
+        top = A.argmax(-1)  # [B H T]
+        attends_content = ~self.is_sink[:, None].expand(-1, top.shape[1], -1).gather(-1, top)
+        self.active[layer].add(attends_content.float().mean(1)[self.mask])
+        if layer == self.pattern_layer and self.patterns is None:
+            first = self.mask[0].nonzero().flatten()[:PATTERN_TOKENS]
+            self.patterns = A[0][:, first][:, :, first].float().cpu()
 
 
 @contextmanager
@@ -84,24 +129,3 @@ def eager_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(implementation)
-
-
-def _attention_weights(
-    backbone: nn.Module, layers: Iterable[nn.Module], name: str, arguments: dict[str, Any]
-) -> list[Tensor]:
-    """[B H T T] of each layer, in the order of depth."""
-    weights: list[Tensor] = []
-
-    def keep(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        found = outputs[1] if isinstance(outputs, tuple) else None
-        if found is None:
-            raise ValueError(f"{type(module).__name__} returns no attention weights")
-        weights.append(found)
-
-    handles = [layer.get_submodule(name).register_forward_hook(keep) for layer in layers]
-    try:
-        backbone(**arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return weights

@@ -1,22 +1,18 @@
 """Figures of the analyses. Each draws on given axes; `render_figure` makes a file of them."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from .ablation import SublayerAblation
-from .scales import SiteScales
-from .similarity import CosineSimilarity, DepthDistances
-from .unfolding import UnfoldedMap
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
 MAX_TICKS = 13
+LOG_RATIO = 30  # values that differ by more are drawn on a logarithmic axis
 
 Draw = Callable[[Any], None]  # draws on the axes of one panel
 
@@ -68,8 +64,9 @@ def draw_matrix(
     limit: float | None = None,
     signed: bool = True,
     names: tuple[str, str] = ("input of", "output of"),
+    unit: str = "weight",
 ) -> None:
-    """A matrix of weights. What is exactly zero stays blank.
+    """A matrix of weights. What is exactly zero, or NaN, stays blank.
 
     Args:
         axes: of matplotlib.
@@ -79,10 +76,11 @@ def draw_matrix(
         limit: of the colour scale; None for the largest magnitude. Larger values take its ends.
         signed: colours on both sides of zero; else from zero upwards.
         names: of the two axes.
+        unit: of the values, beside the colours.
     """
     shown = values.double().clone()
     shown[shown == 0] = float("nan")
-    largest = values.abs().max().item() if values.numel() else 1.0
+    largest = values.abs().nan_to_num().max().item() if values.numel() else 1.0
     limit = limit or largest or 1.0
     low = -limit if signed else 0.0
     colours = SIGNED_MAP if signed else POSITIVE_MAP
@@ -90,102 +88,74 @@ def draw_matrix(
         shown.numpy(), cmap=colours, vmin=low, vmax=limit, aspect="auto", interpolation="nearest"
     )
     axes.set_facecolor("#eeeeee")
-    _label_ticks(axes.yaxis, rows)
-    _label_ticks(axes.xaxis, columns, rotation=90)
+    label_ticks(axes.yaxis, rows)
+    label_ticks(axes.xaxis, columns, rotation=90)
     axes.set_ylabel(names[0])
     axes.set_xlabel(names[1])
-    axes.figure.colorbar(image, ax=axes, shrink=0.85)
-
-
-def draw_unfolded_map(axes: Any, unfolded: UnfoldedMap, limit: float | None = None) -> None:
-    """c_kj, with a green mark at each attention, as in HC Figure 7."""
-    draw_matrix(axes, unfolded.mean, unfolded.inputs, unfolded.sources, limit)
-    for number, label in enumerate(unfolded.sources):
-        if label.endswith(".attn"):
-            axes.plot(number, len(unfolded.inputs) - 0.45, "^", color="#009E73", clip_on=False)
-
-
-def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind: str) -> None:
-    """Median with the band from 5 to 95 % over tokens, a line a model. kind: a field's name."""
-    for (name, cosines), colour in zip(models, COLOURS, strict=False):
-        values = getattr(cosines, kind)
-        depth = torch.arange(len(values))
-        axes.plot(depth, values[:, 1], color=colour, label=name, marker="o", markersize=3)
-        axes.fill_between(depth, values[:, 0], values[:, 2], color=colour, alpha=0.15)
-    _label_ticks(axes.xaxis, models[0][1].labels, rotation=90)
-    axes.set_ylabel("cosine")
-    axes.set_ylim(top=1.02)
-    _finish_lines(axes, len(models))
-
-
-def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = None) -> None:
-    """Angular distance between the last tokens' inputs, or those of a stream, at two depths."""
-    values = distances.angular if stream is None else distances.streams[stream]
-    names = ("at", "at")
-    draw_matrix(axes, values, distances.labels, distances.labels, 0.5, signed=False, names=names)
+    axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit)
 
 
 def draw_lines(
-    axes: Any, labels: Sequence[str], lines: Sequence[tuple[str, Sequence[float]]], name: str
+    axes: Any,
+    labels: Sequence[str],
+    lines: Sequence[tuple[str, Sequence[float]]],
+    name: str,
+    depth: str = "site",
+    limits: tuple[float, float] | None = None,
 ) -> None:
-    """A line of values over sites for each name, on a logarithmic axis where they differ much."""
+    """A line of values over depth for each name, on a logarithmic axis where they differ much.
+
+    Args:
+        axes: of matplotlib.
+        labels: of the depths.
+        lines: a name and values, each; NaN where there is none.
+        name: of the values, with their unit.
+        depth: what the depths are.
+        limits: of the values, where panels share a scale; None for those of the lines.
+    """
     for (label, values), colour in zip(lines, COLOURS * 4, strict=False):
         axes.plot(range(len(values)), values, color=colour, label=label, marker="o", markersize=3)
-    positive = [value for _, values in lines for value in values if value > 0]
-    if positive and max(positive) > 30 * min(positive):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _label_ticks(axes.xaxis, labels, rotation=90)
+    low, high = limits or positive_limits([values for _, values in lines])
+    if limits is not None:
+        axes.set_ylim(low / 1.15, high * 1.15)
+    if high > LOG_RATIO * low:
+        use_log_scale(axes)
+    label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_ylabel(name)
-    _finish_lines(axes, len(lines))
+    axes.set_xlabel(depth)
+    finish_lines(axes, len(lines))
 
 
-def draw_gates(axes: Any, sites: Sequence[SiteScales]) -> None:
-    """Quartiles and range of each site's gate, over tokens and streams, as boxes."""
-    boxes: list[dict[str, Any]] = []
-    labels = []
-    for site in sites:
-        if site.gate is None:
-            continue
-        labels.append(site.label)
-        q = site.gate.quartiles
-        low, median, high = q[:, 1].mean(), q[:, 2].mean(), q[:, 3].mean()
-        boxes.append(
-            {
-                "whislo": site.gate.minimum,
-                "q1": low.item(),
-                "med": median.item(),
-                "q3": high.item(),
-                "whishi": site.gate.maximum,
-                "fliers": [],
-            }
-        )
-    axes.bxp(boxes, showfliers=False)
-    _label_ticks(axes.xaxis, labels, rotation=90, first=1)
-    axes.set_ylabel("gate of the write before")
-    axes.grid(alpha=0.25, axis="y")
+def use_log_scale(axes: Any) -> None:
+    """A logarithmic vertical axis whose labels are plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low) if low > 0 else 3
+    steps = (1, 2, 5) if decades < 2 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_ablation(axes: Any, models: Sequence[tuple[str, SublayerAblation]]) -> None:
-    """log ΔPPL without each sub-layer, a bar a model."""
-    width = 0.8 / len(models)
-    for number, ((name, ablation), colour) in enumerate(zip(models, COLOURS, strict=False)):
-        place = torch.arange(len(ablation.labels)) + number * width
-        axes.bar(place, ablation.increase, width, color=colour, label=name)
-    _label_ticks(axes.xaxis, models[0][1].labels, rotation=90)
-    axes.set_ylabel("increase of log perplexity")
-    _finish_lines(axes, len(models))
+def positive_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The smallest and the largest positive value; 1 and 1 where there is none."""
+    positive = [value for values in lines for value in values if value > 0]
+    return (min(positive), max(positive)) if positive else (1.0, 1.0)
 
 
-def _finish_lines(axes: Any, lines: int) -> None:
+def finish_lines(axes: Any, lines: int) -> None:
+    """A grid, no frame, and a legend where it helps."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if 1 < lines <= 8:
         axes.legend(frameon=False, fontsize=9)
 
 
-def _label_ticks(axis: Any, labels: Sequence[str], rotation: float = 0, first: int = 0) -> None:
-    step = -(-len(labels) // MAX_TICKS)
+def label_ticks(axis: Any, labels: Sequence[str], rotation: float = 0, first: float = 0) -> None:
+    """Labels of the places `first`, `first` + 1, …: all of them, or evenly spaced ones."""
+    step = max(1, -(-len(labels) // MAX_TICKS))
     places = range(0, len(labels), step)
     axis.set_ticks([place + first for place in places])
     axis.set_ticklabels([labels[place] for place in places], rotation=rotation, fontsize=9)

@@ -13,6 +13,8 @@ from .unfolding import UnfoldedMap
 
 # A weight counts as absent below this share of the mean weight of its row or column.
 ABSENT_SHARE = 0.1
+# A weight is long-term where more layers than this lie from the source to the input.
+NEAR_LAYERS = 1
 # Rows with fewer sources have no bottom, middle and end.
 MIN_SOURCES = 8
 
@@ -30,16 +32,21 @@ class MapFindings:
         parallel_pairs: pairs of sub-layers of which the second hardly reads the first
             (c_{k,k−1} below `ABSENT_SHARE` of its row's mean), so that they could run in parallel.
         attention_share: the part of all weights on sources that is on attentions' outputs.
+        attention_reach: the mean long-term weight of attentions' outputs over that of MLPs': 1 for
+            pre-norm, below 1 where attentions have fewer long-term connections. NaN without such
+            inputs, and in parallel blocks.
         wasted: sub-layers whose output reaches no input (its column's maximum is below
             `ABSENT_SHARE` of the median of the columns' maxima).
         opposite_signs: sources that two streams carry with opposite signs at some site, both
-            weights at least `ABSENT_SHARE` of the site's largest.
+            weights at least `ABSENT_SHARE` of the site's largest. With the pair of streams whose
+            smaller weight is the largest, like "0.mlp (streams 1, 3)".
     """
 
     lambda_score: float
     embedding_in_readout: float
     parallel_pairs: list[tuple[str, str]]
     attention_share: float
+    attention_reach: float
     wasted: list[str]
     opposite_signs: list[str]
 
@@ -56,6 +63,7 @@ def find_patterns(unfolded: UnfoldedMap) -> MapFindings:
         embedding_in_readout=(readout[0] / readout.mean()).item(),
         parallel_pairs=_parallel_pairs(rows, unfolded),
         attention_share=(weights[:, attention].sum() / weights.sum()).item(),
+        attention_reach=_attention_reach(weights, unfolded),
         wasted=_wasted_sources(weights, unfolded.sources),
         opposite_signs=_opposite_signs(unfolded),
     )
@@ -87,6 +95,29 @@ def _lambda_score(rows: list[Tensor]) -> float:
     return sum(scores) / len(scores) if scores else float("nan")
 
 
+def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
+    """Mean |c_kj| of attentions over that of MLPs, more than `NEAR_LAYERS` layers apart."""
+    source_layers = [_layer_of(label) for label in unfolded.sources]
+    readout = max(source_layers) + 1
+    by_kind: dict[str, list[Tensor]] = {"attn": [], "mlp": []}
+    for label, row in zip(unfolded.inputs, weights, strict=True):
+        layer = readout if label == "readout" else _layer_of(label)
+        for number, source in enumerate(unfolded.sources):
+            kind = source.partition(".")[2]
+            if kind in by_kind and layer - source_layers[number] > NEAR_LAYERS:
+                by_kind[kind].append(row[number])
+    if not by_kind["attn"] or not by_kind["mlp"]:
+        return float("nan")
+    attention, mlp = (torch.stack(found).mean() for found in by_kind.values())
+    return (attention / mlp.clamp_min(1e-30)).item()
+
+
+def _layer_of(label: str) -> int:
+    """Of a source: the embedding stands before layer 0."""
+    layer = label.partition(".")[0]
+    return int(layer) if layer.isdigit() else -1
+
+
 def _parallel_pairs(rows: list[Tensor], unfolded: UnfoldedMap) -> list[tuple[str, str]]:
     pairs = []
     for label, row in zip(unfolded.inputs, rows, strict=True):
@@ -102,11 +133,16 @@ def _wasted_sources(weights: Tensor, sources: list[str]) -> list[str]:
 
 
 def _opposite_signs(unfolded: UnfoldedMap) -> list[str]:
-    found = set()
-    for streams in unfolded.stream_means:
+    strongest = torch.zeros(len(unfolded.sources), dtype=torch.float64)
+    found: dict[int, str] = {}
+    for streams in unfolded.stream_means:  # [streams sources]
         limit = ABSENT_SHARE * streams.abs().max()
-        is_positive = (streams > limit).any(0)
-        is_negative = (streams < -limit).any(0)
-        for source in (is_positive & is_negative).nonzero().flatten().tolist():
-            found.add(unfolded.sources[source])
-    return [name for name in unfolded.sources if name in found]
+        highest, positive = streams.max(0)
+        lowest, negative = streams.min(0)
+        strength = torch.minimum(highest, -lowest)
+        for source in (strength > torch.maximum(limit, strongest)).nonzero().flatten().tolist():
+            strongest[source] = strength[source]
+            pair = sorted((int(positive[source]), int(negative[source])))
+            name = unfolded.sources[source]
+            found[source] = f"{name} (streams {pair[0]}, {pair[1]})"
+    return [found[source] for source in sorted(found)]

@@ -2,120 +2,265 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..connection import find_connections, format_spec
-from .ablation import SublayerAblation, ablate_sublayers, ablate_ways
+from ..connections.mudd import STREAMS
+from .ablation import (
+    PruningCurve,
+    SublayerAblation,
+    ablate_blocks,
+    ablate_sublayers,
+    ablate_ways,
+    count_blocks,
+    count_sublayers,
+    find_depth_weights,
+    prune_depth_weights,
+)
 from .attention import HeadActivations, measure_head_activations
-from .findings import MapFindings, find_patterns
-from .lens import BlockGradients, SiteLosses, measure_block_gradients, measure_site_losses
-from .mixing_summary import MixingAnalysis, SiteMixing
+from .findings import find_patterns
+from .lens import measure_block_gradients, measure_site_losses
+from .mixing_summary import MixingAnalysis, find_mix_pattern
 from .observation import Batch, observe_model
-from .scales import ScaleAnalysis, SiteScales, find_alarms
-from .similarity import CosineAnalysis, CosineSimilarity, DepthDistances, DistanceAnalysis
-from .unfolding import UnfoldedMap, UnfoldingAnalysis
+from .scales import ScaleAnalysis, find_alarms
+from .similarity import CosineAnalysis, DistanceAnalysis
+from .singular_values import measure_singular_values
+from .source_ablation import ablate_sources, find_mix_weights
+from .unfolding import UnfoldingAnalysis
 
-Progress = Callable[[str], None]  # called with the name of each step before it starts
+# called with a step's name, the number of batches that it has seen and of those it will see
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class InspectionSubject:
+    """What the analyses are given.
+
+    Attributes:
+        model: of a family that `connect` knows, connected or not.
+        batches: with `input_ids` and `attention_mask`.
+        sink_ids: see `measure_head_activations`.
+        layer: whose attention patterns are kept and whose mixes lose their weights; None for the
+            layer at three quarters of the depth, and for the mixes of all layers.
+    """
+
+    model: nn.Module
+    batches: Sequence[Batch]
+    sink_ids: Collection[int] = ()
+    layer: int | None = None
+
+
+class SingleAnalysis(NamedTuple):
+    """An analysis with passes of its own.
+
+    Attributes:
+        run: its result; None where it does not apply to the model. A ValueError says why it cannot
+            be done.
+        passes: over the batches.
+        most_batches: that it is given; None for all.
+    """
+
+    run: Callable[[InspectionSubject], Any]
+    passes: Callable[[InspectionSubject], int] = lambda subject: 1
+    most_batches: int | None = None
+
+
+class DerivedAnalysis(NamedTuple):
+    """An analysis of other analyses' results, which it is called with. It is done with them."""
+
+    sources: tuple[str, ...]
+    run: Callable[..., Any]
+
+
+def _has_ways(model: nn.Module) -> bool:
+    return any(site.name == "mudd" for site in find_connections(model))
+
+
+def _ablate_ways(subject: InspectionSubject) -> SublayerAblation | None:
+    if not _has_ways(subject.model):
+        return None
+    return ablate_ways(subject.model, subject.batches)
+
+
+def _measure_attention(subject: InspectionSubject) -> HeadActivations:
+    return measure_head_activations(subject.model, subject.batches, subject.sink_ids, subject.layer)
+
+
+def _chosen_layers(subject: InspectionSubject) -> list[int] | None:
+    return None if subject.layer is None else [subject.layer]
+
+
+def _prune_weights(subject: InspectionSubject) -> PruningCurve | None:
+    if not find_depth_weights(subject.model):
+        return None
+    return prune_depth_weights(subject.model, subject.batches, PRUNED_SHARES)
+
+
+# Shares of the smallest weights that are set to zero: as in DenseFormer, closer where it matters.
+PRUNED_SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
+# These share one pass over the batches.
+OBSERVED = {
+    "mixing": MixingAnalysis,
+    "unfolded": UnfoldingAnalysis,
+    "cosines": CosineAnalysis,
+    "distances": DistanceAnalysis,
+    "scales": ScaleAnalysis,
+}
+SINGLE = {
+    "lens": SingleAnalysis(lambda subject: measure_site_losses(subject.model, subject.batches)),
+    "gradients": SingleAnalysis(
+        lambda subject: measure_block_gradients(subject.model, subject.batches)
+    ),
+    "attention": SingleAnalysis(_measure_attention),
+    "ablation": SingleAnalysis(
+        lambda subject: ablate_sublayers(subject.model, subject.batches),
+        lambda subject: 1 + count_sublayers(subject.model),
+    ),
+    "ways": SingleAnalysis(
+        _ablate_ways,
+        lambda subject: 1 + len(STREAMS) if _has_ways(subject.model) else 0,
+    ),
+    "blocks": SingleAnalysis(
+        lambda subject: ablate_blocks(subject.model, subject.batches),
+        lambda subject: 1 + count_blocks(subject.model),
+    ),
+    "sources": SingleAnalysis(
+        lambda subject: ablate_sources(subject.model, subject.batches, _chosen_layers(subject)),
+        lambda subject: 1 + len(find_mix_weights(subject.model, _chosen_layers(subject))),
+        most_batches=1,
+    ),
+    "pruning": SingleAnalysis(
+        _prune_weights,
+        lambda subject: len(PRUNED_SHARES) if find_depth_weights(subject.model) else 0,
+    ),
+    "pattern": SingleAnalysis(lambda subject: find_mix_pattern(subject.model), lambda subject: 0),
+    "singular_values": SingleAnalysis(
+        lambda subject: measure_singular_values(subject.model), lambda subject: 0
+    ),
+}
+DERIVED = {
+    "findings": DerivedAnalysis(("unfolded",), find_patterns),
+    "alarms": DerivedAnalysis(("scales", "mixing"), find_alarms),
+}
+ANALYSES = (*OBSERVED, *SINGLE)
 
 
 @dataclass
 class ModelInspection:
-    """All analyses of one model. None where an analysis does not apply.
+    """The analyses of one model.
+
+    `inspection["cosines"]` is the result of an analysis.
 
     Attributes:
         name: of the model, for the reader.
         connection: its name and options.
-        not_done: a line for each analysis that does not apply, with the reason.
+        results: by the name of the analysis. Those that do not apply to the model are not there.
+        not_done: a line for each analysis that failed, with the reason.
     """
 
     name: str
     connection: str
-    mixing: list[SiteMixing]
-    unfolded: UnfoldedMap
-    findings: MapFindings
-    cosines: CosineSimilarity
-    distances: DepthDistances
-    scales: list[SiteScales]
-    alarms: list[str]
-    lens: SiteLosses
-    gradients: BlockGradients
-    attention: HeadActivations | None
-    ablation: SublayerAblation | None
-    ways: SublayerAblation | None
+    results: dict[str, Any]
     not_done: list[str]
+
+    def __getitem__(self, analysis: str) -> Any:
+        return self.results[analysis]
+
+
+class _CountedBatches(Sequence[Batch]):
+    """Batches that report each one that an analysis takes."""
+
+    def __init__(self, batches: Sequence[Batch], report_batch: Callable[[], None]):
+        self.batches = batches
+        self.report_batch = report_batch
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, place: Any) -> Any:
+        batch = self.batches[place]
+        self.report_batch()
+        return batch
 
 
 def inspect_model(
     name: str,
-    model: nn.Module,
-    batches: Sequence[Batch],
-    sink_ids: set[int] | None = None,
-    ablate: bool = True,
-    progress: Progress = lambda step: None,
+    subject: InspectionSubject,
+    analyses: Collection[str] = ANALYSES,
+    progress: Progress = lambda step, done, total: None,
 ) -> ModelInspection:
-    """Every analysis of one language model.
+    """The analyses of one language model.
 
     Args:
         name: for the reader.
-        model: of a family that `connect` knows, connected or not.
-        batches: with `input_ids` and `attention_mask`.
-        sink_ids: see `measure_head_activations`.
-        ablate: remove each sub-layer in turn, which takes one pass over the batches a sub-layer.
-        progress: called with the name of each step before it starts.
+        subject: the model and its batches.
+        analyses: names among `ANALYSES`. Those of `DERIVED` come with their sources.
+        progress: called before and after each batch.
     """
-    connections = find_connections(model)
+    connections = find_connections(subject.model)
     spec = "prenorm"
     if connections:
         spec = format_spec(connections[0].name, connections[0].options)
-    mixing, unfolding, cosines, distances, scales = (
-        MixingAnalysis(),
-        UnfoldingAnalysis(),
-        CosineAnalysis(),
-        DistanceAnalysis(),
-        ScaleAnalysis(),
-    )
-    progress("connections")
-    observe_model(model, batches, [mixing, unfolding, cosines, distances, scales])
-    not_done = []
-    attention = ablation = ways = None
-    progress("lens")
-    lens = measure_site_losses(model, batches)
-    progress("gradients")
-    gradients = measure_block_gradients(model, batches)
-    progress("attention")
+    inspection = ModelInspection(name, spec, {}, [])
+    _observe_subject(inspection, subject, analyses, progress)
+    for key in SINGLE:
+        if key in analyses:
+            _run_single(inspection, key, subject, progress)
+    for key, derived in DERIVED.items():
+        if all(source in inspection.results for source in derived.sources):
+            sources = [inspection[source] for source in derived.sources]
+            inspection.results[key] = derived.run(*sources)
+    return inspection
+
+
+def _observe_subject(
+    inspection: ModelInspection,
+    subject: InspectionSubject,
+    wanted: Collection[str],
+    progress: Progress,
+) -> None:
+    observed: dict[str, Any] = {key: start() for key, start in OBSERVED.items() if key in wanted}
+    if not observed:
+        return
+    batches = _count_batches(subject.batches, "connections", 1, progress)
+    observe_model(subject.model, batches, list(observed.values()))
+    for key, analysis in observed.items():
+        inspection.results[key] = analysis.result()
+
+
+def _run_single(
+    inspection: ModelInspection, key: str, subject: InspectionSubject, progress: Progress
+) -> None:
+    analysis = SINGLE[key]
+    batches = subject.batches[: analysis.most_batches]
+    batches = _count_batches(batches, key, analysis.passes(subject), progress)
     try:
-        attention = measure_head_activations(model, batches, sink_ids or set())
+        result = analysis.run(dataclasses.replace(subject, batches=batches))
     except ValueError as error:
-        not_done.append(f"attention: {error}")
-    if ablate:
-        progress("ablation")
-        ablation = ablate_sublayers(model, batches)
-        if connections and connections[0].name == "mudd":
-            ways = ablate_ways(model, batches)
-    else:
-        not_done.append("ablation: switched off")
-    unfolded, sites = unfolding.result(), scales.result()
-    return ModelInspection(
-        name=name,
-        connection=spec,
-        mixing=mixing.result(),
-        unfolded=unfolded,
-        findings=find_patterns(unfolded),
-        cosines=cosines.result(),
-        distances=distances.result(),
-        scales=sites,
-        alarms=find_alarms(sites, mixing.result()),
-        lens=lens,
-        gradients=gradients,
-        attention=attention,
-        ablation=ablation,
-        ways=ways,
-        not_done=not_done,
-    )
+        inspection.not_done.append(f"{key}: {error}")
+        return
+    if result is not None:
+        inspection.results[key] = result
+
+
+def _count_batches(
+    batches: Sequence[Batch], step: str, passes: int, progress: Progress
+) -> Sequence[Batch]:
+    done = 0
+    total = passes * len(batches)
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        progress(step, done, total)
+
+    if total:
+        progress(step, 0, total)
+    return _CountedBatches(batches, count)
 
 
 def to_json_value(value: Any) -> Any:
@@ -125,6 +270,8 @@ def to_json_value(value: Any) -> Any:
         return {field.name: to_json_value(getattr(value, field.name)) for field in fields}
     if isinstance(value, Tensor):
         return to_json_value(value.tolist())
+    if isinstance(value, dict):
+        return {key: to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -40,7 +40,7 @@ class SiteLosses:
 
 @dataclass
 class BlockGradients:
-    """√mean(g²) over the parameters of each layer, of the mean loss over the batches."""
+    """√mean(g²) over the parameters of each layer, where g is of the mean loss of all tokens."""
 
     rms: list[float]
 
@@ -101,13 +101,17 @@ def measure_block_gradients(model: Any, batches: Iterable[Batch]) -> BlockGradie
         parameter.grad = None
     try:
         with evaluation_mode(model), torch.enable_grad():
+            tokens = 0
             for batch in batches:
                 ids = batch["input_ids"].to(device)
                 mask = batch.get("attention_mask", torch.ones_like(ids)).to(device)
                 logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-                targets = _next_tokens(ids, mask)
-                F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
-        return BlockGradients([_gradient_rms(layer) for layer in getattr(backbone, family.layers)])
+                targets = _next_tokens(ids, mask).flatten()
+                tokens += int((targets >= 0).sum())
+                logits = logits.flatten(0, 1).float()
+                F.cross_entropy(logits, targets, reduction="sum").backward()
+        layers = getattr(backbone, family.layers)
+        return BlockGradients([_gradient_rms(layer) / max(tokens, 1) for layer in layers])
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             parameter.grad = gradient

@@ -1,17 +1,21 @@
 """What a method mixes with: its own weights over what it mixes, site by site.
 
 α of DenseFormer (Figures 5, 8, 15) and A of MUDD (Figures 12, 13) over blocks' outputs, p of
-attention residuals and of MGR's pool over their sources, A_m, A_r and B of hyper-connections over
-streams. These are the matrices of `Connection.mixing_weights`.
+attention residuals and of MGR's pool over their sources, A_m, A_r and B of hyper-connections and
+β of MGR over streams. These are the matrices of `Connection.mixing_weights`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..connection import Connection, find_connections
+from ..connections.attnres import Values
+from ..connections.denseformer import History
 from .moments import RunningMoments
-from .observation import SiteVisit, input_labels, site_label
+from .observation import SiteVisit, input_labels, site_label, splits_ways
 
 
 @dataclass
@@ -20,18 +24,23 @@ class SiteMixing:
 
     Attributes:
         label: of the site.
-        inputs: labels of the inputs.
+        inputs: labels of the inputs, or of their fractions, like "3.attn [1]". Where q, k and v are
+            mixed apart, the last is r: the stream that the attention's output joins.
+        parts: labels of what is mixed, once the pending write is applied.
+        is_mix: the site has weights over several parts. False where it reads one part as it is.
         read_mean: of what each input reads, [inputs parts].
         read_std: over tokens, [inputs parts].
         carry_mean: of what each part of the next state keeps, [next parts parts].
         carry_std: over tokens.
         write_mean: of the pending write in each part, [parts]; empty at the first site.
         write_std: over tokens.
-        part_norms: mean over tokens of ‖part‖ after the pending write, [parts].
+        part_norms: mean over tokens of ‖part‖, [parts].
     """
 
     label: str
     inputs: list[str]
+    parts: list[str]
+    is_mix: bool
     read_mean: Tensor
     read_std: Tensor
     carry_mean: Tensor
@@ -46,24 +55,31 @@ class MixingAnalysis:
 
     def __init__(self) -> None:
         self._moments: dict[str, dict[str, RunningMoments]] = {}
-        self._inputs: dict[str, list[str]] = {}
+        self._names: dict[str, tuple[list[str], list[str], bool]] = {}
 
     def visit_site(self, visit: SiteVisit) -> None:
-        weights = visit.connection.mixing_weights(visit.state)
-        label = site_label(visit.connection)
-        read, carry = (per_token_weights(matrix) for matrix in (weights.read, weights.carry))
-        write = per_token_weights(weights.write)
-        written = torch.einsum("...oi,nid->nod", write, visit.parts)
-        parts = len(visit.connection.state_parts(visit.state))
+        connection = visit.connection
+        label = site_label(connection)
+        read, carry = (
+            per_token_weights(matrix) for matrix in (visit.weights.read, visit.weights.carry)
+        )
+        inputs = _input_labels(connection, read.shape[-2])
+        if splits_ways(connection):
+            # r is the next state's stream, its last part. It stands after q, k and v.
+            read = torch.cat([read[:, :3], carry[:, -1:].expand(len(read), -1, -1)], 1)
+            inputs = [*inputs[:3], f"{connection.site.layer}.r"]
+        write = per_token_weights(visit.weights.write)
+        parts = len(connection.state_parts(visit.state))
         values = {
             "read": read,
             "carry": carry,
             "write": write[..., parts:].sum(-1),
-            "norm": written.norm(dim=-1),
+            "norm": visit.written.norm(dim=-1),
         }
         if label not in self._moments:
             self._moments[label] = {name: RunningMoments() for name in values}
-            self._inputs[label] = input_labels(visit.connection, read.shape[-2])
+            names = _part_labels(visit)
+            self._names[label] = inputs, names, _is_mix(visit)
         for name, value in values.items():
             self._moments[label][name].add(value)
 
@@ -71,11 +87,14 @@ class MixingAnalysis:
         """One `SiteMixing` a site, in the order of depth."""
         sites = []
         for label, moments in self._moments.items():
+            inputs, parts, is_mix = self._names[label]
             read, carry, write = moments["read"], moments["carry"], moments["write"]
             sites.append(
                 SiteMixing(
                     label=label,
-                    inputs=self._inputs[label],
+                    inputs=inputs,
+                    parts=parts,
+                    is_mix=is_mix,
                     read_mean=read.mean,
                     read_std=read.std,
                     carry_mean=carry.mean,
@@ -86,6 +105,84 @@ class MixingAnalysis:
                 )
             )
         return sites
+
+
+def _input_labels(connection: Connection[Any], rows: int) -> list[str]:
+    """A label for each row of a read: an input, or a fraction of one."""
+    labels = input_labels(connection, rows // connection.fractions)
+    if connection.fractions == 1:
+        return labels
+    return [f"{label} [{part}]" for label in labels for part in range(connection.fractions)]
+
+
+def _part_labels(visit: SiteVisit) -> list[str]:
+    """Like "X_3" for the output of block 3, "stream 1", or "v_2" of attention residuals."""
+    connection = visit.connection
+    count = visit.written.shape[1]
+    if connection.parts_are_streams:
+        return [f"stream {number}" for number in range(count)]
+    if isinstance(visit.state, Values):
+        return [f"v_{number}" for number in range(count)]
+    if not isinstance(visit.state, History):
+        return [f"part {number}" for number in range(count)]
+    labels = [f"X_{number}" for number in range(count)]
+    if not connection.opens_layer:
+        labels[-1] = "stream"  # inside a block
+    return labels
+
+
+def _is_mix(visit: SiteVisit) -> bool:
+    if isinstance(visit.state, History):
+        return bool(averaged_sources(visit.connection))
+    return visit.written.shape[1] > 1
+
+
+def averaged_sources(connection: Connection[Any]) -> tuple[int, ...]:
+    """The blocks j whose outputs X_j this site averages; none where it averages none."""
+    sources = getattr(connection, "sources", ())
+    return sources if isinstance(sources, tuple) else ()
+
+
+@dataclass
+class MixPattern:
+    """Which weights over blocks' outputs exist (DenseFormer, Figures 1b and 2; MUDD's SW-n).
+
+    Attributes:
+        rows: labels of what follows each block, "Y_1" to "Y_L".
+        columns: labels of the blocks' outputs, "X_0" to "X_L".
+        learned: X_j has a learned weight in Y_i, [L L+1].
+        weights: the number of learned weights, each way counted.
+    """
+
+    rows: list[str]
+    columns: list[str]
+    learned: Tensor
+    weights: int
+
+
+def find_mix_pattern(model: nn.Module) -> MixPattern | None:
+    """The pattern of a model with averages over blocks' outputs; None for other methods.
+
+    Args:
+        model: connected with denseformer or mudd, trained or not. It is not run.
+    """
+    readers = [site for site in find_connections(model) if site.opens_layer and site.site.index]
+    if not any(averaged_sources(site) for site in readers):
+        return None
+    blocks = len(readers)
+    learned = torch.zeros(blocks, blocks + 1, dtype=torch.bool)
+    weights = 0
+    for row, site in zip(learned, readers, strict=True):
+        sources = averaged_sources(site)
+        row[list(sources)] = True
+        ways = getattr(site, "a", None)
+        weights += len(sources) * (1 if ways is None else len(ways))
+    return MixPattern(
+        rows=[f"Y_{number}" for number in range(1, blocks + 1)],
+        columns=[f"X_{number}" for number in range(blocks + 1)],
+        learned=learned,
+        weights=weights,
+    )
 
 
 def per_token_weights(weights: Tensor) -> Tensor:

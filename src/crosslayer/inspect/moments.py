@@ -1,4 +1,4 @@
-"""Mean and standard deviation over tokens that come in batches."""
+"""Mean, standard deviation and quantiles over tokens that come in batches."""
 
 import torch
 from torch import Tensor
@@ -35,3 +35,33 @@ class RunningMoments:
     def std(self) -> Tensor:
         """Of the population: divided by the number of tokens."""
         return (self._squares / max(self.count, 1)).sqrt()
+
+
+class TokenSample:
+    """Evenly spaced values of all that was added, at most `limit` tokens, for quantiles.
+
+    Up to `limit` tokens are all kept. Beyond, every second is dropped whenever the sample is full.
+    """
+
+    def __init__(self, limit: int = 65_536) -> None:
+        self.limit = limit
+        self._kept: list[Tensor] = []
+        self._size = 0
+        self._seen = 0
+        self._stride = 1
+
+    def add(self, values: Tensor) -> None:
+        """values: [N …]."""
+        first = -self._seen % self._stride
+        self._seen += len(values)
+        self._kept.append(values.detach()[first :: self._stride].cpu())
+        self._size += len(self._kept[-1])
+        while self._size > self.limit:
+            self._kept = [torch.cat(self._kept)[::2]]
+            self._size = len(self._kept[0])
+            self._stride *= 2
+
+    @property
+    def values(self) -> Tensor:
+        """[tokens …], in float64."""
+        return torch.cat(self._kept).double()

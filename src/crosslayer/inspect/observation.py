@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from ..connection import Connection, autocast_disabled, find_connections
 from ..hf import connect, disconnect
 from ..hf.attach import find_backbone
+from ..mixing import MixingWeights
 
 Batch = Mapping[str, Tensor]  # a model's arguments, like input_ids and attention_mask
 
@@ -38,15 +39,48 @@ class SiteVisit:
         self.positions = positions
 
     @cached_property
+    def _mixed(self) -> tuple[tuple[Tensor, ...], Any]:
+        with autocast_disabled(self.state):
+            return self.connection.mix_inputs(self.state)
+
+    @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
         """The inputs before their norms, [1 N D] each: one for all ports, or one a port.
 
         Where the norm is the stream's, as in post-norm, the inputs after it.
         """
-        with autocast_disabled(self.state):
-            if self.connection.norms_its_stream:
+        if self.connection.norms_its_stream:
+            with autocast_disabled(self.state):
                 return self.connection.read(self.state)[0]
-            return self.connection.mix_inputs(self.state)[0]
+        return self._mixed[0]
+
+    @property
+    def next_state(self) -> Any:
+        """The state that the sub-layer's output is written to."""
+        return self._mixed[1]
+
+    @cached_property
+    def ways(self) -> dict[str, Tensor]:
+        """What the sub-layer is given, [N D] each, by the name of the way.
+
+        "input" alone; or q, k, v and r where these are mixed apart. r is the stream that the
+        sub-layer's output joins.
+        """
+        inputs = [x.flatten(0, -2).float() for x in self.inputs]
+        if not splits_ways(self.connection):
+            return {"input": inputs[0]}
+        stream = self.connection.state_parts(self.next_state)[-1]
+        return dict(zip("qkv", inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden state at this depth, [N D]: the input, or the stream r where ways differ."""
+        return self.ways["r"] if "r" in self.ways else self.ways["input"]
+
+    @cached_property
+    def weights(self) -> MixingWeights:
+        """The read as matrices."""
+        return self.connection.mixing_weights(self.state)
 
     @cached_property
     def parts(self) -> Tensor:
@@ -56,6 +90,16 @@ class SiteVisit:
         if self.state.y is not None:
             parts += self.state.y.unflatten(-1, (fractions, -1)).unbind(-2)
         return torch.stack([part.flatten(0, -2).float() for part in parts], -2)
+
+    @cached_property
+    def written(self) -> Tensor:
+        """The parts after the pending write and before a norm of the stream, [N parts D]."""
+        write = self.weights.write.float()
+        if write.dim() > 3:  # a matrix a token
+            write = write.flatten(0, -4)
+        if write.shape[-1] == 1:
+            return write[..., 0] @ self.parts
+        return torch.einsum("...oik,nik->nok", write, self.parts)
 
 
 class Analysis(Protocol):
@@ -154,6 +198,11 @@ def _flatten_tokens(connection: Connection[Any], state: Any, mask: Tensor | None
         return leaf[chosen][None] if varies else leaf
 
     return SiteVisit(connection, tree_map(at_tokens, state), positions)
+
+
+def splits_ways(connection: Connection[Any]) -> bool:
+    """Whether the attention's q, k and v are mixed apart from each other and from the stream r."""
+    return "q" in connection.ports
 
 
 def site_label(connection: Connection[Any]) -> str:

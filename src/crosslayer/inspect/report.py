@@ -2,13 +2,15 @@
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..files import write_text_atomic
 from .figures import render_figure
 from .inspection import to_json_value
-from .report_sections import SECTIONS, Models
+from .sections import SECTIONS, Section
+from .sections.section import Models
 
 JSON_FILE = "inspection.json"
 REPORT_FILE = "report.html"
@@ -32,24 +34,27 @@ figure svg { max-width: 100%; height: auto; display: block; }
 """
 
 
-def write_report(models: Models, folder: Path, setup: str) -> Path:
+def write_report(
+    models: Models, folder: Path, setup: str, sections: Sequence[Section] = SECTIONS
+) -> Path:
     """Write inspection.json, the figures and report.html, with the models side by side.
 
     Args:
         models: an inspection each.
         folder: created if it does not exist.
         setup: a sentence on what the models saw.
+        sections: to draw, where the models have the analyses that they need.
 
     Returns:
         The path of report.html.
     """
     pictures = folder / FIGURE_FOLDER
     pictures.mkdir(parents=True, exist_ok=True)
-    content = {"setup": setup, "models": [to_json_value(model) for model in models]}
+    content = {"setup": setup, "models": to_json_value(models)}
     write_text_atomic(folder / JSON_FILE, json.dumps(content, indent=1))
     body = ""
-    for section in SECTIONS:
-        panels = section.draw_panels(models)
+    for section in sections:
+        panels = section.panels(models)
         if not panels:
             continue
         files = render_figure(panels)
@@ -77,32 +82,46 @@ def _page_html(models: Models, setup: str, body: str) -> str:
 """
 
 
+# title, the analysis that it shows, and its text
+FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("Λ-shape score (1: as pre-norm)", "findings", lambda found: _number(found.lambda_score)),
+    (
+        "weight of the embedding in the readout (1: as the mean source)",
+        "findings",
+        lambda found: _number(found.embedding_in_readout),
+    ),
+    (
+        "share of weights on attentions",
+        "findings",
+        lambda found: _number(found.attention_share),
+    ),
+    (
+        "sub-layers that became parallel",
+        "findings",
+        lambda found: _listed([f"{a} ∥ {b}" for a, b in found.parallel_pairs]),
+    ),
+    ("wasted sub-layers", "findings", lambda found: _listed(found.wasted)),
+    (
+        "sources that streams carry with opposite signs",
+        "findings",
+        lambda found: _listed(found.opposite_signs),
+    ),
+    ("largest error of the unfolded map", "unfolded", lambda unfolded: f"{unfolded.error:.1e}"),
+    ("alarms", "alarms", lambda alarms: _listed(alarms)),
+]
+
+
 def _findings_html(models: Models) -> str:
-    rows = [
-        ("connection", [model.connection for model in models]),
-        ("Λ-shape score (1: as pre-norm)", [_number(m.findings.lambda_score) for m in models]),
-        (
-            "weight of the embedding in the readout (1: as the mean source)",
-            [_number(m.findings.embedding_in_readout) for m in models],
-        ),
-        ("share of weights on attentions", [_number(m.findings.attention_share) for m in models]),
-        (
-            "sub-layers that became parallel",
-            [_listed([f"{a} ∥ {b}" for a, b in m.findings.parallel_pairs]) for m in models],
-        ),
-        ("wasted sub-layers", [_listed(m.findings.wasted) for m in models]),
-        (
-            "sources that streams carry with opposite signs",
-            [_listed(m.findings.opposite_signs) for m in models],
-        ),
-        ("largest error of the unfolded map", [f"{m.unfolded.error:.1e}" for m in models]),
-        ("alarms", [_listed(m.alarms) for m in models]),
-    ]
-    cells = "".join(f"<th>{html.escape(model.name)}</th>" for model in models)
-    table = f"<table><tr><th></th>{cells}</tr>"
-    for name, values in rows:
-        cells = "".join(f"<td>{html.escape(value)}</td>" for value in values)
-        table += f"<tr><td>{html.escape(name)}</td>{cells}</tr>"
+    rows = [("connection", [model.connection for model in models])]
+    for title, analysis, describe in FINDINGS:
+        if any(analysis in model.results for model in models):
+            cells = [describe(m[analysis]) if analysis in m.results else "" for m in models]
+            rows.append((title, cells))
+    names = "".join(f"<th>{html.escape(model.name)}</th>" for model in models)
+    table = f"<table><tr><th></th>{names}</tr>"
+    for title, texts in rows:
+        columns = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+        table += f"<tr><td>{html.escape(title)}</td>{columns}</tr>"
     return table + "</table>"
 
 
@@ -110,10 +129,11 @@ def _notes_html(models: Models) -> str:
     notes = []
     for model in models:
         notes += [f"{model.name}: {line}." for line in model.not_done]
-        if model.unfolded.by_projection:
+        unfolded = model.results.get("unfolded")
+        if unfolded is not None and unfolded.by_projection:
             notes.append(
                 f"{model.name}: its connection weighs channels apart. The numbers of its unfolded "
-                f"map are projections, of {model.unfolded.tokens} tokens."
+                f"map are projections, of {unfolded.tokens} tokens."
             )
     return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
 

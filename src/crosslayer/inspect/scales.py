@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .gates import GateRecorder, GateStatistics
 from .mixing_summary import SiteMixing, per_token_weights
 from .moments import RunningMoments
 from .observation import SiteVisit, site_label
@@ -20,7 +21,6 @@ COLLAPSED_COSINE = 0.999  # mean cosine of two streams
 UNUSED_SHARE = 0.01  # a stream's weight in reads, of the largest stream's
 STATIC_CHANGE = 0.01  # mean ‖change‖ / ‖stream‖ over all sites
 SATURATED_GATE = 0.01  # mean distance of a gate from 0 or 1, for gates within [0, 1]
-GATE_BINS = 50
 
 
 @dataclass
@@ -29,10 +29,16 @@ class SiteScales:
 
     Attributes:
         label: of the site.
+        writer: label of the sub-layer before the site, "embedding" at the first.
+        opens_layer: the site opens a layer, or is the readout.
         has_streams: the parts of the state are streams that persist over depth.
-        output_rms: RMS of the output of the sub-layer before the site; of the embedding at the
+        output_rms: RMS of the raw output of the sub-layer before the site; of the embedding at the
             first.
         output_largest: the three largest magnitudes in that output.
+        hidden_rms: mean over tokens of the RMS of the hidden state after that output: what the site
+            reads, before its norm. Where q, k and v are mixed apart, the stream r.
+        hidden_largest: the three largest magnitudes in the hidden state.
+        written_largest: the largest magnitude of each part once that output is written, [parts].
         stream_rms: RMS of each part of the state, [parts].
         stream_largest: the largest magnitude in each part, [parts].
         stream_cosine: mean cosine of each two parts, [parts parts].
@@ -45,38 +51,21 @@ class SiteScales:
     """
 
     label: str
+    writer: str
+    opens_layer: bool
     has_streams: bool
     output_rms: float
     output_largest: list[float]
+    hidden_rms: float
+    hidden_largest: list[float]
+    written_largest: Tensor
     stream_rms: Tensor
     stream_largest: Tensor
     stream_cosine: Tensor
     stream_change: Tensor | None
     forward_gain: float | None
     backward_gain: float | None
-    gate: "GateStatistics | None" = None
-
-
-@dataclass
-class GateStatistics:
-    """The values of a site's gate over tokens and streams.
-
-    Attributes:
-        name: the field of the state, like "beta".
-        mean: of all values.
-        minimum, maximum: of all values.
-        below_tenth: the share of values below 0.1.
-        quartiles: of each stream's values, [streams 5]: minimum, 25, 50, 75 % and maximum.
-        counts: of values in `GATE_BINS` equal bins from the minimum to the maximum.
-    """
-
-    name: str
-    mean: float
-    minimum: float
-    maximum: float
-    below_tenth: float
-    quartiles: Tensor
-    counts: Tensor
+    gate: GateStatistics | None = None
 
 
 class ScaleAnalysis:
@@ -84,9 +73,11 @@ class ScaleAnalysis:
 
     def __init__(self) -> None:
         self._moments: dict[str, dict[str, RunningMoments]] = {}
-        self._output_largest: dict[str, Tensor] = {}
-        self._stream_largest: dict[str, Tensor] = {}
-        self._gates: dict[str, tuple[str, list[Tensor]]] = {}
+        self._largest: dict[str, dict[str, Tensor]] = {}
+        self._writers: dict[str, str] = {}
+        self._opens_layer: dict[str, bool] = {}
+        self._gates = GateRecorder()
+        self._writer = "embedding"
         self._before = torch.zeros(0)
         self._product: Tensor | None = None
         self._has_streams = False
@@ -99,11 +90,14 @@ class ScaleAnalysis:
         if state.y is None:
             y = visit.parts[:, : connection.fractions].flatten(-2)
             self._before = torch.zeros(0)
+            self._writer = "embedding"
         else:
             y = state.y.flatten(0, -2).float()
+        hidden = visit.hidden
         directions = F.normalize(parts, dim=-1)
         values = {
             "output": y.square().mean(-1),
+            "hidden": hidden.square().mean(-1).sqrt(),
             "stream": parts.square().mean(-1),
             "cosine": directions @ directions.mT,
             "change": _relative_change(parts, self._before),
@@ -114,12 +108,21 @@ class ScaleAnalysis:
             if value is not None:
                 moments[name].add(value)
         self._before = parts
-        self._add_largest(label, y, parts)
-        self._add_gates(label, visit)
+        largest = {
+            "output": y.abs().flatten().topk(3).values,
+            "hidden": hidden.abs().flatten().topk(3).values,
+            "stream": parts.abs().amax((0, -1)),
+            "written": visit.written.abs().amax((0, -1)),
+        }
+        self._add_largest(label, largest)
+        self._gates.add_gates(visit, label, self._writer)
+        self._writers[label] = self._writer
+        self._opens_layer[label] = connection.opens_layer
+        self._writer = label
 
     def _carry_product(self, visit: SiteVisit) -> Tensor | None:
         """The product of all carry matrices so far, [1 | N parts parts]; None where not square."""
-        carry = per_token_weights(visit.connection.mixing_weights(visit.state).carry)
+        carry = per_token_weights(visit.weights.carry)
         parts = carry.shape[-1]
         if visit.connection.site.index == 0:
             self._product = torch.eye(parts, device=carry.device)
@@ -129,40 +132,43 @@ class ScaleAnalysis:
             self._product = carry @ self._product
         return self._product
 
-    def _add_largest(self, label: str, y: Tensor, parts: Tensor) -> None:
-        before = self._output_largest.get(label, y.new_zeros(3).cpu())
-        largest = y.abs().flatten().topk(min(3, y.numel())).values.cpu()
-        self._output_largest[label] = torch.cat([before, largest]).topk(3).values
-        magnitudes = parts.abs().amax((0, -1)).cpu()
-        before = self._stream_largest.get(label, magnitudes)
-        self._stream_largest[label] = torch.maximum(before, magnitudes)
-
-    def _add_gates(self, label: str, visit: SiteVisit) -> None:
-        for name in visit.connection.gate_fields:
-            gate = getattr(visit.state, name)
-            if gate is not None:
-                values = gate.float().reshape(-1, gate.shape[-1]).cpu()
-                self._gates.setdefault(label, (name, []))[1].append(values)
+    def _add_largest(self, label: str, values: dict[str, Tensor]) -> None:
+        """The largest of what was seen so far and of new values, by name."""
+        kept = self._largest.setdefault(label, {})
+        for name, value in values.items():
+            value = value.cpu()
+            before = kept.get(name, torch.zeros_like(value))
+            if name in ("output", "hidden"):  # the three largest of all
+                kept[name] = torch.cat([before, value]).topk(3).values
+            else:  # the largest of each part
+                kept[name] = torch.maximum(before, value)
 
     def result(self) -> list[SiteScales]:
         """One `SiteScales` a site, in the order of depth."""
         sites = []
+        gates = self._gates.result()
         for label, moments in self._moments.items():
+            largest = self._largest[label]
             product = moments["product"].mean.abs()
             has_product = moments["product"].count > 0
             sites.append(
                 SiteScales(
                     label=label,
+                    writer=self._writers[label],
+                    opens_layer=self._opens_layer[label],
                     has_streams=self._has_streams,
                     output_rms=moments["output"].mean.sqrt().item(),
-                    output_largest=self._output_largest[label].tolist(),
+                    output_largest=largest["output"].tolist(),
+                    hidden_rms=moments["hidden"].mean.item(),
+                    hidden_largest=largest["hidden"].tolist(),
+                    written_largest=largest["written"],
                     stream_rms=moments["stream"].mean.sqrt(),
-                    stream_largest=self._stream_largest[label],
+                    stream_largest=largest["stream"],
                     stream_cosine=moments["cosine"].mean,
                     stream_change=moments["change"].mean if moments["change"].count else None,
                     forward_gain=product.sum(-1).max().item() if has_product else None,
                     backward_gain=product.sum(-2).max().item() if has_product else None,
-                    gate=_gate_statistics(*self._gates[label]) if label in self._gates else None,
+                    gate=gates.get(label),
                 )
             )
         return sites
@@ -172,22 +178,6 @@ def _relative_change(parts: Tensor, before: Tensor) -> Tensor | None:
     if before.shape != parts.shape:
         return None
     return (parts - before).norm(dim=-1) / parts.norm(dim=-1).clamp_min(1e-30)
-
-
-def _gate_statistics(name: str, batches: list[Tensor]) -> GateStatistics:
-    values = torch.cat(batches).double()  # [tokens streams]
-    minimum, maximum = values.min().item(), values.max().item()
-    # the counts of equal values need an interval that is not empty
-    limits = (minimum, maximum) if minimum < maximum else (minimum - 0.5, maximum + 0.5)
-    return GateStatistics(
-        name=name,
-        mean=values.mean().item(),
-        minimum=minimum,
-        maximum=maximum,
-        below_tenth=(values < 0.1).double().mean().item(),
-        quartiles=values.quantile(torch.linspace(0, 1, 5).double(), dim=0).mT,
-        counts=values.flatten().histc(GATE_BINS, *limits),
-    )
 
 
 def find_alarms(sites: list[SiteScales], reads: list[SiteMixing]) -> list[str]:

@@ -12,132 +12,215 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .observation import SiteVisit, input_labels, site_label
+from .moments import RunningMoments, TokenSample
+from .observation import SiteVisit, site_label
 
 # Tokens whose inputs are kept for CKA, which compares every pair of them.
 CKA_TOKENS = 512
+# A stream whose mean angular distance over all pairs of depths is smaller is called static. The
+# paper says "near-zero" (MGR, section 4.2) and states no threshold: this is 3.6 degrees.
+STATIC_DISTANCE = 0.02
 
 
 @dataclass
 class CosineSimilarity:
-    """Cosines over tokens between inputs, before their norms.
+    """Cosines over tokens between what sub-layers and layers are given, before the norms.
+
+    What a sub-layer is given is its input, or the stream r where q, k and v are mixed apart.
 
     Attributes:
-        labels: of the inputs.
-        adjacent: quantiles (5 %, 50 %, 95 %) of the cosine with the input before it: of the same
-            port in the block before for q, k, v and r, else of the sub-layer before. [inputs 3];
-            NaN for inputs without one before.
-        embedding: quantiles of the cosine with the embedding, [inputs 3].
+        labels: of the sites.
+        adjacent: quantiles (5 %, 50 %, 95 %) of the cosine with what the sub-layer before is given,
+            [sites 3]; NaN at the first.
+        embedding: quantiles of the cosine with the embedding, [sites 3].
+        block_labels: of the layers that `blocks` compares, from the second on.
+        blocks: for each way ("input", or q, k, v and r where these are mixed apart), quantiles of
+            the cosine of what a layer is given with what the layer before is given,
+            [layers − 1 3].
+        depth_labels: "X_0", and "Y_i" for what follows block i.
+        depths: mean cosine with the embedding of what follows each block, [layers + 1].
     """
 
     labels: list[str]
     adjacent: Tensor
     embedding: Tensor
+    block_labels: list[str]
+    blocks: dict[str, Tensor]
+    depth_labels: list[str]
+    depths: Tensor
 
 
 class CosineAnalysis:
     """Cosines of inputs with those before them and with the embedding."""
 
     def __init__(self) -> None:
-        self._adjacent: dict[str, list[Tensor]] = {}
-        self._embedding: dict[str, list[Tensor]] = {}
-        self._previous: dict[str, Tensor] = {}
+        self._adjacent: dict[str, TokenSample] = {}
+        self._embedding: dict[str, TokenSample] = {}
+        self._before: Tensor | None = None
+        self._blocks: dict[str, dict[str, TokenSample]] = {}
+        self._block_before: dict[str, Tensor] = {}
+        self._hidden_before = torch.zeros(0)
+        self._depths: list[RunningMoments] = []
         self._y_0 = torch.zeros(0)
 
     def visit_site(self, visit: SiteVisit) -> None:
         if visit.connection.site.index == 0:
-            self._previous = {}
+            self._before = None
             self._y_0 = visit.parts[:, : visit.connection.fractions].flatten(-2)
-        labels = input_labels(visit.connection, len(visit.inputs))
-        inputs = [x.flatten(0, -2).float() for x in visit.inputs]
-        ways = _way_labels(visit, len(inputs))
-        for label, way, x in zip(labels, ways, inputs, strict=True):
-            self._embedding.setdefault(label, []).append(_cosine(x, self._y_0))
-            before = self._previous.get(way, self._previous.get("last"))
-            values = torch.full_like(x[:, 0], math.nan) if before is None else _cosine(x, before)
-            self._adjacent.setdefault(label, []).append(values)
-        self._previous |= dict(zip(ways, inputs, strict=True))
-        self._previous["last"] = inputs[0]
+        label = site_label(visit.connection)
+        x = visit.hidden
+        missing = torch.full_like(x[:, 0], math.nan)
+        adjacent = missing if self._before is None else _cosine(x, self._before)
+        self._adjacent.setdefault(label, TokenSample()).add(adjacent)
+        self._embedding.setdefault(label, TokenSample()).add(_cosine(x, self._y_0))
+        self._before = x
+        if visit.connection.opens_layer:
+            self._visit_block(visit)
+
+    def _visit_block(self, visit: SiteVisit) -> None:
+        layer = visit.connection.site.layer
+        if layer == len(self._depths):
+            self._depths.append(RunningMoments())
+        self._depths[layer].add(_cosine(visit.hidden, self._y_0))
+        if layer and not visit.connection.is_readout:
+            for way, x in visit.ways.items():
+                # The first layer is given one input, and so are those without an average.
+                before = self._block_before.get(way, self._hidden_before)
+                layers = self._blocks.setdefault(way, {})
+                layers.setdefault(str(layer), TokenSample()).add(_cosine(x, before))
+        self._block_before = visit.ways
+        self._hidden_before = visit.hidden
 
     def result(self) -> CosineSimilarity:
         labels = list(self._adjacent)
+        layers = [str(layer) for layer in range(1, len(self._depths) - 1)]
+        depths = [moments.mean for moments in self._depths]
         return CosineSimilarity(
             labels,
             torch.stack([_quantiles(self._adjacent[label]) for label in labels]),
             torch.stack([_quantiles(self._embedding[label]) for label in labels]),
+            layers,
+            {way: _stack_layers(values, layers) for way, values in self._blocks.items()},
+            ["X_0", *[f"Y_{number}" for number in range(1, len(depths))]],
+            torch.stack(depths),
         )
 
 
-def _way_labels(visit: SiteVisit, inputs: int) -> list[str]:
-    """What an input is compared with: the last of the same name. One input alone: "last"."""
-    return ["last"] if inputs == 1 else list(visit.connection.ports)
+def _stack_layers(values: dict[str, TokenSample], layers: list[str]) -> Tensor:
+    """Quantiles of each layer, NaN where it has none."""
+    missing = torch.full((3,), math.nan, dtype=torch.float64)
+    return torch.stack(
+        [_quantiles(values[layer]) if layer in values else missing for layer in layers]
+    )
 
 
 @dataclass
 class DepthDistances:
-    """Distances between the inputs of all pairs of sites.
+    """Distances between depths.
 
     Attributes:
         labels: of the sites.
-        angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15), its mean over
-            sequences, [sites sites].
-        streams: the same for each stream between the states that sites read, [streams sites sites];
-            empty where the number of parts differs between sites.
+        angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15) between the inputs of
+            sites, its mean over sequences, [sites sites].
+        streams: the same for each stream once the site has applied the pending write,
+            [streams sites sites]. NaN at sites where the stream does not exist yet. Empty where the
+            parts of the state are no streams.
+        static_streams: those whose mean distance over all pairs is below `STATIC_DISTANCE`.
         cka: linear CKA of the inputs, [sites sites].
+        opens_layer: whether a site opens a layer or is the readout, [sites].
     """
 
     labels: list[str]
     angular: Tensor
     streams: Tensor
+    static_streams: list[int]
     cka: Tensor
+    opens_layer: list[bool]
 
 
 class DistanceAnalysis:
-    """Keeps the last tokens' inputs and streams, and some tokens' inputs, of every site."""
+    """Distances of each batch's last tokens as it ends, and some tokens' inputs of every site."""
 
     def __init__(self) -> None:
-        self._last: dict[str, list[Tensor]] = {}
-        self._streams: dict[str, list[Tensor]] = {}
+        self._last: dict[str, Tensor] = {}  # of one batch
+        self._streams: dict[str, Tensor] = {}
+        self._opens_layer: list[bool] = []
+        self._angular = RunningMoments()
+        self._stream_angular = RunningMoments()
         self._tokens: dict[str, list[Tensor]] = {}
 
     def visit_site(self, visit: SiteVisit) -> None:
-        label = site_label(visit.connection)
+        connection = visit.connection
+        if connection.site.index == 0:
+            self._last, self._streams, self._opens_layer = {}, {}, []
+        label = site_label(connection)
         x = visit.inputs[0].flatten(0, -2).float()
         is_last = torch.ones_like(visit.positions, dtype=torch.bool)
         is_last[:-1] = visit.positions[1:] <= visit.positions[:-1]
-        parts = visit.parts[:, : len(visit.connection.state_parts(visit.state))]
-        self._last.setdefault(label, []).append(x[is_last].cpu())
-        self._streams.setdefault(label, []).append(parts[is_last].cpu())
+        self._last[label] = x[is_last]
+        self._opens_layer.append(connection.opens_layer)
+        if connection.parts_are_streams:
+            self._streams[label] = visit.written[is_last]
         kept = self._tokens.setdefault(label, [])
         missing = CKA_TOKENS - sum(map(len, kept))
         if missing > 0:
             kept.append(x[:missing].cpu())
+        if connection.is_readout:
+            self._end_batch()
+
+    def _end_batch(self) -> None:
+        self._angular.add(_angular_distances(torch.stack(list(self._last.values()))))
+        if not self._streams:
+            return
+        states = list(self._streams.values())  # [sequences streams D] each
+        count = max(state.shape[1] for state in states)
+        distances = []
+        for stream in range(count):
+            # A stream that does not exist yet is NaN, and so are its distances.
+            x = [
+                state[:, stream]
+                if stream < state.shape[1]
+                else torch.full_like(state[:, 0], math.nan)
+                for state in states
+            ]
+            distances.append(_angular_distances(torch.stack(x)))
+        self._stream_angular.add(torch.stack(distances, 1))
 
     def result(self) -> DepthDistances:
-        labels = list(self._last)
-        last = torch.stack([torch.cat(self._last[label]) for label in labels])
-        states = [torch.cat(self._streams[label]) for label in labels]
+        labels = list(self._tokens)
         streams = torch.zeros(0, len(labels), len(labels))
-        if len({state.shape[1] for state in states}) == 1:
-            by_stream = torch.stack(states, 1).movedim(2, 0)  # [streams sequences sites D]
-            streams = torch.stack([_angular_distances(s.transpose(0, 1)) for s in by_stream])
+        if self._stream_angular.count:
+            streams = self._stream_angular.mean
         tokens = torch.stack([torch.cat(self._tokens[label]) for label in labels])
-        return DepthDistances(labels, _angular_distances(last), streams, _linear_cka(tokens))
+        static = [
+            number
+            for number, distances in enumerate(streams)
+            if _mean_distance(distances) < STATIC_DISTANCE
+        ]
+        return DepthDistances(
+            labels, self._angular.mean, streams, static, _linear_cka(tokens), self._opens_layer
+        )
+
+
+def _mean_distance(distances: Tensor) -> float:
+    """The mean over all pairs of two different sites at which the stream exists."""
+    row, column = torch.triu_indices(len(distances), len(distances), offset=1)
+    return distances[row, column].nanmean().item()
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
     return F.cosine_similarity(a, b, dim=-1).cpu()
 
 
-def _quantiles(values: list[Tensor]) -> Tensor:
-    return torch.cat(values).double().quantile(torch.tensor([0.05, 0.5, 0.95]).double())
+def _quantiles(sample: TokenSample) -> Tensor:
+    return sample.values.quantile(torch.tensor([0.05, 0.5, 0.95]).double())
 
 
 def _angular_distances(x: Tensor) -> Tensor:
-    """[sites sequences D] -> the mean distance of all pairs of sites, [sites sites]."""
+    """[sites sequences D] -> the distances of all pairs of sites, [sequences sites sites]."""
     x = F.normalize(x.double(), dim=-1)
     cosines = torch.einsum("ind,jnd->nij", x, x).clamp(-1, 1)
-    return (cosines.arccos() / math.pi).mean(0)
+    return cosines.arccos() / math.pi
 
 
 def _linear_cka(x: Tensor) -> Tensor:

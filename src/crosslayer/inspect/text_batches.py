@@ -8,6 +8,8 @@ import torch
 from ..validation import check_positive
 from .observation import Batch
 
+SINK_TEXTS = (".", "\n")
+
 
 def make_text_batches(
     tokenizer: Any, texts: Iterable[str], sequences: int, context: int, batch_size: int
@@ -44,14 +46,16 @@ def make_text_batches(
 
 
 def find_sink_ids(tokenizer: Any) -> set[int]:
-    """Tokens that attract attention without content: BOS, "." and newlines (MUDD, Figure 8)."""
+    """Tokens that attract attention without content: BOS, "." and "\\n" (MUDD, section 3.4)."""
     sinks = set()
     if tokenizer.bos_token_id is not None:
         sinks.add(tokenizer.bos_token_id)
-    for text in (".", "\n", " .", "\n\n"):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) == 1:
-            sinks.add(ids[0])
+    for text in SINK_TEXTS:
+        # The token of the text alone, and the one after a word: SentencePiece has both.
+        for context in (text, f"a{text}"):
+            ids = tokenizer.encode(context, add_special_tokens=False)
+            if ids and tokenizer.decode(ids[-1:]).strip(" ") == text:
+                sinks.add(ids[-1])
     return sinks
 
 

@@ -32,9 +32,12 @@ class UnfoldedMap:
         inputs: labels of the inputs, the readout last.
         mean: [inputs sources].
         std: over tokens, [inputs sources].
-        one_token: the map of a single token, [inputs sources].
+        one_token: the map of one token, chosen at random from the first batch, [inputs sources].
+        sites: labels of the sites but the readout.
+        has_streams: the parts of the state are streams that persist over depth.
         stream_means: the map to each part of the state as each site's read leaves it, a matrix
             [parts sources] for each site but the readout.
+        one_token_streams: the same for the one token.
         source_norms: mean of ‖y_j‖ over tokens, [sources].
         tokens: the number of tokens.
         error: the largest ‖x_k − Σ_j c_kj y_j − constant‖ / ‖x_k‖ of a token and an input.
@@ -46,7 +49,10 @@ class UnfoldedMap:
     mean: Tensor
     std: Tensor
     one_token: Tensor
+    sites: list[str]
+    has_streams: bool
     stream_means: list[Tensor]
+    one_token_streams: list[Tensor]
     source_norms: Tensor
     tokens: int
     error: float
@@ -63,7 +69,9 @@ class UnfoldingAnalysis:
         self._sources: list[str] = []
         self._inputs: list[str] = []
         self._one_token: Tensor | None = None
+        self._one_token_streams: list[Tensor] = []
         self._by_projection = False
+        self._has_streams = False
         self._error = 0.0
         self._batch: _BatchMap | None = None
 
@@ -72,6 +80,7 @@ class UnfoldingAnalysis:
         if connection.site.index == 0:
             self._batch = _BatchMap(visit)
             self._by_projection = connection.weighs_channels
+            self._has_streams = connection.parts_are_streams
         batch = self._batch
         assert batch is not None
         rows, error = batch.follow_read(visit)
@@ -83,7 +92,7 @@ class UnfoldingAnalysis:
         self._maps.add(torch.cat(batch.rows, -2))
         self._norms.add(batch.sources[:, :-1].norm(dim=-1))
         if self._one_token is None:
-            self._one_token = torch.cat(batch.rows, -2)[-1]
+            self._one_token = torch.cat(batch.rows, -2)[batch.one_token]
         self._batch = None
 
     def _record_labels(self, connection: Connection, inputs: int) -> None:
@@ -99,7 +108,10 @@ class UnfoldingAnalysis:
     def _add_stream_map(self, site: int, batch: "_BatchMap") -> None:
         if site == len(self._stream_maps):
             self._stream_maps.append(RunningMoments())
-        self._stream_maps[site].add(batch.numbers(batch.parts))
+        numbers = batch.numbers(batch.parts)
+        self._stream_maps[site].add(numbers)
+        if self._one_token is None:
+            self._one_token_streams.append(numbers[batch.one_token].double().cpu())
 
     def result(self) -> UnfoldedMap:
         """The map over all tokens so far.
@@ -115,7 +127,10 @@ class UnfoldingAnalysis:
             mean=self._maps.mean,
             std=self._maps.std,
             one_token=self._one_token.double().cpu(),
+            sites=self._sources[1:],
+            has_streams=self._has_streams,
             stream_means=[moments.mean for moments in self._stream_maps],
+            one_token_streams=self._one_token_streams,
             source_norms=self._norms.mean,
             tokens=self._maps.count,
             error=self._error,
@@ -141,6 +156,8 @@ class _BatchMap:
         self.sources = parts.new_zeros(len(parts), connection.site.depth + 2, connection.dim)
         self.sources[:, 0] = parts[:, : self.fractions].flatten(-2)
         self.rows: list[Tensor] = []
+        generator = torch.Generator().manual_seed(0)
+        self.one_token = int(torch.randint(len(parts), (), generator=generator))
         # Every part of the first state is the embedding, or the fraction of it at its place.
         copies = parts.shape[1] // self.fractions
         self.parts = self._unit(0).repeat(1, copies, 1, 1)
@@ -152,7 +169,7 @@ class _BatchMap:
         if state.y is not None:
             self.sources[:, connection.site.index] = state.y.flatten(0, -2)[:: self.stride]
             parts = torch.cat([parts, self._unit(connection.site.index)], 1)
-        weights = connection.mixing_weights(state)
+        weights = visit.weights
         written = self._mix(weights.write, parts)
         for part, norm in enumerate(weights.norms):
             if norm is not None:

@@ -7,23 +7,25 @@ same comparison, started again in the same folder, does what is missing.
 import gc
 import hashlib
 import json
+import math
 import platform
 import re
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_type_hints
 
 import torch
 
 from .. import __version__
 from ..files import LOCK_FILE, read_json, write_text_atomic
+from ..validation import check_option_type
 from .checkpoint import remove_checkpoint
 from .parallel import launch_fabric
+from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
-from .settings import GROUP_OF_OPTION, Model
 from .signals import StopSignals
 from .task import Examples, build_model
 from .trainer import Diverged, RunResult, StepResult
@@ -67,10 +69,31 @@ class ComparisonResults:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "ComparisonResults":
-        """The inverse of `dataclasses.asdict`."""
-        runs = [RunResult(**run) for run in content["runs"]]
-        diverged = [DivergedRun(**run) for run in content["diverged"]]
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            ValueError, KeyError, TypeError: the content has not the fields of these classes, or
+                other values.
+        """
+        runs, diverged = content["runs"], content["diverged"]
+        for run in runs:
+            _check_fields(RunResult, run)
+            if not run["curve"] or any(len(point) != 2 for point in run["curve"]):
+                raise ValueError("a curve must have points of a step and a loss")
+        for run in diverged:
+            _check_fields(DivergedRun, run)
+        _check_fields(cls, {**content, "runs": [], "diverged": []})
+        runs = [RunResult(**run) for run in runs]
+        diverged = [DivergedRun(**run) for run in diverged]
         return cls(**{**content, "runs": runs, "diverged": diverged})
+
+
+def _check_fields(row_class: type, content: dict[str, Any]) -> None:
+    """Raise a ValueError where a value does not fit its field. Numbers need not be finite."""
+    kinds = get_type_hints(row_class)
+    for name, value in dict(content).items():
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: 0.0)
+        check_option_type(name, finite, kinds[name])
 
 
 @dataclass
@@ -83,6 +106,7 @@ class Comparison:
         folder: of results.json, the report and the runs.
         examples: the data of each arm, by its name.
         results: content of results.json.
+        search_rates: find each arm's learning rate before its other seeds are run.
     """
 
     recipe: Recipe
@@ -90,6 +114,7 @@ class Comparison:
     folder: Path
     examples: dict[str, Examples]
     results: ComparisonResults
+    search_rates: bool = False
 
     def read_results(self) -> None:
         """Take over the runs of the folder's results.json, if it has one.
@@ -102,13 +127,43 @@ class Comparison:
             self.results.arms = {**previous.arms, **self.results.arms}
             self.results.runs, self.results.diverged = previous.runs, previous.diverged
 
+    @property
+    def arms(self) -> list[Arm]:
+        """The compared arms: those of the recipe, each at its best rate where rates are searched.
+
+        While an arm's search goes on, it is at the best rate so far.
+        """
+        if not self.search_rates:
+            return self.recipe.arms
+        return [self.arm_at(arm, best_factor(self.rate_trials(arm))) for arm in self.recipe.arms]
+
+    def arm_at(self, arm: Arm, factor: float) -> Arm:
+        """An arm of the recipe with its learning rates times a factor."""
+        return scale_rates(arm, self.recipe.settings(arm).optimization, factor)
+
+    def rate_trials(self, arm: Arm) -> dict[float, float]:
+        """The loss of seed 0 at each factor of an arm's rates; infinite where the run diverged."""
+        losses = {(run.arm, run.seed): run.valid_loss for run in self.results.runs}
+        losses |= {(run.arm, run.seed): math.inf for run in self.results.diverged}
+        tried = {factor: losses.get((self.arm_at(arm, factor).name, 0)) for factor in FACTORS}
+        return {factor: loss for factor, loss in tried.items() if loss is not None}
+
     def missing_runs(self) -> list[tuple[Arm, int]]:
-        """Arms and seeds without a result, the first seed of every arm before the second of any."""
+        """Arms and seeds without a result, the first seed of every arm before the second of any.
+
+        Where rates are searched, the next trial of each arm whose search goes on.
+        """
         done = {(run.arm, run.seed) for run in self.results.runs}
         done |= {(run.arm, run.seed) for run in self.results.diverged}
         missing = []
-        for seed in range(self.seeds):
-            missing += [(arm, seed) for arm in self.recipe.arms if (arm.name, seed) not in done]
+        if self.search_rates:
+            for arm in self.recipe.arms:
+                factor = next_factor(self.rate_trials(arm))
+                if factor is not None:
+                    missing.append((self.arm_at(arm, factor), 0))
+        if not missing:
+            for seed in range(self.seeds):
+                missing += [(arm, seed) for arm in self.arms if (arm.name, seed) not in done]
         return missing
 
     def finished_runs(self, arm: Arm) -> dict[int, RunResult]:
@@ -120,13 +175,16 @@ class Comparison:
         }
 
 
-def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Comparison:
+def prepare_comparison(
+    recipe: Recipe, seeds: int, folder: Path | None, search_rates: bool = False
+) -> Comparison:
     """Check all that a comparison needs, load its data, and read the results that its folder has.
 
     Args:
         recipe: the arms and their settings.
         seeds: number of runs of each arm.
         folder: by default one named after the settings, so that the same command resumes.
+        search_rates: find each arm's learning rate before its other seeds are run.
 
     Raises:
         ValueError: an arm, an option, the data or the folder cannot be used. Nothing has been
@@ -134,6 +192,8 @@ def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Compa
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if search_rates:
+        recipe = _rates_in_options(recipe)
     # An arm that cannot be built must say so before any other is trained.
     for arm in recipe.arms:
         with torch.device("meta"):
@@ -148,15 +208,34 @@ def prepare_comparison(recipe: Recipe, seeds: int, folder: Path | None) -> Compa
         folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     results = ComparisonResults(describe_environment(), settings, data, recipe.scale, first.entropy)
     for arm in recipe.arms:
-        results.arms[arm.name] = {
-            "connection": arm.connection,
-            "options": arm.options,
-            "paper": arm.paper,
-        }
+        results.arms[arm.name] = _describe_arm(arm)
 
-    comparison = Comparison(recipe, seeds, folder, examples, results)
+    comparison = Comparison(recipe, seeds, folder, examples, results, search_rates)
+    if search_rates:
+        for arm in recipe.arms:
+            for factor in FACTORS:
+                examples[comparison.arm_at(arm, factor).name] = examples[arm.name]
     comparison.read_results()
     return comparison
+
+
+def _rates_in_options(recipe: Recipe) -> Recipe:
+    """The same recipe with overridden learning rates among its options, where arms can scale them.
+
+    An override would come before a scaled rate.
+    """
+    rates = {name: value for name, value in recipe.overrides.items() if name in RATES}
+    overrides = {name: value for name, value in recipe.overrides.items() if name not in RATES}
+    arms = []
+    for arm in recipe.arms:
+        options = {name: value for name, value in arm.options.items() if name not in rates}
+        arms.append(replace(arm, options=options))
+    options = {**recipe.options, **rates}
+    return replace(recipe, arms=arms, options=options, overrides=overrides)
+
+
+def _describe_arm(arm: Arm) -> dict[str, Any]:
+    return {"connection": arm.connection, "options": arm.options, "paper": arm.paper}
 
 
 def _load_examples(recipe: Recipe) -> dict[str, Examples]:
@@ -259,8 +338,11 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
         _remove_checkpoints(comparison)
     comparison.results = fabric.broadcast(comparison.results)
     with StopSignals():  # a signal between two runs stops the second
-        for arm, seed in comparison.missing_runs():
-            result = _do_run(comparison, arm, seed, lambda step: on_step(arm, seed, step))
+        while missing := comparison.missing_runs():  # a search depends on its results
+            arm, seed = missing[0]
+            report_step = partial(on_step, arm, seed)
+            result = _do_run(comparison, arm, seed, report_step)
+            comparison.results.arms.setdefault(arm.name, _describe_arm(arm))
             gc.collect()  # the model is in cycles of references, and may be large
             if isinstance(result, RunResult):
                 comparison.results.runs.append(result)
@@ -294,104 +376,3 @@ def _remove_checkpoints(comparison: Comparison) -> None:
     for run in done:
         for checkpoint in run_folder(comparison, run.arm, run.seed).glob("step-*"):
             remove_checkpoint(checkpoint)
-
-
-class MeanStd(NamedTuple):
-    """A mean over seeds and its standard deviation, None for a single seed."""
-
-    mean: float
-    std: float | None
-
-
-def mean_and_std(values: list[float]) -> MeanStd:
-    """Mean and standard deviation of at least one value."""
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return MeanStd(statistics.mean(values), std)
-
-
-@dataclass
-class TableRow:
-    """One arm of the result table.
-
-    Args:
-        arm: its name.
-        seeds: number of finished runs.
-        parameters: number of parameters.
-        extra: share of the connections' parameters in the backbone's.
-        loss: validation loss.
-        metrics: bits per byte, accuracy, losses on other validation sets, … that all runs have
-        difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline.
-        speed: tokens (or images) per second.
-        relative_speed: to the baseline's.
-        relative_activations: stored activation memory, to the baseline's.
-        paper: what the paper states.
-    """
-
-    arm: str
-    seeds: int
-    parameters: int
-    extra: float
-    loss: MeanStd
-    metrics: dict[str, MeanStd]
-    difference: MeanStd | None
-    speed: float
-    relative_speed: float | None
-    relative_activations: float | None
-    paper: dict[str, float]
-
-
-def result_table(comparison: Comparison) -> list[TableRow]:
-    """A row for each arm with a finished run, in the recipe's order."""
-    rows = []
-    for arm in comparison.recipe.arms:
-        runs = comparison.finished_runs(arm)
-        if not runs:
-            continue
-        baseline = find_baseline(comparison.recipe, arm)
-        baseline_runs = comparison.finished_runs(baseline) if baseline else {}
-        pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
-        first = next(iter(runs.values()))
-        shared = [key for key in first.metrics if all(key in run.metrics for run in runs.values())]
-        difference = relative_speed = relative_activations = None
-        if pairs:
-            relative_speed = statistics.mean(
-                run.tokens_per_second / base.tokens_per_second for run, base in pairs
-            )
-            relative_activations = statistics.mean(
-                run.activation_bytes / base.activation_bytes for run, base in pairs
-            )
-            if arm is not baseline:
-                difference = mean_and_std([run.valid_loss - base.valid_loss for run, base in pairs])
-        rows.append(
-            TableRow(
-                arm=arm.name,
-                seeds=len(runs),
-                parameters=first.parameters,
-                extra=first.extra_parameters / (first.parameters - first.extra_parameters),
-                loss=mean_and_std([run.valid_loss for run in runs.values()]),
-                metrics={
-                    key: mean_and_std([run.metrics[key] for run in runs.values()]) for key in shared
-                },
-                difference=difference,
-                speed=statistics.mean(run.tokens_per_second for run in runs.values()),
-                relative_speed=relative_speed,
-                relative_activations=relative_activations,
-                paper=arm.paper,
-            )
-        )
-    return rows
-
-
-def find_baseline(recipe: Recipe, arm: Arm) -> Arm | None:
-    """The PreNorm arm to compare with: one with the same backbone, or else the first."""
-    candidates = [other for other in recipe.arms if other.connection == "prenorm"]
-    options = _model_options(arm)
-    options.pop("reallocate", None)  # MUDD's MLP widths belong to the method
-    for candidate in candidates:
-        if _model_options(candidate) == options:
-            return candidate
-    return candidates[0] if candidates else None
-
-
-def _model_options(arm: Arm) -> dict[str, Any]:
-    return {key: v for key, v in arm.options.items() if GROUP_OF_OPTION[key] is Model}

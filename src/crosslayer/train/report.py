@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..files import write_text_atomic
-from .compare import Comparison, MeanStd, TableRow, result_table
+from .compare import Comparison
+from .results_table import MeanStd, TableRow, result_table
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart
 COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
 NOT_KNOWN = "–"
+SAME_RATE = "at the shared lr"
 
 STYLE = """
 :root { color-scheme: light; }
@@ -47,6 +49,8 @@ def table_columns(comparison: Comparison) -> list[str]:
     for row in rows:
         metrics |= dict.fromkeys(row.metrics)
     columns = ["arm", "parameters", "extra", "val loss"]
+    if comparison.search_rates:
+        columns.append(SAME_RATE)
     for metric in metrics:
         # a set's own metrics, like "c4 loss", are in results.json; the table has its group's
         if metric.rpartition(" ")[0] not in grouped_sets:
@@ -68,6 +72,7 @@ def table_cells(comparison: Comparison) -> list[list[str]]:
             "parameters": f"{row.parameters:,}",
             "extra": f"{row.extra:.2%}",
             "val loss": format_mean_std(row.loss, ".4f"),
+            SAME_RATE: _format_loss(row.loss_at_same_rate),
             "vs prenorm": format_mean_std(row.difference, "+.4f"),
             _speed_unit(comparison): _format_ratio(row.relative_speed),
             "activations": _format_ratio(row.relative_activations),
@@ -87,6 +92,10 @@ def format_mean_std(value: MeanStd | None, form: str) -> str:
     if value.std is not None:
         text += f" ± {value.std:{form.lstrip('+')}}"
     return text
+
+
+def _format_loss(loss: float | None) -> str:
+    return NOT_KNOWN if loss is None else f"{loss:.4f}"
 
 
 def _format_ratio(ratio: float | None) -> str:
@@ -133,12 +142,13 @@ def report_notes(comparison: Comparison) -> list[str]:
     else:
         notes.append("One seed each: --seeds 3 shows how much of a difference is chance.")
 
+    notes += _rate_notes(comparison)
     for diverged in results.diverged:
         notes.append(
             f"{diverged.arm}, seed {diverged.seed}: diverged with the loss {diverged.loss} at "
             f"step {diverged.step}."
         )
-    for arm in comparison.recipe.arms:
+    for arm in comparison.arms:
         for seed, run in comparison.finished_runs(arm).items():
             if run.skipped:
                 count = len(run.skipped)
@@ -148,6 +158,21 @@ def report_notes(comparison: Comparison) -> list[str]:
     missing = dict.fromkeys(arm.name for arm, _ in comparison.missing_runs())
     if missing:
         notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
+    return notes
+
+
+def _rate_notes(comparison: Comparison) -> list[str]:
+    if not comparison.search_rates:
+        return []
+    explanation = (
+        f"Each arm is at its own best learning rate, found with seed 0; {SAME_RATE} is the loss of "
+        "seed 0 there."
+    )
+    notes = [explanation]
+    for arm in comparison.recipe.arms:
+        trials = sorted(comparison.rate_trials(arm).items())
+        losses = ", ".join(f"{loss:.4f} at {factor:g} ×" for factor, loss in trials)
+        notes.append(f"{arm.name}: {losses}.")
     return notes
 
 
@@ -213,7 +238,7 @@ def render_svg(comparison: Comparison, *panels: Callable[[Any, Comparison], None
 def plot_curves(axes: Any, comparison: Comparison) -> None:
     """Validation loss against step: the mean over seeds, with their range shaded."""
     axes.set_xlabel("step")
-    for arm, colour in zip(comparison.recipe.arms, _arm_colours(comparison), strict=True):
+    for arm, colour in zip(comparison.arms, _arm_colours(comparison), strict=True):
         curves: list[dict[Any, Any]] = [
             dict(run.curve)  # type: ignore[arg-type]
             for run in comparison.finished_runs(arm).values()
@@ -236,7 +261,7 @@ def plot_curves(axes: Any, comparison: Comparison) -> None:
 def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     """Final loss against speed: better arms are lower and further right."""
     axes.set_xlabel(f"{comparison.recipe.task.unit} per second")
-    names = [arm.name for arm in comparison.recipe.arms]
+    names = [arm.name for arm in comparison.arms]
     colours = dict(zip(names, _arm_colours(comparison), strict=True))
     rows: list[TableRow] = sorted(result_table(comparison), key=lambda row: row.speed)
     for number, row in enumerate(rows):
@@ -256,7 +281,7 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
 
 
 def _arm_colours(comparison: Comparison) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(len(comparison.recipe.arms))]
+    return [COLOURS[number % len(COLOURS)] for number in range(len(comparison.arms))]
 
 
 def _speed_unit(comparison: Comparison) -> str:

@@ -1,0 +1,67 @@
+"""Figures of what a model loses without its parts, and of its matrices' ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ablation import BlockAblation, PruningCurve, SublayerAblation
+from .figures import COLOURS, LOG_RATIO, finish_lines, label_ticks, use_log_scale
+
+
+def draw_ablation(axes: Any, models: Sequence[tuple[str, SublayerAblation]]) -> None:
+    """log ΔPPL without each sub-layer, a bar a model."""
+    _draw_bars(axes, [(name, found.labels, found.increase) for name, found in models])
+    axes.set_ylabel("increase of log perplexity, nats a token")
+
+
+def draw_block_ablation(axes: Any, models: Sequence[tuple[str, BlockAblation]]) -> None:
+    """ΔPPL without each block on a logarithmic axis, a bar a model, as in MGR Figure 4.
+
+    A block without which the perplexity falls has no bar.
+    """
+    _draw_bars(axes, [(name, found.labels, found.increase) for name, found in models])
+    if any(value > 0 for _, found in models for value in found.increase):
+        use_log_scale(axes)
+    axes.set_xlabel("without block")
+    axes.set_ylabel("increase of perplexity")
+
+
+def _draw_bars(axes: Any, models: Sequence[tuple[str, list[str], list[float]]]) -> None:
+    """A bar a model at each label. Models may lack some labels."""
+    by_length = sorted((own for _, own, _ in models), key=len)
+    labels = list(by_length[-1])
+    for own in by_length:
+        labels += [label for label in own if label not in labels]
+    width = 0.8 / len(models)
+    for number, ((name, own, values), colour) in enumerate(zip(models, COLOURS, strict=False)):
+        places = [labels.index(label) + number * width for label in own]
+        axes.bar(places, values, width, color=colour, label=name)
+    label_ticks(axes.xaxis, labels, rotation=90)
+    finish_lines(axes, len(models))
+
+
+def draw_pruning(axes: Any, models: Sequence[tuple[str, PruningCurve]]) -> None:
+    """Perplexity against the share of the smallest weights set to zero (DenseFormer Figure 7)."""
+    values = []
+    for (name, curve), colour in zip(models, COLOURS, strict=False):
+        perplexities = torch.tensor(curve.losses).double().exp()
+        shares = [100 * share for share in curve.shares]
+        axes.plot(shares, perplexities, color=colour, label=name, marker="o", markersize=3)
+        values.append(perplexities)
+    if torch.cat(values).max() > LOG_RATIO * torch.cat(values).min():
+        use_log_scale(axes)
+    axes.set_xlabel("% of weights set to zero, the smallest first")
+    axes.set_ylabel("perplexity")
+    finish_lines(axes, len(models))
+
+
+def draw_singular_values(axes: Any, models: Sequence[tuple[str, Tensor]]) -> None:
+    """Singular values against their rank, a line a model (DenseFormer Figure 13)."""
+    for (name, values), colour in zip(models, COLOURS, strict=False):
+        axes.plot(range(1, len(values) + 1), values, color=colour, label=name)
+    use_log_scale(axes)
+    axes.set_xlabel("rank")
+    axes.set_ylabel("singular value, mean over blocks")
+    finish_lines(axes, len(models))

@@ -1,0 +1,112 @@
+"""Figures of what connections do: maps, patterns, cosines and distances."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .figures import COLOURS, POSITIVE_MAP, draw_matrix, finish_lines, label_ticks
+from .mixing_summary import MixPattern
+from .similarity import CosineSimilarity, DepthDistances
+from .unfolding import UnfoldedMap
+
+PLAIN_COLOUR = "#999999"  # of what a plain Transformer has as well
+
+
+def draw_unfolded_map(axes: Any, unfolded: UnfoldedMap, limit: float | None = None) -> None:
+    """c_kj, with a green mark at each attention, as in HC Figure 7."""
+    draw_matrix(axes, unfolded.mean, unfolded.inputs, unfolded.sources, limit)
+    for number, label in enumerate(unfolded.sources):
+        if label.endswith(".attn"):
+            axes.plot(number, len(unfolded.inputs) - 0.45, "^", color="#009E73", clip_on=False)
+
+
+def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
+    """Learned weights in red, and the plain flow of a block without an average in grey.
+
+    As in DenseFormer Figures 1b and 2.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    kinds = pattern.learned.double()
+    for number, row in enumerate(pattern.learned):
+        if not row.any():
+            kinds[number, number + 1] = 2  # Y_i = X_i
+    colours = ListedColormap(["#ffffff", COLOURS[1], PLAIN_COLOUR])
+    axes.pcolormesh(kinds.numpy(), cmap=colours, vmin=0, vmax=2, edgecolors="#dddddd", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_aspect("equal")
+    label_ticks(axes.yaxis, pattern.rows, first=0.5)
+    label_ticks(axes.xaxis, pattern.columns, rotation=90, first=0.5)
+    axes.set_ylabel("what follows a block")
+    axes.set_xlabel("output of a block")
+    kinds_shown = [Patch(color=COLOURS[1], label=f"{pattern.weights} learned weights")]
+    if (kinds == 2).any():
+        kinds_shown.append(Patch(color=PLAIN_COLOUR, label="passed on as it is"))
+    axes.legend(handles=kinds_shown, frameon=False, fontsize=9, loc="upper right")
+
+
+def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind: str) -> None:
+    """Median with the band from 5 to 95 % over tokens, a line a model. kind: a field's name."""
+    for (name, cosines), colour in zip(models, COLOURS, strict=False):
+        values = getattr(cosines, kind)
+        depth = torch.arange(len(values))
+        axes.plot(depth, values[:, 1], color=colour, label=name, marker="o", markersize=3)
+        axes.fill_between(depth, values[:, 0], values[:, 2], color=colour, alpha=0.15)
+    deepest = max((cosines.labels for _, cosines in models), key=len)
+    label_ticks(axes.xaxis, deepest, rotation=90)
+    axes.set_ylabel("cosine")
+    axes.set_xlabel("input of")
+    axes.set_ylim(top=1.02)
+    finish_lines(axes, len(models))
+
+
+def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = None) -> None:
+    """Angular distance of the last token between block ℓ and the n-th block after it.
+
+    ℓ is on the horizontal axis and n on the vertical one, as in MGR Figures 3, 8 and 9.
+
+    Args:
+        axes: of matplotlib.
+        distances: of all pairs of sites.
+        stream: whose distances; None for the blocks' inputs.
+    """
+    values = distances.angular if stream is None else distances.streams[stream]
+    chosen = [place for place, opens in enumerate(distances.opens_layer) if opens]
+    values = values[chosen][:, chosen]
+    blocks = len(chosen) - 1  # the last is the readout
+    shown = torch.full((blocks, blocks), torch.nan, dtype=torch.float64)
+    for n in range(1, blocks + 1):
+        shown[n - 1, : blocks - n + 1] = values.diagonal(n)
+    image = axes.imshow(
+        shown.numpy(), cmap=POSITIVE_MAP, vmin=0, vmax=0.5, aspect="auto", origin="lower"
+    )
+    axes.set_facecolor("#eeeeee")
+    label_ticks(axes.xaxis, [str(block) for block in range(blocks)])
+    label_ticks(axes.yaxis, [str(n) for n in range(1, blocks + 1)])
+    axes.set_xlabel("initial block ℓ")
+    axes.set_ylabel("its subsequent n-th block")
+    axes.figure.colorbar(image, ax=axes, shrink=0.85, label="angular distance, of π")
+
+
+def draw_pattern_gallery(axes: Any, patterns: Tensor) -> None:
+    """The patterns of all heads of a layer, [heads T T], as tiles numbered from the left."""
+    heads, T, _ = patterns.shape
+    columns = math.ceil(math.sqrt(heads))
+    rows = -(-heads // columns)
+    step = T + 2  # a gap between tiles
+    canvas = torch.full((rows * step, columns * step), torch.nan, dtype=torch.float64)
+    for head, pattern in enumerate(patterns):
+        top, left = head // columns * step, head % columns * step
+        canvas[top : top + T, left : left + T] = pattern
+        axes.text(left + T - 1, top + 1, str(head), color="white", fontsize=7, ha="right", va="top")
+    image = axes.imshow(canvas.numpy(), cmap=POSITIVE_MAP, vmin=0, vmax=1, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_xlabel(f"attends to token 0 … {T - 1}, from the left")
+    axes.set_ylabel(f"token 0 … {T - 1}, from the top")
+    axes.spines[:].set_visible(False)
+    axes.figure.colorbar(image, ax=axes, shrink=0.85, label="attention weight")

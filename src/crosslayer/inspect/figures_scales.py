@@ -1,0 +1,55 @@
+"""Figures of sizes and gates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .figures import COLOURS, finish_lines, label_ticks, use_log_scale
+from .gates import SMALL_GATE, GateStatistics
+
+
+def draw_gate_boxes(axes: Any, gates: Sequence[GateStatistics]) -> None:
+    """Tukey's box plot of each gate over tokens and streams; red circles are its largest outlier.
+
+    As in MGR Figures 7 and 13.
+    """
+    boxes = []
+    for gate in gates:
+        _, low, median, high, maximum = gate.quartiles.tolist()
+        boxes.append(
+            {
+                "whislo": gate.whiskers[0],
+                "q1": low,
+                "med": median,
+                "q3": high,
+                "whishi": gate.whiskers[1],
+                "fliers": [maximum] if maximum > gate.whiskers[1] else [],
+            }
+        )
+    outlier = {"marker": "o", "markerfacecolor": "none", "markeredgecolor": "#D00000"}
+    axes.bxp(boxes, flierprops=outlier)
+    label_ticks(axes.xaxis, [gate.writer for gate in gates], rotation=90, first=1)
+    axes.set_xlabel("gates of the output of")
+    axes.set_ylabel("gate")
+    axes.grid(alpha=0.25, axis="y")
+
+
+def draw_gate_histogram(axes: Any, gates: Sequence[GateStatistics]) -> None:
+    """The share of gate values of all layers in each bin, their mean and what is below 0.1."""
+    counts = torch.stack([gate.counts for gate in gates]).sum(0)
+    shares = 100 * counts / counts.sum()
+    edges = gates[0].edges
+    axes.stairs(shares.numpy(), edges.numpy(), fill=True, color=COLOURS[0], alpha=0.8)
+    mean = sum(gate.mean for gate in gates) / len(gates)
+    small = sum(gate.below_tenth for gate in gates) / len(gates)
+    largest = max(gate.maximum for gate in gates)
+    axes.axvline(mean, color=COLOURS[1], label=f"mean {mean:.3f}")
+    axes.axvline(
+        SMALL_GATE, color="#666666", linestyle=":", label=f"{small:.1%} are below {SMALL_GATE}"
+    )
+    axes.plot([], [], " ", label=f"maximum {largest:.3f}")
+    use_log_scale(axes)
+    axes.set_xlabel(f"{gates[0].name}, all layers")
+    axes.set_ylabel("% of values")
+    finish_lines(axes, 3)

@@ -1,0 +1,115 @@
+"""The gates of writes: β of multi-gate residuals, and the weights of writes of other methods.
+
+Paper: Multi-Gate Residuals (arXiv 2605.23259, Figures 7 and 13). Its inversion (Eq. 16) divides by
+1 − β and rests on small gates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .moments import RunningMoments, TokenSample
+from .observation import SiteVisit
+
+GATE_BINS = 100
+# Tokens whose gates are kept for quantiles and histograms. All others are.
+SAMPLED_TOKENS = 16_384
+SMALL_GATE = 0.1  # the paper's "majority falling below 0.1"
+
+
+@dataclass
+class GateStatistics:
+    """The values of a write's gate over tokens and streams.
+
+    Attributes:
+        name: the field of the state, like "beta".
+        writer: label of the sub-layer whose output is gated.
+        mean: of all values.
+        minimum, maximum: of all values.
+        below_tenth: the share of values below 0.1.
+        stream_means: mean of each stream's values, [streams].
+        quartiles: minimum, 25, 50, 75 % and maximum, [5].
+        whiskers: the smallest and the largest value within 1.5 interquartile ranges of the box, as
+            in Tukey's box plots. Values beyond are outliers.
+        edges: of the bins, the same for all gates of a model: from 0 to 1 where all lie there, else
+            from the smallest to the largest. [`GATE_BINS` + 1]
+        counts: of sampled values in each bin.
+    """
+
+    name: str
+    writer: str
+    mean: float
+    minimum: float
+    maximum: float
+    below_tenth: float
+    stream_means: Tensor
+    quartiles: Tensor
+    whiskers: tuple[float, float]
+    edges: Tensor
+    counts: Tensor
+
+
+class _GateRecord:
+    def __init__(self, name: str, writer: str):
+        self.name = name
+        self.writer = writer
+        self.moments = RunningMoments()
+        self.small = RunningMoments()
+        self.minimum = float("inf")
+        self.maximum = -float("inf")
+        self.sample = TokenSample(SAMPLED_TOKENS)
+
+    def add(self, values: Tensor) -> None:
+        self.moments.add(values)
+        self.small.add(values < SMALL_GATE)
+        self.minimum = min(self.minimum, values.min().item())
+        self.maximum = max(self.maximum, values.max().item())
+        self.sample.add(values)
+
+    def statistics(self, edges: Tensor) -> GateStatistics:
+        values = self.sample.values.flatten()
+        low, median, high = values.quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+        reach = 1.5 * (high - low)
+        inside = values[(values >= low - reach) & (values <= high + reach)]
+        return GateStatistics(
+            name=self.name,
+            writer=self.writer,
+            mean=self.moments.mean.mean().item(),
+            minimum=self.minimum,
+            maximum=self.maximum,
+            below_tenth=self.small.mean.mean().item(),
+            stream_means=self.moments.mean,
+            quartiles=torch.tensor([self.minimum, low, median, high, self.maximum]).double(),
+            whiskers=(inside.min().item(), inside.max().item()),
+            edges=edges,
+            counts=torch.histogram(values, edges).hist,
+        )
+
+
+class GateRecorder:
+    """Values of every site's gates. `result` gives a `GateStatistics` for each site with one."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _GateRecord] = {}
+
+    def add_gates(self, visit: SiteVisit, label: str, writer: str) -> None:
+        """label: of the site.  writer: of the sub-layer before it."""
+        for name in visit.connection.gate_fields:
+            gate = getattr(visit.state, name)
+            if gate is not None:
+                record = self._records.setdefault(label, _GateRecord(name, writer))
+                record.add(gate.float().reshape(-1, gate.shape[-1]))
+
+    def result(self) -> dict[str, GateStatistics]:
+        """By the label of the site."""
+        if not self._records:
+            return {}
+        low = min(record.minimum for record in self._records.values())
+        high = max(record.maximum for record in self._records.values())
+        if low >= 0 and high <= 1:
+            low, high = 0.0, 1.0
+        elif low == high:  # bins need an interval that is not empty
+            low, high = low - 0.5, high + 0.5
+        edges = torch.linspace(low, high, GATE_BINS + 1, dtype=torch.float64)
+        return {label: record.statistics(edges) for label, record in self._records.items()}

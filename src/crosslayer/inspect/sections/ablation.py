@@ -1,0 +1,134 @@
+"""What depths predict, and what a model loses without its parts."""
+
+from functools import partial
+from typing import Any
+
+from ..figures import draw_lines, draw_matrix
+from ..figures_ablation import (
+    draw_ablation,
+    draw_block_ablation,
+    draw_pruning,
+    draw_singular_values,
+)
+from .section import Models, Panels, Section
+
+
+def _lens_panels(models: Models) -> Panels:
+    losses = [(m.name, m["lens"].losses) for m in models]
+    labels = max((m["lens"].labels for m in models), key=len)
+    draw = partial(draw_lines, labels=labels, lines=losses, name="loss, nats a token")
+    return [("loss of the read-out at each site", draw)]
+
+
+def _ablation_panels(models: Models) -> Panels:
+    done = [(m.name, m["ablation"]) for m in models]
+    return [("without each sub-layer", partial(draw_ablation, models=done))]
+
+
+def _block_panels(models: Models) -> Panels:
+    done = [(m.name, m["blocks"]) for m in models if m["blocks"].labels]
+    if not done:  # every block has an output that MGR appends
+        return []
+    return [("without each block", partial(draw_block_ablation, models=done))]
+
+
+def _way_panels(models: Models) -> Panels:
+    done = [(m.name, m["ways"]) for m in models]
+    return [("without each way", partial(draw_ablation, models=done))]
+
+
+def _source_panels(models: Models) -> Panels:
+    panels: Panels = []
+    limit = max(m["sources"].increase.abs().nan_to_num().max().item() for m in models)
+    for m in models:
+        found = m["sources"]
+        draw = partial(
+            draw_matrix,
+            values=found.increase,
+            rows=found.mixes,
+            columns=found.sources,
+            limit=limit,
+            names=("mix of", "without the weight of"),
+            unit="increase of log perplexity, nats a token",
+        )
+        panels.append((m.name, draw))
+    return panels
+
+
+def _pruning_panels(models: Models) -> Panels:
+    done = [(m.name, m["pruning"]) for m in models]
+    return [("without the smallest weights", partial(draw_pruning, models=done))]
+
+
+def _singular_panels(models: Models) -> Panels:
+    """A panel a matrix. Models of another family have other matrices."""
+    by_matrix: dict[str, list[Any]] = {}
+    for m in models:
+        found = m["singular_values"]
+        for name, values in zip(found.names, found.values, strict=True):
+            by_matrix.setdefault(name, []).append((m.name, values))
+    return [
+        (name, partial(draw_singular_values, models=lines)) for name, lines in by_matrix.items()
+    ]
+
+
+SECTIONS = [
+    Section(
+        "lens",
+        "What each depth predicts",
+        "Each site's input through the final norm and the head.",
+        ("lens",),
+        _lens_panels,
+    ),
+    Section(
+        "ablation",
+        "What the model loses without its sub-layers",
+        "Increase of log perplexity where a sub-layer's output is zero, from one pass over the "
+        "sequences a sub-layer.",
+        ("ablation",),
+        _ablation_panels,
+    ),
+    Section(
+        "blocks",
+        "What the model loses without its blocks",
+        "Perplexity without a block less that of the whole model, where the outputs of both its "
+        "sub-layers are zero; one pass over the sequences a block. No bar: the perplexity falls. "
+        "Multi-Gate Residuals, Figure 4.",
+        ("blocks",),
+        _block_panels,
+    ),
+    Section(
+        "ways",
+        "What MUDD loses without its ways",
+        "Increase of log perplexity where a stream reads the last block alone, as in a plain "
+        "residual.",
+        ("ways",),
+        _way_panels,
+    ),
+    Section(
+        "sources",
+        "What the model loses without each source of each mix",
+        "Increase of log perplexity where one weight is zero for all tokens, over the first batch: "
+        "one pass over it a weight. --layer chooses one layer's mixes. The diagonal is the block "
+        "or sub-layer just before.",
+        ("sources",),
+        _source_panels,
+        is_standard=False,
+    ),
+    Section(
+        "pruning",
+        "Perplexity without the smallest weights over depth",
+        "α of DenseFormer or the static part of MUDD, over the whole model. DenseFormer, Figure 7.",
+        ("pruning",),
+        _pruning_panels,
+        is_standard=False,
+    ),
+    Section(
+        "singular_values",
+        "Ranked singular values",
+        "Of each matrix that all blocks have, mean over blocks, and of the embedding. DenseFormer, "
+        "Figure 13.",
+        ("singular_values",),
+        _singular_panels,
+    ),
+]

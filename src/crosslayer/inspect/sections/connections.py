@@ -1,0 +1,227 @@
+"""How outputs reach later inputs, and what a connection itself mixes with."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..figures import draw_matrix
+from ..figures_connections import draw_mix_pattern, draw_unfolded_map
+from ..inspection import ModelInspection
+from ..mixing_summary import SiteMixing
+from .section import MOST_STREAMS, Models, Panels, Section
+
+VARIES = 1e-6  # a deviation over tokens that is more than rounding
+
+
+def _unfolded_panels(models: Models) -> Panels:
+    # One scale for all. The readout may be a sum of streams, so it does not set the scale.
+    limit = max(model["unfolded"].mean[:-1].abs().max().item() for model in models)
+    return [
+        (m.name, partial(draw_unfolded_map, unfolded=m["unfolded"], limit=limit)) for m in models
+    ]
+
+
+def _one_token_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        u = m["unfolded"]
+        if u.std.max() <= VARIES:  # the mean shows it all
+            continue
+        draw = partial(draw_matrix, values=u.one_token, rows=u.inputs, columns=u.sources)
+        panels.append((f"{m.name}: inputs", draw))
+        draw = partial(draw_matrix, values=u.std, rows=u.inputs, columns=u.sources, signed=False)
+        panels.append((f"{m.name}: deviation over tokens", draw))
+        panels += _stream_panels(m, u.one_token_streams)
+    return panels
+
+
+def _stream_map_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        panels += _stream_panels(m, m["unfolded"].stream_means)
+    return panels
+
+
+def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
+    """A panel a stream, from the map to the parts of the state after each site."""
+    panels: Panels = []
+    unfolded = m["unfolded"]
+    if not unfolded.has_streams:
+        return panels
+    limit = max(values.abs().max().item() for values in maps)
+    for stream in range(min(maps[-1].shape[0], MOST_STREAMS)):
+        rows = [
+            (label, values[stream])
+            for label, values in zip(unfolded.sites, maps, strict=True)
+            if stream < len(values)
+        ]
+        draw = partial(
+            draw_matrix,
+            values=_stack_rows([values for _, values in rows]),
+            rows=[label for label, _ in rows],
+            columns=unfolded.sources,
+            limit=limit,
+            names=("after the read of", "output of"),
+        )
+        panels.append((f"{m.name}: stream {stream}", draw))
+    return panels
+
+
+def _pattern_panels(models: Models) -> Panels:
+    return [(m.name, partial(draw_mix_pattern, pattern=m["pattern"])) for m in models]
+
+
+def _stack_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of different lengths as a matrix, zeros at their ends."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _mean_panels(models: Models) -> Panels:
+    return _read_panels(models, lambda site: site.read_mean, signed=True)
+
+
+def _deviation_panels(models: Models) -> Panels:
+    dynamic = [m for m in models if any(site.read_std.max() > VARIES for site in m["mixing"])]
+    return _read_panels(dynamic, lambda site: site.read_std, signed=False)
+
+
+def _read_panels(
+    models: Models, weights_of: Callable[[SiteMixing], Tensor], signed: bool
+) -> Panels:
+    """A panel a way: what each mix reads of its parts. Then the same times the parts' mean norm."""
+    panels: Panels = []
+    for m in models:
+        mixes = [site for site in m["mixing"] if site.is_mix]
+        columns: list[str] = max((site.parts for site in mixes), key=len, default=[])
+        raw: dict[str, list[tuple[str, Tensor]]] = {}
+        scaled: dict[str, list[tuple[str, Tensor]]] = {}
+        for site in mixes:
+            for label, weights in zip(site.inputs, weights_of(site), strict=True):
+                way = _way_of(label, list(raw))
+                raw.setdefault(way, []).append((label, weights))
+                scaled.setdefault(way, []).append((label, weights * site.part_norms))
+        for rows_of_way, title, unit in (
+            (raw, "", "weight"),
+            (scaled, ", × mean norm", "weight × mean norm"),
+        ):
+            for way, rows in rows_of_way.items():
+                draw = partial(
+                    draw_matrix,
+                    values=_stack_rows([weights for _, weights in rows]),
+                    rows=[label for label, _ in rows],
+                    columns=columns,
+                    signed=signed,
+                    names=("input of", "weight of"),
+                    unit=unit,
+                )
+                panels.append((f"{m.name}: {way}{title}", draw))
+    return panels
+
+
+def _way_of(label: str, ways: list[str]) -> str:
+    """The way of an input's label. Where q, k, v and r differ, the readout is of r alone."""
+    port = label.partition(".")[2]
+    if port in ("q", "k", "v", "r"):
+        return port
+    return "r" if "r" in ways else "inputs"
+
+
+def _wiring_panels(models: Models) -> Panels:
+    """What each stream takes of the write before, and what the read carries between streams."""
+    panels: Panels = []
+    for m in models:
+        if not m["scales"][-1].has_streams:
+            continue
+        # Without those whose write is appended as a stream, as the first of MGR.
+        has_gate = [site.gate is not None for site in m["scales"]]
+        written = [len(site.write_mean) > 0 for site in m["mixing"]]
+        chosen = has_gate if any(has_gate) else written
+        sites = [site for site, is_chosen in zip(m["mixing"], chosen, strict=True) if is_chosen]
+        streams = max((site.parts for site in sites), key=len)
+        names = ("applied at", "weight in")
+        draw = partial(
+            draw_matrix,
+            values=_stack_rows([site.write_mean for site in sites]),
+            rows=[site.label for site in sites],
+            columns=streams,
+            names=names,
+        )
+        panels.append((f"{m.name}: the write", draw))
+        n = len(streams)
+        square = [
+            site
+            for site in m["mixing"]
+            if site.label != "readout" and tuple(site.carry_mean.shape) == (n, n)
+        ]
+        if all(torch.equal(site.carry_mean, torch.eye(n).double()) for site in square):
+            continue  # streams do not mix
+        draw = partial(
+            draw_matrix,
+            values=torch.stack([site.carry_mean.flatten() for site in square]),
+            rows=[site.label for site in square],
+            columns=[f"{a} ← {b}" for a in range(n) for b in range(n)],
+            names=("read of", "next stream ← stream"),
+        )
+        panels.append((f"{m.name}: between streams", draw))
+    return panels
+
+
+SECTIONS = [
+    Section(
+        "unfolded",
+        "How each sub-layer's output reaches later inputs",
+        "The weight of each output (columns) in each input (rows), mean over tokens. Pre-norm is a "
+        "full triangle of ones. Marks at the bottom are attentions. Hyper-Connections, Figures 7, "
+        "13 and 14.",
+        ("unfolded",),
+        _unfolded_panels,
+    ),
+    Section(
+        "one_token",
+        "The same for one token, and how much it differs between tokens",
+        "Inputs and streams of one token, chosen at random. A static method has no such picture. "
+        "Hyper-Connections, Figures 13 and 14.",
+        ("unfolded",),
+        _one_token_panels,
+    ),
+    Section(
+        "streams",
+        "How each output reaches each stream",
+        "The weight of each output in a stream after each read, mean over tokens. "
+        "Hyper-Connections, Eq. 27-29 and Figure 13.",
+        ("unfolded",),
+        _stream_map_panels,
+    ),
+    Section(
+        "pattern",
+        "Which weights over blocks' outputs exist",
+        "DenseFormer, Figures 1b and 2; SW-n of MUDD. Each way has these weights.",
+        ("pattern",),
+        _pattern_panels,
+    ),
+    Section(
+        "mixing",
+        "What the method itself mixes with",
+        "The method's own weights over what it mixes: blocks' outputs for DenseFormer and MUDD, "
+        "outputs for attention residuals, streams for the others. Mean over tokens; then times the "
+        "mean norm of what is mixed. DenseFormer, Figures 5, 8, 15; MUDD, Figure 12.",
+        ("mixing",),
+        _mean_panels,
+    ),
+    Section(
+        "mixing_deviation",
+        "How much these weights differ between tokens",
+        "Standard deviation over tokens. A static method has none. MUDD, Figure 13.",
+        ("mixing",),
+        _deviation_panels,
+    ),
+    Section(
+        "wiring",
+        "What streams take of each output and of each other",
+        "B and A_r of hyper-connections, β of multi-gate residuals. Mean over tokens.",
+        ("mixing", "scales"),
+        _wiring_panels,
+    ),
+]

@@ -1,0 +1,113 @@
+"""How alike the inputs at different depths are."""
+
+from functools import partial
+
+from ..figures import draw_lines, draw_matrix
+from ..figures_connections import draw_cosines, draw_distances
+from ..similarity import STATIC_DISTANCE
+from .section import MOST_STREAMS, Models, Panels, Section
+
+
+def _cosine_panels(models: Models) -> Panels:
+    cosines = [(model.name, model["cosines"]) for model in models]
+    return [
+        ("with the input before", partial(draw_cosines, models=cosines, kind="adjacent")),
+        ("with the embedding", partial(draw_cosines, models=cosines, kind="embedding")),
+    ]
+
+
+def _block_cosine_panels(models: Models) -> Panels:
+    lines = []
+    for m in models:
+        for way, values in m["cosines"].blocks.items():
+            name = m.name if way == "input" else f"{m.name}: {way}"
+            lines.append((name, values[:, 1].tolist()))
+    if not lines:
+        return []
+    labels = max((m["cosines"].block_labels for m in models), key=len)
+    draw = partial(draw_lines, labels=labels, lines=lines, name="cosine, median", depth="layer")
+    return [("with the layer before", draw)]
+
+
+def _embedding_panels(models: Models) -> Panels:
+    lines = [(m.name, m["cosines"].depths.tolist()) for m in models]
+    labels = max((m["cosines"].depth_labels for m in models), key=len)
+    name = "cosine with the embedding, mean"
+    draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="after block")
+    return [("what follows each block", draw)]
+
+
+def _distance_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        distances = m["distances"]
+        panels.append((m.name, partial(draw_distances, distances=distances)))
+        for stream in range(min(len(distances.streams), MOST_STREAMS)):
+            title = f"{m.name}: stream {stream}"
+            if stream in distances.static_streams:
+                title += ", static"
+            draw = partial(draw_distances, distances=distances, stream=stream)
+            panels.append((title, draw))
+    return panels
+
+
+def _cka_panels(models: Models) -> Panels:
+    panels: Panels = []
+    for m in models:
+        d = m["distances"]
+        draw = partial(
+            draw_matrix,
+            values=d.cka,
+            rows=d.labels,
+            columns=d.labels,
+            limit=1.0,
+            signed=False,
+            names=("input of", "input of"),
+            unit="CKA",
+        )
+        panels.append((m.name, draw))
+    return panels
+
+
+SECTIONS = [
+    Section(
+        "cosines",
+        "How alike the inputs of neighbouring sub-layers are",
+        "Median and the band from 5 to 95 % over tokens. Lower means that a sub-layer sees "
+        "something new. Hyper-Connections, Figure 3.",
+        ("cosines",),
+        _cosine_panels,
+    ),
+    Section(
+        "block_cosines",
+        "How alike what neighbouring layers are given is",
+        "One line for each of q, k, v and r where these are mixed apart. A line near 1 is a "
+        "collapse. MUDD, Figure 6.",
+        ("cosines",),
+        _block_cosine_panels,
+    ),
+    Section(
+        "embedding",
+        "How much of the embedding each depth keeps",
+        "The cosine of a token's vector after each block, or after its average, with its "
+        "embedding. DenseFormer, Figures 6 and 9.",
+        ("cosines",),
+        _embedding_panels,
+    ),
+    Section(
+        "distances",
+        "Angular distance between depths, of the last token",
+        "Of the inputs of blocks, and of each stream once the output before it is written. 0.5 is "
+        f"orthogonal. A stream whose mean distance is below {STATIC_DISTANCE} is called static. "
+        "Multi-Gate Residuals, Eq. 15, Figures 3, 8 and 9.",
+        ("distances",),
+        _distance_panels,
+    ),
+    Section(
+        "cka",
+        "Linear CKA between the inputs of sub-layers",
+        "1 means that two depths represent the tokens alike, up to a rotation and a scale.",
+        ("distances",),
+        _cka_panels,
+    ),
+]

@@ -1,0 +1,177 @@
+"""What a language model loses without one weight of one mix.
+
+The weight is α_ij of DenseFormer, A_ij of one way of MUDD for every token, p of attention residuals
+and of MGR's pool, or the weight of a stream in an input for the other methods. It is set to zero
+and the other weights keep their values: a softmax is not renormalised.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..connection import Connection, autocast_disabled, find_connections
+from ..connections.denseformer import DenseFormer
+from ..connections.mudd import Mudd
+from .ablation import mean_token_loss
+from .mixing_summary import MixingAnalysis, SiteMixing, averaged_sources
+from .observation import Batch, SiteVisit, evaluation_mode, observe_model, site_label
+
+
+class MixWeight(NamedTuple):
+    """One weight of one mix.
+
+    Attributes:
+        mix: label of the mix, like "3.attn", "3.q" or "readout".
+        source: label of what the weight is of, like "X_0" or "stream 1".
+        removed: a context in which the weight is zero.
+    """
+
+    mix: str
+    source: str
+    removed: Callable[[], AbstractContextManager[None]]
+
+
+@dataclass
+class SourceAblation:
+    """Loss of a language model without each weight of its mixes.
+
+    Attributes:
+        loss: of the whole model, nats a token.
+        mixes: labels, in the order of depth.
+        sources: labels of what is mixed.
+        increase: log(perplexity without / perplexity with), nats a token, [mixes sources]; NaN
+            where there is no weight.
+    """
+
+    loss: float
+    mixes: list[str]
+    sources: list[str]
+    increase: Tensor
+
+
+@torch.no_grad()
+def ablate_sources(
+    model: nn.Module, batches: Sequence[Batch], layers: Collection[int] | None = None
+) -> SourceAblation | None:
+    """The loss without each weight of each mix; None for a model without mixes.
+
+    One pass over the batches a weight: L(L + 3)/2 of them for a DenseFormer of L layers, four times
+    as many for MUDD. One batch is often enough, because the losses are of the same tokens.
+
+    Args:
+        model: a language model, connected.
+        batches: with `input_ids`, and an `attention_mask` where some are padded.
+        layers: whose mixes lose weights, the number of layers for the readout; None for all.
+    """
+    weights = find_mix_weights(model, layers)
+    if not weights:
+        return None
+    mixes = list(dict.fromkeys(weight.mix for weight in weights))
+    names = dict.fromkeys(weight.source for weight in weights)
+    sources = sorted(names, key=lambda name: int(name.replace("_", " ").split()[-1]))
+    increase = torch.full((len(mixes), len(sources)), torch.nan, dtype=torch.float64)
+    with evaluation_mode(model):
+        whole = mean_token_loss(model, batches)
+        for weight in weights:
+            with weight.removed():
+                difference = mean_token_loss(model, batches) - whole
+            increase[mixes.index(weight.mix), sources.index(weight.source)] = difference
+    return SourceAblation(whole, mixes, sources, increase)
+
+
+def find_mix_weights(model: nn.Module, layers: Collection[int] | None = None) -> list[MixWeight]:
+    """The weights of all mixes of some layers, or of all, in the order of depth.
+
+    Methods that weigh channels apart have none: a single number says little there.
+    """
+    connections = find_connections(model)
+    if not connections or connections[-1].weighs_channels:
+        return []
+    analysis = MixingAnalysis()
+    device = next(model.parameters()).device
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    observe_model(model, [{"input_ids": tokens}], [analysis])
+    weights: list[MixWeight] = []
+    for connection, site in zip(connections, analysis.result(), strict=True):
+        if site.is_mix and (layers is None or connection.site.layer in layers):
+            weights += _weights_of_site(connection, site)
+    return weights
+
+
+def _weights_of_site(connection: Connection[Any], site: SiteMixing) -> Iterator[MixWeight]:
+    sources = [f"X_{block}" for block in averaged_sources(connection)]
+    if isinstance(connection, DenseFormer):
+        for place, source in enumerate(sources):
+            yield MixWeight(site.label, source, partial(_without_alpha, connection, place))
+    elif isinstance(connection, Mudd):
+        for way, mix in enumerate(_way_labels(connection)):
+            for place, source in enumerate(sources):
+                removed = partial(_without_aggregation, connection, way, place)
+                yield MixWeight(mix, source, removed)
+    else:
+        for part, source in enumerate(site.parts):
+            yield MixWeight(site.label, source, partial(_without_part, connection, part))
+
+
+def _way_labels(connection: Mudd) -> list[str]:
+    """Like "3.q" or "3.qkv", by the streams that each mixture feeds."""
+    assert connection.a is not None
+    if connection.is_readout:
+        return [site_label(connection)]
+    streams = [""] * len(connection.a)
+    for stream, mixture in connection.mixture_of_stream.items():
+        if mixture is not None:
+            streams[mixture] += stream
+    return [f"{connection.site.layer}.{names}" for names in streams]
+
+
+@contextmanager
+def _without_alpha(connection: DenseFormer, place: int) -> Iterator[None]:
+    assert connection.alpha is not None
+    before = connection.alpha[place].item()
+    connection.alpha[place] = 0
+    try:
+        yield
+    finally:
+        connection.alpha[place] = before
+
+
+@contextmanager
+def _without_aggregation(connection: Mudd, way: int, place: int) -> Iterator[None]:
+    weigh = connection.aggregation_weights
+
+    def weigh_others(x: Tensor, a: Tensor) -> Tensor:
+        A = weigh(x, a).clone()
+        A[..., way, place] = 0
+        return A
+
+    connection.aggregation_weights = weigh_others  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del connection.aggregation_weights
+
+
+@contextmanager
+def _without_part(connection: Connection[Any], part: int) -> Iterator[None]:
+    def read_others(module: nn.Module, arguments: Any, outputs: Any) -> Any:
+        state = arguments[0]
+        visit = SiteVisit(connection, state, torch.zeros(0))
+        with autocast_disabled(state):
+            x = visit.inputs[0]
+            read = visit.weights.read
+            if read.dim() > 3:  # a matrix a token
+                read = read.flatten(0, -4)
+            x = x - (read[..., 0, part, :] * visit.written[:, part]).view(x.shape).to(x.dtype)
+            return connection.apply_port_norms(x), visit.next_state
+
+    handle = connection.register_forward_hook(read_others)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,285 @@
+"""What the papers' figures show, of models whose answer is known by construction."""
+
+import math
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from crosslayer.connection import find_connections
+from crosslayer.inspect import (
+    compare_depths,
+    find_patterns,
+    measure_cosines,
+    measure_scales,
+    summarise_mixing,
+    unfold_connections,
+)
+from crosslayer.inspect.figures_connections import draw_distances, draw_mix_pattern
+from crosslayer.inspect.figures_scales import draw_gate_boxes
+from crosslayer.inspect.mixing_summary import find_mix_pattern
+from crosslayer.inspect.moments import TokenSample
+from crosslayer.inspect.observation import SiteVisit
+from tests.inspect.test_analyses import EMBEDDING, OwnModel
+
+pytestmark = pytest.mark.filterwarnings("ignore:connecting")
+
+
+def axes():
+    return Figure().subplots()
+
+
+# Which weights exist
+
+
+@pytest.mark.parametrize(
+    ("spec", "weights"),
+    [
+        ("denseformer", 90),
+        ("denseformer(dilation=4)", 27),
+        ("denseformer(dilation=4, period=5)", 5),
+        ("denseformer(dilation=2, period=3)", 18),
+        ("mudd(window=2, dynamic=False)", 4 * (2 + 10 * 3) + 3),
+    ],
+)
+def test_the_pattern_has_the_papers_number_of_weights(spec, weights):
+    pattern = find_mix_pattern(OwnModel(spec, layers=12))
+    assert pattern.weights == weights
+    assert pattern.learned.shape == (12, 13)
+
+
+def test_the_pattern_as_a_picture():
+    pattern = find_mix_pattern(OwnModel("denseformer(dilation=4, period=5)", layers=12))
+    depths = {
+        row: columns.nonzero().flatten().tolist()
+        for row, columns in zip(pattern.rows, pattern.learned, strict=True)
+    }
+    assert depths["Y_5"] == [1, 5]
+    assert depths["Y_10"] == [2, 6, 10]
+    assert depths["Y_12"] == []
+    picture = axes()
+    draw_mix_pattern(picture, pattern)
+    kinds = torch.tensor(picture.collections[0].get_array()).view(12, 13)
+    assert (kinds == 1).sum() == 5
+    assert (kinds == 2).sum() == 10  # the plain flow of the other depths
+    assert find_mix_pattern(OwnModel("hyper")) is None
+
+
+# Maps
+
+
+def test_the_parallel_block_is_a_jagged_triangle():
+    """PTB of Hyper-Connections, Figure 7: the MLP does not read the attention before it."""
+    attention = [[0, 0, 1], [1, 1, 0], [0, 0, 1]]
+    mlp = [[0, 1, 1], [1, 0, 0], [0, 1, 1]]
+    spec = f"hyper(streams=2, dynamic=False, matrix=[{attention}, {mlp}])"
+    unfolded = unfold_connections(OwnModel(spec), EMBEDDING)
+    expected = torch.ones(9, 9).double().tril()
+    for k in range(1, 9, 2):
+        expected[k, k] = 0
+    assert torch.equal(unfolded.mean[:8], expected[:8])
+    assert torch.equal(unfolded.mean[8], torch.full((9,), 2.0).double())  # the sum of two streams
+    assert find_patterns(unfolded).attention_reach == 1
+
+
+def test_post_norm_decays():
+    unfolded = unfold_connections(OwnModel("postnorm"), EMBEDDING)
+    assert unfolded.error < 1e-5
+    for source in range(8):
+        column = unfolded.mean[source:, source]
+        assert (column.diff() < 0).all()
+    embedding = unfolded.mean[:, 0]
+    assert embedding[-1] < 0.1 * embedding[0]
+
+
+def test_attentions_that_are_forgotten():
+    """The two-hop residual: an attention reaches the MLP after it and nothing else."""
+    attention = [[0, 0, 1], [1, 1, 0], [0, 0, 0]]
+    mlp = [[0, 1, 0], [1, 1, 0], [1, 0, 0]]
+    spec = f"hyper(streams=2, dynamic=False, matrix=[{attention}, {mlp}])"
+    assert find_patterns(unfold_connections(OwnModel(spec), EMBEDDING)).attention_reach < 0.1
+
+
+def test_one_token_is_a_token_of_the_mean():
+    model = OwnModel("hyper(streams=2)")
+    with torch.no_grad():
+        for site in find_connections(model)[:-1]:
+            site.dynamic_alpha_fn.normal_()
+    tokens = EMBEDDING[0]["embedding"].flatten(0, 1)
+    alone = [unfold_connections(model, [{"embedding": x[None, None]}]) for x in tokens]
+    unfolded = unfold_connections(model, EMBEDDING)
+    errors = [(unfolded.one_token - other.mean).abs().max() for other in alone]
+    chosen = min(range(6), key=errors.__getitem__)
+    assert errors[chosen] < 1e-5
+    assert max(errors) > 1e-3
+    for streams, other in zip(unfolded.one_token_streams, alone[chosen].stream_means, strict=True):
+        torch.testing.assert_close(streams, other, atol=1e-5, rtol=1e-5)
+
+
+# Ways
+
+
+def static_mudd() -> nn.Module:
+    """In layer 2, v is the embedding, which layers 0 and 1 read as well; r is X_1."""
+    model = OwnModel("mudd(dynamic=False)", layers=3)
+    opening = [site for site in find_connections(model) if site.opens_layer]
+    with torch.no_grad():
+        for site in opening[1:3]:
+            site.a.zero_()
+            site.a[:3, 0] = 1
+            site.a[3, 1] = 1
+        opening[2].a[0] = torch.tensor([-1.0, 0, 0])
+    return model
+
+
+def test_cosines_of_each_way_between_layers():
+    cosines = measure_cosines(static_mudd(), EMBEDDING)
+    assert cosines.block_labels == ["1", "2"]
+    assert set(cosines.blocks) == {"q", "k", "v", "r"}
+    medians = {way: values[:, 1] for way, values in cosines.blocks.items()}
+    torch.testing.assert_close(medians["v"], torch.ones(2).double())
+    torch.testing.assert_close(medians["q"], torch.tensor([1.0, -1]).double())
+    torch.testing.assert_close(medians["r"][1], torch.tensor(1.0).double())
+    assert medians["r"][0] < 0.9  # X_1 against the embedding
+
+
+def test_weights_of_the_residual_way():
+    site = summarise_mixing(static_mudd(), EMBEDDING)[4]
+    assert site.inputs == ["2.q", "2.k", "2.v", "2.r"]
+    assert site.parts == ["X_0", "X_1", "X_2"]
+    assert site.read_mean.tolist() == [[-1, 0, 0], [1, 0, 0], [1, 0, 0], [0, 1, 0]]
+    norms = EMBEDDING[0]["embedding"].flatten(0, 1).norm(dim=-1).mean()
+    assert site.part_norms[0] == pytest.approx(norms.item(), rel=1e-5)
+
+
+def test_cosines_of_averages_with_the_embedding():
+    model = OwnModel("denseformer", layers=3)
+    last = find_connections(model)[-1]
+    with torch.no_grad():
+        last.alpha.zero_()
+        last.alpha[0] = -1  # the last average is minus the embedding
+    cosines = measure_cosines(model, EMBEDDING)
+    assert cosines.depth_labels == ["X_0", "Y_1", "Y_2", "Y_3"]
+    assert cosines.depths[[0, 3]].tolist() == pytest.approx([1, -1])
+    plain = measure_cosines(OwnModel("prenorm", layers=3), EMBEDDING)
+    torch.testing.assert_close(plain.depths[:3], cosines.depths[:3])
+
+
+# Streams, activations and gates
+
+
+def mgr_with_gates(beta: list[float]) -> nn.Module:
+    """Independent gates of the same value at every layer, one for each stream."""
+    model = OwnModel(f"mgr(streams={len(beta)}, gate='independent')")
+    with torch.no_grad():
+        for site in find_connections(model):
+            if site.b is not None:
+                site.b.copy_(torch.tensor(beta).logit())
+    return model
+
+
+def test_a_static_stream_of_mgr():
+    distances = compare_depths(mgr_with_gates([1e-9, 0.5, 0.5]), EMBEDDING)
+    assert distances.streams.shape == (3, 9, 9)
+    assert distances.static_streams == [0]
+    assert distances.streams[0].max() < 1e-3
+    assert distances.streams[2, :2].isnan().all()  # appended by the second output
+    assert distances.streams[2, 2:, 2:].isfinite().all()
+
+
+def test_distances_are_drawn_as_in_the_paper():
+    distances = compare_depths(OwnModel("prenorm", layers=3), EMBEDDING)
+    picture = axes()
+    draw_distances(picture, distances)
+    shown = torch.tensor(picture.images[0].get_array().filled(math.nan))
+    assert shown.shape == (3, 3)
+    assert shown[1, 0] == distances.angular[0, 4]  # of block 0 and the second block after it
+    assert shown[0, 2] == distances.angular[4, 6]
+    assert shown[1, 2].isnan()
+
+
+def test_a_planted_massive_activation_stays_in_the_stream():
+    model = OwnModel("prenorm")
+    with torch.no_grad():
+        model.stack.sublayers[3].y[5] = 1000
+    sites = {site.writer: site for site in measure_scales(model, EMBEDDING)}
+    assert list(sites)[:3] == ["embedding", "0.attn", "0.mlp"]
+    assert max(sites["1.attn"].hidden_largest) < 20
+    for writer in ("1.mlp", "2.attn", "2.mlp", "3.attn", "3.mlp"):
+        assert sites[writer].hidden_largest == pytest.approx([1000] * 3, rel=0.02)
+        assert sites[writer].written_largest[0] > 980
+    assert sites["1.mlp"].output_largest == pytest.approx([1000] * 3)
+    assert sites["2.attn"].output_largest[0] < 20  # its own output has none
+    assert sites["1.mlp"].hidden_rms == pytest.approx(1000 / 4, rel=0.02)  # of 16 channels
+
+
+def test_largest_of_each_stream_is_after_the_write():
+    model = mgr_with_gates([0.5, 0.01])
+    with torch.no_grad():
+        model.stack.sublayers[3].y[5] = 1000
+    sites = {site.writer: site for site in measure_scales(model, EMBEDDING)}
+    assert sites["1.mlp"].written_largest.tolist() == pytest.approx([500, 10], rel=0.2)
+    assert sites["1.attn"].written_largest.max() < 20
+
+
+def test_planted_gates():
+    gates = [site.gate for site in measure_scales(mgr_with_gates([0.055, 0.815]), EMBEDDING)]
+    assert [gate.writer for gate in gates if gate] == [
+        "0.mlp", "1.attn", "1.mlp", "2.attn", "2.mlp", "3.attn", "3.mlp"
+    ]  # fmt: skip
+    gate = gates[4]
+    assert gate.mean == pytest.approx(0.435)
+    assert gate.below_tenth == 0.5
+    assert gate.maximum == pytest.approx(0.815)
+    assert gate.edges[[0, -1]].tolist() == [0, 1]
+    assert gate.counts.nonzero().flatten().tolist() == [5, 81]
+
+    # One gate of six tokens is far from the others: an outlier beyond the whiskers.
+    model = mgr_with_gates([0.04])
+    site = find_connections(model)[4]
+    with torch.no_grad():
+        site.w1[0] = 100
+    one_far = torch.zeros(1, 6, 16)
+    one_far[..., 1] = 1
+    one_far[0, 3, 0] = 1
+    for sublayer in model.stack.sublayers:
+        nn.init.zeros_(sublayer.y)
+    gate = measure_scales(model, [{"embedding": one_far}])[5].gate
+    assert gate.maximum > 0.9
+    assert gate.whiskers == pytest.approx((0.04, 0.04))
+    picture = axes()
+    draw_gate_boxes(picture, [gate])
+    markers = [line for line in picture.lines if line.get_marker() == "o"]
+    assert markers[0].get_ydata().tolist() == [gate.maximum]
+
+
+def test_a_sample_of_many_tokens_is_even():
+    sample = TokenSample(limit=1000)
+    for values in torch.arange(10_000.0).split(37):
+        sample.add(values)
+    kept = sample.values
+    assert 500 < len(kept) <= 1000
+    assert len(kept.diff().unique()) == 1
+    assert kept.median().item() == pytest.approx(5000, rel=0.01)
+
+
+def hidden_before_the_write(visit: SiteVisit) -> torch.Tensor:
+    return visit.parts[:, 0]
+
+
+def output_for_all_streams(visit: SiteVisit) -> torch.Tensor:
+    return visit.parts[:, -1:].expand(-1, visit.weights.write.shape[-3], -1)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "bug", "test"),
+    [
+        ("hidden", hidden_before_the_write, test_a_planted_massive_activation_stays_in_the_stream),
+        ("written", output_for_all_streams, test_a_static_stream_of_mgr),
+    ],
+)
+def test_a_planted_bug_is_seen(monkeypatch, attribute, bug, test):
+    monkeypatch.setattr(SiteVisit, attribute, property(bug))
+    with pytest.raises(AssertionError):
+        test()

@@ -1,0 +1,94 @@
+"""`crosslayer compare --search-rates`: each arm at its own best learning rate."""
+
+import math
+
+import pytest
+
+from crosslayer.cli.main import main
+from crosslayer.train import compare
+from crosslayer.train.compare import DivergedRun, prepare_comparison, run_comparison
+from crosslayer.train.rate_search import next_factor
+from crosslayer.train.recipe import Arm, Recipe
+from crosslayer.train.report import markdown_report
+from crosslayer.train.results_table import result_table
+from crosslayer.train.trainer import RunResult
+
+TINY = {"steps": 2, "batch": 2, "context": 16, "layers": 1, "dim": 8, "heads": 1}
+BEST_RATE = {"prenorm": 1e-3, "mudd": 4e-3, "hyper": 1e-3 / 8}
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
+    return str(tmp_path / "text.txt")
+
+
+def known_loss(comparison, arm, seed, on_step):
+    """What training would give, were the best rate of each connection known."""
+    lr = comparison.recipe.settings(arm).optimization.lr
+    if lr > 5e-3:
+        return DivergedRun(arm.name, seed, 1, "nan")
+    loss = 3 + abs(math.log2(lr / BEST_RATE[arm.connection])) / 10 + seed / 100
+    return RunResult(arm.name, arm.connection, seed, 10, 1, loss, {}, {}, 1.0, 1, loss, [], [], 1.0)
+
+
+def searched(text_file, folder, seeds, **overrides):
+    arms = [Arm.from_row(spec) for spec in BEST_RATE]
+    recipe = Recipe(arms, {**TINY, "data": text_file, "lr": 7e-4}, overrides=overrides)
+    return prepare_comparison(recipe, seeds, folder, search_rates=True)
+
+
+def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "_do_run", known_loss)
+    # the rate of the command line comes before the recipe's, and is scaled as well
+    comparison = searched(text_file, tmp_path / "out", seeds=2, lr=1e-3)
+    run_comparison(comparison, lambda *_: None)
+    rates = {
+        arm.connection: comparison.recipe.settings(arm).optimization.lr for arm in comparison.arms
+    }
+    assert rates == BEST_RATE
+    tried = [sorted(comparison.rate_trials(arm)) for arm in comparison.recipe.arms]
+    assert tried == [[0.5, 1, 2], [0.5, 1, 2, 4, 8], [1 / 16, 1 / 8, 1 / 4, 0.5, 1, 2]]
+    assert len(comparison.results.runs) + len(comparison.results.diverged) == 3 + 5 + 6 + 3
+    rows = result_table(comparison)
+    assert [row.arm for row in rows] == ["prenorm", "mudd at 4 × lr", "hyper at 0.125 × lr"]
+    assert [row.loss.mean for row in rows] == pytest.approx([3.005] * 3)
+    assert [row.loss_at_same_rate for row in rows] == pytest.approx([3, 3.2, 3.3])
+    assert [row.difference and row.difference.mean for row in rows] == [None, 0, 0]
+    report = markdown_report(comparison)
+    assert (
+        "mudd: 3.3000 at 0.5 ×, 3.2000 at 1 ×, 3.1000 at 2 ×, 3.0000 at 4 ×, inf at 8 ×" in report
+    )
+
+
+def test_a_search_resumes(text_file, tmp_path, monkeypatch):
+    done = []
+
+    def stopping(comparison, arm, seed, on_step):
+        if len(done) in (4, 9):
+            done.append("stop")
+            raise KeyboardInterrupt
+        done.append((arm.name, seed))
+        return known_loss(comparison, arm, seed, on_step)
+
+    monkeypatch.setattr(compare, "_do_run", stopping)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run_comparison(searched(text_file, tmp_path / "out", 2, lr=1e-3), lambda *_: None)
+    run_comparison(searched(text_file, tmp_path / "out", 2, lr=1e-3), lambda *_: None)
+    runs = [run for run in done if run != "stop"]
+    assert len(runs) == len(set(runs)) == 17
+
+
+def test_the_grid_ends():
+    assert next_factor({0.5: math.inf, 1.0: math.inf, 2.0: math.inf}) is None
+    falling = {2.0**power: -power for power in range(-1, 6)}
+    assert next_factor(falling) is None  # 32 is the largest
+
+
+def test_the_command(text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "_do_run", known_loss)
+    options = [f"--{key}={value}" for key, value in {**TINY, "data": text_file}.items()]
+    out = ["--search-rates", "true", "--out", str(tmp_path / "out")]
+    assert main(["compare", "--arms", "prenorm", *options, *out]) == 0
+    assert "at the shared lr" in (tmp_path / "out" / "report.html").read_text()
