@@ -15,9 +15,9 @@ alone, so it is causal by construction and needs no cache when decoding. A whole
 Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,9 @@ class Site:
 
     index: int  # 0 .. depth
     layer: int  # the Transformer layer it belongs to; the number of layers at the readout
-    ports: tuple[str, ...]  # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",)
+    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). A "mixer" takes an
+    # attention's place, with one input for all of q, k and v.
+    ports: tuple[str, ...]
     opens_layer: bool  # the first site of its layer
     closes_layer: bool  # the last site of its layer
     depth: int  # the index of the readout, which is the number of sub-layers
@@ -59,14 +61,26 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
     """
     check_positive(layers=layers)
     ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
-    depth = layers * len(ports_of_layer)
+    return plan_layers([ports_of_layer] * layers)
+
+
+def plan_layers(ports_of_layers: Sequence[Sequence[tuple[str, ...]]]) -> list[Site]:
+    """The sites of a model whose layers differ.
+
+    Args:
+        ports_of_layers: for each layer, the ports of each of its sites.
+
+    Returns:
+        The sites in the order of depth, and the readout.
+    """
+    depth = sum(len(ports_of_layer) for ports_of_layer in ports_of_layers)
     sites: list[Site] = []
-    for layer in range(layers):
+    for layer, ports_of_layer in enumerate(ports_of_layers):
         for i, ports in enumerate(ports_of_layer):
             is_first = i == 0
             is_last = i == len(ports_of_layer) - 1
             sites.append(Site(len(sites), layer, ports, is_first, is_last, depth))
-    return [*sites, Site(depth, layers, ("out",), True, True, depth)]
+    return [*sites, Site(depth, len(ports_of_layers), ("out",), True, True, depth)]
 
 
 class Connection(nn.Module, Generic[StateT]):
@@ -178,9 +192,9 @@ class Connection(nn.Module, Generic[StateT]):
             inputs, state = self.mix_inputs(state)
             return self.apply_port_norms(*inputs), state
 
-    def forward(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
-        """Alias of `read`, so that module hooks (FSDP, offloading) fire."""
-        return self.read(state)
+    def forward(self, state: StateT, verb: Literal["read", "hidden_state"] = "read") -> Any:
+        """`read` or `hidden_state`, as a call of the module: its hooks (FSDP, offloading) run."""
+        return getattr(self, verb)(state)
 
     def hidden_state(self, state: StateT) -> Tensor:
         """The hidden state at this depth, [B T D]: the input of the first port before its norm."""

@@ -152,8 +152,6 @@ def test_a_family_of_ones_own_loads_with_trust(tmp_path):
     """
     from transformers import LlamaConfig
 
-    from crosslayer.hf.families import FAMILIES
-
     class MineConfig(LlamaConfig):
         model_type = "mine"
 
@@ -162,12 +160,11 @@ def test_a_family_of_ones_own_loads_with_trust(tmp_path):
 
     AutoConfig.register("mine", MineConfig)
     AutoModelForCausalLM.register(MineConfig, Mine)
-    FAMILIES["mine"] = FAMILIES["llama"]
     try:
         model = crosslayer.connect(Mine(MineConfig(**llama().config.to_diff_dict())), "mudd")
         model.save_pretrained(tmp_path)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
         assert torch.equal(loaded(ids()).logits, model.eval()(ids()).logits)
     finally:
-        del FAMILIES["mine"], CONFIG_MAPPING._extra_content["mine"]
+        del CONFIG_MAPPING._extra_content["mine"]
         del AutoModelForCausalLM._model_mapping._extra_content[MineConfig]

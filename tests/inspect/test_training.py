@@ -3,10 +3,10 @@
 import json
 import math
 
+import numpy
 import pytest
 
 from crosslayer.inspect.training import (
-    PowerLaw,
     cost_to_loss,
     estimate_multiplier,
     find_spikes,
@@ -71,9 +71,22 @@ def test_power_law_and_multiplier_of_known_curves():
     # a method that is as good as the baseline with 1.89 times the compute
     multiplier = estimate_multiplier(law, sizes, [20 * (1.89 * size) ** -0.1 for size in sizes])
     assert (multiplier.value, multiplier.low, multiplier.high) == pytest.approx([1.89] * 3)
-    noisy = estimate_multiplier(
-        PowerLaw(20, 0.1, 0.01), sizes, [law.predict(1.5 * s) for s in sizes]
-    )
-    assert noisy.low < 1.5 < noisy.high
+    with pytest.raises(ValueError, match="does not fall with size"):
+        estimate_multiplier(fit_power_law(sizes, plain[::-1]), sizes, plain)
     with pytest.raises(ValueError, match="at least two sizes"):
         fit_power_law([1e8], [2.0])
+
+
+def test_the_multiplier_s_interval_has_its_truth_in_95_of_100_studies():
+    random = numpy.random.default_rng(0)
+    sizes = [1e8, 2e8, 4e8, 8e8]
+    inside = []
+    for _ in range(400):
+        noise = numpy.exp(random.normal(0, 0.004, (2, 4)))
+        plain = [20 * size**-0.1 for size in sizes] * noise[0]
+        better = [20 * (1.89 * size) ** -0.1 for size in sizes] * noise[1]
+        multiplier = estimate_multiplier(fit_power_law(sizes, plain), sizes, better)
+        inside.append(multiplier.low < 1.89 < multiplier.high)
+    assert 0.92 < sum(inside) / len(inside) < 0.98
+    single = estimate_multiplier(fit_power_law(sizes[:2], plain[:2]), sizes[:1], better[:1])
+    assert math.isnan(single.low)  # too few points for an interval

@@ -6,24 +6,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import lock_folder
+from ..run_folders import MODEL_FOLDER
 from ..validation import check_positive, did_you_mean, parse_dtype
 from .console import InspectionBar, make_console, make_parser, silence_libraries
 
 if TYPE_CHECKING:
-    from ..inspect.sections import Section
+    from ..inspect.inspection import ModelInspection
+    from ..inspect.report import TrainingReport
+    from ..inspect.sections import Section, TrainingView
+
+TRAINING = "training"  # stands for all views of training in --sections
 
 
 def parser() -> Any:
     command = make_parser(
         "Show what the connections of trained language models do: a report with figures, side by "
-        "side for several models. A model without a connection is seen as pre-norm."
+        "side for several models. A model without a connection is seen as pre-norm. Of folders of "
+        "crosslayer train and compare it shows the training too."
     )
     add = command.add_argument
     add(
         "models",
         type=str,
         nargs="+",
-        help="folders (connected model, transformers model or published checkpoint) or Hub names",
+        help="folders (connected model, transformers model, published checkpoint, run or "
+        "comparison) or Hub names",
     )
     add(
         "--data",
@@ -41,8 +48,9 @@ def parser() -> Any:
         nargs="+",
         default=["standard"],
         help="of the report, like unfolded,cosines, or all; only the analyses that they need are "
-        "run. docs/inspect.md lists them, and so does the message on an unknown one; default: "
-        "those that take few passes over the sequences",
+        "run. docs/inspect.md lists them, and so does the message on an unknown one; training: the "
+        "views of run folders alone, for which no model is opened; default: those that take few "
+        "passes over the sequences",
     )
     add(
         "--layer",
@@ -50,6 +58,12 @@ def parser() -> Any:
         default=None,
         help="whose attention patterns are drawn and whose mixes lose their sources; default: the "
         "patterns at three quarters of the depth, the sources of all layers",
+    )
+    add(
+        "--running-mean",
+        type=float,
+        default=0.99,
+        help="decay of the running mean of training losses, from one logged line to the next",
     )
     add(
         "--tokenizer",
@@ -64,49 +78,147 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
-    from ..data.sources import check_exists, read_documents
-    from ..inspect.inspection import InspectionSubject, inspect_model
     from ..inspect.report import REPORT_FILE, write_report
-    from ..inspect.text_batches import find_sink_ids, make_text_batches
 
     sizes = {"sequences": options.sequences, "context": options.context}
     check_positive(**sizes, batch_size=options.batch_size)
+    if not 0 <= options.running_mean < 1:
+        raise ValueError(f"--running-mean must be from 0 to below 1, got {options.running_mean}")
     folder = Path(options.out)
     if (folder / REPORT_FILE).exists():
         raise ValueError(f"{folder / REPORT_FILE} exists already; choose another folder with --out")
-    sections = _choose_sections(options.sections)
-    analyses = {analysis for section in sections for analysis in section.analyses}
-    check_exists(options.data)
-    device = choose_device(options.device)
-    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    sections, views = _choose_sections(options.sections)
+    models, runs = _find_sources(options.models)
+    _check_sources(options, sections, views, models, runs)
     console = make_console()
-    inspections = []
-    seen = []
     start = time.perf_counter()
+    training = _read_training(runs, views, options.running_mean) if runs and views else None
+    inspections: list[ModelInspection] = []
+    setup = ""
+    if sections and len(models) < len(options.models):
+        console.print("Runs without a model have views of training alone.")
     with lock_folder(folder):
-        with InspectionBar(console) as bar:
-            for source, name in zip(options.models, _short_names(options.models), strict=True):
-                bar.show_step(name, "opening", 0, 1)
-                tokenizer = open_tokenizer(options.tokenizer or source)
-                model = open_model(source, dtype).to(device)
-                check_tokenizer(tokenizer, model)
-                texts = (document.text for document in read_documents(options.data))
-                batches = make_text_batches(
-                    tokenizer, texts, **sizes, batch_size=options.batch_size
-                )
-                seen.append(f"{name}: {_count_tokens(batches)}")
-                subject = InspectionSubject(model, batches, find_sink_ids(tokenizer), options.layer)
-                show_step = partial(bar.show_step, name)
-                inspections.append(inspect_model(name, subject, analyses, show_step))
-        setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
+        if sections and models:
+            inspections, setup = _inspect_models(options, models, sections, console)
+        if training is not None:
+            count = sum(len(group.seeds) for group in training.groups)
+            setup = f"{count} runs. {setup}"
         with console.status("drawing"):
-            report = write_report(inspections, folder, setup, sections)
+            report = write_report(inspections, folder, setup, sections, training)
+    _print_remarks(inspections, training, console)
+    console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
+    return 0
+
+
+def _print_remarks(
+    inspections: "list[ModelInspection]", training: "TrainingReport | None", console: Any
+) -> None:
+    """Print alarms, and which views the runs cannot feed."""
     for inspection in inspections:
         for alarm in inspection.results.get("alarms", []):
             console.print(f"{inspection.name}: {alarm}")
-    console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
-    return 0
+    for line in [] if training is None else training.not_drawn:
+        console.print(line, soft_wrap=True)
+
+
+def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:
+    """Models by the name for the reader, and the folders of runs and comparisons.
+
+    The model of a run's folder is in it, once the run has ended.
+    """
+    from ..inspect.runs import is_run_folder
+
+    models = {}
+    runs = []
+    for source, name in zip(sources, _short_names(sources), strict=True):
+        folder = Path(source)
+        if not is_run_folder(folder):
+            models[name] = source
+            continue
+        runs.append(folder)
+        if (folder / MODEL_FOLDER).is_dir():
+            models[name] = str(folder / MODEL_FOLDER)
+    return models, runs
+
+
+def _check_sources(
+    options: Any,
+    sections: "list[Section]",
+    views: "list[TrainingView]",
+    models: dict[str, str],
+    runs: list[Path],
+) -> None:
+    """Raise a ValueError where nothing could be drawn of what --sections names, or not with these
+    options.
+    """
+    from ..convert.pretrained import choose_device
+    from ..data.sources import check_exists
+
+    if sections and models:
+        check_exists(options.data)
+        choose_device(options.device)
+        _parse_dtype_option(options.dtype)
+    is_choice = not {"all", "standard"} & set(",".join(options.sections).split(","))
+    if not models and (is_choice or not views) and sections:
+        raise ValueError(
+            f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
+            f"compare keeps none); --sections {TRAINING} draws the views of training"
+        )
+    if not runs and is_choice and views:
+        raise ValueError(
+            f"{', '.join(options.models)}: no folder of crosslayer train or compare, which "
+            f"{views[0].name} needs"
+        )
+
+
+def _read_training(
+    folders: list[Path], views: "list[TrainingView]", decay: float
+) -> "TrainingReport":
+    from ..inspect.report import draw_views
+    from ..inspect.run_groups import group_runs
+    from ..inspect.runs import read_runs
+    from ..inspect.training_summary import TrainingRuns
+
+    runs = [run for folder in folders for run in read_runs(folder)]
+    if not runs:
+        raise ValueError(f"{', '.join(map(str, folders))}: no run has logged anything yet")
+    return draw_views(TrainingRuns(group_runs(runs), decay), views)
+
+
+def _inspect_models(
+    options: Any, models: dict[str, str], sections: "list[Section]", console: Any
+) -> "tuple[list[ModelInspection], str]":
+    """The analyses that the sections need of every model, and a sentence on what it saw."""
+    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
+    from ..data.sources import read_documents
+    from ..inspect.inspection import InspectionSubject, inspect_model
+    from ..inspect.text_batches import find_sink_ids, make_text_batches
+
+    device = choose_device(options.device)
+    dtype = _parse_dtype_option(options.dtype)
+    analyses = {analysis for section in sections for analysis in section.analyses}
+    inspections = []
+    seen = []
+    with InspectionBar(console) as bar:
+        for name, source in models.items():
+            bar.show_step(name, "opening", 0, 1)
+            tokenizer = open_tokenizer(options.tokenizer or source)
+            model = open_model(source, dtype).to(device)
+            check_tokenizer(tokenizer, model)
+            texts = (document.text for document in read_documents(options.data))
+            batches = make_text_batches(
+                tokenizer, texts, options.sequences, options.context, options.batch_size
+            )
+            seen.append(f"{name}: {_count_tokens(batches)}")
+            subject = InspectionSubject(model, batches, find_sink_ids(tokenizer), options.layer)
+            show_step = partial(bar.show_step, name)
+            inspections.append(inspect_model(name, subject, analyses, show_step))
+    setup = f"{options.data} in sequences of up to {options.context} tokens. {'; '.join(seen)}."
+    return inspections, setup
+
+
+def _parse_dtype_option(name: str) -> Any:
+    return "auto" if name == "auto" else parse_dtype(name)
 
 
 def _short_names(sources: list[str]) -> list[str]:
@@ -121,18 +233,24 @@ def _count_tokens(batches: list[Any]) -> str:
     return f"{sequences} sequences, {tokens:,} tokens"
 
 
-def _choose_sections(words: list[str]) -> "list[Section]":
-    """The sections that the words name, separated by spaces or commas.
+def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingView]]":
+    """The sections and the views of training that the words name, separated by spaces or commas.
 
-    "all" stands for all of them, "standard" for those that are drawn by default.
+    "all" stands for all of both, "standard" for those that are drawn by default, and "training" for
+    the views.
 
     Raises:
         ValueError: a section is not known.
     """
-    from ..inspect.sections import SECTIONS
+    from ..inspect.sections import SECTIONS, TRAINING_VIEWS
 
-    known = {"all": SECTIONS, "standard": [s for s in SECTIONS if s.is_standard]}
-    known |= {section.name: [section] for section in SECTIONS}
+    views = [view.name for view in TRAINING_VIEWS]
+    known = {
+        "all": [*views, *(section.name for section in SECTIONS)],
+        "standard": [*views, *(section.name for section in SECTIONS if section.is_standard)],
+        TRAINING: views,
+    }
+    known |= {name: [name] for name in known["all"]}
     names = [name for word in words for name in word.split(",") if name]
     for name in names:
         if name not in known:
@@ -142,5 +260,8 @@ def _choose_sections(words: list[str]) -> "list[Section]":
             )
     if not names:
         raise ValueError(f"--sections names none; known: {', '.join(known)}")
-    chosen = {section.name for name in names for section in known[name]}
-    return [section for section in SECTIONS if section.name in chosen]
+    chosen = {part for name in names for part in known[name]}
+    return (
+        [section for section in SECTIONS if section.name in chosen],
+        [view for view in TRAINING_VIEWS if view.name in chosen],
+    )

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..run_folders import METRICS_FILE, MODEL_FOLDER, RESULT_FILE, RESULTS_FILE
 from ..validation import did_you_mean
 from .console import (
     ProgressBars,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ..train.task import Examples
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
-MODEL_FOLDER, RESULT_FILE = "model", "result.json"
 
 
 def parser() -> Any:
@@ -127,9 +127,6 @@ def _train_in_folder(
 
 def check_out_folder(folder: Path) -> None:
     """Refuse a folder where a comparison, or a model of another origin, would be overwritten."""
-    from ..train.compare import RESULTS_FILE
-    from ..train.metrics_log import METRICS_FILE
-
     is_comparison = (folder / RESULTS_FILE).exists()
     has_other_model = (folder / MODEL_FOLDER).exists() and not (folder / METRICS_FILE).exists()
     if is_comparison or has_other_model:

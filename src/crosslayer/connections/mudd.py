@@ -52,7 +52,10 @@ Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
 STREAMS = "qkvr"
 # The stream that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
-STREAM_OF_PORT = {"attn": "q", "q": "q", "k": "k", "v": "v", "mlp": "r", "out": "r"}
+# What mixes tokens in another way has one input, which is what it moves between them: S_v.
+STREAM_OF_PORT = {
+    "attn": "q", "q": "q", "k": "k", "v": "v", "mixer": "v", "mlp": "r", "out": "r",
+}  # fmt: skip
 
 
 class NormedForm(NamedTuple):
@@ -144,8 +147,9 @@ class Mudd(FusedNormConnection[History]):
             )
         is_last = site.index == site.depth
         mixtures = _parse_ways(ways)
-        if is_last:  # The readout reads the residual stream alone.
-            mixtures = [streams for streams in mixtures if "r" in streams]
+        # The readout, and a layer without an attention, read fewer streams than there are.
+        read = {"r", *(STREAM_OF_PORT[port] for port in _split_attention(site.ports))}
+        mixtures = [streams for streams in mixtures if read & set(streams)]
         sources = averaged_blocks(site, dilation, period, window)
         aggregates = bool(sources and mixtures)
 

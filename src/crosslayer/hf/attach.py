@@ -1,16 +1,14 @@
 """Connect the layers of a backbone: what `connect` and the loading of saved models share."""
 
-import inspect
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..class_swap import swap_class
-from ..connection import Connection, NormFactory, Site, plan
+from ..connection import Connection, NormFactory, Site, plan_layers
 from ..spec import ConnectionSpec
-from .families import FAMILIES, Family
+from .families import FAMILIES, LayerWiring, ModelWiring, Sublayer
 from .layers import (
     ConnectedLayer,
     ConnectedModel,
@@ -21,6 +19,8 @@ from .layers import (
 )
 from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
+from .recognition import recognise_model
+from .shadow import argument_parameters
 
 FAMILY_TEMPLATE = """
     from crosslayer.hf.families import FAMILIES, Family, Sublayer
@@ -37,13 +37,13 @@ FAMILY_TEMPLATE = """
 
 
 def attach_connections(
-    backbone: Any, family: Family, spec: ConnectionSpec, mlp_widths: list[int] | None
+    backbone: Any, family: ModelWiring, spec: ConnectionSpec, mlp_widths: list[int] | None
 ) -> None:
     """Connect the layers of a backbone, in place.
 
     Args:
         backbone: the module that owns the layers.
-        family: its row.
+        family: its wiring.
         spec: the connection.
         mlp_widths: a hidden width for each layer's MLP, with new weights; None to leave the MLPs
             alone.
@@ -52,38 +52,34 @@ def attach_connections(
         ValueError: an option has a wrong value, or the model is dispatched by accelerate. The
             backbone is then unchanged.
     """
-    config: Any = getattr(backbone, "config", None)
     layers = getattr(backbone, family.layers)
     final = getattr(backbone, family.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
     check_not_dispatched(*layers, final)
-    is_parallel = bool(family.parallel and getattr(config, family.parallel))
-    dim = attrgetter(family.width)(backbone)
-    *sites, readout_site = plan(len(layers), is_parallel)
+    *sites, readout_site = plan_layers([_ports_of_sites(layer) for layer in family.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:
         layer = layers[site.layer]
-        connections_of_layer[site.layer].append(
-            _make_on_device(spec, site, dim, _host_norms(layer, family), layer)
-        )
-    if connections_of_layer[0][0].output_scale != 1 and not family.attn.output_projection:
+        connections = connections_of_layer[site.layer]
+        norms = _host_norms(layer, family.of_layers[site.layer].sites[len(connections)])
+        connections.append(_make_on_device(spec, site, family.dim, norms, layer))
+    scales_outputs = connections_of_layer[0][0].output_scale != 1
+    if scales_outputs and not all(sublayer.output_projection for sublayer in family.sublayers):
         raise ValueError(
             f"{spec}: output_scale needs a family whose row names output projections "
             "that no norm follows"
         )
-    readout = _make_on_device(spec, readout_site, dim, _readout_norms(backbone, final), backbone)
+    readout = _make_on_device(
+        spec, readout_site, family.dim, _readout_norms(backbone, final), backbone
+    )
 
     if mlp_widths is not None:
         set_mlp_widths(backbone, family, mlp_widths)
-    for layer, connections in zip(layers, connections_of_layer, strict=True):
-        layer.connections = nn.ModuleList(connections).train(layer.training)
-        layer.family = family
-        layer.argument_names = tuple(inspect.signature(layer.forward).parameters)[1:]
-        swap_class(layer, ConnectedLayer)
-        if any("q" in connection.ports for connection in connections):
-            fused = None if family.fused is None else family.fused(config)
-            split_qkv_inputs(getattr(layer, family.attn.module), family.qkv, fused)
+    for layer, wiring, connections in zip(
+        layers, family.of_layers, connections_of_layer, strict=True
+    ):
+        connect_layer(layer, wiring, connections)
     swap_class(final, ReadoutNorm)
     final.connection = readout.train(final.training)
     swap_class(backbone, ConnectedModel)
@@ -92,24 +88,44 @@ def attach_connections(
     set_config_keys(backbone, crosslayer=str(spec), crosslayer_widths=mlp_widths)
 
 
-def find_backbone(model: Any) -> tuple[Any, Family]:
-    """The module that owns a model's layers, and the row of its family.
+def connect_layer(layer: Any, wiring: LayerWiring, connections: list[Connection[Any]]) -> None:
+    """Let a layer's stream pass through connections, in place."""
+    layer.connections = nn.ModuleList(connections).train(layer.training)
+    layer.wiring = wiring
+    layer.argument_names = tuple(argument_parameters(layer))
+    swap_class(layer, ConnectedLayer)
+    for connection, sublayers in zip(connections, wiring.sites, strict=True):
+        for sublayer in sublayers:
+            if "q" in connection.ports and sublayer.qkv:
+                attention = layer.get_submodule(sublayer.module)
+                split_qkv_inputs(attention, sublayer.qkv, sublayer.fused)
+
+
+def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
+    """The module that owns a model's layers, and its wiring: of its family's row, or recognised.
 
     Raises:
-        ValueError: the family is unknown. The error shows the row to add.
+        ValueError: the wiring is not that of a stream with sub-layers. The error says why, and
+            shows the row to add.
     """
     host = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
     backbone: Any = getattr(host, "base_model", host)
+    for module in backbone.modules():
+        if is_connected(module):
+            return module, module.family
     name = getattr(getattr(backbone, "config", None), "model_type", None)
     name = name or type(backbone).__name__
     family = FAMILIES.get(name)
-    if family is None or not (hasattr(backbone, family.layers) and hasattr(backbone, family.final)):
+    if family and hasattr(backbone, family.layers) and hasattr(backbone, family.final):
+        return backbone, family.wire(backbone)
+    try:
+        return recognise_model(backbone)
+    except ValueError as error:
         raise ValueError(
-            f"connect does not know the family {name!r}; it knows {', '.join(FAMILIES)}. "
+            f"connect cannot connect {name!r}: {error}. "
             "In your own model, use crosslayer.Stack or the four verbs of crosslayer.connection. "
             "For a model with pre-norm layers, add one row:\n" + FAMILY_TEMPLATE.format(name=name)
-        )
-    return backbone, family
+        ) from None
 
 
 def is_connected(backbone: Any) -> bool:
@@ -148,11 +164,16 @@ def is_diffusers_model(model: Any) -> bool:
     return hasattr(model, "register_to_config")
 
 
-def _host_norms(layer: nn.Module, family: Family) -> NormFactory:
-    """The norms of a layer's ports: references to the host's, and copies of it for k and v."""
+def _ports_of_sites(layer: LayerWiring) -> list[tuple[str, ...]]:
+    return [tuple(sublayer.port for sublayer in site) for site in layer.sites]
+
+
+def _host_norms(layer: nn.Module, site: tuple[Sublayer, ...]) -> NormFactory:
+    """The norms of a site's ports: references to the host's, and copies of it for k and v."""
+    sublayer_of_port = {sublayer.port: sublayer for sublayer in site}
 
     def norm(port: str) -> nn.Module:
-        sublayer = family.mlp if port == "mlp" else family.attn
+        sublayer = sublayer_of_port["attn" if port in ("q", "k", "v") else port]
         if sublayer.norm is not None and port in ("k", "v"):
             return copy_norm(layer.get_submodule(sublayer.norm), layer, sublayer.norm)
         return NormReference(layer, sublayer.norm)

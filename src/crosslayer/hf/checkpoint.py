@@ -207,7 +207,7 @@ def _config_class(config_dict: dict[str, Any], folder: Path) -> Any:
             own_code = "; code that comes with a checkpoint (auto_map) is never run"
         raise ValueError(
             f"{folder}: unknown model type {model_type!r}"
-            f"{did_you_mean(model_type, FAMILIES)} in its config.json{own_code}"
+            f"{did_you_mean(model_type, CONFIG_MAPPING.keys())} in its config.json{own_code}"
         )
     return CONFIG_MAPPING[model_type]
 

@@ -1,13 +1,16 @@
 """Configs of transformers from a few sizes."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
-from .families import FAMILIES
+from .attach import find_backbone
 
 MAX_WIDTH = 2**24  # of a stream, a hidden layer or a vocabulary
 _MLP_MULTIPLE = 32  # the hidden width of a gated MLP is rounded up to a multiple of it
@@ -34,10 +37,11 @@ def make_config(
     Raises:
         ValueError: the family or a key is unknown, or the sizes do not fit together.
     """
-    if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"unknown family {family!r}{did_you_mean(family, FAMILIES)}; known: {known}"
+            f"unknown family {family!r}{did_you_mean(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}; "
+            "known: the language models of transformers that connect recognises, like llama, qwen3 "
+            "and gpt_neox"
         )
     check_plain("model_config", overrides)
     check_positive(layers=layers, dim=dim, heads=heads, vocab=vocab)
@@ -46,9 +50,8 @@ def make_config(
             f"dim must be a multiple of twice the heads, got dim {dim} and {heads} heads"
         )
     # A gated MLP has three matrices where a plain one has two: 8 D² parameters either way.
-    is_gated = any("gate" in name for name in FAMILIES[family].mlp.up_projections)
     mlp_width = 4 * dim
-    if is_gated:
+    if _has_gated_mlp(family):
         multiples = -(-dim * 8 // 3 // _MLP_MULTIPLE)
         mlp_width = multiples * _MLP_MULTIPLE
     sizes = {
@@ -66,6 +69,27 @@ def make_config(
         "pad_token_id": None,
     }
     return _build_config(family, sizes, overrides or {})
+
+
+@functools.cache
+def _has_gated_mlp(family: str) -> bool:
+    """Whether the MLP of a family's first layer has a gate.
+
+    Raises:
+        ValueError: `connect` cannot connect the family.
+    """
+    with host_refusals(f"unknown family {family!r}"):
+        config = AutoConfig.for_model(
+            family, num_hidden_layers=1, bos_token_id=None, eos_token_id=None
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    try:
+        _, wiring = find_backbone(model)
+    except ValueError as error:
+        reason = str(error).split(". ")[0]
+        raise ValueError(f"unknown family {family!r}: {reason}") from None
+    return any("gate" in name for part in wiring.sublayers for name in part.up_projections)
 
 
 def _build_config(

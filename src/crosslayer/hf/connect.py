@@ -1,4 +1,4 @@
-"""`connect`: replace the residual connections of a model of a known family."""
+"""`connect`: replace the residual connections of a model."""
 
 import copy
 import warnings
@@ -17,14 +17,17 @@ from .attach import (
     is_diffusers_model,
     set_config_keys,
 )
-from .families import Family
+from .families import ModelWiring
 from .mlp_widths import growing_widths, mlp_hidden_width
+from .proof import prove_wiring
 from .registration import register_with_diffusers
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) -> Model:
+def connect(
+    model: Model, spec: str | ConnectionSpec, reallocate: bool = False, verify: bool = True
+) -> Model:
     """Replace the residual connections of a model, in place.
 
     The model keeps its classes, module paths and state-dict keys. The connection's parameters are
@@ -34,18 +37,21 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     outputs unchanged. For the others a warning says that a pretrained model has changed.
 
     Args:
-        model: a model of a family in `crosslayer.hf.families`, on any device, meta included.
+        model: a model whose layers `connect` recognises (docs/families.md), or that has a row in
+            `crosslayer.hf.families`, on any device, meta included.
         spec: a string like "mudd(dilation=2)", or what `make` returns.
         reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
             with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
             changes by at most half a percent.
+        verify: prove first that the layers' wiring is known: connected with pre-norm, one layer of
+            each kind computes what it did. It costs milliseconds at any size, as no weight is used.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the connection, an option or the family is unknown, or the model is already
-            connected. The model is then unchanged.
+        ValueError: the connection or an option is unknown, the model's layers cannot be connected,
+            or it is connected already. The model is then unchanged.
     """
     if isinstance(model, str):
         raise ValueError(
@@ -55,15 +61,12 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
     backbone, family = find_backbone(model)
     if is_connected(backbone):
         raise ValueError(f"the model is already connected, with {backbone.connection_spec!r}")
-    if spec.method.norms_its_stream and family.attn.norm is None:
+    if verify:
+        prove_wiring(backbone, family)
+    if spec.method.norms_its_stream and not family.norms_inputs:
         raise ValueError(
             f"{spec} applies the norms before sub-layers to its streams, "
             "and this family has no such norms"
-        )
-    if getattr(getattr(backbone, "config", None), "add_cross_attention", False):
-        raise ValueError(
-            "connect supports layers of attention and MLP; "
-            "this model's layers have cross-attention too"
         )
     mlp_widths = None
     if reallocate:
@@ -71,7 +74,7 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
     if is_diffusers_model(model):
         register_with_diffusers()
-    elif model is not backbone and hasattr(model, "config"):
+    elif model is not backbone and _has_config_of(model, backbone):
         _unshare_config(model)
     attach_connections(backbone, family, spec, mlp_widths)
     reason = inequivalence_reason(getattr(backbone, family.layers)[0].connections[0], family)
@@ -82,39 +85,45 @@ def connect(model: Model, spec: str | ConnectionSpec, reallocate: bool = False) 
             stacklevel=2,
         )
     scale_output_weights(backbone, family)
-    set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
+    if is_diffusers_model(model) or _has_config_of(model, backbone):
+        set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     return model
 
 
+def _has_config_of(model: Any, backbone: Any) -> bool:
+    """Whether a model's config is its backbone's. A larger model's config contains that config."""
+    config = getattr(model, "config", None)
+    return config is not None and config is getattr(backbone, "config", None)
+
+
 @torch.no_grad()
-def scale_output_weights(backbone: Any, family: Family) -> None:
+def scale_output_weights(backbone: Any, family: ModelWiring) -> None:
     """Multiply the weights of each sub-layer's output projection by its `output_scale`, in place.
 
     `connect` does so once. What is loaded afterwards replaces the weights.
     """
     for layer in getattr(backbone, family.layers):
-        for connection in layer.connections:
+        for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=True):
             if connection.output_scale == 1:
                 continue
-            for port in connection.site.ports:
-                sublayer = family.mlp if port == "mlp" else family.attn
+            for sublayer in sublayers:
                 path = f"{sublayer.module}.{sublayer.output_projection}"
                 projection = attrgetter(path)(layer)
                 getattr(projection, "weight", projection).mul_(connection.output_scale)
 
 
-def inequivalence_reason(connection: Connection[Any], family: Family) -> str:
+def inequivalence_reason(connection: Connection[Any], family: ModelWiring) -> str:
     """Why connecting changes what a model computes; empty where it does not."""
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
-    if connection.prenorm_up_to_scale and family.attn.norm is None:
+    if connection.prenorm_up_to_scale and not family.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
 
 
-def looks_pretrained(backbone: Any, family: Family) -> bool:
+def looks_pretrained(backbone: Any, family: ModelWiring) -> bool:
     """Whether the final norm has left its initial value.
 
     Where the norm has no weight: whether the model was loaded from somewhere.

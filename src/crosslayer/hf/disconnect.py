@@ -66,9 +66,9 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
             f"and the tolerance is {tolerance:.1e}"
         )
     for layer in layers:
-        _merge_qkv_inputs(getattr(layer, family.attn.module))
+        _merge_qkv_inputs(layer)
         restore_class(layer)
-        for name in ("connections", "family", "argument_names"):
+        for name in ("connections", "wiring", "argument_names"):
             delattr(layer, name)
     restore_class(final)
     del final.connection
@@ -106,15 +106,15 @@ def _max_input_difference(connections: list[Connection[Any]], like: Tensor) -> f
     return torch.stack(differences).max().item()  # NaN where one is NaN
 
 
-def _merge_qkv_inputs(attention: Any) -> None:
-    """Undo `split_qkv_inputs`."""
-    for module in attention.modules():
+def _merge_qkv_inputs(layer: Any) -> None:
+    """Undo `split_qkv_inputs` in a layer."""
+    for module in layer.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, partial) and hook.func is select_port:
                 del module._forward_pre_hooks[key]
         if isinstance(module, FusedProjection):
             restore_class(module)
             del module.fused
-    if isinstance(attention, SplitInputAttention):
-        restore_class(attention)
-        del attention.projections, attention.fused
+        if isinstance(module, SplitInputAttention):
+            restore_class(module)
+            del module.projections, module.fused

@@ -1,26 +1,16 @@
-"""Where each family of models keeps its parts: one row of data a family, and no forward of its own.
+"""Where a host keeps its parts, as data: the wiring of its layers, and no forward of its own.
 
-The key is the config's `model_type`, or the name of the class where the model has no such config.
-Add a family of your own from anywhere: `FAMILIES["mine"] = Family(...)`.
+`recognition.py` finds the wiring of a model by running its layers' code. A family whose layers it
+cannot read has a row: the key is the config's `model_type`, or the name of the class where the
+model has no such config. Add one of your own from anywhere: `FAMILIES["mine"] = Family(...)`.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-
-class Sublayer(NamedTuple):
-    """An attention or an MLP: names of modules within its layer."""
-
-    module: str
-    norm: str | None  # before it; None where the family norms outputs alone
-    after: tuple[str, ...] = ()  # what its output passes before the stream: a dropout, a norm
-    up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
-    # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
-    # whose output is normed before the stream name none.
-    output_projection: str = ""
 
 
 class Fused(NamedTuple):
@@ -31,6 +21,62 @@ class Fused(NamedTuple):
 
     groups: int
     sizes: tuple[int, int, int]
+
+
+REST = "**"  # stands for the arguments that a layer has no name for and passes on
+# Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets.
+Arguments = tuple[tuple[str, str], ...]
+
+
+class Sublayer(NamedTuple):
+    """An attention, an MLP or another mixer: names of modules within its layer."""
+
+    module: str
+    norm: str | None  # before it; None where the family norms outputs alone
+    # What its output passes before the stream: modules by name, and dropout by its probability.
+    after: tuple[str | float, ...] = ()
+    up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
+    # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
+    # whose output is normed before the stream name none.
+    output_projection: str = ""
+    scale: float = 1.0  # of its output on the way to the stream
+    input_scale: float = 1.0  # of its normed input
+    port: str = ""  # "attn"; "mlp"; "mixer": one input for all of q, k and v
+    qkv: tuple[str, ...] = ()  # of an attention: its projections of q, k and v
+    fused: Fused | None = None  # the order of their outputs, where one projection is all three
+    arguments: Arguments | None = None  # None: all of the layer's
+
+
+class LayerWiring(NamedTuple):
+    """The sub-layers of a layer in order. Those of one site read the same stream, in parallel."""
+
+    sites: tuple[tuple[Sublayer, ...], ...]
+    # What the layer returns besides the stream: (sub-layer's module, index of its outputs), or None
+    # for a None. None as a whole where it returns no tuple.
+    extras: tuple[tuple[str, int] | None, ...] | None = None
+    condition: "Condition | None" = None  # where it is conditioned on more than its input
+
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        return [sublayer for site in self.sites for sublayer in site]
+
+
+class ModelWiring(NamedTuple):
+    """Where a backbone keeps its parts, and the wiring of each of its layers."""
+
+    layers: str  # the list of layers
+    final: str  # the final norm
+    dim: int  # width of the stream
+    of_layers: tuple[LayerWiring, ...]
+
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        return [sublayer for layer in self.of_layers for sublayer in layer.sublayers]
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether a norm comes before every sub-layer."""
+        return all(sublayer.norm is not None for sublayer in self.sublayers)
 
 
 class Modulation(NamedTuple):
@@ -62,6 +108,18 @@ class Family(NamedTuple):
     width: str = "config.hidden_size"  # of the stream, from the backbone
     condition: Condition | None = None  # where layers are conditioned on more than their input
 
+    def wire(self, backbone: Any) -> ModelWiring:
+        """The wiring of a backbone of this family, whose layers are all of one kind."""
+        config = getattr(backbone, "config", None)
+        fused = None if self.fused is None else self.fused(config)
+        attn = self.attn._replace(port="attn", qkv=self.qkv, fused=fused)
+        mlp = self.mlp._replace(port="mlp", arguments=())
+        is_parallel = self.parallel is not None and getattr(config, self.parallel)
+        sites = ((attn, mlp),) if is_parallel else ((attn,), (mlp,))
+        layer = LayerWiring(sites, condition=self.condition)
+        of_layers = (layer,) * len(getattr(backbone, self.layers))
+        return ModelWiring(self.layers, self.final, attrgetter(self.width)(backbone), of_layers)
+
 
 def qkv_per_head(config: Any) -> Fused:
     """Outputs in the order (head, q | k | v, channel)."""
@@ -79,6 +137,14 @@ def qkv_concatenated(config: Any) -> Fused:
     return Fused(1, (config.num_attention_heads * head_dim, kv_size, kv_size))
 
 
+# By the class of an attention: its projection to q, k and v together, and the order of the outputs.
+FUSED_PROJECTIONS: dict[str, tuple[str, Callable[[Any], Fused]]] = {
+    "GPT2Attention": ("c_attn", qkv_concatenated),
+    "Phi3Attention": ("qkv_proj", qkv_concatenated),
+    "GPTNeoXAttention": ("query_key_value", qkv_per_head),
+}
+
+
 def adaln_zero(
     layer: Any, dtype: torch.dtype, arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Modulation]]:
@@ -90,82 +156,7 @@ def adaln_zero(
     return attention_arguments, [Modulation(*vectors[:3]), Modulation(*vectors[3:])]
 
 
-GATED = ("gate_proj", "up_proj")
-QKV = ("q_proj", "k_proj", "v_proj")
-ATTENTION = Sublayer("self_attn", "input_layernorm", output_projection="o_proj")
-LLAMA = Family(ATTENTION, Sublayer("mlp", "post_attention_layernorm", (), GATED, "down_proj"), QKV)
-MOE = Family(
-    ATTENTION,
-    Sublayer("mlp", "post_attention_layernorm", output_projection="experts.down_proj"),
-    QKV,
-)
-# Norms before and after each sub-layer.
-SANDWICH = Family(
-    Sublayer("self_attn", "input_layernorm", ("post_attention_layernorm",)),
-    Sublayer(
-        "mlp", "pre_feedforward_layernorm", ("post_feedforward_layernorm",), GATED, "down_proj"
-    ),
-    QKV,
-)
-
-FAMILIES = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": LLAMA,
-    "arcee": LLAMA._replace(
-        mlp=Sublayer("mlp", "post_attention_layernorm", (), ("up_proj",), "down_proj")
-    ),
-    "olmo": LLAMA,
-    "mixtral": MOE,
-    "olmoe": MOE,
-    "gemma2": SANDWICH,
-    "gemma3_text": SANDWICH,
-    "olmo2": Family(
-        Sublayer("self_attn", None, ("post_attention_layernorm",)),
-        Sublayer("mlp", None, ("post_feedforward_layernorm",), GATED, "down_proj"),
-        QKV,
-    ),
-    "phi3": Family(
-        Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",), (), "o_proj"),
-        Sublayer(
-            "mlp",
-            "post_attention_layernorm",
-            ("resid_mlp_dropout",),
-            ("gate_up_proj",),
-            "down_proj",
-        ),
-        ("qkv_proj",),
-        fused=qkv_concatenated,
-    ),
-    "gpt2": Family(
-        Sublayer("attn", "ln_1", output_projection="c_proj"),
-        Sublayer("mlp", "ln_2", (), ("c_fc",), "c_proj"),
-        ("c_attn",),
-        layers="h",
-        final="ln_f",
-        fused=qkv_concatenated,
-    ),
-    "gpt_neox": Family(
-        Sublayer("attention", "input_layernorm", ("post_attention_dropout",), (), "dense"),
-        Sublayer(
-            "mlp",
-            "post_attention_layernorm",
-            ("post_mlp_dropout",),
-            ("dense_h_to_4h",),
-            "dense_4h_to_h",
-        ),
-        ("query_key_value",),
-        final="final_layer_norm",
-        parallel="use_parallel_residual",
-        fused=qkv_per_head,
-    ),
-    "vit": Family(
-        Sublayer("attention", "layernorm_before", ("dropout",), (), "o_proj"),
-        Sublayer("mlp", "layernorm_after", ("dropout",), ("fc1",), "fc2"),
-        QKV,
-        final="layernorm",
-    ),
+FAMILIES: dict[str, Family] = {
     "DiTTransformer2DModel": Family(
         Sublayer("attn1", "norm1.norm", output_projection="to_out.0"),
         Sublayer("ff", "norm3", output_projection="net.2"),

@@ -3,12 +3,12 @@
 `connect` swaps the classes of three kinds of module (see `class_swap`): the backbone becomes a
 `ConnectedModel`, each layer a `ConnectedLayer`, and the final norm the `ReadoutNorm`. Between
 layers the connection's state travels as the host's `hidden_states`. A module that may not be
-registered twice is kept in a tuple, where nn.Module does not find it.
+registered twice is kept in a `ModuleReference`, where nn.Module does not find it.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..class_swap import swap_class
 from ..connection import Connection
 from ..recompute import RecomputedConnection, recompute_inputs
-from .families import Family, Modulation, Sublayer
+from .families import REST, Arguments, LayerWiring, ModelWiring, Modulation, Sublayer
 from .qkv import QKVInputs
 
 
@@ -28,7 +28,7 @@ class ConnectedModel:
     """
 
     connection_spec: str  # the connection's name and options
-    family: Family
+    family: ModelWiring
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
@@ -39,23 +39,39 @@ class ConnectedModel:
             return_dict = config.return_dict
         # transformers records the layers' first outputs, which are parts of states. What the layers
         # give to this recorder replaces that.
-        layers = list(getattr(self, self.family.layers))
-        final = getattr(self, self.family.final)
-        next_connections = [*(layer.connections[0] for layer in layers[1:]), final.connection]
-        recorder = HiddenStateRecorder(next_connections)
+        recorder = HiddenStateRecorder()
         out = super().forward(  # type: ignore[misc]
             *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
         )
-        recorded = recorder.hidden_states
-        # Some hosts record the embedding before the first layer's output.
-        first = len(out.hidden_states) - len(recorded)
         hidden_states = list(out.hidden_states)
+        # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
+        if recorder.layers == 0 or isinstance(hidden_states[0], HiddenState):
+            out.hidden_states = tuple(self._read_hidden_states(hidden_states))
+            return out if return_dict else out.to_tuple()
+        # Some hosts record the embedding before the first layer's output.
+        first = len(hidden_states) - recorder.layers
         for i, hidden_state in enumerate(out.hidden_states):
-            is_from_layer = i >= first and hidden_state is not None
-            if is_from_layer and hidden_state is not out.last_hidden_state:
-                hidden_states[i] = recorded[i - first]
+            if i < first or hidden_state is None or hidden_state is out.last_hidden_state:
+                continue
+            if i - first < len(recorder.hidden_states):
+                hidden_states[i] = recorder.hidden_states[i - first]
+            else:  # after the last layer, where the host does not return the readout here
+                final = self.get_submodule(self.family.final)  # type: ignore[attr-defined]
+                hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
         return out if return_dict else out.to_tuple()
+
+    def _read_hidden_states(self, recorded: list[Any]) -> list[Tensor]:
+        """The hidden states of what a host has recorded before and after its layers."""
+        readers = [layer.connections[0] for layer in getattr(self, self.family.layers)]
+        readers.append(getattr(self, self.family.final).connection)
+        if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
+            readers = readers[1:]
+        read = list(recorded)
+        for i, (connection, hidden) in enumerate(zip(readers, recorded, strict=False)):
+            if isinstance(hidden, HiddenState):
+                read[i] = connection(hidden.state, "hidden_state").to(hidden.dtype)
+        return read
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):
@@ -103,29 +119,28 @@ class HiddenState(NamedTuple):
 
 
 class HiddenStateRecorder:
-    """The hidden states of one forward pass, read out of the connections' states.
+    """The hidden states of one forward pass.
 
-    Args:
-        next_connections: for each layer the connection after it: the first of the next layer, or
-            the readout. No layer refers to another one: copying and pickling would follow such
-            references through all layers, each some calls deeper than the one before it.
+    Each layer reads the one before it out of the state that it gets, with its own connection, as
+    part of its own call: there its parameters are whole and on the device of the state, whoever
+    shards, offloads or adapts them.
     """
 
-    def __init__(self, next_connections: list[Connection[Any]]):
-        self.next_connections = next_connections
-        self.hidden_states: list[Tensor] = []
-
-    def record(self, hidden: HiddenState) -> None:
-        """Add the hidden state after the next layer."""
-        connection = self.next_connections[len(self.hidden_states)]
-        self.hidden_states.append(connection.hidden_state(hidden.state).to(hidden.dtype))
+    def __init__(self) -> None:
+        self.layers = 0  # that have run
+        self.hidden_states: list[Tensor] = []  # after each of these layers but the last
+        self.last: HiddenState  # the state after the last layer
 
 
 class OpaqueTree:
-    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart."""
+    """The structure of a pytree, wrapped because FSDP would take the bare dataclass apart.
 
-    def __init__(self, spec: TreeSpec):
+    With it travels what a layer returns besides its stream.
+    """
+
+    def __init__(self, spec: TreeSpec, extras: tuple[Any, ...] = ()):
         self.spec = spec
+        self.extras = extras
 
 
 class ConnectionOwner:
@@ -151,7 +166,7 @@ class ConnectedLayer(ConnectionOwner):
     """
 
     connections: Sequence[Connection[Any]]
-    family: Family
+    wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
     training: bool
 
@@ -166,54 +181,105 @@ class ConnectedLayer(ConnectionOwner):
         leaves, spec = tree_flatten(hidden_states)
         kwargs |= zip(self.argument_names, args, strict=False)
         recorder = kwargs.pop("hidden_state_recorder", None)
-        *leaves, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
+        kwargs["records"] = recorder is not None and isinstance(hidden_states, HiddenState)
+        *leaves, before, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
         hidden = tree_unflatten(leaves, tree.spec)
         if recorder is not None:
-            recorder.record(hidden)
-        return hidden
+            recorder.layers += 1
+            recorder.hidden_states += [] if before is None else [before]
+            recorder.last = hidden
+        return hidden if self.wiring.extras is None else (hidden, *tree.extras)
 
-    def forward(self, *leaves: Any, tree: OpaqueTree, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(
+        self, *leaves: Any, tree: OpaqueTree, records: bool = False, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """The tensors of the next state, the hidden state before this layer if `records`, and the
+        structure of the next state.
+        """
         hidden = tree_unflatten(leaves, tree.spec)
-        attn_modulation: Modulation | None = None
-        mlp_modulation: Modulation | None = None
-        if self.family.condition:
-            kwargs, (attn_modulation, mlp_modulation) = self.family.condition(
+        before = None
+        if records:
+            before = self.connections[0](hidden.state, "hidden_state").to(hidden.dtype)
+        modulations: dict[str, Modulation] = {}
+        if self.wiring.condition:
+            kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
                 self,  # type: ignore[arg-type]
                 hidden.dtype,
                 kwargs,
             )
+            modulations = {"attn": attn_modulation, "mlp": mlp_modulation}
         if isinstance(hidden, Tensor):  # The first layer gets the embedding.
             hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
         state = hidden.state
-        for connection in self.connections:
+        returned: dict[str, Any] = {}  # by each sub-layer's module
+        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=True):
             inputs, state = connection(state)
-            outputs = []  # of the attention, of the MLP, or of both in a parallel block
+            outputs = []  # of one sub-layer, or of all in a parallel block
             with recompute_inputs(inputs, state):
-                if connection.ports[0] != "mlp":
-                    feeds_qkv = connection.ports[0] == "q"
-                    attn_input = QKVInputs(inputs[:3]) if feeds_qkv else inputs[0]
-                    outputs.append(
-                        self._run_sublayer(self.family.attn, attn_input, attn_modulation, kwargs)
+                first = 0  # of the sub-layer's ports
+                for sublayer in sublayers:
+                    x: Any = inputs[first]
+                    first += 1
+                    if connection.ports[first - 1] == "q":
+                        x = QKVInputs(inputs[first - 1 : first + 2])
+                        first += 2
+                    modulation = modulations.get(sublayer.port)
+                    y, returned[sublayer.module] = self._run_sublayer(
+                        sublayer, x, modulation, kwargs
                     )
-                if connection.ports[-1] == "mlp":
-                    outputs.append(
-                        self._run_sublayer(self.family.mlp, inputs[-1], mlp_modulation, {})
-                    )
+                    outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         tensors, spec = tree_flatten(hidden._replace(state=state))
-        return (*tensors, OpaqueTree(spec))
+        extras = []
+        for source in self.wiring.extras or ():
+            extras.append(None if source is None else returned[source[0]][source[1]])
+        return (*tensors, before, OpaqueTree(spec, tuple(extras)))
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Any]:
+        """What the sub-layer adds to the stream, and all that its module returns."""
         if modulation is not None:
             x = _modulate(x, modulation)
-        y = getattr(self, sublayer.module)(x, **kwargs)
-        if isinstance(y, tuple):  # An attention returns its weights too.
-            y = y[0]
-        for name in sublayer.after:
-            y = getattr(self, name)(y)
-        return y if modulation is None else modulation.gate * y
+        if sublayer.input_scale != 1:
+            x = _scale_inputs(x, sublayer.input_scale)
+        if sublayer.arguments is not None:
+            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names)
+        returned = _find_module(self, sublayer.module)(x, **kwargs)
+        y = returned[0] if isinstance(returned, tuple) else returned
+        if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
+            y = y.view(x.shape)
+        for step in sublayer.after:
+            if isinstance(step, str):
+                y = _find_module(self, step)(y)
+            else:
+                y = nn.functional.dropout(y, step, self.training)
+        if sublayer.scale != 1:
+            y = y * sublayer.scale
+        return (y if modulation is None else modulation.gate * y), returned
+
+
+def _find_module(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = getattr(layer, name)
+    return layer
+
+
+def _select_arguments(
+    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...]
+) -> dict[str, Any]:
+    """The arguments of a sub-layer. names: those that the layer's forward names."""
+    selected: dict[str, Any] = {}
+    for name, source in sources:
+        if source == REST:
+            selected |= {key: value for key, value in kwargs.items() if key not in names}
+        elif source in kwargs:
+            selected[name] = kwargs[source]
+    return selected
+
+
+def _scale_inputs(x: Any, scale: float) -> Any:
+    return QKVInputs(port * scale for port in x) if isinstance(x, QKVInputs) else x * scale
 
 
 def _modulate(x: Any, modulation: Modulation) -> Any:
@@ -228,12 +294,32 @@ class ReadoutNorm(ConnectionOwner):
 
     connection: Connection[Any]
 
-    def forward(self, hidden_states: HiddenState) -> Tensor:
-        return self.connection.readout(hidden_states.state)
+    def forward(
+        self,
+        hidden_states: HiddenState | Tensor,
+        verb: Literal["readout", "hidden_state"] = "readout",
+    ) -> Tensor:
+        """The normed hidden state for the head, or the hidden state before the norm."""
+        if isinstance(hidden_states, Tensor):  # A host may norm its embedding, too.
+            return self.host_norm(hidden_states)
+        if verb == "readout":
+            return self.connection.readout(hidden_states.state)
+        return self.connection(hidden_states.state, "hidden_state").to(hidden_states.dtype)
 
     def host_norm(self, x: Tensor) -> Tensor:
         """The norm as the host had it."""
         return super().forward(x)  # type: ignore[misc]
+
+
+class ModuleReference(tuple):
+    """A module of the host's, as a tuple of one.
+
+    A copy of the whole model refers to the copied module. A copy of a connection alone, which PEFT
+    makes of `modules_to_save`, refers to the module itself.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleReference":
+        return ModuleReference(memo.get(id(module), module) for module in self)
 
 
 class NormReference(nn.Module):
@@ -248,7 +334,7 @@ class NormReference(nn.Module):
 
     def __init__(self, owner: nn.Module, path: str | None):
         super().__init__()
-        self.owner = (owner,)
+        self.owner = ModuleReference((owner,))
         self.names = path.split(".") if path else []
 
     def host_norm_module(self) -> Any:
@@ -274,7 +360,7 @@ class FinalNormReference(NormReference):
 
     def __init__(self, backbone: nn.Module, final: nn.Module):
         super().__init__(backbone, None)
-        self.final = (final,)
+        self.final = ModuleReference((final,))
 
     def host_norm_module(self) -> Any:
         return self.final[0]
@@ -294,8 +380,8 @@ class OwnedNorm:
     Where a checkpoint has no weights for it, it takes those of the host's norm.
     """
 
-    origin: tuple[nn.Module]  # the host's norm
-    owner: tuple[nn.Module]  # the layer or the backbone that has the host's norm
+    origin: ModuleReference  # the host's norm
+    owner: ModuleReference  # the layer or the backbone that has the host's norm
     path: str  # prefix of the host norm's keys, from the connection's owner
 
     @property
@@ -318,8 +404,8 @@ def copy_norm(host_norm: nn.Module, owner: nn.Module, path: str = "") -> nn.Modu
     """
     norm: Any = copy.deepcopy(host_norm)
     swap_class(norm, OwnedNorm)
-    norm.origin = (host_norm,)
-    norm.owner = (owner,)
+    norm.origin = ModuleReference((host_norm,))
+    norm.owner = ModuleReference((owner,))
     norm.path = f"{path}." if path else ""
     return norm
 

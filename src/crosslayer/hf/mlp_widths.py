@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .families import Family
+from .families import LayerWiring, ModelWiring, Sublayer
 
 FIRST_FACTOR = 0.5  # width of the first layer's MLP, in units of the config's
 LAST_FACTOR = 1.5  # ... and of the last layer's
@@ -45,24 +45,32 @@ def growing_widths(layers: int, width: int) -> list[int]:
     raise AssertionError("rounding to one keeps any total")
 
 
-def mlp_hidden_width(backbone: Any, family: Family) -> int:
+def mlp_hidden_width(backbone: Any, family: ModelWiring) -> int:
     """The hidden width of the first layer's MLP.
 
     Raises:
         ValueError: the family's row does not name the projections of its MLP, for example a mixture
             of experts.
     """
-    if not family.mlp.up_projections:
+    mlps = [_find_mlp(layer) for layer in family.of_layers]
+    first_layer = getattr(backbone, family.layers)[0]
+    module = first_layer.get_submodule(mlps[0].module)
+    hidden_width, _ = _linear_shape(getattr(module, mlps[0].output_projection))
+    return hidden_width
+
+
+def _find_mlp(layer: LayerWiring) -> Sublayer:
+    """The one MLP of a layer, with the names of its projections."""
+    mlps = [sublayer for sublayer in layer.sublayers if sublayer.port == "mlp"]
+    if len(mlps) != 1 or not mlps[0].up_projections or not mlps[0].output_projection:
         raise ValueError(
             "reallocate does not know how to widen this family's MLP; "
             "its row names no projections for it"
         )
-    mlp = getattr(getattr(backbone, family.layers)[0], family.mlp.module)
-    hidden_width, _ = _linear_shape(getattr(mlp, family.mlp.output_projection))
-    return hidden_width
+    return mlps[0]
 
 
-def set_mlp_widths(backbone: Any, family: Family, widths: list[int]) -> None:
+def set_mlp_widths(backbone: Any, family: ModelWiring, widths: list[int]) -> None:
     """Give each layer's MLP its hidden width, with new weights from the model's own initialisation.
 
     Args:
@@ -79,12 +87,13 @@ def set_mlp_widths(backbone: Any, family: Family, widths: list[int]) -> None:
         raise ValueError(
             f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}"
         )
-    for layer, width in zip(layers, widths, strict=True):
-        mlp = getattr(layer, family.mlp.module)
-        for name in (*family.mlp.up_projections, family.mlp.output_projection):
+    for layer, wiring, width in zip(layers, family.of_layers, widths, strict=True):
+        sublayer = _find_mlp(wiring)
+        mlp = layer.get_submodule(sublayer.module)
+        for name in (*sublayer.up_projections, sublayer.output_projection):
             projection = getattr(mlp, name)
             inputs, outputs = _linear_shape(projection)
-            if name == family.mlp.output_projection:
+            if name == sublayer.output_projection:
                 inputs = width
             else:  # A projection to gate and value together has two outputs a hidden unit.
                 outputs = outputs // old_width * width

@@ -1,5 +1,6 @@
 """Separate inputs for q, k and v: an attention that takes its inputs from three ports."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,12 @@ class QKVInputs(tuple):
     dtype = property(lambda self: self[0].dtype)
     device = property(lambda self: self[0].device)
 
+    def dim(self) -> int:
+        return self[0].dim()
+
+    def size(self, *dim: int) -> Any:
+        return self[0].size(*dim)
+
 
 class SplitInputAttention:
     """An attention whose projections select their inputs.
@@ -27,7 +34,8 @@ class SplitInputAttention:
     This includes a projection that is set later, like an adapter or a quantised one.
     """
 
-    projections: tuple[str, ...]  # of q, k and v, or the one that is all three
+    # Of q, k and v, or the one that is all three. Further ones, such as gates, read q's input.
+    projections: tuple[str, ...]
     fused: Fused | None
 
     def __setattr__(self, name: str, module: Any) -> None:
@@ -35,7 +43,8 @@ class SplitInputAttention:
         if name not in self.projections:
             return
         if self.fused is None:
-            module.register_forward_pre_hook(partial(select_port, self.projections.index(name)))
+            index = self.projections.index(name)
+            module.register_forward_pre_hook(partial(select_port, index if index < 3 else 0))
         elif not isinstance(module, FusedProjection):
             is_linear = type(module) in (nn.Linear, Conv1D)
             swap_class(module, FusedLinear if is_linear else FusedProjection)
@@ -62,27 +71,41 @@ def select_port(index: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[A
 
 
 class FusedProjection:
-    """One projection for q, k and v: each input gives its share of the outputs."""
+    """One projection for q, k and v: each input gives its share of the outputs.
+
+    Each input passes the whole module, with its hooks and whatever others have made of its
+    `forward`. Selecting from all outputs is right whatever the projection is made of.
+    """
 
     fused: Fused
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(x, QKVInputs):
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        grouped = []
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(x, QKVInputs) or self._takes_all_inputs():
+            return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        shares = []
         for index, port in enumerate(x):
-            grouped.append(self._project(index, port).unflatten(-1, (self.fused.groups, -1)))
+            outputs = super().__call__(port, *args, **kwargs)  # type: ignore[misc]
+            shares.append(self._select_outputs(outputs, -1, index))
+        return self._join_shares(shares)
+
+    def _takes_all_inputs(self) -> bool:
+        """Whether `forward` takes `QKVInputs`."""
+        return False
+
+    def _join_shares(self, shares: Iterable[Tensor]) -> Tensor:
+        """The outputs of the whole projection, from those of q, k and v."""
+        grouped = [
+            share.unflatten(-1, (-1, size))
+            for share, size in zip(shares, self.fused.sizes, strict=True)
+        ]
         return torch.cat(grouped, -1).flatten(-2)
 
-    def _project(self, index: int, x: Tensor) -> Tensor:
-        """q, k or v of x. Selecting from all outputs is right whatever the projection is made
-        of.
-        """
-        return self._select_outputs(super().forward(x), -1, index)  # type: ignore[misc]
-
     def _select_outputs(self, outputs: Tensor, dim: int, index: int) -> Tensor:
-        """The share of q, k or v in a dimension that runs over all outputs."""
-        grouped = outputs.unflatten(dim, (self.fused.groups, -1))
+        """The share of q, k or v in a dimension that runs over all outputs.
+
+        A rank of a tensor-parallel group may have the outputs of some groups alone.
+        """
+        grouped = outputs.unflatten(dim, (-1, sum(self.fused.sizes)))
         axis = dim + 1 if dim >= 0 else dim
         return grouped.split(self.fused.sizes, axis)[index].flatten(axis - 1, axis)
 
@@ -92,6 +115,15 @@ class FusedLinear(FusedProjection):
 
     weight: Tensor
     bias: Tensor | None
+
+    def _takes_all_inputs(self) -> bool:
+        # Not a quantised weight, nor one that is distributed over ranks.
+        return type(self.weight) in (nn.Parameter, Tensor)
+
+    def forward(self, x: Any) -> Tensor:
+        if not isinstance(x, QKVInputs):
+            return super().forward(x)  # type: ignore[misc]
+        return self._join_shares(self._project(index, port) for index, port in enumerate(x))
 
     def _project(self, index: int, x: Tensor) -> Tensor:
         weight = self.weight.T if isinstance(self, Conv1D) else self.weight

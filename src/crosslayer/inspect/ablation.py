@@ -128,15 +128,15 @@ def count_sublayers(model: nn.Module) -> int:
 def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The label of each sub-layer, and the last module that its output passes."""
     backbone, family = find_backbone(model)
-    is_parallel = bool(family.parallel and getattr(backbone.config, family.parallel))
     appended = _appended_writes(model)
     site = 0
     for number, layer in enumerate(getattr(backbone, family.layers)):
-        for kind, sublayer in (("attn", family.attn), ("mlp", family.mlp)):
-            if site not in appended:
-                path = [sublayer.module, *sublayer.after][-1]
-                yield f"{number}.{kind}", layer.get_submodule(path)
-            site += not is_parallel or kind == "mlp"
+        for sublayers in family.of_layers[number].sites:
+            for sublayer in sublayers if site not in appended else ():
+                steps = [sublayer.module, *sublayer.after]
+                path = [step for step in steps if isinstance(step, str)][-1]
+                yield f"{number}.{sublayer.port}", layer.get_submodule(path)
+            site += 1
 
 
 @torch.no_grad()

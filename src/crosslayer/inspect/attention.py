@@ -66,7 +66,12 @@ def measure_head_activations(
         raise ValueError(f"expected a layer from 0 to {len(layers) - 1}, got {pattern_layer}")
     recorder = _HeadRecorder(len(layers), pattern_layer)
     sinks = torch.tensor(sorted(sink_ids), device=device)
-    attentions = [layer.get_submodule(family.attn.module) for layer in layers]
+    attentions = []
+    for layer, wiring in zip(layers, family.of_layers, strict=True):
+        mixers = [sublayer.module for sublayer in wiring.sublayers if sublayer.port != "mlp"]
+        if len(mixers) != 1:
+            raise ValueError(f"expected one attention in each layer, got {mixers}")
+        attentions.append(layer.get_submodule(mixers[0]))
     with evaluation_mode(model), eager_attention(model), recorder.attached_to(attentions):
         for batch in batches:
             ids = batch["input_ids"].to(device)

@@ -3,14 +3,17 @@
 import html
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..files import write_text_atomic
 from .figures import render_figure
 from .inspection import to_json_value
-from .sections import SECTIONS, Section
-from .sections.section import Models
+from .run_groups import format_size
+from .sections import SECTIONS, Section, TrainingView
+from .sections.section import Models, Panels
+from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summarise_training
 
 JSON_FILE = "inspection.json"
 REPORT_FILE = "report.html"
@@ -34,8 +37,46 @@ figure svg { max-width: 100%; height: auto; display: block; }
 """
 
 
+@dataclass
+class TrainingReport:
+    """What the report shows of run folders.
+
+    Attributes:
+        groups: a summary of each group of runs.
+        scaling: power law and compute multiplier of each series, where there is one.
+        pictures: views with their panels.
+        not_drawn: a line for each view that the runs cannot feed, with what it needs.
+    """
+
+    groups: list[GroupSummary]
+    scaling: dict[str, Any]
+    pictures: list[tuple[TrainingView, Panels]]
+    not_drawn: list[str]
+
+
+def draw_views(runs: TrainingRuns, views: Sequence[TrainingView]) -> TrainingReport:
+    """The views of training that the runs can feed."""
+    scaling = {
+        series.label: {"law": series.law, "multiplier": series.multiplier}
+        for series in measure_scaling(runs.groups)
+        if series.law is not None
+    }
+    report = TrainingReport(summarise_training(runs), scaling, [], [])
+    for view in views:
+        panels = view.draw_panels(runs)
+        if panels:
+            report.pictures.append((view, panels))
+        else:
+            report.not_drawn.append(f"{view.name} is not drawn; it needs {view.needs}")
+    return report
+
+
 def write_report(
-    models: Models, folder: Path, setup: str, sections: Sequence[Section] = SECTIONS
+    models: Models,
+    folder: Path,
+    setup: str,
+    sections: Sequence[Section] = SECTIONS,
+    training: TrainingReport | None = None,
 ) -> Path:
     """Write inspection.json, the figures and report.html, with the models side by side.
 
@@ -44,17 +85,23 @@ def write_report(
         folder: created if it does not exist.
         setup: a sentence on what the models saw.
         sections: to draw, where the models have the analyses that they need.
+        training: of the runs' folders; None for no view of training.
 
     Returns:
         The path of report.html.
     """
     pictures = folder / FIGURE_FOLDER
     pictures.mkdir(parents=True, exist_ok=True)
-    content = {"setup": setup, "models": to_json_value(models)}
+    content: dict[str, Any] = {"setup": setup, "models": to_json_value(models)}
+    drawn: list[tuple[Section | TrainingView, Panels]] = []
+    if training is not None:
+        parts = {"groups": training.groups, "scaling": training.scaling}
+        content["training"] = to_json_value(parts)
+        drawn += training.pictures
+    drawn += [(section, section.panels(models)) for section in sections]
     write_text_atomic(folder / JSON_FILE, json.dumps(content, indent=1))
     body = ""
-    for section in sections:
-        panels = section.panels(models)
+    for section, panels in drawn:
         if not panels:
             continue
         files = render_figure(panels)
@@ -63,23 +110,79 @@ def write_report(
         svg = files["svg"].decode()
         body += f"<h2>{html.escape(section.title)}</h2>\n<p>{html.escape(section.text)}</p>\n"
         body += f"<figure>{svg[svg.index('<svg') :]}</figure>\n"
-    write_text_atomic(folder / REPORT_FILE, _page_html(models, setup, body))
+    write_text_atomic(folder / REPORT_FILE, _page_html(models, setup, body, training))
     return folder / REPORT_FILE
 
 
-def _page_html(models: Models, setup: str, body: str) -> str:
-    names = " and ".join(model.name for model in models)
+def _page_html(models: Models, setup: str, body: str, training: TrainingReport | None) -> str:
+    title = f"What the connections of {_joined([model.name for model in models])} do"
+    tables = _findings_html(models) if models else ""
+    if training is not None:
+        tables += _training_html(training.groups)
+        if not models:
+            title = f"Training of {_joined([group.label for group in training.groups])}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>crosslayer inspect: {html.escape(names)}</title><style>{STYLE}</style></head><body>
-<h1>What the connections of {html.escape(names)} do</h1>
+<title>crosslayer inspect: {html.escape(title)}</title><style>{STYLE}</style></head><body>
+<h1>{html.escape(title)}</h1>
 <p>{html.escape(setup)}</p>
-<div class="scroll">{_findings_html(models)}</div>
-{_notes_html(models)}
+<div class="scroll">{tables}</div>
+{_notes_html(models, training)}
 {body}
 </body></html>
 """
+
+
+def _joined(names: Sequence[str]) -> str:
+    if len(names) > 6:
+        return f"{', '.join(names[:5])} and {len(names) - 5} more"
+    return " and ".join(names)
+
+
+# title of a column, and a group's text in it
+TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
+    ("run", lambda group: group.label),
+    ("connection", lambda group: group.connection),
+    ("seeds", lambda group: str(len(group.seeds))),
+    ("parameters", lambda group: _shown(group.parameters, format_size)),
+    ("validation loss", lambda group: _shown(group.loss, "{:.4f}".format)),
+    (
+        "range over seeds",
+        lambda group: (
+            _shown(group.loss_range, lambda ends: f"{ends[0]:.4f} to {ends[1]:.4f}")
+            if len(group.seeds) > 1
+            else ""
+        ),
+    ),
+    ("spikes", lambda group: str(group.spikes)),
+    ("times fewer tokens", lambda group: _shown(group.speedup, "{:.2f}".format)),
+    ("hours of training", lambda group: _shown(group.seconds, lambda s: f"{s / 3600:.3g}")),
+    (
+        "training, tokens (images) per second",
+        lambda group: _shown(group.training_speed, "{:.4g}".format),
+    ),
+    (
+        "inference, examples per second",
+        lambda group: _shown(group.inference_speed, "{:.4g}".format),
+    ),
+    ("mean accuracy of tasks", lambda group: _shown(group.accuracy, "{:.3f}".format)),
+]
+
+
+def _training_html(groups: Sequence[GroupSummary]) -> str:
+    """A row a group, with the columns that any group has a text in."""
+    columns = [(title, [show(group) for group in groups]) for title, show in TRAINING_COLUMNS]
+    columns = [(title, texts) for title, texts in columns if any(texts)]
+    head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in columns)
+    rows = ""
+    for texts in zip(*(texts for _, texts in columns), strict=True):
+        rows += "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in texts) + "</tr>"
+    return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _shown(value: Any, show: Callable[[Any], str]) -> str:
+    return "" if value is None else show(value)
 
 
 # title, the analysis that it shows, and its text
@@ -125,8 +228,8 @@ def _findings_html(models: Models) -> str:
     return table + "</table>"
 
 
-def _notes_html(models: Models) -> str:
-    notes = []
+def _notes_html(models: Models, training: TrainingReport | None) -> str:
+    notes = [] if training is None else [f"{line}." for line in training.not_drawn]
     for model in models:
         notes += [f"{model.name}: {line}." for line in model.not_done]
         unfolded = model.results.get("unfolded")

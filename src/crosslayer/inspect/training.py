@@ -4,18 +4,25 @@ Papers: Hyper-Connections (arXiv 2409.19606, Figures 1, 5, 9-11, 15-18), DenseFo
 2402.02622, Figures 3, 4), MUDDFormer (arXiv 2502.12170, Figures 1, 3 and 4).
 """
 
+import itertools
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import numpy
 
 from ..files import parse_json
+from ..run_folders import METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 # A step is a spike where its loss is above the running mean by this many running deviations.
 SPIKE_DEVIATIONS = 5.0
+# Student's t, 97.5 %, for 1, 2, … degrees of freedom; from there on 1.96 + 2.5 / freedom
+T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+Points = list[tuple[int, float]]  # (step, value)
 
 
 @dataclass
@@ -24,15 +31,18 @@ class TrainingCurve:
 
     Attributes:
         steps: at which a training loss was logged.
-        losses: of training at these steps, nats a token.
-        tokens_per_second: at these steps.
+        losses: of training at these steps, nats a token. Those of skipped batches may be infinite
+            or NaN.
+        seconds: of training up to these steps, without evaluation. NaN where it was not logged.
         valid: (step, loss) of each validation set, by its name.
+        accuracies: (step, accuracy) of each validation set that has one, by its name.
     """
 
-    steps: list[int]
-    losses: list[float]
-    tokens_per_second: list[float]
-    valid: dict[str, list[tuple[int, float]]]
+    steps: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    valid: dict[str, Points] = field(default_factory=dict)
+    accuracies: dict[str, Points] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,15 +53,33 @@ class PowerLaw:
         a: the factor.
         b: the exponent.
         error: standard deviation of the residuals of log L; 0 for two points.
+        log_sizes: the logarithms of the sizes that it was fitted to.
     """
 
     a: float
     b: float
     error: float
+    log_sizes: list[float]
 
     def predict(self, x: float) -> float:
         """The loss at a size or an amount of compute x."""
         return self.a * x**-self.b
+
+    def log_size_of(self, loss: float) -> tuple[float, float]:
+        """The logarithm of the size at which the law has a loss, and its variance.
+
+        The variance is that of the fit alone: (σ/b)² (1/n + (x − x̄)² / Σ (x_i − x̄)²).
+
+        Raises:
+            ValueError: the law's loss does not fall with size.
+        """
+        if self.b <= 0:
+            raise ValueError(f"the baseline's loss does not fall with size (exponent {self.b:.3g})")
+        place = (math.log(self.a) - math.log(loss)) / self.b
+        mean = statistics.fmean(self.log_sizes)
+        extent = sum((value - mean) ** 2 for value in self.log_sizes)
+        leverage = 1 / len(self.log_sizes) + (place - mean) ** 2 / extent
+        return place, (self.error / self.b) ** 2 * leverage
 
 
 @dataclass
@@ -60,7 +88,7 @@ class ComputeMultiplier:
 
     Attributes:
         value: the geometric mean over the points.
-        low, high: its 95 % interval from the points and from the fit's residuals.
+        low, high: its 95 % interval; NaN where there are too few points for one.
     """
 
     value: float
@@ -77,47 +105,80 @@ def read_training_curve(folder: Path) -> TrainingCurve:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ValueError(f"{path}: no such file; expected the folder of a run")
-    curve = TrainingCurve([], [], [], {})
-    lines = path.read_text("utf8").split("\n")
+    curve = TrainingCurve()
+    lines = path.read_text("utf8", errors="replace").split("\n")
     for number, line in enumerate(lines[:-1], 1):
         row = parse_json(line, f"{path}: line {number}", dict)
-        if not isinstance(row.get("step"), int):
+        step = row.get("step")
+        if not isinstance(step, int):
             raise ValueError(f"{path}: line {number}: has no step")
-        if isinstance(row.get("loss"), int | float):
-            curve.steps.append(row["step"])
+        if _is_number(row.get("loss")):
+            curve.steps.append(step)
             curve.losses.append(row["loss"])
-            curve.tokens_per_second.append(row.get("tokens_per_second", math.nan))
+            seconds = row.get("seconds")
+            curve.seconds.append(seconds if _is_number(seconds) else math.nan)
         for key, value in row.items():
-            if key.endswith(" loss") and isinstance(value, int | float):
-                curve.valid.setdefault(key.removesuffix(" loss"), []).append((row["step"], value))
+            name, _, kind = key.rpartition(" ")
+            if name and _is_number(value) and kind in ("loss", "accuracy"):
+                points = curve.valid if kind == "loss" else curve.accuracies
+                points.setdefault(name, []).append((step, value))
+    steps_of_kinds = [curve.steps]
+    steps_of_kinds += [[step for step, _ in points] for points in curve.valid.values()]
+    for steps in steps_of_kinds:
+        for before, step in itertools.pairwise(steps):
+            if step <= before:
+                raise ValueError(f"{path}: step {step} comes after step {before} (damaged?)")
     return curve
 
 
-def smooth_losses(losses: Sequence[float], decay: float = 0.99) -> list[float]:
-    """The running mean Σ decay^(t−s) L_s / Σ decay^(t−s) of a curve.
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def smooth_losses(
+    losses: Sequence[float],
+    decay: float = 0.99,
+    steps: Sequence[int] | None = None,
+    interval: float = 1,
+) -> list[float]:
+    """The running mean Σ decay^(t−s) L_s / Σ decay^(t−s) of a curve, over its finite losses.
 
     0.99 in Hyper-Connections' figures of language models, 0.999 in those of ViT.
+
+    Args:
+        losses: of the curve.
+        decay: from one loss to the next, or over `interval` steps.
+        steps: of the losses, so that curves with different intervals are smoothed alike.
+        interval: the steps over which the weight of a loss falls to `decay`.
     """
     smoothed = []
     total = weight = 0.0
-    for loss in losses:
-        total = decay * total + loss
-        weight = decay * weight + 1
-        smoothed.append(total / weight)
+    for place, loss in enumerate(losses):
+        distance = 1.0
+        if steps is not None and place:
+            distance = (steps[place] - steps[place - 1]) / interval
+        total *= decay**distance
+        weight *= decay**distance
+        if math.isfinite(loss):
+            total += loss
+            weight += 1
+        smoothed.append(total / weight if weight else math.nan)
     return smoothed
 
 
 def find_spikes(losses: Sequence[float], decay: float = 0.9, burn_in: int = 50) -> list[int]:
     """The places of losses far above the running mean (`SPIKE_DEVIATIONS`), after `burn_in` ones.
 
-    Consecutive places are one spike, whose first place is returned.
+    A loss that is not finite is a spike anywhere. Consecutive places are one spike, whose first
+    place is returned.
     """
-    mean, variance = losses[0], 0.0
+    mean, variance = next(filter(math.isfinite, losses), math.nan), 0.0
     spikes: list[int] = []
     above_before = False
     for place, loss in enumerate(losses):
         shift = loss - mean
         is_above = place >= burn_in and shift > SPIKE_DEVIATIONS * math.sqrt(variance)
+        is_above = is_above or not math.isfinite(loss)
         if is_above and not above_before:
             spikes.append(place)
         above_before = is_above
@@ -179,7 +240,7 @@ def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     freedom = len(x) - 2
     residuals = y - (slope * x + intercept)
     error = math.sqrt(float(residuals @ residuals) / freedom) if freedom else 0.0
-    return PowerLaw(math.exp(intercept), -float(slope), error)
+    return PowerLaw(math.exp(intercept), -float(slope), error, x.tolist())
 
 
 def estimate_multiplier(
@@ -187,19 +248,35 @@ def estimate_multiplier(
 ) -> ComputeMultiplier:
     """The compute multiplier of a method over a baseline's law ("1.89 ×", MUDD, section 3.1).
 
+    Its interval has two parts: how much the multiplier differs between the method's points, and
+    how well the baseline's points determine the law. Student's t allows for their small number.
+
     Args:
         baseline: fitted over compute or size.
         sizes: the method's.
         losses: the method's.
+
+    Raises:
+        ValueError: there is no point, or the baseline's loss does not fall with size.
     """
-    logs = []
+    if not sizes:
+        raise ValueError("expected the loss of the method at one size at least")
+    logs, variances = [], []
     for size, loss in zip(sizes, losses, strict=True):
-        equal_size = (baseline.a / loss) ** (1 / baseline.b)
-        logs.append(math.log(equal_size / size))
-    mean = sum(logs) / len(logs)
-    spread = sum((value - mean) ** 2 for value in logs) / max(len(logs) - 1, 1)
-    from_fit = (baseline.error / baseline.b) ** 2
-    deviation = math.sqrt((spread + from_fit) / len(logs))
-    return ComputeMultiplier(
-        math.exp(mean), math.exp(mean - 1.96 * deviation), math.exp(mean + 1.96 * deviation)
-    )
+        equal_size, variance = baseline.log_size_of(loss)
+        logs.append(equal_size - math.log(size))
+        variances.append(variance)
+    mean = statistics.fmean(logs)
+    freedom = len(baseline.log_sizes) - 2 + len(logs) - 1
+    if freedom < 1 or len(logs) < 2:
+        return ComputeMultiplier(math.exp(mean), math.nan, math.nan)
+    # the fit's errors are alike at all points, so their mean does not shrink with the points
+    variance = statistics.variance(logs) / len(logs) + statistics.fmean(variances)
+    reach = _t_quantile(freedom) * math.sqrt(variance)
+    return ComputeMultiplier(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+
+
+def _t_quantile(freedom: int) -> float:
+    if freedom <= len(T_QUANTILES):
+        return T_QUANTILES[freedom - 1]
+    return 1.96 + 2.5 / freedom

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import platform
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 
 from .. import __version__
 from ..files import LOCK_FILE, read_json, write_text_atomic
+from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from ..validation import check_option_type
 from .checkpoint import remove_checkpoint
 from .parallel import launch_fabric
@@ -29,8 +29,6 @@ from .run import launch_run, train_arm
 from .signals import StopSignals
 from .task import Examples, build_model
 from .trainer import Diverged, RunResult, StepResult
-
-RESULTS_FILE, RUNS_FOLDER = "results.json", "runs"
 
 
 @dataclass
@@ -313,10 +311,7 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def run_folder(comparison: Comparison, arm: str, seed: int) -> Path:
     """The folder of the checkpoints and metrics of one run of the arm of this name."""
-    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm}-{seed}")[:80]
-    # names may differ in replaced characters alone
-    digest = hashlib.sha256(f"{arm} {seed}".encode()).hexdigest()[:6]
-    return comparison.folder / RUNS_FOLDER / f"{readable}-{digest}"
+    return comparison.folder / RUNS_FOLDER / run_folder_name(arm, seed)
 
 
 def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResult], Any]) -> None:

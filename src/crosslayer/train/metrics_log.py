@@ -12,8 +12,7 @@ from typing import Any
 from lightning.fabric import Fabric
 
 from ..files import parse_json, write_text_atomic
-
-METRICS_FILE = "metrics.jsonl"
+from ..run_folders import METRICS_FILE
 
 
 def make_loggers(names: Iterable[str], folder: Path, run_name: str) -> list[Any]:

@@ -54,6 +54,7 @@ class StepResult:
         tokens_per_second: (or images, …) over all ranks, from the median time of the last steps.
         mfu: model FLOPs utilization, the share of the GPU's peak; None where the peak is unknown.
         memory: peak so far, in bytes.
+        seconds: of training so far, without evaluation.
         seconds_left: until the last step.
         evaluation: metrics of each validation set, if the step was followed by an evaluation.
     """
@@ -65,6 +66,7 @@ class StepResult:
     tokens_per_second: float
     mfu: float | None
     memory: int
+    seconds: float
     seconds_left: float
     evaluation: dict[str, dict[str, float]] | None = None
 
@@ -82,6 +84,7 @@ class RunState:
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation.
         tokens_per_second: (or images, …) over all ranks.
+        inference_speed: examples per second over all ranks, in the fastest evaluation.
     """
 
     step: int = 0
@@ -92,6 +95,7 @@ class RunState:
     skipped: list[int] = field(default_factory=list)
     seconds: float = 0.0
     tokens_per_second: float = 0.0
+    inference_speed: float = 0.0
 
     def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
         """Whether loss and gradient are finite and the loss is no spike.
@@ -128,6 +132,8 @@ class RunResult:
         curve: (step, loss of the first validation set) of every evaluation.
         skipped: steps whose batch was skipped.
         seconds: of training, without evaluation.
+        inference_speed: examples per second over all ranks, in the fastest evaluation; None in
+            results of version 0.1.0.
     """
 
     arm: str
@@ -144,6 +150,7 @@ class RunResult:
     curve: list[list[float]]
     skipped: list[int]
     seconds: float
+    inference_speed: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A mapping for `json.dumps`; `RunResult(**mapping)` is its inverse."""
@@ -341,6 +348,7 @@ class Trainer:
             tokens_per_second=self.state.tokens_per_second,
             mfu=model_flops_utilization(self.forward_flops * engine.accumulate, seconds),
             memory=peak_memory(),
+            seconds=self.state.seconds,
             seconds_left=seconds * (optimization.steps - step),
         )
 
@@ -374,10 +382,14 @@ class Trainer:
         batch = self.settings.data.batch
         evaluation = {}
         with averaged_weights(self.model, self.optimizers):
+            start = time.perf_counter()
             for name, dataset in self.examples.valid.items():
                 evaluation[name] = evaluate_examples(
                     self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
                 )
+            speed = sum(map(len, self._eval_indices.values())) / (time.perf_counter() - start)
+            # the first evaluation may compile; what slows another is not the model
+            self.state.inference_speed = max(self.state.inference_speed, speed)
         for name, metrics in evaluation.items():
             loss = metrics["loss"]
             if not math.isfinite(loss):
@@ -410,6 +422,7 @@ class Trainer:
             curve=[[step, valid[first]["loss"]] for step, valid in self.state.curve],
             skipped=self.state.skipped,
             seconds=self.state.seconds,
+            inference_speed=self.state.inference_speed,
         )
 
     def identity(self) -> dict[str, Any]:

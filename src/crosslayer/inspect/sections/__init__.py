@@ -1,7 +1,8 @@
 """The sections of the report of `crosslayer inspect`, in their order."""
 
-from . import ablation, attention, connections, scales, similarity
+from . import ablation, attention, connections, scales, scaling, similarity, speed, training
 from .section import Section
+from .view import TrainingView
 
 SECTIONS: list[Section] = [
     *connections.SECTIONS,
@@ -10,3 +11,6 @@ SECTIONS: list[Section] = [
     *attention.SECTIONS,
     *ablation.SECTIONS,
 ]
+
+# drawn from run folders, without a model
+TRAINING_VIEWS: list[TrainingView] = [*training.VIEWS, *speed.VIEWS, *scaling.VIEWS]

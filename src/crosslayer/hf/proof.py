@@ -1,0 +1,208 @@
+"""Proof of a wiring, before `connect` changes a model: connected with pre-norm, nothing changes.
+
+One layer of each kind runs twice as a shadow (see `shadow.py`), by its host's own code and as a
+connected layer, with the same smooth functions in place of its modules. Output and gradient must be
+the same. Then a shadow of the backbone runs, which must hand each layer's output to the next one
+and the last one's to the final norm, unchanged.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..spec import make
+from .attach import attach_connections
+from .families import LayerWiring, ModelWiring, Sublayer
+from .layers import HiddenState
+from .recognition import layer_kind, recognise_layer
+from .shadow import (
+    Argument,
+    ChangedStreamError,
+    DropoutMode,
+    layer_arguments,
+    make_shadow,
+    name_arguments,
+    on_cpu,
+    run_shadow,
+)
+
+_TOKENS = 2
+_TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
+
+
+def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
+    """Raise a ValueError unless the wiring gives the host's own function.
+
+    Args:
+        backbone: the module that owns the layers, not connected.
+        wiring: of its family's row, or recognised.
+
+    Raises:
+        ValueError: with pre-norm, a layer computes something else than its host, or the backbone
+            changes the stream between layers. The message says what the layer does.
+    """
+    proven = set()
+    for number, layer in enumerate(getattr(backbone, wiring.layers)):
+        layer_wiring = wiring.of_layers[number]
+        kind = (layer_kind(layer), layer_wiring)
+        if kind in proven or layer_wiring.condition is not None:
+            continue
+        proven.add(kind)
+        _check_projections(layer_wiring)
+        with on_cpu(), torch.enable_grad():
+            difference = _layer_difference(layer, layer_wiring, wiring.dim)
+        if not difference <= _TOLERANCE:
+            raise ValueError(
+                f"connect would change what layer {number}, a {type(layer).__name__}, computes: "
+                f"relative difference {difference:.2g} under prenorm. Its wiring was taken to be\n"
+                f"{format_wiring(layer_wiring)}\n{_describe_actual(layer, wiring.dim)}"
+            )
+    if not next(backbone.parameters()).is_meta:
+        _check_backbone(backbone, wiring)
+
+
+def _check_projections(wiring: LayerWiring) -> None:
+    for sublayer in wiring.sublayers:
+        if len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
+            raise ValueError(
+                f"the row names {sublayer.qkv} as projections of q, k and v; where one projection "
+                "is all three, it needs fused=, the order of its outputs: qkv_concatenated or "
+                "qkv_per_head of crosslayer.hf.families"
+            )
+
+
+class _Functions:
+    """Answers the calls of a layer's modules with smooth functions of their inputs."""
+
+    lengths: dict[str, int]
+
+    def __init__(self, width: int):
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, _TOKENS, width)
+        self.stream = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        self.arguments: dict[str, dict[str, Any]] = {}
+
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        named = name_arguments(module, args, kwargs)
+        x = named.pop(next(iter(named)))
+        self.arguments[path] = {k: v for k, v in named.items() if isinstance(v, Argument)}
+        # A phase of each module's own, which is the same in both runs.
+        return torch.sin(2 * x.double() + sum(map(ord, path)))
+
+    def drop_out(self, x: Tensor, p: float) -> Tensor:
+        return torch.sin(x.double() + p)
+
+
+def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
+    """The largest relative difference of output and gradient; infinite for other arguments."""
+    arguments = layer_arguments(layer)
+    host, expected = run_shadow(layer, lambda: _Functions(width), **arguments)
+    functions = _Functions(width)
+    shadow = make_shadow(layer, functions, host.lengths)
+    anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    shadow.register_parameter("anchor", anchor)  # tells connections their device and dtype
+    twin: Any = nn.Module()
+    twin.register_parameter("anchor", anchor)
+    twin.layers = nn.ModuleList([shadow])
+    twin.norm = nn.Identity()
+    model_wiring = ModelWiring("layers", "norm", width, (wiring,))
+    attach_connections(twin, model_wiring, make("prenorm"), None)
+    with DropoutMode(functions):
+        outputs = twin.layers[0](functions.stream, **arguments)
+    hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
+    actual = twin.norm.connection.hidden_state(hidden.state)
+    if isinstance(expected, tuple):
+        expected = expected[0]
+    for path, received in host.arguments.items():
+        twins = functions.arguments.get(path, {})
+        if any(twins.get(name) is not value for name, value in received.items()):
+            return float("inf")
+    differences = [_relative_difference(actual, expected.as_subclass(Tensor))]
+    weight = torch.linspace(-1, 1, actual.numel(), dtype=torch.float64).view_as(actual)
+    gradients = [
+        torch.autograd.grad((output.as_subclass(Tensor) * weight).sum(), stream)[0]
+        for output, stream in ((actual, functions.stream), (expected, host.stream))
+    ]
+    return max(*differences, _relative_difference(*gradients))
+
+
+def _relative_difference(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+class _Handover:
+    """Answers the calls of a backbone's layers and final norm, and checks what they get."""
+
+    lengths: dict[str, int]
+
+    def __init__(self, wiring: ModelWiring):
+        self.wiring = wiring
+        self.before = ""  # the path of the module before
+        self.handed_over: Tensor | None = None
+
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        x = next(iter(name_arguments(module, args, kwargs).values()))
+        handed_over = self.handed_over
+        if handed_over is None and path == self.wiring.final:  # before the layers, too
+            return x
+        if handed_over is not None and not (
+            isinstance(x, Tensor) and x.shape == handed_over.shape and torch.equal(x, handed_over)
+        ):
+            raise ChangedStreamError(f"it changes the stream between {self.before} and {path}")
+        self.before = path
+        self.handed_over = torch.randn_like(x)
+        return self.handed_over.clone()
+
+    def drop_out(self, x: Tensor, p: float) -> Tensor:
+        return x
+
+
+def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
+    """Raise a ValueError where the backbone changes the stream after its first layer.
+
+    A backbone that does not run on two token ids alone is not checked here. What it does to the
+    stream then raises an error in its first forward.
+    """
+    parameter = next(backbone.parameters())
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=parameter.device)
+    devices = [parameter.device] if parameter.is_cuda else []
+    replaced = (wiring.layers, wiring.final)
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        try:
+            run_shadow(backbone, lambda: _Handover(wiring), ids, replaced=replaced)
+        except ChangedStreamError as error:
+            raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
+        except ValueError:
+            return
+
+
+def format_wiring(wiring: LayerWiring) -> str:
+    """A wiring as text, a line a sub-layer."""
+    lines = []
+    for number, site in enumerate(wiring.sites):
+        for sublayer in site:
+            lines.append(f"    site {number}: {_format_sublayer(sublayer)}")
+    return "\n".join(lines)
+
+
+def _format_sublayer(sublayer: Sublayer) -> str:
+    """A sub-layer as in a row: what differs from the defaults."""
+    names = ("after", "scale", "input_scale")
+    defaults = Sublayer._field_defaults
+    options = [
+        f", {n}={getattr(sublayer, n)!r}" for n in names if getattr(sublayer, n) != defaults[n]
+    ]
+    return f"Sublayer({sublayer.module!r}, norm={sublayer.norm!r}{''.join(options)})"
+
+
+def _describe_actual(layer: nn.Module, width: int) -> str:
+    """What the layer's own code does, as a row or as the reason why there is none."""
+    try:
+        wiring = recognise_layer(layer, width)
+    except ValueError as error:
+        return f"It cannot be connected: {error}."
+    return (
+        f"Its own code does\n{format_wiring(wiring)}\nWrite its row so, or remove the row: connect "
+        "recognises this wiring without one. verify=False connects it as the row says."
+    )

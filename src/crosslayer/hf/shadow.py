@@ -1,0 +1,279 @@
+"""A module without its weights: the host's own forward, with stand-ins for the modules it calls.
+
+What a layer does with its stream does not depend on what its modules compute. A shadow of a layer
+runs the class's own `forward` and shares nothing with the layer but plain values, so looking at a
+layer costs milliseconds at any size, on any device, meta included, and changes nothing.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..class_swap import original_class, swapped_class
+from .families import REST
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+class Observer(Protocol):
+    """What answers the calls of a shadow's modules."""
+
+    lengths: dict[str, int]  # set after a run: of the outputs that were unpacked, by module
+
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        """What a module returns. path: its name in the layer."""
+
+    def drop_out(self, x: Tensor, p: float) -> Tensor:
+        """What a call of `torch.nn.functional.dropout` returns."""
+
+
+class Argument:
+    """Stands for an argument of a layer, such as its attention mask: modules receive it as is."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class OtherOutput:
+    """Stands for an output of a module after its first one."""
+
+    def __init__(self, path: str, index: int):
+        self.path = path
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"output {self.index} of {self.path}"
+
+
+class ChangedStreamError(ValueError):
+    """A backbone does something to the stream between two of its modules."""
+
+
+class StandIn:
+    """A module whose calls are answered from outside."""
+
+    observer: Observer
+    path: str
+    lengths: dict[str, int]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        answer = self.observer.answer(self.path, self, args, kwargs)  # type: ignore[arg-type]
+        output: Any = answer.as_subclass(_Output)
+        output.path = self.path
+        output.length = self.lengths.get(self.path, 2)
+        return output
+
+
+class _Output(Tensor):
+    """What a stand-in returns: a tensor, or a tuple with the tensor first, as the caller likes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    path: str
+    length: int
+    unpacked: ClassVar[str] = ""  # the path of the last one that was unpacked
+
+    def __iter__(self) -> Any:
+        _Output.unpacked = self.path
+        return iter(self._as_tuple())
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int | slice):
+            return self._as_tuple()[index]
+        return super().__getitem__(index)
+
+    def _as_tuple(self) -> tuple[Any, ...]:
+        others = [OtherOutput(self.path, i) for i in range(1, self.length)]
+        return (self.as_subclass(Tensor), *others)
+
+
+class DropoutMode(TorchFunctionMode):
+    """Lets the observer see dropout that is no module."""
+
+    def __init__(self, observer: Observer):
+        super().__init__()
+        self.observer = observer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.dropout:
+            return func(*args, **kwargs)
+        named = inspect.signature(func).bind(*args, **kwargs).arguments
+        p = float(named.get("p", 0.5))
+        x = named["input"].as_subclass(Tensor)
+        return self.observer.drop_out(x, p) if p else x
+
+
+def run_shadow(
+    module: nn.Module,
+    make_observer: Callable[[], Any],
+    *args: Any,
+    replaced: Collection[str] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Run a module's forward with stand-ins for its modules.
+
+    Args:
+        module: a layer or a backbone.
+        make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
+            output into another number of names than expected.
+        args: of the forward, from the observer's attribute `stream`, if empty.
+        replaced: names of the modules that stand-ins replace; None for all.
+
+    Returns:
+        The observer, and what the forward returned.
+
+    Raises:
+        ValueError: the forward raises an error with stand-ins.
+    """
+    with torch.enable_grad() if replaced is None else nullcontext(), on_cpu(replaced is None):
+        return _run_until_unpacked(module, make_observer, args, replaced, kwargs)
+
+
+def on_cpu(is_needed: bool = True) -> Any:
+    """A context in which tensors are made on the CPU, also where a model is built on another
+    device.
+    """
+    return torch.device("cpu") if is_needed else nullcontext()
+
+
+def _run_until_unpacked(
+    module: nn.Module,
+    make_observer: Callable[[], Any],
+    args: tuple[Any, ...],
+    replaced: Collection[str] | None,
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    lengths: dict[str, int] = {}
+    forward: Any = original_class(module).forward  # type: ignore[attr-defined]
+    while True:
+        observer = make_observer()
+        shadow = make_shadow(module, observer, lengths, replaced)
+        _Output.unpacked = ""
+        try:
+            with DropoutMode(observer):
+                output = forward(shadow, *(args or (observer.stream,)), **kwargs)
+        except Exception as error:
+            if isinstance(error, ChangedStreamError):
+                raise
+            expected = re.search(r"values to unpack \(expected (\d+)", str(error))
+            path = _Output.unpacked
+            if expected and lengths.get(path) != int(expected[1]):
+                lengths[path] = int(expected[1])
+                continue
+            reason = str(error).split("\n")[0]
+            if not isinstance(error, ValueError):
+                reason = f"{type(error).__name__}: {reason}"
+            raise ValueError(reason) from error
+        observer.lengths = lengths
+        return observer, output
+
+
+def make_shadow(
+    module: nn.Module,
+    observer: Observer,
+    lengths: dict[str, int],
+    replaced: Collection[str] | None = None,
+) -> Any:
+    """A module of the same class with stand-ins for its modules.
+
+    Where all are replaced, its own parameters and buffers are random, and require gradients.
+    """
+    shadow = _copy_without_modules(module, original_class(module))
+    shadow.training = False
+    shared = {"observer": observer, "lengths": lengths}
+    _add_stand_ins(shadow, module, "", shared, replaced)
+    if replaced is not None:
+        return shadow
+    generator = torch.Generator().manual_seed(0)
+    for tensors in (shadow._parameters, shadow._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_floating_point():
+                random = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+                tensors[name] = (random + 0.5).requires_grad_()
+    return shadow
+
+
+def _add_stand_ins(
+    shadow: Any,
+    module: nn.Module,
+    prefix: str,
+    shared: dict[str, Any],
+    replaced: Collection[str] | None,
+) -> None:
+    for name, child in module.named_children():
+        path = prefix + name
+        copy: Any
+        if replaced is not None and name not in replaced:
+            copy = child
+        elif isinstance(child, _CONTAINERS):
+            copy = _copy_without_modules(child, type(child))
+            _add_stand_ins(copy, child, f"{path}.", shared, None)
+        else:
+            host_class: Any = type(child)
+            copy = _copy_without_modules(child, swapped_class(StandIn, host_class))
+            # A forward may ask for a weight's dtype.
+            for key, parameter in child._parameters.items():
+                if parameter is not None:
+                    meta = torch.empty(parameter.shape, dtype=torch.float64, device="meta")
+                    copy._parameters[key] = nn.Parameter(meta, requires_grad=False)
+            vars(copy).update(shared, path=path, training=False)
+        shadow._modules[name] = copy
+
+
+def _copy_without_modules(module: nn.Module, cls: Any) -> Any:
+    copy = cls.__new__(cls)
+    for key, value in vars(module).items():
+        if key != "forward":  # accelerate's
+            vars(copy)[key] = value.copy() if isinstance(value, dict) else value
+    for key in ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        vars(copy)[key] = {}
+    return copy
+
+
+def layer_arguments(layer: nn.Module) -> dict[str, Any]:
+    """What a layer's shadow is called with besides the stream. Switches keep their defaults."""
+    arguments: dict[str, Any] = {}
+    for name, parameter in argument_parameters(layer).items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments[REST] = Argument(REST)
+        elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_switch(parameter):
+            arguments[name] = Argument(name)
+    return arguments
+
+
+def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """The parameters of a module's forward after self and the hidden state, by name."""
+    host: Any = original_class(module)
+    return dict(list(inspect.signature(host.forward).parameters.items())[2:])
+
+
+def _is_switch(parameter: inspect.Parameter) -> bool:
+    """Whether an argument chooses what the forward does."""
+    return isinstance(parameter.default, bool) or parameter.name.startswith("encoder_")
+
+
+def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by their names in the module's forward, the first one first."""
+    host: Any = original_class(module)
+    signature = inspect.signature(host.forward)
+    named: dict[str, Any] = {}
+    for name, value in list(signature.bind(module, *args, **kwargs).arguments.items())[1:]:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update({f"{name}[{i}]": item for i, item in enumerate(value)})
+        else:
+            named[name] = value
+    return named

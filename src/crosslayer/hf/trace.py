@@ -1,0 +1,114 @@
+"""What a layer's forward does with its stream: which module gets which sum of earlier outputs.
+
+A shadow of the layer runs with random vectors as the outputs of its modules. The input of every
+module, and the layer's output, is then decomposed over these vectors. This tells sums and their
+factors, whatever the code looks like.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .shadow import OtherOutput, layer_arguments, name_arguments, run_shadow
+
+STREAM = 0
+_TOKENS = 2
+_TOLERANCE = 1e-6
+# Vector -> its factor. Vector 0 is the layer's input, vector i + 1 what call i returned.
+Sum = dict[int, float]
+
+
+def same_sum(a: Sum, b: Sum) -> bool:
+    """Whether two sums are equal, up to the rounding of their factors."""
+    return a.keys() == b.keys() and all(abs(a[key] - b[key]) < 10 * _TOLERANCE for key in a)
+
+
+class Call(NamedTuple):
+    """A call of a module, or dropout by a function."""
+
+    path: str  # of the module in the layer; empty for a function
+    inputs: Sum  # what its first argument is
+    arguments: dict[str, Any]  # the others, by name
+    dropout: float = 0.0  # probability, where it is a function
+
+
+class Trace(NamedTuple):
+    """The calls of a layer's forward, in order, and the sum that it returns."""
+
+    calls: list[Call]
+    output: Sum
+    extras: tuple[tuple[str, int] | None, ...] | None  # as in `LayerWiring`
+
+
+class _Recorder:
+    """Answers every call with a random vector."""
+
+    def __init__(self, width: int):
+        self.generator = torch.Generator().manual_seed(0)
+        self.width = width
+        self.calls: list[Call] = []
+        self.vectors: list[Tensor] = []
+        self.stream = self._next_vector()
+
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        arguments = name_arguments(module, args, kwargs)
+        inputs = self.decompose(arguments.pop(next(iter(arguments))), path)
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                raise ValueError(f"{path} gets more of the stream, as its argument {name!r}")
+        self.calls.append(Call(path, inputs, arguments))
+        return self._next_vector()
+
+    def drop_out(self, x: Tensor, p: float) -> Tensor:
+        self.calls.append(Call("", self.decompose(x, "a dropout"), {}, p))
+        return self._next_vector()
+
+    def decompose(self, x: Any, where: str) -> Sum:
+        """The factors of the vectors so far in a tensor."""
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{where} gets {x!r} in place of the stream")
+        if x.requires_grad:
+            raise ValueError(f"{where} gets the stream times a parameter of the layer's own")
+        x = x.detach().double().flatten()
+        basis = torch.stack([vector.flatten() for vector in self.vectors], 1)
+        if len(x) != len(basis):
+            raise ValueError(f"{where} gets a tensor of another shape than the stream's")
+        factors = torch.linalg.lstsq(basis, x[:, None]).solution.flatten()
+        if (basis @ factors - x).abs().max() > _TOLERANCE * x.abs().max():
+            raise ValueError(f"{where} gets no sum of the stream and of modules' outputs")
+        found = {}
+        for vector, factor in enumerate(factors.tolist()):
+            if abs(factor) > _TOLERANCE:
+                found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
+        return found
+
+    def _next_vector(self) -> Tensor:
+        shape = (1, _TOKENS, self.width)
+        vector = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        self.vectors.append(vector)
+        return vector.clone()  # A forward may change it in place.
+
+
+def trace_layer(layer: nn.Module, width: int) -> Trace:
+    """Run a shadow of a layer.
+
+    Args:
+        layer: a layer of a host.
+        width: of its stream.
+
+    Raises:
+        ValueError: what a module gets is no sum of the stream and of modules' outputs.
+    """
+    arguments = layer_arguments(layer)
+    recorder, output = run_shadow(layer, lambda: _Recorder(width), **arguments)
+    extras: list[tuple[str, int] | None] | None = None
+    if isinstance(output, tuple):
+        output, *others = output
+        extras = []
+        for other in others:
+            if other is not None and not isinstance(other, OtherOutput):
+                raise ValueError(f"it returns {other!r} besides its stream")
+            extras.append(None if other is None else (other.path, other.index))
+    total = recorder.decompose(output, "what follows the layer")
+    return Trace(recorder.calls, total, None if extras is None else tuple(extras))

@@ -1,0 +1,225 @@
+"""Runs of one arm with several seeds, arms of several sizes, and what they are compared with."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from .runs import TrainingRun
+
+SHAPE = ("layers", "dim")  # of a backbone
+
+
+@dataclass
+class RunGroup:
+    """Runs that differ in their seed alone.
+
+    Attributes:
+        label: for the reader, different for each group.
+        series: the label of groups that differ in their size alone.
+        runs: at least one.
+    """
+
+    label: str
+    series: str
+    runs: list[TrainingRun]
+
+    @property
+    def first(self) -> TrainingRun:
+        return self.runs[0]
+
+    def values(self, name: str) -> list[float]:
+        """A number of each run's result that has it."""
+        known = [run.number(name) for run in self.runs]
+        return [value for value in known if math.isfinite(value)]
+
+    def mean(self, name: str) -> float:
+        """The mean over seeds of a number of the result; NaN where no run has it."""
+        values = self.values(name)
+        return sum(values) / len(values) if values else math.nan
+
+
+def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
+    """Runs with the same name, connection and settings as one group, in the given order.
+
+    A run that has not finished, or has diverged, is a group of its own.
+    """
+    gathered: dict[str, list[TrainingRun]] = {}
+    for run in runs:
+        own = "" if run.settings and not run.status else str(run.folder)
+        key = repr((run.name, run.connection, sorted(run.settings.items(), key=str), own))
+        gathered.setdefault(key, []).append(run)
+    groups = list(gathered.values())
+    labels = _distinct_labels(groups)
+    series = _series_labels(groups)
+    return [
+        RunGroup(label, of_series, members)
+        for label, of_series, members in zip(labels, series, groups, strict=True)
+    ]
+
+
+def _distinct_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
+    """Names, with their sizes, seeds or folders where several groups have the same name."""
+    describe: list[Callable[[TrainingRun], str]] = [
+        lambda run: run.name,
+        lambda run: f"{run.name} {format_size(run.number('parameters'))}",
+        lambda run: run.name if run.seed is None else f"{run.name}, seed {run.seed}",
+        lambda run: f"{run.name} in {run.folder.parent.name}/{run.folder.name}",
+        lambda run: f"{run.name} in {run.folder}",
+    ]
+    labels = []
+    for group in groups:
+        run = group[0]
+        others = [other[0] for other in groups if other is not group]
+        for name in describe:
+            label = name(run)
+            if (label, run.status) not in [(name(other), other.status) for other in others]:
+                break
+        labels.append(f"{label} ({run.status})" if run.status else label)
+    return labels
+
+
+def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
+    """The arm's name where it has several sizes; else the connection, of all arms with one size."""
+    sizes: dict[str, set[float]] = {}
+    for group in groups:
+        sizes.setdefault(group[0].name, set()).add(group[0].number("parameters"))
+    families = {group[0].settings.get("family") for group in groups}
+    labels = []
+    for group in groups:
+        run = group[0]
+        label = run.connection or run.name
+        if len(families) > 1:
+            label += f" on {run.settings.get('family', 'an unknown backbone')}"
+        labels.append(run.name if len(sizes[run.name]) > 1 else label)
+    # an arm with one size, whose connection no other has, keeps its name
+    names: dict[str, set[str]] = {}
+    for label, group in zip(labels, groups, strict=True):
+        names.setdefault(label, set()).add(group[0].name)
+    return [next(iter(names[label])) if len(names[label]) == 1 else label for label in labels]
+
+
+def find_baseline(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | None:
+    """The best pre-norm group of the same backbone, of the same length if there is one; else None.
+
+    There are several where learning rates were searched.
+    """
+    plain = [
+        other
+        for other in groups
+        if other.first.connection == "prenorm" and backbone_of(other) == backbone_of(group)
+    ]
+    steps = group.first.settings.get("steps")
+    as_long = [other for other in plain if other.first.settings.get("steps") == steps]
+    return min(as_long or plain, key=_final_loss, default=None)
+
+
+def _final_loss(group: RunGroup) -> float:
+    return min(group.values("valid_loss"), default=math.inf)
+
+
+def backbone_of(group: RunGroup) -> str:
+    """What groups share whose losses can be compared at any step: backbone, data and batches."""
+    return _settings_key(group, ("family", "model_config", *SHAPE, "data", "context", "batch"))
+
+
+def _settings_key(group: RunGroup, names: Sequence[str]) -> str:
+    return repr([group.first.settings.get(name) for name in names])
+
+
+def split_by_backbone(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
+    """Groups with the same backbone, with a title; the title is empty where all have the same."""
+    return _split_groups(groups, backbone_of)
+
+
+def split_by_shape(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
+    """Groups with the same number of layers and width, with a title."""
+    return _split_groups(groups, lambda group: _settings_key(group, SHAPE))
+
+
+def _split_groups(
+    groups: Sequence[RunGroup], key_of: Callable[[RunGroup], str]
+) -> list[tuple[str, list[RunGroup]]]:
+    parts: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        parts.setdefault(key_of(group), []).append(group)
+    if len(parts) == 1:
+        return [("", list(groups))]
+    return [
+        (f"{describe_depth(part[0])}, {format_size(part[0].mean('parameters'))}", part)
+        for part in parts.values()
+    ]
+
+
+def find_main_series(groups: Sequence[RunGroup]) -> str:
+    """The series of the pre-norm groups that most other groups have as their baseline."""
+    baselines = [find_baseline(groups, group) for group in groups]
+    votes = Counter(
+        baseline.series
+        for group, baseline in zip(groups, baselines, strict=True)
+        if baseline is not None and baseline is not group
+    )
+    if votes:
+        return votes.most_common(1)[0][0]
+    plain = [group.series for group in groups if group.first.connection == "prenorm"]
+    return [*plain, groups[0].series][0]
+
+
+def describe_depth(group: RunGroup) -> str:
+    """Like "24 layers"."""
+    return f"{group.first.settings.get('layers', '?')} layers"
+
+
+def has_experts(group: RunGroup) -> bool:
+    """Whether the backbone is a mixture of experts."""
+    config = group.first.settings.get("model_config", {})
+    return any(key.startswith("num_") and "experts" in key for key in config)
+
+
+def format_size(parameters: float) -> str:
+    """Like "405M" or "1.4B"."""
+    if not math.isfinite(parameters):
+        return "?"
+    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= factor:
+            return f"{parameters / factor:.3g}{suffix}"
+    return f"{parameters:.0f}"
+
+
+@dataclass
+class MeanCurve:
+    """A curve's mean over seeds, with its range.
+
+    Attributes:
+        x: where all seeds are known.
+        mean, low, high: at each x.
+    """
+
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def average_curves(curves: Sequence[Sequence[tuple[float, float]]]) -> MeanCurve:
+    """The mean of curves over the range that all of them have, at the places of the shortest one.
+
+    Args:
+        curves: (x, y), x ascending; those without a point are left out. Between two points a curve
+            is a line.
+    """
+    known = [curve for curve in curves if curve]
+    if not known:
+        return MeanCurve([], [], [], [])
+    start = max(curve[0][0] for curve in known)
+    end = min(curve[-1][0] for curve in known)
+    fewest = min(known, key=len)
+    x = [place for place, _ in fewest if start <= place <= end]
+    rows = []
+    for curve in known:
+        places, heights = [place for place, _ in curve], [height for _, height in curve]
+        rows.append(numpy.interp(x, places, heights))
+    values = numpy.array(rows)
+    return MeanCurve(x, values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist())

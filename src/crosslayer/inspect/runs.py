@@ -1,0 +1,248 @@
+"""Runs of `crosslayer train` and `crosslayer compare`, read from their folders without a model."""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ..files import read_json
+from ..run_folders import (
+    METRICS_FILE,
+    RESULT_FILE,
+    RESULTS_FILE,
+    RUNS_FOLDER,
+    run_folder_name,
+)
+from .training import Points, TrainingCurve, read_training_curve
+
+CHECKPOINT_INDEX = "checkpoint.json"
+MODEL_CONFIG = "config.json"
+
+
+@dataclass
+class TrainingRun:
+    """One run: what it logged, and what is known of it.
+
+    Attributes:
+        name: of its arm, or of its folder where it has no result.
+        folder: of the run.
+        curve: what it logged; its validation losses alone where metrics.jsonl is missing.
+        connection: the spec; "" where it is not known.
+        seed: None where it is not known.
+        settings: options of the run, by name; empty where they are not known.
+        result: the numbers of its `RunResult` by name; empty for a run that has not finished.
+        status: "" for a finished run, else "not finished" or "diverged".
+        tasks: (step, accuracy) of each task, by its name.
+    """
+
+    name: str
+    folder: Path
+    curve: TrainingCurve
+    connection: str = ""
+    seed: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    status: str = ""
+    tasks: dict[str, Points] = field(default_factory=dict)
+
+    def number(self, name: str) -> float:
+        """A number of the result, or of its metrics; NaN where the run has none."""
+        value = self.result.get(name, self.result.get("metrics", {}).get(name))
+        return float(value) if isinstance(value, int | float) else math.nan
+
+    @property
+    def units_per_step(self) -> tuple[float, str]:
+        """What a step trains on, and its unit: tokens, images, or steps where it is not known."""
+        batch, context = self.settings.get("batch"), self.settings.get("context")
+        if not isinstance(batch, int) or not isinstance(context, int):
+            return 1, "steps"
+        if "patch_size" in self.settings.get("model_config", {}):
+            return batch, "images"
+        return batch * context, "tokens"
+
+    def seconds_at(self, steps: Sequence[int]) -> list[float]:
+        """Seconds of training at each step.
+
+        They are logged. An older run's are its share of the total, and NaN without a result.
+        """
+        logged = zip(self.curve.steps, self.curve.seconds, strict=True)
+        known = [(step, seconds) for step, seconds in logged if seconds > 0]
+        if known:
+            last, total = known[-1]
+        else:
+            last, total = self.settings.get("steps", math.nan), self.number("seconds")
+        x, y = zip((0, 0.0), *known, (last, total), strict=True)
+        # an evaluation may come after the last line
+        return [
+            float(numpy.interp(step, x, y)) if step <= last else total * step / last
+            for step in steps
+        ]
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder is that of a run or of a comparison, and no model's."""
+    if (folder / MODEL_CONFIG).is_file():
+        return False
+    return _is_single_run(folder) or _is_comparison(folder)
+
+
+def _is_single_run(folder: Path) -> bool:
+    return (folder / METRICS_FILE).is_file() or (folder / RESULT_FILE).is_file()
+
+
+def _is_comparison(folder: Path) -> bool:
+    return (folder / RESULTS_FILE).is_file() or (folder / RUNS_FOLDER).is_dir()
+
+
+def read_runs(folder: Path) -> list[TrainingRun]:
+    """The run of a folder, or all runs of a comparison's folder.
+
+    Raises:
+        ValueError: the folder is neither, or a file in it is damaged.
+    """
+    if _is_single_run(folder):
+        return [_read_single_run(folder)]
+    if not _is_comparison(folder):
+        raise ValueError(
+            f"{folder}: neither a run's folder, with {METRICS_FILE}, nor a comparison's, with "
+            f"{RESULTS_FILE}"
+        )
+    return _read_comparison(folder)
+
+
+def _read_single_run(folder: Path) -> TrainingRun:
+    """A run of `train`, or one of `compare` whose comparison has no results yet."""
+    path = folder / RESULT_FILE
+    if path.is_file():
+        result = read_json(path, dict)
+        return _make_run(folder, result, result.get("settings"), "", path)
+    # what a checkpoint says of a run that has not finished
+    identity: dict[str, Any] = {}
+    indices = sorted(folder.glob(f"step-*/{CHECKPOINT_INDEX}"))
+    if indices:
+        identity = read_json(indices[-1], dict).get("identity", {})
+    row: dict[str, Any] = {key: identity[key] for key in ("connection", "seed") if key in identity}
+    run = _make_run(folder, row, identity, "not finished", path)
+    run.result = {}
+    return run
+
+
+def _read_comparison(folder: Path) -> list[TrainingRun]:
+    """Every run that has a folder or a result, in the order of the arms."""
+    path = folder / RESULTS_FILE
+    if not path.is_file():  # none has finished yet
+        folders = sorted((folder / RUNS_FOLDER).iterdir())
+        return [_read_single_run(run) for run in folders if (run / METRICS_FILE).is_file()]
+    content = read_json(path, dict)
+    try:
+        finished = {(run["arm"], run["seed"]): run for run in content["runs"]}
+        diverged = {(run["arm"], run["seed"]): run for run in content["diverged"]}
+        shared, arms = content["settings"], content["arms"]
+        described = {
+            name: (arm["connection"], shared | arm["options"]) for name, arm in arms.items()
+        }
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: not a comparison's results (damaged?)") from None
+    runs = []
+    for name, (connection, settings) in described.items():
+        for seed in itertools.count():
+            run = folder / RUNS_FOLDER / run_folder_name(name, seed)
+            row = finished.get((name, seed)) or diverged.get((name, seed))
+            if row is None and not (run / METRICS_FILE).is_file():
+                break
+            status = "" if (name, seed) in finished else "not finished"
+            if (name, seed) in diverged:
+                status = "diverged"
+            row = {"arm": name, "connection": connection, "seed": seed, **(row or {})}
+            runs.append(_make_run(run, row, settings, status, path))
+    return runs
+
+
+def _make_run(
+    folder: Path, row: dict[str, Any], settings: Any, status: str, source: Path
+) -> TrainingRun:
+    """A run of a `RunResult`'s fields, as far as there are any. `source` is where they are from."""
+    valid, metrics = row.get("valid", {}), row.get("metrics", {})
+    if not all(isinstance(value, dict) for value in (settings, valid, metrics)):
+        raise ValueError(f"{source}: not the results of a run (damaged?)")
+    if not isinstance(row.get("seed"), int | None):
+        raise ValueError(f"{source}: the seed is {row['seed']!r} (damaged?)")
+    wanted = {"steps": int, "batch": int, "context": int, "layers": int, "model_config": dict}
+    for name, kind in wanted.items():
+        if not isinstance(settings.get(name, kind()), kind):
+            raise ValueError(f"{source}: {name} is {settings[name]!r} (damaged?)")
+    if (folder / METRICS_FILE).is_file():
+        curve = read_training_curve(folder)
+    else:
+        curve = TrainingCurve()
+        try:
+            points = [(int(step), float(loss)) for step, loss in row.get("curve", [])]
+        except (TypeError, ValueError):
+            raise ValueError(f"{source}: {folder.name} has a damaged curve") from None
+        if valid and points:
+            curve.valid[next(iter(valid))] = points
+    return TrainingRun(
+        name=str(row.get("arm", folder.name)),
+        folder=folder,
+        curve=curve,
+        connection=str(row.get("connection", "")),
+        seed=row.get("seed"),
+        settings=settings,
+        result=row,
+        status=status,
+        tasks=read_task_accuracies(folder, _last_step(curve, settings)),
+    )
+
+
+def _last_step(curve: TrainingCurve, settings: dict[str, Any]) -> int:
+    steps = [*curve.steps[-1:], *(points[-1][0] for points in curve.valid.values())]
+    planned = settings.get("steps")
+    return planned if isinstance(planned, int) else max(steps, default=0)
+
+
+def read_task_accuracies(folder: Path, last_step: int) -> dict[str, Points]:
+    """Accuracies of tasks, from what `crosslayer eval --out` wrote to folders within a run's.
+
+    Its step is the number after "step" in the name of the evaluated model, or else the last one in
+    the path of the results: `RUN/eval/step-1000/results.json`.
+
+    Args:
+        folder: of the run.
+        last_step: of an evaluation that names no step: the run's last one.
+
+    Returns:
+        (step, accuracy) of each task, by step.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    tasks: dict[str, dict[int, float]] = {}
+    places = (RESULTS_FILE, f"*/{RESULTS_FILE}", f"*/*/{RESULTS_FILE}")
+    for path in [path for place in places for path in sorted(folder.glob(place))]:
+        content = read_json(path, dict)
+        of_tasks = content.get("tasks", {})
+        if not isinstance(of_tasks, dict) or not isinstance(of_tasks.get("results", {}), dict):
+            raise ValueError(f"{path}: not the results of crosslayer eval (damaged?)")
+        named = (Path(str(content.get("model", ""))).name, str(path.relative_to(folder)))
+        found = [re.findall(r"step\D?(\d+)", name) for name in named]
+        step = next((int(numbers[-1]) for numbers in found if numbers), last_step)
+        for task, metrics in of_tasks.get("results", {}).items():
+            accuracy = _accuracy_of(metrics)
+            if accuracy is not None:
+                tasks.setdefault(task, {})[step] = accuracy
+    return {task: sorted(values.items()) for task, values in tasks.items()}
+
+
+def _accuracy_of(metrics: Any) -> float | None:
+    """A task's accuracy in the harness's results: `acc`, else `acc_norm`, else `exact_match`."""
+    if isinstance(metrics, dict):
+        for wanted in ("acc", "acc_norm", "exact_match"):
+            for name, value in metrics.items():
+                if name.partition(",")[0] == wanted and isinstance(value, int | float):
+                    return value
+    return None

@@ -1,0 +1,251 @@
+"""Views of finished runs of several sizes: power laws, depth, mixtures of experts, tasks."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy
+
+from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
+from ..run_groups import RunGroup, describe_depth, find_baseline, format_size, has_experts
+from ..training_summary import (
+    ScalingSeries,
+    TrainingRuns,
+    mean_accuracy,
+    measure_scaling,
+    shared_tasks,
+)
+from .section import Panels
+from .view import TrainingView, finished_groups, mean_line, series_lines
+
+OTHER_DEPTHS = "other depths"
+SIMILAR_SIZE = 0.15  # the largest relative difference of sizes that are compared as equal
+
+
+def _size_panels(runs: TrainingRuns) -> Panels:
+    scaling = measure_scaling(runs.groups)
+    if not any(series.law for series in scaling):
+        return []
+    lines = []
+    for number, series in enumerate(scaling):
+        lines += _law_lines(series, number)
+    names = ("parameters", "validation loss (nats)")
+    panels: Panels = [
+        ("loss and power laws", partial(_draw_sizes, lines=lines, names=names)),
+        *_gap_panels(scaling),
+    ]
+    bars = [
+        ValueBar(one.label, number, one.multiplier.value, one.multiplier.low, one.multiplier.high)
+        for number, one in enumerate(scaling)
+        if one.multiplier is not None
+    ]
+    if bars:
+        name = "times as much compute at equal loss"
+        panels.append(("compute multiplier", partial(draw_bars, bars=bars, name=name, form=".2f")))
+    return panels
+
+
+def _law_lines(series: ScalingSeries, number: int) -> list[LineSeries]:
+    """The losses of a series, and its power law through them."""
+    (points,) = series_lines(
+        series.groups, lambda group: group.mean("parameters"), "valid_loss", lambda group: ""
+    )
+    points.colour, points.line = number, False
+    if series.law is None:
+        return [points]
+    law = series.law
+    points.label += f": exponent {law.b:.3g}"
+    x = numpy.geomspace(points.x[0] / 1.1, points.x[-1] * 1.1, 60).tolist()
+    return [points, LineSeries("", number, x, [law.predict(size) for size in x], style="-")]
+
+
+def _draw_sizes(
+    axes: Any, lines: Sequence[LineSeries], names: tuple[str, str], level: float = math.nan
+) -> None:
+    draw_line_series(axes, lines, names, log_x=True)
+    sizes = sorted({x for line in lines if line.points for x in line.x})
+    ticks: list[float] = []
+    for size in sizes:  # none beside another
+        if not ticks or math.log(size / ticks[-1]) > 0.12 * math.log(sizes[-1] / sizes[0]):
+            ticks.append(size)
+    axes.set_xticks(ticks, [format_size(size) for size in ticks])
+    axes.set_xticks([], minor=True)
+    if math.isfinite(level):
+        mark_level(axes, level)
+
+
+def _gap_panels(scaling: Sequence[ScalingSeries]) -> Panels:
+    """Loss minus that of the main series at the same size: ΔL of MUDD, Figure 3."""
+    main = next((series for series in scaling if series.multiplier is None and series.law), None)
+    if main is None:
+        return []
+    lines = []
+    for number, series in enumerate(scaling):
+        line = LineSeries(series.label, number, [], [], points=True)
+        x, gaps, low, high = [], [], [], []
+        for group in series.groups:
+            reference = _of_similar_size(main.groups, group.mean("parameters"))
+            if series is main or reference is None:
+                continue
+            gap = _loss_gaps(group, reference)
+            x.append(group.mean("parameters"))
+            gaps.append(sum(gap) / len(gap))
+            low.append(min(gap))
+            high.append(max(gap))
+        line.x, line.y, line.low, line.high = x, gaps, low, high
+        if x:
+            lines.append(line)
+    if not lines:
+        return []
+    names = ("parameters", f"ΔL: loss minus that of {main.label} (nats)")
+    return [("gaps", partial(_draw_sizes, lines=lines, names=names, level=0.0))]
+
+
+def _of_similar_size(groups: Sequence[RunGroup], size: float) -> RunGroup | None:
+    nearest = min(groups, key=lambda group: abs(math.log(group.mean("parameters") / size)))
+    similar = abs(nearest.mean("parameters") / size - 1) <= SIMILAR_SIZE
+    return nearest if similar else None
+
+
+def _loss_gaps(group: RunGroup, reference: RunGroup) -> list[float]:
+    """Differences seed by seed, or that of the means where no seed is shared."""
+    losses = {run.seed: run.number("valid_loss") for run in reference.runs}
+    gaps = [run.number("valid_loss") - losses[run.seed] for run in group.runs if run.seed in losses]
+    return gaps or [group.mean("valid_loss") - reference.mean("valid_loss")]
+
+
+def _depth_panels(runs: TrainingRuns) -> Panels:
+    groups = [group for group in finished_groups(runs) if not has_experts(group)]
+    if len({describe_depth(group) for group in groups}) < 2:
+        return []
+    by_size: list[LineSeries] = []
+    by_depth: list[LineSeries] = []
+    for number, label in enumerate(dict.fromkeys(group.series for group in groups)):
+        members = [group for group in groups if group.series == label]
+        for lines, parts, x_of in (
+            (by_size, _split_by_depth(members), _size_of),
+            (by_depth, _split_by_size(members), _depth_of),
+        ):
+            for (title, part), style in zip(parts.items(), ("-", "--", ":", "-."), strict=False):
+                part.sort(key=x_of)
+                line = mean_line(part, number, [x_of(group) for group in part], "valid_loss")
+                line.label, line.style = f"{label}, {title}", style
+                if title == OTHER_DEPTHS:
+                    line.notes = [f"{_depth_of(group):g}" for group in part]
+                lines.append(line)
+    loss = "validation loss (nats)"
+    return [
+        ("against size", partial(_draw_sizes, lines=by_size, names=("parameters", loss))),
+        ("against depth", partial(draw_line_series, lines=by_depth, names=("layers", loss))),
+    ]
+
+
+def _size_of(group: RunGroup) -> float:
+    return group.mean("parameters")
+
+
+def _depth_of(group: RunGroup) -> float:
+    return group.first.settings.get("layers", math.nan)
+
+
+def _split_by_depth(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
+    """Groups of each depth that several have, and all others together."""
+    parts: dict[str, list[RunGroup]] = {}
+    for group in members:
+        parts.setdefault(describe_depth(group), []).append(group)
+    alone = {title for title, part in parts.items() if len(part) == 1}
+    others = [group for group in members if describe_depth(group) in alone]
+    common = {title: part for title, part in parts.items() if title not in alone}
+    return common | ({OTHER_DEPTHS: others} if others else {})
+
+
+def _split_by_size(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
+    """Groups of similar sizes; all together where no two of them have similar sizes."""
+    parts: list[list[RunGroup]] = []
+    for group in sorted(members, key=_size_of):
+        if parts and _size_of(group) <= (1 + SIMILAR_SIZE) * _size_of(parts[-1][0]):
+            parts[-1].append(group)
+        else:
+            parts.append([group])
+    similar = [part for part in parts if len(part) > 1]
+    if not similar:
+        return {"all sizes": list(members)}
+    return {f"about {format_size(_size_of(part[0]))}": part for part in similar}
+
+
+def _expert_panels(runs: TrainingRuns) -> Panels:
+    groups = finished_groups(runs)
+    if len({has_experts(group) for group in groups}) < 2:
+        return []
+    bars = []
+    for with_experts in (False, True):
+        for group in groups:
+            if has_experts(group) is not with_experts:
+                continue
+            baseline = find_baseline(groups, group)
+            label = f"{group.label}\n{'MoE' if with_experts else 'dense'}"
+            if baseline is not None and baseline is not group:
+                gaps = _loss_gaps(group, baseline)
+                label += f", ΔL {sum(gaps) / len(gaps):+.4f}"
+            losses = group.values("valid_loss")
+            ends = (min(losses), max(losses)) if len(losses) > 1 else (math.nan, math.nan)
+            bars.append(
+                ValueBar(label, 0 if not with_experts else 1, group.mean("valid_loss"), *ends)
+            )
+    values = [bar.value for bar in bars]
+    start = min(values) - 0.5 * (max(values) - min(values))  # the differences are small
+    draw = partial(draw_bars, bars=bars, name="validation loss (nats)", form=".4f", start=start)
+    return [("dense and mixtures of experts", draw)]
+
+
+def _task_size_panels(runs: TrainingRuns) -> Panels:
+    tasks = shared_tasks(runs.groups)
+    groups = [g for g in runs.groups if math.isfinite(mean_accuracy(g, tasks))]
+    if len(groups) < 2:
+        return []
+    lines = []
+    for number, label in enumerate(dict.fromkeys(group.series for group in groups)):
+        members = [group for group in groups if group.series == label]
+        members.sort(key=lambda group: group.mean("parameters"))
+        x = [group.mean("parameters") for group in members]
+        y = [mean_accuracy(group, tasks) for group in members]
+        lines.append(LineSeries(label, number, x, y, points=True))
+    names = ("parameters", f"mean accuracy over {len(tasks)} tasks")
+    return [("accuracy", partial(_draw_sizes, lines=lines, names=names))]
+
+
+VIEWS = [
+    TrainingView(
+        "sizes",
+        "Loss against size",
+        "Power laws L = a · N^(−b), the gaps at equal size, and how many times as much compute "
+        "(6 × parameters × tokens) pre-norm needs for the same loss, with its 95 % interval. MUDD, "
+        "Figure 3.",
+        "finished runs of one arm or connection in two sizes",
+        _size_panels,
+    ),
+    TrainingView(
+        "depths",
+        "Loss against depth",
+        "Left: lines of models with the same number of layers; the others, with their numbers of "
+        "layers, are joined too. Right: models of about the same size. MUDD, Figure 4.",
+        "finished runs with different numbers of layers",
+        _depth_panels,
+    ),
+    TrainingView(
+        "experts",
+        "Dense models and mixtures of experts",
+        "The final loss, and ΔL to pre-norm with the same backbone. MUDD, Figure 5.",
+        "finished runs with and without experts",
+        _expert_panels,
+    ),
+    TrainingView(
+        "task_sizes",
+        "Accuracy against size",
+        "Mean over the tasks that all runs were evaluated on, of the last evaluation. MUDD, Figure "
+        "1.",
+        "two runs with what `crosslayer eval RUN/model --tasks … --out RUN/eval` writes",
+        _task_size_panels,
+    ),
+]

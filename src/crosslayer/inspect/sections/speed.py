@@ -1,0 +1,151 @@
+"""Views of finished runs: loss against speed, and against an option of the connection."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ...spec import default_options, make
+from ..figures_training import LineSeries, draw_line_series
+from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline
+from ..training_summary import TrainingRuns
+from .section import Panels
+from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines
+
+# a number of the result, a title, and the name of an axis
+SPEEDS = (
+    ("tokens_per_second", "training speed", "training, tokens (images) per second"),
+    ("inference_speed", "inference speed", "inference, examples per second"),
+)
+
+
+def _speed_panels(runs: TrainingRuns) -> Panels:
+    groups = finished_groups(runs)
+    if len(groups) < 2:
+        return []
+    key, y_name = loss_measure(groups)
+    baseline = next((g for g in groups if g.first.connection == "prenorm"), groups[0])
+    depths = {describe_depth(group) for group in groups}
+    panels: Panels = []
+    for speed, name, _ in SPEEDS:
+        unit = baseline.mean(speed)
+        known = [group for group in groups if math.isfinite(group.mean(speed))]
+        if len(known) < 2 or not unit > 0:
+            continue
+        lines = series_lines(
+            known,
+            lambda group, speed=speed, unit=unit: group.mean(speed) / unit,  # type: ignore[misc]
+            key,
+            lambda group: describe_depth(group).split()[0] if len(depths) > 1 else "",
+        )
+        draw = partial(
+            draw_line_series, lines=lines, names=(f"{name}, {baseline.label} = 1", y_name)
+        )
+        panels.append((name, draw))
+    return panels
+
+
+def _connection_options(group: RunGroup) -> dict[str, Any]:
+    """The connection's options, defaults included; none of an unknown one."""
+    try:
+        spec = make(group.first.connection)
+    except ValueError:
+        return {}
+    return default_options(spec.method) | spec.options
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _option_panels(runs: TrainingRuns) -> Panels:
+    """Loss and speeds against each option of a method in which groups of one backbone differ."""
+    groups = finished_groups(runs)
+    options = {group.label: _connection_options(group) for group in groups}
+    methods: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        methods.setdefault(group.first.connection.partition("(")[0], []).append(group)
+    panels: Panels = []
+    for members in methods.values():
+        for name in options[members[0].label]:
+            rows = _split_by_other_options(members, options, name)
+            if rows:
+                panels += _panels_of_option(groups, rows, options, name)
+    return panels
+
+
+def _split_by_other_options(
+    members: Sequence[RunGroup], options: dict[str, dict[str, Any]], name: str
+) -> dict[str, list[RunGroup]]:
+    """Groups with several numbers for an option, by what else describes them.
+
+    This is their depth and those other options that differ between any of them.
+    """
+    members = [group for group in members if _is_number(options[group.label].get(name))]
+    if not members:
+        return {}
+    others = {
+        key
+        for key in options[members[0].label]
+        if key != name and len({repr(options[group.label].get(key)) for group in members}) > 1
+    }
+    gathered: dict[tuple[str, str], list[RunGroup]] = {}
+    for group in members:
+        words = [f"{key}={options[group.label].get(key)}" for key in sorted(others)]
+        width = group.first.settings.get("dim", "?")
+        label = ", ".join([f"{describe_depth(group)} of {width}", *words])
+        gathered.setdefault((backbone_of(group), label), []).append(group)
+    return {
+        label: sorted(row, key=lambda group: options[group.label][name])
+        for (_, label), row in gathered.items()
+        if len({options[group.label][name] for group in row}) > 1
+    }
+
+
+def _panels_of_option(
+    groups: Sequence[RunGroup],
+    rows: dict[str, list[RunGroup]],
+    options: dict[str, dict[str, Any]],
+    name: str,
+) -> Panels:
+    key, y_name = loss_measure(groups)
+    panels: Panels = []
+    for measure, title, axis in ((key, y_name, y_name), *SPEEDS):
+        lines = []
+        for number, (label, row) in enumerate(rows.items()):
+            known = [group for group in row if group.values(measure)]
+            if not known:
+                continue
+            x = [options[group.label][name] for group in known]
+            lines.append(mean_line(known, number, x, measure))
+            lines[-1].label = label
+            baseline = find_baseline(groups, row[0])
+            if baseline is not None and baseline.values(measure):
+                level = [baseline.mean(measure)] * 2
+                lines.append(LineSeries("", number, [x[0], x[-1]], level, style="--"))
+        if lines:
+            draw = partial(draw_line_series, lines=lines, names=(name, axis))
+            panels.append((f"{title} and {name}", draw))
+    return panels
+
+
+VIEWS = [
+    TrainingView(
+        "speeds",
+        "Loss against speed",
+        "Left: training; right: inference, the fastest evaluation. Both relative to pre-norm; "
+        "right and below is better. Lines join groups of one method, with their numbers of "
+        "layers. DenseFormer, Figures 3, 4a, "
+        "4b and 14; MUDD, Figure 9.",
+        "two finished runs",
+        _speed_panels,
+    ),
+    TrainingView(
+        "options",
+        "Loss and speed against an option",
+        "For each option of a method in which runs of one backbone differ, like dilation and "
+        "period. Dashed lines are pre-norm. DenseFormer, Figures 11 and 12.",
+        "finished runs of one method that differ in one numeric option",
+        _option_panels,
+    ),
+]

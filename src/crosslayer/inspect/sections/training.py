@@ -1,0 +1,269 @@
+"""Views of training over time: losses, tasks, and what a loss costs."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ..figures_training import (
+    LineSeries,
+    ValueBar,
+    draw_bars,
+    draw_line_series,
+    focus_on_end,
+    mark_level,
+)
+from ..run_groups import (
+    MeanCurve,
+    RunGroup,
+    average_curves,
+    find_baseline,
+    split_by_backbone,
+    split_by_shape,
+)
+from ..runs import TrainingRun
+from ..training import Points, cost_to_loss, find_spikes, loss_at_cost
+from ..training_summary import TrainingRuns, loss_curves, measure_speedups, smooth_runs
+from .section import Panels
+from .view import TrainingView
+
+NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
+MOST_CURVES = 8  # in a panel of all groups
+TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
+    """What a step of each group counts on the x axis, and the axis's name.
+
+    Tokens or images where all groups know them, else steps.
+    """
+    counted = [group.first.units_per_step for group in groups]
+    units = {unit for _, unit in counted}
+    if len(units) > 1:
+        return [1.0] * len(groups), "steps"
+    longest = max(
+        amount * max(_last_step(run) for run in group.runs)
+        for group, (amount, _) in zip(groups, counted, strict=True)
+    )
+    scale, name = next((pair for pair in NUMBER_NAMES if longest >= pair[0]), (1, ""))
+    return [amount / scale for amount, _ in counted], f"{name}{units.pop()}"
+
+
+def _last_step(run: TrainingRun) -> int:
+    points = [points[-1][0] for points in run.curve.valid.values()]
+    return max([0, *run.curve.steps[-1:], *points])
+
+
+def _mean_line(group: RunGroup, number: int, curve: MeanCurve, per_step: float) -> LineSeries:
+    """A group's mean over seeds, with its range where there are several seeds."""
+    several = len(group.runs) > 1
+    return LineSeries(
+        label=group.label,
+        colour=number,
+        x=[step * per_step for step in curve.x],
+        y=curve.mean,
+        low=curve.low if several else (),
+        high=curve.high if several else (),
+    )
+
+
+def _draw_curves(axes: Any, lines: Sequence[LineSeries], names: tuple[str, str]) -> None:
+    draw_line_series(axes, lines, names)
+    focus_on_end(axes, lines)
+
+
+def _parts_to_draw(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
+    """All groups in one panel, or those of each shape where they are many."""
+    return split_by_shape(groups) if len(groups) > MOST_CURVES else [("", list(groups))]
+
+
+def _loss_panels(runs: TrainingRuns) -> Panels:
+    groups = [group for group in runs.groups if any(run.curve.steps for run in group.runs)]
+    if not groups:
+        return []
+    name = f"training loss, running mean ({runs.decay:g})"
+    panels: Panels = []
+    for title, part in _parts_to_draw(groups):
+        per_step, axis = _count_axis(part)
+        lines = [
+            _line_with_spikes(group, number, average_curves(curves), per_step[number])
+            for number, (group, curves) in enumerate(
+                zip(part, smooth_runs(part, runs.decay), strict=True)
+            )
+        ]
+        panel = partial(_draw_curves, lines=lines, names=(axis, name))
+        panels.append((title or "training loss", panel))
+    return panels
+
+
+def _line_with_spikes(
+    group: RunGroup, number: int, curve: MeanCurve, per_step: float
+) -> LineSeries:
+    line = _mean_line(group, number, curve, per_step)
+    marks = []
+    for run in group.runs:
+        for place in find_spikes(run.curve.losses):
+            step = run.curve.steps[place] * per_step
+            height = loss_at_cost(line.x, line.y, step)
+            marks.append((step, height))
+    line.marks = [(step, height) for step, height in marks if height is not None]
+    if marks:
+        line.label += f" ({len(marks)} spike{'s' if len(marks) > 1 else ''})"
+    return line
+
+
+def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
+    """A panel for each name of a kind of curves: `valid`, `accuracies` or `tasks`."""
+
+    def points_of(run: TrainingRun) -> dict[str, Points]:
+        return run.tasks if kind == "tasks" else getattr(run.curve, kind)
+
+    names: dict[str, None] = {}  # ordered
+    for group in groups:
+        for run in group.runs:
+            names |= dict.fromkeys(points_of(run))
+    panels: Panels = []
+    for title, part in _parts_to_draw(groups):
+        per_step, axis = _count_axis(part)
+        for name in names:
+            lines = []
+            for number, group in enumerate(part):
+                curve = average_curves([points_of(run).get(name, []) for run in group.runs])
+                if curve.x:
+                    line = _mean_line(group, number, curve, per_step[number])
+                    line.points = len(curve.x) <= 30
+                    lines.append(line)
+            draw = _draw_curves if kind == "valid" else draw_line_series
+            if lines:
+                panel = partial(draw, lines=lines, names=(axis, y_name))
+                panels.append((f"{name}; {title}" if title else name, panel))
+    return panels
+
+
+def _valid_panels(runs: TrainingRuns) -> Panels:
+    return _curve_panels(runs.groups, "valid", "validation loss (nats)")
+
+
+def _task_panels(runs: TrainingRuns) -> Panels:
+    return [
+        *_curve_panels(runs.groups, "accuracies", "accuracy"),
+        *_curve_panels(runs.groups, "tasks", "accuracy"),
+    ]
+
+
+def _speedup_panels(runs: TrainingRuns) -> Panels:
+    panels: Panels = []
+    bars = []
+    for title, part in split_by_backbone(runs.groups):
+        speedups = measure_speedups(part, runs.decay)
+        name, curves = loss_curves(part, runs.decay)
+        if not speedups:
+            continue
+        baseline = find_baseline(part, part[0]) or part[0]
+        per_step, axis = _count_axis(part)
+        level = curves[part.index(baseline)].mean[-1]
+        lines = []
+        for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
+            line = _mean_line(group, number, curve, per_step[number])
+            if group.label in speedups:
+                line.label += f": {speedups[group.label]:.2f} ×"
+                place = cost_to_loss(line.x, line.y, level)
+                line.marks = [] if place is None else [(place, level)]
+                bars.append(ValueBar(group.label, number, speedups[group.label]))
+            lines.append(line)
+        draw = partial(_draw_with_level, lines=lines, names=(axis, name), level=level)
+        panels.append((title or f"loss of {baseline.label} reached", draw))
+    if bars:
+        name = "times fewer tokens to the baseline's loss"
+        panels.append(
+            ("tokens to equal loss", partial(draw_bars, bars=bars, name=name, form=".2f"))
+        )
+    return panels
+
+
+def _draw_with_level(
+    axes: Any,
+    lines: Sequence[LineSeries],
+    names: tuple[str, str],
+    level: float,
+    vertical: bool = False,
+) -> None:
+    _draw_curves(axes, lines, names)
+    mark_level(axes, level, vertical)
+
+
+def _time_panels(runs: TrainingRuns) -> Panels:
+    panels: Panels = []
+    for title, part in split_by_shape(runs.groups):
+        name, curves = loss_curves(part, runs.decay)
+        lines = []
+        for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
+            seconds = [run.seconds_at([int(step) for step in curve.x]) for run in group.runs]
+            means = [sum(values) / len(values) for values in zip(*seconds, strict=True)]
+            line = _mean_line(group, number, curve, 1.0)
+            line.x = means
+            if means and means[-1] > 0:
+                lines.append(line)
+        if not lines:
+            continue
+        equal_time = min(line.x[-1] for line in lines)
+        scale, unit = next(
+            (pair for pair in TIME_UNITS if equal_time >= 2 * pair[0]), (1, "seconds")
+        )
+        for line in lines:
+            loss = loss_at_cost(line.x, line.y, equal_time)
+            line.x = [value / scale for value in line.x]
+            if loss is not None:
+                line.label += f": {loss:.3f}"
+        draw = partial(
+            _draw_with_level,
+            lines=lines,
+            names=(f"{unit} of training", name),
+            level=equal_time / scale,
+            vertical=True,
+        )
+        at = f"losses at {equal_time / scale:.3g} {unit}"
+        panels.append((f"{title}; {at}" if title else at, draw))
+    return panels
+
+
+VIEWS = [
+    TrainingView(
+        "losses",
+        "Training loss",
+        "A running mean, with the range over seeds as a band. Marks are spikes: losses more than "
+        "five running deviations above their running mean, or not finite. Hyper-Connections, "
+        "Figures 1, 5, 6, 11 and 15-18.",
+        "training losses in metrics.jsonl",
+        _loss_panels,
+    ),
+    TrainingView(
+        "valid_losses",
+        "Loss on each validation set",
+        "At every evaluation. Hyper-Connections, Figures 1, 6, 9 and 10.",
+        "validation losses in metrics.jsonl or results.json",
+        _valid_panels,
+    ),
+    TrainingView(
+        "task_curves",
+        "Accuracy of each task",
+        "Of each evaluated checkpoint. Hyper-Connections, Figures 1, 6, 9 and 10.",
+        "what `crosslayer eval MODEL --tasks … --out RUN/eval/step-1000` writes",
+        _task_panels,
+    ),
+    TrainingView(
+        "speedups",
+        "Tokens to equal loss",
+        "How many times fewer tokens a run needs for the final loss of pre-norm with the same "
+        "backbone (of the first run, where none is pre-norm). Hyper-Connections, Figure 1.",
+        "two runs of one backbone, of which one reaches the other's final loss",
+        _speedup_panels,
+    ),
+    TrainingView(
+        "times",
+        "Loss against time",
+        "Time of training without evaluation. The dashed line is the end of the shortest run, "
+        "where the losses of the legend are read. DenseFormer, Figure 4c.",
+        "seconds in metrics.jsonl, or a finished run",
+        _time_panels,
+    ),
+]

@@ -1,0 +1,78 @@
+"""A view of training: a picture of run folders, drawn without a model."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..figures_training import LineSeries
+from ..run_groups import RunGroup
+from ..training_summary import TrainingRuns
+from .section import Panels
+
+
+@dataclass(frozen=True)
+class TrainingView:
+    """A picture of runs in the report.
+
+    Attributes:
+        name: of its files, and in `--sections`.
+        title: of the section.
+        text: what it shows, and the figures of the papers that show the same.
+        needs: what runs must have for it.
+        draw_panels: the panels; empty where the runs do not have what it needs.
+    """
+
+    name: str
+    title: str
+    text: str
+    needs: str
+    draw_panels: Callable[[TrainingRuns], Panels]
+
+
+def finished_groups(runs: TrainingRuns) -> list[RunGroup]:
+    """The groups with a final loss."""
+    return [group for group in runs.groups if group.values("valid_loss")]
+
+
+def loss_measure(groups: Sequence[RunGroup]) -> tuple[str, str]:
+    """The metric that the groups are compared by, and its name: perplexity where all have it."""
+    if all(len(group.values("perplexity")) == len(group.runs) for group in groups):
+        return "perplexity", "validation perplexity"
+    return "valid_loss", "validation loss (nats)"
+
+
+def series_lines(
+    groups: Sequence[RunGroup],
+    x_of: Callable[[RunGroup], float],
+    y_name: str,
+    note_of: Callable[[RunGroup], str],
+) -> list[LineSeries]:
+    """A line a series, through its groups by x, with the range over seeds."""
+    labels = dict.fromkeys(group.series for group in groups)
+    lines = []
+    for number, label in enumerate(labels):
+        members = [group for group in groups if group.series == label]
+        members = [group for group in members if math.isfinite(x_of(group))]
+        members.sort(key=x_of)
+        if members:
+            line = mean_line(members, number, [x_of(group) for group in members], y_name)
+            line.label = label
+            line.notes = [note_of(group) for group in members]
+            lines.append(line)
+    return lines
+
+
+def mean_line(
+    groups: Sequence[RunGroup], number: int, x: Sequence[float], measure: str
+) -> LineSeries:
+    """Marked points of a measure of groups, with the range over seeds where there are several."""
+    several = any(len(group.runs) > 1 for group in groups)
+    return LineSeries(
+        label="",
+        colour=number,
+        x=x,
+        y=[group.mean(measure) for group in groups],
+        low=[min(group.values(measure)) for group in groups] if several else (),
+        high=[max(group.values(measure)) for group in groups] if several else (),
+        points=True,
+    )

@@ -1,0 +1,249 @@
+"""What runs show, as numbers: spikes, tokens to an equal loss, power laws and multipliers."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .run_groups import (
+    MeanCurve,
+    RunGroup,
+    average_curves,
+    find_baseline,
+    find_main_series,
+    has_experts,
+    split_by_backbone,
+)
+from .runs import TrainingRun
+from .training import (
+    ComputeMultiplier,
+    PowerLaw,
+    estimate_multiplier,
+    find_spikes,
+    fit_power_law,
+    smooth_losses,
+    speedup_to_loss,
+)
+
+FLOPS_PER_PARAMETER = 6  # and token: 2 of the forward pass, 4 of the backward pass
+FEWEST_POINTS = 3  # of a validation curve that says where a loss is reached
+
+
+@dataclass
+class TrainingRuns:
+    """What the views of training are given.
+
+    Attributes:
+        groups: of `group_runs`; at least one.
+        decay: of the running mean of the training loss.
+    """
+
+    groups: list[RunGroup]
+    decay: float = 0.99
+
+
+@dataclass
+class GroupSummary:
+    """One group of runs as numbers. None where they are not known.
+
+    Attributes:
+        label: of the group.
+        connection: its spec.
+        seeds: of its runs.
+        parameters: of the model.
+        loss: of the first validation set at the end, mean over seeds.
+        loss_range: over seeds.
+        spikes: of the training loss, over all seeds.
+        speedup: the baseline's steps over the steps to its final loss ("1.8 × faster").
+        seconds: of training, mean over seeds.
+        training_speed: tokens (images) per second.
+        inference_speed: examples per second.
+        accuracy: mean over tasks, of the last evaluation.
+    """
+
+    label: str
+    connection: str
+    seeds: list[int | None]
+    parameters: float | None
+    loss: float | None
+    loss_range: tuple[float, float] | None
+    spikes: int
+    speedup: float | None
+    seconds: float | None
+    training_speed: float | None
+    inference_speed: float | None
+    accuracy: float | None
+
+
+def summarise_training(runs: TrainingRuns) -> list[GroupSummary]:
+    """The numbers of every group."""
+    speedups = {}
+    for _, part in split_by_backbone(runs.groups):
+        speedups.update(measure_speedups(part, runs.decay))
+    summaries = []
+    for group in runs.groups:
+        losses = group.values("valid_loss")
+        summaries.append(
+            GroupSummary(
+                label=group.label,
+                connection=group.first.connection,
+                seeds=[run.seed for run in group.runs],
+                parameters=_known(group.mean("parameters")),
+                loss=_known(group.mean("valid_loss")),
+                loss_range=(min(losses), max(losses)) if losses else None,
+                spikes=sum(len(find_spikes(run.curve.losses)) for run in group.runs),
+                speedup=speedups.get(group.label),
+                seconds=_known(group.mean("seconds")),
+                training_speed=_known(group.mean("tokens_per_second")),
+                inference_speed=_known(group.mean("inference_speed")),
+                accuracy=_known(mean_accuracy(group, shared_tasks(runs.groups))),
+            )
+        )
+    return summaries
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def smooth_runs(groups: Sequence[RunGroup], decay: float) -> list[list[list[tuple[float, float]]]]:
+    """(step, running mean of the training loss) of each run of each group.
+
+    The weight of a loss falls to `decay` over the longest interval between two logged lines, so
+    that runs that log at different intervals are smoothed alike.
+    """
+    interval = max((_log_interval(run) for group in groups for run in group.runs), default=1)
+    curves = []
+    for group in groups:
+        of_group: list[list[tuple[float, float]]] = []
+        for run in group.runs:
+            curve = run.curve
+            smoothed = smooth_losses(curve.losses, decay, curve.steps, interval)
+            points = zip(curve.steps, smoothed, strict=True)
+            of_group.append([(step, loss) for step, loss in points if math.isfinite(loss)])
+        curves.append(of_group)
+    return curves
+
+
+def _log_interval(run: TrainingRun) -> float:
+    steps = run.curve.steps
+    if len(steps) < 2:
+        return 1
+    return statistics.median(after - step for step, after in itertools.pairwise(steps))
+
+
+def loss_curves(groups: Sequence[RunGroup], decay: float) -> tuple[str, list[MeanCurve]]:
+    """What the curves are, and each group's loss over steps, mean over seeds.
+
+    They are of the first validation set; where it has few evaluations, of the smoothed training
+    loss.
+    """
+    names = [name for name in groups[0].first.curve.valid if name]
+    for name in names[:1]:
+        points = [[run.curve.valid.get(name, []) for run in group.runs] for group in groups]
+        if min(len(curve) for of_group in points for curve in of_group) >= FEWEST_POINTS:
+            return f"loss on {name}", [average_curves(of_group) for of_group in points]
+    smoothed = smooth_runs(groups, decay)
+    return "training loss (running mean)", [average_curves(of_group) for of_group in smoothed]
+
+
+def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, float]:
+    """How many times fewer steps a group needs for its baseline's final loss, by its label.
+
+    Those that do not reach it are left out. Where no group is pre-norm, the first is the baseline.
+
+    Args:
+        groups: of one backbone.
+        decay: of the running mean of training losses.
+    """
+    _, curves = loss_curves(groups, decay)
+    by_label = {group.label: curve for group, curve in zip(groups, curves, strict=True)}
+    speedups = {}
+    for group in groups:
+        baseline = find_baseline(groups, group) or groups[0]
+        curve, reference = by_label[group.label], by_label[baseline.label]
+        if baseline is not group and curve.x and reference.x:
+            speedup = speedup_to_loss(curve.x, curve.mean, reference.x, reference.mean)
+            if speedup is not None:
+                speedups[group.label] = speedup
+    return speedups
+
+
+def shared_tasks(groups: Sequence[RunGroup]) -> set[str]:
+    """The tasks that all runs with any have been evaluated on."""
+    found = [set(run.tasks) for group in groups for run in group.runs if run.tasks]
+    return set.intersection(*found) if found else set()
+
+
+def mean_accuracy(group: RunGroup, tasks: set[str]) -> float:
+    """The mean over tasks and seeds of the last evaluation's accuracy, NaN without any."""
+    values = [run.tasks[task][-1][1] for run in group.runs if run.tasks for task in tasks]
+    return statistics.fmean(values) if values else math.nan
+
+
+@dataclass
+class ScalingSeries:
+    """Groups of one series with different sizes.
+
+    Attributes:
+        label: of the series.
+        groups: by size; finished ones alone.
+        law: of the loss over parameters; None with one size.
+        multiplier: of compute over the main series; None for that itself, or where its law says
+            nothing.
+    """
+
+    label: str
+    groups: list[RunGroup]
+    law: PowerLaw | None = None
+    multiplier: ComputeMultiplier | None = None
+
+
+def measure_scaling(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
+    """Power laws of loss over size, and compute multipliers over the main pre-norm series.
+
+    Compute is 6 × parameters × tokens. Mixtures of experts are left out.
+    """
+    gathered: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        if math.isfinite(group.mean("valid_loss")) and not has_experts(group):
+            gathered.setdefault(group.series, []).append(group)
+    if not gathered:
+        return []
+    series = [
+        ScalingSeries(label, sorted(members, key=lambda group: group.mean("parameters")))
+        for label, members in gathered.items()
+    ]
+    for one in series:
+        one.law = _fit_runs(one, run_size)
+    main = find_main_series([group for one in series for group in one.groups])
+    reference = next(one for one in series if one.label == main)
+    law = _fit_runs(reference, run_compute)
+    for one in series:
+        if one is not reference and law is not None and law.b > 0:
+            one.multiplier = estimate_multiplier(law, *_points(one, run_compute))
+    return series
+
+
+def run_size(run: TrainingRun) -> float:
+    """Parameters of a run's model."""
+    return run.number("parameters")
+
+
+def run_compute(run: TrainingRun) -> float:
+    """FLOPs of a run: 6 × parameters × tokens (images, or steps where no more is known)."""
+    units, _ = run.units_per_step
+    return FLOPS_PER_PARAMETER * run_size(run) * units * run.settings.get("steps", 1)
+
+
+def _points(
+    series: ScalingSeries, size_of: Callable[[TrainingRun], float]
+) -> tuple[list[float], list[float]]:
+    runs = [run for group in series.groups for run in group.runs]
+    return [size_of(run) for run in runs], [run.number("valid_loss") for run in runs]
+
+
+def _fit_runs(series: ScalingSeries, size_of: Callable[[TrainingRun], float]) -> PowerLaw | None:
+    sizes, losses = _points(series, size_of)
+    return fit_power_law(sizes, losses) if len(set(sizes)) > 1 else None

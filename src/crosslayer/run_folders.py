@@ -1,0 +1,25 @@
+"""How `crosslayer train` and `crosslayer compare` lay out what they write.
+
+RUN/metrics.jsonl                   a line each `log_every` steps and each evaluation
+RUN/result.json, RUN/model/         of `train`, once the run has ended
+RUN/step-00000100/                  a checkpoint
+COMPARISON/results.json             all results so far
+COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`: metrics and checkpoints alone
+"""
+
+import hashlib
+import re
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+MODEL_FOLDER = "model"
+RESULTS_FILE = "results.json"
+RUNS_FOLDER = "runs"
+
+
+def run_folder_name(arm: str, seed: int) -> str:
+    """The name of the folder of one run in a comparison's `runs`."""
+    readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm}-{seed}")[:80]
+    # names may differ in replaced characters alone
+    digest = hashlib.sha256(f"{arm} {seed}".encode()).hexdigest()[:6]
+    return f"{readable}-{digest}"

@@ -1,0 +1,185 @@
+"""Models without a row: `connect` recognises their wiring, proves it, or says why it cannot."""
+
+import copy
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import crosslayer
+from crosslayer.hf.attach import find_backbone
+from crosslayer.hf.families import FAMILIES, Family, Sublayer
+from crosslayer.hf.proof import prove_wiring
+from tests.hf.all_families import build_model, read_logits
+from tests.hf.backbones import build, ids
+from tests.support.tiny import shake
+
+# What each has that the others have not, and the ports that MUDD feeds in its layers.
+KINDS = {
+    # the residual multiplier
+    "granite": "attn|mlp",
+    # one norm for two parallel sub-layers; layers that return tuples; a fused projection
+    "falcon": "mixer+mlp",
+    # an MLP that is no module of its own, dropout by a function
+    "opt": "attn|mlp",
+    # layers of two kinds; a norm of the embedding by the final norm
+    "qwen3_next": "attn|mlp, mixer|mlp",
+    # one sub-layer a layer
+    "nemotron_h": "attn, mixer, mlp",
+    # an attention and a mixer in parallel, renamed arguments
+    "falcon_h1": "mixer+attn|mlp",
+    # experts that return their tokens flat
+    "llama4_text": "attn|mlp",
+    # two MLPs in parallel
+    "granitemoehybrid": "mixer|mlp+mlp",
+    # the final norm norms the embedding too
+    "nanochat": "attn|mlp",
+}  # fmt: skip
+LLAMA_ROW = Family(
+    Sublayer("self_attn", "input_layernorm"),
+    Sublayer("mlp", "post_attention_layernorm"),
+    ("q_proj", "k_proj", "v_proj"),
+)
+
+
+def ports_of_layers(model: Any) -> str:
+    """The kinds of layers, by the ports of their sites."""
+    backbone, wiring = find_backbone(model)
+    kinds = set()
+    for layer in getattr(backbone, wiring.layers):
+        # The first layer's attention reads the embedding alone, with one input.
+        sites = ["+".join(c.ports).replace("q+k+v", "attn") for c in layer.connections]
+        kinds.add("|".join(sites))
+    return ", ".join(sorted(kinds))
+
+
+SLOW_KINDS = ("falcon_h1", "granitemoehybrid", "llama4_text")
+
+
+def mark_slow(family: str, slow: tuple[str, ...]) -> Any:
+    return pytest.param(family, marks=pytest.mark.slow) if family in slow else family
+
+
+@pytest.mark.parametrize("family", [mark_slow(family, SLOW_KINDS) for family in KINDS])
+def test_a_family_without_a_row(family):
+    plain, expected = build_model(family, ids())
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    # A sum of two scaled outputs is rounded otherwise than the scaled sum of both.
+    rounding = 1e-6 if family == "granitemoehybrid" else 0
+    torch.testing.assert_close(read_logits(model, ids()), expected, rtol=0, atol=rounding)
+    assert ports_of_layers(model) == KINDS[family]
+    shake(model, 0.05).train()
+    model(ids(), use_cache=False).logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if ".connection" in name:
+            assert parameter.grad is not None, name
+            assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("family", ["gptj", mark_slow("jamba", ("jamba",))])
+def test_generating_saving_and_disconnecting(family, tmp_path):
+    plain, _ = build_model(family, ids())
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = plain.generate(ids(), **options)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model.generate(ids(), **options), expected)
+    crosslayer.disconnect(copy.deepcopy(model))
+    shake(model, 0.05).save_pretrained(tmp_path)
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert torch.equal(read_logits(loaded, ids()), read_logits(model, ids()))
+    outputs = model(ids(), output_hidden_states=True, use_cache=False)
+    assert all(isinstance(hidden, torch.Tensor) for hidden in outputs.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("minimax", "it returns post_attention_layernorm + mlp, not its input plus outputs"),
+        ("doge", "gets the stream times a parameter of the layer's own"),
+        ("bloom", "self_attention gets more of the stream, as its argument 'residual'"),
+        ("pegasus", "its encoder_attn is not part of every forward"),
+    ],
+)
+def test_what_is_no_stream_is_refused(family, reason):
+    model, _ = build_model(family, ids())
+    modules = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
+    with pytest.raises(ValueError, match=f"^connect cannot connect .*{re.escape(reason)}"):
+        crosslayer.connect(model, "mudd")
+    assert modules == {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
+
+
+def test_a_wrong_row_is_refused(monkeypatch):
+    """Without proof, granite under a row like llama's is silently another function."""
+    model, expected = build_model("granite", ids())
+    monkeypatch.setitem(FAMILIES, "granite", LLAMA_ROW)
+    with pytest.raises(ValueError, match="layer 0, a GraniteDecoderLayer, computes") as error:
+        crosslayer.connect(copy.deepcopy(model), "mudd")
+    assert "Sublayer('self_attn', norm='input_layernorm', scale=0.22)" in str(error.value)
+    unproven = crosslayer.connect(copy.deepcopy(model), "mudd", verify=False)
+    assert not torch.allclose(read_logits(unproven, ids()), expected, atol=1e-2)
+    scaled = LLAMA_ROW._replace(
+        attn=LLAMA_ROW.attn._replace(scale=0.22), mlp=LLAMA_ROW.mlp._replace(scale=0.22)
+    )
+    monkeypatch.setitem(FAMILIES, "granite", scaled)
+    assert torch.equal(read_logits(crosslayer.connect(model, "mudd"), ids()), expected)
+
+
+def test_a_fused_projection_needs_its_order(monkeypatch):
+    row = Family(
+        Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
+        Sublayer("mlp", "post_attention_layernorm", ("resid_mlp_dropout",)),
+        ("qkv_proj",),
+    )
+    monkeypatch.setitem(FAMILIES, "phi3", row)
+    with pytest.raises(ValueError, match=r"it needs fused=, the order of its outputs"):
+        crosslayer.connect(build("phi3"), "mudd")
+
+
+def test_a_backbone_that_changes_the_stream_between_layers_is_refused():
+    class Doubling(transformers.LlamaModel):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed_tokens(input_ids)
+            rope = self.rotary_emb(x, torch.arange(x.shape[1])[None])
+            for layer in self.layers:
+                x = layer(x, position_embeddings=rope) * 2
+            return self.norm(x)
+
+    with pytest.raises(ValueError, match=r"changes the stream between layers.0 and layers.1"):
+        crosslayer.connect(Doubling(build("llama").config), "mudd")
+
+
+@pytest.mark.slow
+def test_a_larger_model_connects_its_language_model(tmp_path):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 8, "patch_size": 4,
+    }  # fmt: skip
+    config = Gemma3Config(text_config=build("gemma3").config.to_dict(), vision_config=vision)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    expected = model(ids()).logits
+    crosslayer.connect(model, "mudd")
+    assert torch.equal(model(ids()).logits, expected)
+    assert model.config.text_config.crosslayer == "mudd"
+    shake(model, 0.05).save_pretrained(tmp_path)
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.slow
+def test_the_proof_of_a_model_of_1b_takes_a_fifth_of_a_second():
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32
+        )
+        model = transformers.LlamaForCausalLM(config)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        prove_wiring(*find_backbone(model))
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.2

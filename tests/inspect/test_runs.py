@@ -1,0 +1,307 @@
+"""Run folders and the views of training: planted answers, damaged files, and one real run."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from crosslayer.cli.main import main
+from crosslayer.inspect.run_groups import group_runs
+from crosslayer.inspect.runs import is_run_folder, read_runs
+from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
+from crosslayer.inspect.training_summary import (
+    TrainingRuns,
+    measure_scaling,
+    measure_speedups,
+    smooth_runs,
+    summarise_training,
+)
+from crosslayer.run_folders import METRICS_FILE, RUNS_FOLDER
+from tests.inspect.planted_runs import falling_loss, write_comparison, write_metrics
+
+MOE = {"family": "mixtral", "model_config": {"num_local_experts": 16}}
+
+
+def read_groups(*folders):
+    return group_runs([run for folder in folders for run in read_runs(folder)])
+
+
+def draw(groups):
+    """The titles of the panels of every view that the groups can feed."""
+    runs = TrainingRuns(groups)
+    drawn = {view.name: view.draw_panels(runs) for view in TRAINING_VIEWS}
+    return {name: [title for title, _ in panels] for name, panels in drawn.items() if panels}
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """Three seeds of pre-norm and of an arm that is 1.8 times as fast."""
+    arms = {
+        "Transformer": {"connection": "prenorm", "inference_speed": 100.0},
+        "DHC×4": {
+            "connection": "hyper",
+            "loss_of": lambda step: falling_loss(step, speed=1.8),
+            "inference_speed": 80.0,
+        },
+    }
+    return write_comparison(tmp_path_factory.mktemp("planted") / "comparison", arms, seeds=3)
+
+
+def test_a_comparison_s_runs_are_means_over_seeds(comparison):
+    groups = read_groups(comparison)
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("Transformer", 3),
+        ("DHC×4", 3),
+    ]
+    plain, fast = summarise_training(TrainingRuns(groups))
+    assert plain.loss == pytest.approx(falling_loss(1000) + 0.01)
+    assert plain.loss_range == pytest.approx((falling_loss(1000), falling_loss(1000) + 0.02))
+    assert fast.speedup == pytest.approx(1.8, abs=0.01)
+    assert (plain.speedup, plain.spikes, plain.seconds) == (None, 0, 100)
+    assert draw(groups).keys() == {"losses", "valid_losses", "speedups", "times", "speeds"}
+
+
+def test_a_planted_spike_is_counted_in_its_run(comparison, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(comparison, copy)
+    metrics = next((copy / RUNS_FOLDER).glob("Transformer-1-*")) / METRICS_FILE
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 800 and "loss" in row:
+            row["loss"] += 3
+        if row["step"] == 30 and "loss" in row:
+            row["loss"] = math.nan  # a skipped batch, before a mean is known
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    groups = read_groups(copy)
+    assert [summary.spikes for summary in summarise_training(TrainingRuns(groups))] == [2, 0]
+    ((_, view),) = TRAINING_VIEWS[0].draw_panels(TrainingRuns(groups))
+    assert [line.label for line in view.keywords["lines"]] == ["Transformer (2 spikes)", "DHC×4"]
+    assert [round(step, 3) for step, _ in view.keywords["lines"][0].marks] == [0.03, 0.8]
+
+
+def test_runs_with_different_logging_intervals_are_smoothed_alike(tmp_path):
+    for every in (5, 20):
+        write_metrics(tmp_path / f"every-{every}", lambda step: 5 - step / 500, every=every)
+    fine, coarse = smooth_runs(read_groups(tmp_path / "every-5", tmp_path / "every-20"), 0.9)
+    at = dict(fine[0])
+    for step, loss in coarse[0]:
+        # the mean over an interval starts earlier by at most half of it
+        assert loss == pytest.approx(at[step], abs=0.04)
+    naive = 10 * 5 / 500  # what 0.9 from line to line would be off by, towards the end
+    assert abs(coarse[0][-1][1] - at[1000]) < 0.3 * naive
+
+
+@pytest.fixture(scope="module")
+def scaling(tmp_path_factory):
+    """Losses of pre-norm are 30 · C^(−0.05); MUDD's are those of 1.89 times the compute."""
+    root = tmp_path_factory.mktemp("scaling")
+    folders = []
+    for size, layers in ((4e8, 24), (8e8, 24), (1.4e9, 24), (1.35e9, 42)):
+
+        def loss_at(factor, size=size):
+            target = 30 * (factor * 6 * size * 1e6) ** -0.05
+            return lambda step: target + falling_loss(step) - falling_loss(1000)
+
+        arms = {
+            "Transformer++": {"connection": "prenorm", "loss_of": loss_at(1), "parameters": size},
+            "MUDDFormer": {
+                "connection": "mudd" if layers == 24 else "mudd(normed=True)",
+                "loss_of": loss_at(1.89),
+                "parameters": size,
+            },
+        }
+        folder = root / f"{size:g}"
+        folders.append(write_comparison(folder, arms, layers=layers, dim=int(size / 1e5)))
+    return folders
+
+
+def test_the_planted_multiplier_is_found(scaling):
+    groups = read_groups(*scaling)
+    plain, mudd = measure_scaling(groups)
+    assert (plain.label, mudd.label) == ("Transformer++", "MUDDFormer")
+    assert plain.law.b == pytest.approx(0.05)
+    assert plain.multiplier is None
+    assert mudd.multiplier.value == pytest.approx(1.89)
+    assert mudd.multiplier.high - mudd.multiplier.low < 1e-6
+    drawn = draw(groups)
+    assert drawn["sizes"] == ["loss and power laws", "gaps", "compute multiplier"]
+    assert len(drawn["losses"]) == 1
+    lines = dict(TRAINING_VIEWS[7].draw_panels(TrainingRuns(groups)))["gaps"].keywords["lines"]
+    assert lines[0].y[0] == pytest.approx(mudd.law.predict(4e8) - plain.law.predict(4e8))
+
+
+def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
+    arms = {
+        "prenorm": {"connection": "prenorm"},
+        "prenorm at 2 × the rate": {
+            "connection": "prenorm",
+            "options": {"lr": 2e-3},
+            "loss_of": lambda step: falling_loss(step, speed=1.2),
+        },
+        "hyper": {"connection": "hyper", "loss_of": lambda step: falling_loss(step, speed=1.8)},
+    }
+    groups = read_groups(write_comparison(tmp_path / "search", arms))
+    assert measure_speedups(groups, 0.99) == {"hyper": pytest.approx(1.8 / 1.2, abs=0.01)}
+
+
+def test_experts_options_and_tasks_have_views(tmp_path):
+    arms = {
+        "dense": {"connection": "prenorm"},
+        "dense MUDD": {"connection": "mudd", "loss_of": lambda step: falling_loss(step) - 0.0596},
+        "MoE": {"connection": "prenorm", "options": MOE},
+        "4×1": {"connection": "denseformer(dilation=4)"},
+        "4×5": {"connection": "denseformer(dilation=4, period=5)"},
+        "1×1": {"connection": "denseformer"},
+        "last": {"connection": "denseformer(period='last')"},  # no number
+    }
+    folder = write_comparison(tmp_path / "many", arms)
+    for run in (folder / RUNS_FOLDER).iterdir():
+        for step in (500, 1000):
+            results = run / "eval" / f"step-{step}" / "results.json"
+            results.parent.mkdir(parents=True)
+            accuracy = {"sciq": {"acc,none": step / 2000, "acc_stderr,none": 0.1}}
+            content = {"model": "a/model", "tasks": {"results": accuracy}}
+            results.write_text(json.dumps(content))
+    groups = read_groups(folder)
+    assert groups[0].first.tasks == {"sciq": [(500, 0.25), (1000, 0.5)]}
+    drawn = draw(groups)
+    assert drawn["task_curves"] == ["sciq"]
+    assert drawn["options"] == [
+        f"{measure} and {option}"
+        for option in ("dilation", "period")
+        for measure in ("validation perplexity", "training speed")
+    ]
+    assert {"experts", "task_sizes"} <= drawn.keys()
+    (_, bars), *_ = TRAINING_VIEWS[9].draw_panels(TrainingRuns(groups))
+    assert bars.keywords["bars"][1].label == "dense MUDD\ndense, ΔL -0.0596"
+
+
+def test_metrics_alone_and_one_run_alone_are_enough(tmp_path):
+    write_metrics(tmp_path / "run", seconds=None)
+    (group,) = read_groups(tmp_path / "run")
+    assert (group.label, group.first.status) == ("run (not finished)", "not finished")
+    assert draw([group]).keys() == {"losses", "valid_losses"}
+    write_metrics(tmp_path / "faster", lambda step: falling_loss(step, 2), every=50)
+    groups = read_groups(tmp_path / "run", tmp_path / "faster")
+    # nothing says which is pre-norm: the first is the baseline
+    assert measure_speedups(groups, 0.99) == {"faster (not finished)": pytest.approx(2, abs=0.02)}
+
+
+def test_runs_without_a_result_are_apart(comparison, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(comparison, copy)
+    content = json.loads((copy / "results.json").read_text())
+    *content["runs"], unfinished = content["runs"]
+    first = content["runs"].pop(0)
+    content["diverged"] = [{"arm": first["arm"], "seed": 0, "step": 900, "loss": "nan"}]
+    (copy / "results.json").write_text(json.dumps(content))
+    labels = [(group.label, [run.seed for run in group.runs]) for group in read_groups(copy)]
+    assert labels == [
+        ("Transformer (diverged)", [0]),
+        ("Transformer", [1, 2]),
+        ("DHC×4", [0, 1]),
+        (f"{unfinished['arm']} (not finished)", [2]),
+    ]
+
+
+def test_results_alone_are_enough(comparison, tmp_path):
+    (tmp_path / "results.json").write_bytes((comparison / "results.json").read_bytes())
+    groups = read_groups(tmp_path)
+    assert groups[1].mean("valid_loss") == pytest.approx(falling_loss(1000, 1.8) + 0.01)
+    assert groups[0].first.curve.valid["held-out"][-1] == (1000, falling_loss(1000))
+
+
+DAMAGED = {
+    "no step": ('{"loss": 1}\n', "line 1: has no step"),
+    "no JSON": ('{"step": 1, "loss": 2}\n\0\0\n', "line 2: not JSON"),
+    "not UTF-8": (b'{"step": 1, "los\xff": 2}\n\xff\n', "line 2: not JSON"),
+    "backwards": ('{"step": 9, "loss": 1}\n{"step": 3, "loss": 1}\n', "step 3 comes after step 9"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_metrics_are_one_line(name, tmp_path):
+    content, message = DAMAGED[name]
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / METRICS_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_runs(tmp_path)
+
+
+def test_results_of_eval_make_no_comparison(tmp_path):
+    results = json.dumps({"tasks": {"results": {"sciq": {"acc_norm,none": 0.5}}}})
+    run, model = tmp_path / "run", tmp_path / "model"
+    write_metrics(run)
+    (run / "results.json").write_text(results)
+    (only,) = read_runs(run)
+    assert only.tasks == {"sciq": [(1000, 0.5)]}
+    model.mkdir()
+    for name in ("results.json", "config.json"):
+        (model / name).write_text(results)
+    assert not is_run_folder(model)
+
+
+def test_damaged_results_are_one_line(tmp_path, comparison):
+    content = json.loads((comparison / "results.json").read_text())
+    for damage in ({"arms": []}, {"runs": [1]}, {"settings": {"steps": "many"}}):
+        (tmp_path / "results.json").write_text(json.dumps(content | damage))
+        with pytest.raises(ValueError, match="damaged"):
+            read_runs(tmp_path)
+    with pytest.raises(ValueError, match="neither a run's folder"):
+        read_runs(tmp_path / "nothing")
+
+
+def test_the_command_draws_training_without_a_model(comparison, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("crosslayer.convert.pretrained.open_model", None)
+    out = tmp_path / "out"
+    command = ["inspect", str(comparison), "--sections", "losses,sizes", "--out", str(out)]
+    assert main(command) == 0
+    assert "sizes is not drawn; it needs finished runs" in capsys.readouterr().out
+    assert [path.name for path in sorted((out / "figures").iterdir())] == [
+        "losses.png",
+        "losses.svg",
+    ]
+    content = json.loads((out / "inspection.json").read_text())
+    assert content["training"]["groups"][1]["speedup"] == pytest.approx(1.8, abs=0.01)
+    page = (out / "report.html").read_text()
+    assert "<h1>Training of Transformer and DHC×4</h1>" in page
+    assert "<td>1.80</td>" in page
+
+
+def test_no_view_has_the_name_of_a_section():
+    names = [part.name for part in (*SECTIONS, *TRAINING_VIEWS)]
+    assert len(set(names)) == len(names)
+
+
+def test_sections_that_nothing_can_feed_are_refused(comparison, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["inspect", str(comparison), "--sections", "cosines", *out]) == 1
+    assert "no model, which cosines needs" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path), "--sections", "training", *out]) == 1
+    assert "no folder of crosslayer train or compare" in capsys.readouterr().err
+    assert main(["inspect", str(comparison), "--running-mean", "1", *out]) == 1
+    assert "--running-mean must be from 0 to below 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_real_run_has_all_that_the_views_read(tmp_path):
+    sizes = "--steps 12 --batch 2 --context 16 --layers 2 --dim 16 --heads 2 --eval-batches 1"
+    (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
+    run = tmp_path / "hyper"
+    command = ["train", "--arm", "hyper", "--data", str(tmp_path / "text.txt"), "--out", str(run)]
+    assert main([*command, *sizes.split(), "--evals", "4"]) == 0
+    ((found,),) = [group.runs for group in read_groups(run)]
+    assert (found.name, found.connection, found.status) == ("hyper", "hyper", "")
+    assert found.units_per_step == (32, "tokens")
+    assert found.curve.steps == [10]
+    assert [step for step, _ in found.curve.valid["held-out"]] == [3, 6, 9, 12]
+    assert 0 < found.curve.seconds[0] < found.seconds_at([12])[0]
+    assert found.number("inference_speed") > 0
+    out = tmp_path / "out"
+    inspect = ["inspect", str(run), "--sections", "training,cosines", "--sequences", "2"]
+    assert main([*inspect, "--context", "16", "--out", str(out), "--data", command[4]]) == 0
+    drawn = {path.stem for path in (out / "figures").glob("*.png")}
+    assert drawn == {"losses", "valid_losses", "times", "cosines"}
+    content = json.loads((out / "inspection.json").read_text())
+    assert [model["name"] for model in content["models"]] == ["hyper"]
