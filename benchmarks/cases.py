@@ -71,7 +71,8 @@ class Case(NamedTuple):
 def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0) -> Case:
     """`depth_mix`: C mixtures of L sources, and the norms of the first `normed` of them.
 
-    With norms only the last mixture is an output, as well as the norms.
+    With norms only the last mixture is an output, as well as the norms. The sources passed on have
+    gradients, as those of a later reader.
 
     Args:
         L: the number of sources.
@@ -87,8 +88,8 @@ def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0)
             spec = _norm_spec(weights[1 + c * parameters :][:parameters])
             if spec is not None:
                 norms.append((c, spec))
-        outs = op.depth_mix(tuple(X), weights[0], tuple(norms))
-        return outs[C - 1 :] if normed else outs
+        outs, passed = op.depth_mix(tuple(X), weights[0], tuple(norms))
+        return (*(outs[C - 1 :] if normed else outs), *passed)
 
     w = (C, L) if static else (0, C, L)
     gradients = 1 + normed if normed else 0
@@ -128,10 +129,11 @@ def gate_case(n: int, scored: bool, parameters: int = 0) -> Case:
 
 
 def attention_case(L: int, parameters: int = 0) -> Case:
-    """`depth_attention` over L sources, and a norm of 0, 1 or 2 parameters."""
+    """`depth_attention` over L sources, which it passes on, and a norm of 0, 1 or 2 parameters."""
 
     def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        return (op.depth_attention(tuple(X), weights[0], norm=_norm_spec(weights[1:])),)
+        h, passed = op.depth_attention(tuple(X), weights[0], norm=_norm_spec(weights[1:]))
+        return h, *passed
 
     return Case(
         "attention",

@@ -184,8 +184,8 @@ def mgr_gate_norm_has_another_eps(patch):
 
 @bug(golden=golden_mudd, loop=loop("mudd", loops.LOOPS["mudd"]))
 def mudd_norm_has_another_eps(patch):
-    right = mudd.rms
-    patch.setattr(mudd, "rms", lambda x, eps: right(x, 1e-5))
+    right = mudd.norm_project
+    patch.setattr(mudd, "norm_project", lambda x, W, eps, weight: right(x, W, 1e-5, weight))
 
 
 @bug(golden=golden_hyper, loop=loop_hyper)
@@ -357,7 +357,7 @@ def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
         if self.opens_layer:
             history.append(h)
         if self.alpha is not None:
-            (h,) = depth_mix(tuple(history[j] for j in self.sources), self.alpha[None])
+            (h,), _ = depth_mix(tuple(history[j] for j in self.sources), self.alpha[None])
         return (h,), History((), h)
 
     patch.setattr(denseformer.DenseFormer, "mix_inputs", mix_inputs)

@@ -236,6 +236,16 @@ class Connection(nn.Module, Generic[StateT]):
             return 1 + len(self.site.ports)
         return (2 if self.is_readout else 3) + len(self.site.ports)
 
+    def backward_memory_traffic(self) -> float:
+        """The least that the backward pass of this site's `read` moves, as `memory_traffic` counts.
+
+        A single stream moves as much as forward: the two gradients and the norm's input are read,
+        one gradient is written. n streams move 3n + 3 where the forward pass moves 2n + 2.
+        """
+        forward = self.memory_traffic()
+        is_single_stream = forward <= Connection.memory_traffic(self)
+        return forward if is_single_stream else 1.5 * forward
+
     def apply_port_norms(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Apply each port's norm to its input, or to the one input that all ports share."""
         if len(inputs) == 1:

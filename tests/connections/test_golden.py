@@ -177,7 +177,7 @@ def test_mgr_op(gating):
     beta = GATES[gating](depth_scores(S, leaf["param/w1"] * scale), leaf["param/b1"])
     close(beta, file["f64/intermediate/beta"])
     S = gate_streams(S, y, beta)
-    out = depth_attention(S, leaf["param/w2"] * scale)
+    out, S = depth_attention(S, leaf["param/w2"] * scale)
     close(out, file["f64/output/out"])
     close(torch.stack(S, -2), file["f64/output/new_streams"])
     loss = (out * file["input/loss_weight"]).sum() + (
@@ -278,7 +278,7 @@ def test_mudd_streams(spec, case):
             p.data.copy_(value)
         X = tuple(file[f"X.{j}"] for j in range(l))
         close(
-            site.aggregation_weights(file[f"X.{l}"], site.a).movedim(-2, 0),
+            site.aggregation_weights(file[f"X.{l}"], site.a)[0].movedim(-2, 0),
             file[f"da_weights.{l - 1}"],
         )
         inputs, state = site.read(History(X, file[f"X.{l}"]))

@@ -246,14 +246,29 @@ def test_traffic_of_n_streams(n, boundary):
 
 
 def test_traffic_of_dense_sources():
-    assert traffic("denseformer", 4) == [2, 4, 3, 4, 4, 4, 5, 4, 6]  # i + 2 at depth i
-    assert traffic("denseformer(dilation=2, period=2)", 4) == [2, 4, 4, 4, 3, 4, 4, 4, 4]
-    # l + 5 after block l, l + 2 in the last
-    assert traffic("mudd", 4) == [2, 4, 6, 4, 7, 4, 8, 4, 6]
-    assert traffic("mudd", 4, parallel=True) == [3, 6, 7, 8, 6]
-    assert traffic("mudd(ways='qkvr')", 3) == [2, 4, 3, 4, 4, 4, 5]
+    assert traffic("denseformer", 4) == [2, 4, 6, 4, 7, 4, 8, 4, 7]  # i + 5 at depth i, i + 3 last
+    assert traffic("denseformer(dilation=2, period=2)", 4) == [2, 4, 4, 4, 6, 4, 4, 4, 5]
+    # l + 7 after block l, l + 3 in the last
+    assert traffic("mudd", 4) == [2, 4, 8, 4, 9, 4, 10, 4, 7]
+    assert traffic("mudd", 4, parallel=True) == [3, 9, 10, 11, 7]
+    assert traffic("mudd(ways='qkvr')", 3) == [2, 4, 6, 4, 7, 4, 6]
     assert traffic("attnres", 3) == [2, 3, 4, 5, 6, 7, 8]  # k + 1 at sub-layer k
-    assert traffic("attnres(block_size=4)", 4) == [2, 3, 3, 3, 3, 4, 4, 4, 4]
+    # a write that joins its block's sum reads the sum and writes it
+    assert traffic("attnres(block_size=4)", 4) == [2, 3, 5, 5, 5, 4, 6, 6, 5]
+
+
+def test_backward_traffic_of_dense_sources():
+    """Each source and its gradient so far are read, and the gradient is written: 3 a source."""
+
+    def backward_traffic(spec: str, layers: int) -> list[float]:
+        return [site.backward_memory_traffic() for site in make_sites(spec, layers, 8)]
+
+    assert backward_traffic("denseformer", 4) == [2, 4, 8, 4, 11, 4, 14, 4, 11]  # 3i + 5
+    # X_0 alone is averaged again
+    assert backward_traffic("denseformer(last_k=1)", 3) == [2, 4, 7, 4, 7, 4, 5]
+    assert backward_traffic("mudd", 4) == [2, 4, 10, 4, 13, 4, 16, 4, 11]  # 3l + 7
+    assert backward_traffic("attnres", 3) == [2, 7, 10, 13, 16, 19, 15]  # 3k + 4
+    assert backward_traffic("hyper", 1) == [9, 15, 9]
 
 
 def test_bandwidth_bound_in_seconds():

@@ -97,6 +97,6 @@ def _legend(cost: Any, gpu: Any) -> str:
         f"{gpu.flops / 1e12:,.0f} bf16 TFLOP/s. At that peak the FLOPs of pre-norm take "
         f"{flops_ms:,.1f} ms. Activations: saved for the backward pass by the reference "
         f"implementation; pre-norm saves {activations:,.1f} GiB. Traffic: elements of D a token, "
-        "forward, summed over depth. Bound: the least time of that traffic, forward and backward; "
-        "no kernel is faster."
+        "forward, summed over depth. Bound: the least time of that traffic and of the backward "
+        "pass's, if every site is one kernel in each pass."
     )

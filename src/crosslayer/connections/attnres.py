@@ -12,7 +12,10 @@ has one source and so no parameters. w = 0 and g = 1 at initialisation: the unif
 plain residual stream divided by the number of sources. The norms remove this factor up to their
 eps, which is visible where embeddings are tiny.
 State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token
-when full.
+when full, (3k + 4)D backward; 2D more where y joins the current block's sum.
+
+The paper reads the completed blocks once for all queries of a block. That needs the queries of the
+block's later sub-layers at its first, and here a site has its own parameters alone.
 """
 
 from typing import NamedTuple
@@ -63,6 +66,8 @@ class AttnRes(FusedNormConnection[Values]):
         self.eps = eps
         # The pending write is the last of its block.
         self.completes_block = site.index % block_size == 0
+        # Whether the pending write is the first of its block, and so the block's sum.
+        self.starts_block = (site.index - 1) % block_size == 0
         # y_0, the completed blocks and the current block.
         self.sources = (site.index - 1) // block_size + 2
         self.query = float32_parameter(dim) if site.index else None
@@ -88,10 +93,10 @@ class AttnRes(FusedNormConnection[Values]):
             y = y.to(state.done[0].dtype)
         partial = add_write(y, state.partial)
         sources = (*state.done, partial)
-        h = depth_attention(sources, self.query * self.key_norm, self.eps, norm)
+        h, sources = depth_attention(sources, self.query * self.key_norm, self.eps, norm)
         if self.completes_block:
             return (h,), Values(sources)
-        return (h,), Values(state.done, partial)
+        return (h,), Values(sources[:-1], sources[-1])
 
     def state_parts(self, state: Values) -> tuple[Tensor, ...]:
         partial = () if state.partial is None else (state.partial,)
@@ -109,4 +114,12 @@ class AttnRes(FusedNormConnection[Values]):
         return MixingWeights(write, p[..., None, :, None], kept)
 
     def memory_traffic(self) -> float:
-        return self.sources + len(self.ports)
+        reads_sum = 0 if self.starts_block or self.query is None else 1
+        writes_sum = 0 if self.is_readout else reads_sum
+        return self.sources + reads_sum + writes_sum + len(self.ports)
+
+    def backward_memory_traffic(self) -> float:
+        if self.query is None:
+            return super().backward_memory_traffic()
+        later_sources = 0 if self.is_readout else self.sources
+        return 2 * self.sources + later_sources + len(self.ports)

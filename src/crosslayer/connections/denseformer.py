@@ -11,7 +11,7 @@ code counts the dilation in groups of blocks). No softmax, no normalisation; α 
 X_i, which is the plain Transformer. α takes weight decay, as in the authors' code; the paper does
 not say.
 State: the outputs of all blocks so far. Parameters: ⌊i/k⌋ + 1 at each averaged depth i,
-L(L + 3)/2 for 1 × 1. Traffic: (i + 2)D a token at depth i, over k·p.
+L(L + 3)/2 for 1 × 1. Traffic: (i + 5)D a token at depth i, over k·p; (3i + 5)D backward.
 """
 
 from typing import Literal, NamedTuple
@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import NormFactory, Site, float32_parameter
+from ..connection import Connection, NormFactory, Site, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
 from ..norms import NormSpec, upcast
@@ -68,6 +68,7 @@ class DenseFormer(FusedNormConnection[History]):
         if last_k is not None:
             check_positive(last_k=last_k)
         self.sources = averaged_blocks(site, dilation, period, window=last_k)
+        self.later_sources = blocks_averaged_later(site, self.sources, dilation, period, last_k)
         self.alpha = float32_parameter(len(self.sources)) if self.sources else None
         self.reset_parameters()
 
@@ -92,9 +93,10 @@ class DenseFormer(FusedNormConnection[History]):
         h, _ = add_norm(state.h, state.y)
         X = self._finished_blocks(state, h)
         averaged = tuple(X[j] for j in self.sources)
-        Y, *normed = depth_mix(averaged, self.alpha[None], tuple((0, norm) for norm in norms))
+        port_norms = tuple((0, norm) for norm in norms)
+        (Y, *normed), averaged = depth_mix(averaged, self.alpha[None], port_norms)
         x = normed[0] if normed else Y
-        return (x,), History(X, Y)
+        return (x,), History(replace_blocks(X, self.sources, averaged), Y)
 
     def _finished_blocks(self, state: History, h: Tensor) -> tuple[Tensor, ...]:
         return (*state.X, h) if self.opens_layer else state.X
@@ -118,7 +120,47 @@ class DenseFormer(FusedNormConnection[History]):
     def memory_traffic(self) -> float:
         if self.alpha is None:
             return super().memory_traffic()
-        return len(self.alpha) + len(self.ports)
+        return dense_memory_traffic(self, self.sources, self.later_sources)
+
+    def backward_memory_traffic(self) -> float:
+        if self.alpha is None:
+            return super().backward_memory_traffic()
+        return dense_backward_traffic(self, self.sources, self.later_sources)
+
+
+def dense_memory_traffic(
+    connection: Connection[History], sources: tuple[int, ...], later_sources: tuple[int, ...]
+) -> float:
+    """`memory_traffic` of a site that mixes dense sources.
+
+    Reads all sources but X_i, and h and y, whose sum is X_i. Writes the ports' inputs, and X_i and
+    the stream where a later site reads them.
+    """
+    writes_block = 1 if sources[-1] in later_sources else 0
+    writes_stream = 0 if connection.is_readout else 1
+    return len(sources) + 1 + writes_block + writes_stream + len(connection.ports)
+
+
+def dense_backward_traffic(
+    connection: Connection[History], sources: tuple[int, ...], later_sources: tuple[int, ...]
+) -> float:
+    """`backward_memory_traffic` of a site that mixes dense sources.
+
+    Reads the gradients of the ports' inputs and of the stream, all sources, and the gradients of
+    those that a later site mixes too; writes the gradients of all.
+    """
+    reads_stream = 0 if connection.is_readout else 1
+    return len(connection.ports) + reads_stream + 2 * len(sources) + len(later_sources)
+
+
+def replace_blocks(
+    X: tuple[Tensor, ...], places: tuple[int, ...], blocks: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """X with `blocks` at `places`: the sources that an op passed on."""
+    replaced = list(X)
+    for j, x in zip(places, blocks, strict=True):
+        replaced[j] = x
+    return tuple(replaced)
 
 
 def write_to_stream(state: History) -> Tensor:
@@ -147,10 +189,33 @@ def averaged_blocks(
     check_positive(dilation=dilation)
     if period != "last":
         check_positive(period=period)
-    i = site.layer
-    if i == 0 or not site.opens_layer:
+    if site.layer == 0 or not site.opens_layer:
         return ()
-    is_averaged = site.index == site.depth if period == "last" else i % period == 0
+    return _blocks_averaged_after(site.layer, site.index == site.depth, dilation, period, window)
+
+
+def blocks_averaged_later(
+    site: Site,
+    sources: tuple[int, ...],
+    dilation: int,
+    period: int | Literal["last"],
+    window: int | None,
+) -> tuple[int, ...]:
+    """Those of a site's sources that are averaged after a later block too."""
+    if not sources:
+        return ()
+    layers = site.depth * site.layer // site.index
+    later: set[int] = set()
+    for i in range(site.layer + 1, layers + 1):
+        later |= set(_blocks_averaged_after(i, i == layers, dilation, period, window))
+    return tuple(j for j in sources if j in later)
+
+
+def _blocks_averaged_after(
+    i: int, is_last: bool, dilation: int, period: int | Literal["last"], window: int | None
+) -> tuple[int, ...]:
+    """`averaged_blocks` after block i."""
+    is_averaged = is_last if period == "last" else i % period == 0
     if not is_averaged:
         return ()
     blocks = list(range(i % dilation, i + 1, dilation))

@@ -130,7 +130,7 @@ class MGR(FusedNormConnection[Gated]):
             if pool_query is None:
                 h = apply_norm(S[0], norm)
             else:
-                h = depth_attention(S, pool_query, norm=norm)
+                h, S = depth_attention(S, pool_query, norm=norm)
             q = None if gate_query is None else depth_scores(S, gate_query)
         if q is None or self.b is None:
             return (h,), Gated(S)

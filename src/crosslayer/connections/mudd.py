@@ -23,7 +23,7 @@ PrePostDANorm a = 0 and n_post's weight is 1e-3. Where sources are normed, the g
 a weight.
 q, k and v have norms of their own where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
-Traffic: (l + 5)D a token.
+Traffic: (l + 7)D a token after block l; (3l + 7)D backward.
 """
 
 from typing import Literal, NamedTuple
@@ -36,9 +36,18 @@ from ..connection import NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
-from ..ops import add_norm, depth_mix, project_tall
+from ..ops import add_norm, depth_mix, norm_project, project_tall
 from ..validation import check_non_negative, check_positive
-from .denseformer import History, averaged_blocks, exits_early, write_to_stream
+from .denseformer import (
+    History,
+    averaged_blocks,
+    blocks_averaged_later,
+    dense_backward_traffic,
+    dense_memory_traffic,
+    exits_early,
+    replace_blocks,
+    write_to_stream,
+)
 
 Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
@@ -157,6 +166,7 @@ class Mudd(FusedNormConnection[History]):
         ports = _split_attention(site.ports) if splits_qkv else site.ports
         super().__init__(site, dim, norm, ports)
         self.sources = sources if aggregates else ()
+        self.later_sources = blocks_averaged_later(site, self.sources, dilation, period, window)
         self.weighs_channels = bool(normed)
         self.mixture_of_stream = mixture_of_stream
         self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
@@ -220,6 +230,7 @@ class Mudd(FusedNormConnection[History]):
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         h, _ = add_norm(state.h, state.y)
+        A, h = self.aggregation_weights(h, self.a)
         X = self._finished_blocks(state, h)
         mixed = tuple(X[j] for j in self.sources)
         # The norms to fuse, each with the mixture that its port reads: none, or one a port.
@@ -227,7 +238,8 @@ class Mudd(FusedNormConnection[History]):
         port_norms = tuple(
             (c, n) for c, n in zip(port_mixtures, norms, strict=False) if c is not None
         )
-        outputs = depth_mix(mixed, self.aggregation_weights(h, self.a), port_norms)
+        outputs, mixed = depth_mix(mixed, A, port_norms)
+        X = replace_blocks(X, self.sources, mixed)
         S = outputs[: len(self.a)]
         if norms:
             inputs = outputs[len(self.a) :]
@@ -243,16 +255,14 @@ class Mudd(FusedNormConnection[History]):
             h = (rms(h, self.eps) * self.pre).to(h.dtype)
         return (*state.X, h)
 
-    def aggregation_weights(self, x: Tensor, a: Tensor) -> Tensor:
-        """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]."""
+    def aggregation_weights(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]; and x itself."""
         if self.W1 is None or self.W2 is None:
-            return a
-        N = rms(x, self.eps)
-        if self.weigh is not None:
-            N = N * self.weigh
-        hidden = F.gelu(project_tall(N, self.W1), approximate=self.gelu_approximation)
+            return a, x
+        hidden, x = norm_project(x, self.W1, self.eps, self.weigh)
+        hidden = F.gelu(hidden, approximate=self.gelu_approximation)
         generated = project_tall(hidden, self.W2)
-        return generated.unflatten(-1, a.shape) + a
+        return generated.unflatten(-1, a.shape) + a, x
 
     def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
         """S_c of one stream, where h is X_l."""
@@ -285,7 +295,7 @@ class Mudd(FusedNormConnection[History]):
         X = join_rows(finished[:-1], joins)
         if self.a is None:
             return MixingWeights(write, h, join_rows(X, h))
-        A = self.aggregation_weights(X_l, self.a)
+        A, _ = self.aggregation_weights(X_l, self.a)
         written = torch.stack((*state.X, X_l), -2)
         S = {stream: self._stream_weights(stream, h, A, X, written) for stream in STREAMS}
         read = join_rows(*(S[stream] for stream in self.port_streams))
@@ -315,7 +325,12 @@ class Mudd(FusedNormConnection[History]):
     def memory_traffic(self) -> float:
         if self.a is None:
             return super().memory_traffic()
-        return sum(self.a.shape)
+        return dense_memory_traffic(self, self.sources, self.later_sources)
+
+    def backward_memory_traffic(self) -> float:
+        if self.a is None:
+            return super().backward_memory_traffic()
+        return dense_backward_traffic(self, self.sources, self.later_sources)
 
 
 def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 The model is built and connected on the meta device. Its forward pass runs there under torch's FLOP
 counter and under hooks on the tensors that autograd saves. Only the traffic is a formula: each
-method's `memory_traffic`.
+method's `memory_traffic` and `backward_memory_traffic`.
 
 FLOPs: a multiplication or an addition is one FLOP, in matrix products and in weighted sums alike
 (MUDD, Eq. 15; HC, Table 8). Norms, softmax and activation functions are left out. Causal attention
@@ -10,10 +10,8 @@ counts half of T².
 
 Activation memory: with flash attention.
 
-Traffic: every site moves `memory_traffic()` · D elements a token in the forward pass. In the
-backward pass, a single stream moves as much: the two gradients and the norm's input are read, one
-gradient is written. n streams move 3n + 3 where the forward pass moves 2n + 2. The same factor of
-1.5 is assumed for dense sources: each is read again, and its gradient is written.
+Traffic: every site moves `memory_traffic()` · D elements a token in the forward pass, and
+`backward_memory_traffic()` · D in the backward pass: the least, if it is one kernel in each.
 """
 
 import copy
@@ -26,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ..connection import Connection, find_connections
+from ..connection import find_connections
 from ..spec import make
 from ..validation import LARGEST_SIZE, check_positive
 
@@ -224,10 +222,7 @@ def measure_cost(model: nn.Module, batch: int, context: int) -> ModelCost:
         saved_bytes = activation_bytes(model, tokens)
     parameters, connection_parameters = count_parameters(model)
     forward_traffic = tuple(float(site.memory_traffic()) for site in sites)
-    elements = sum(
-        forward + _backward_traffic(site)
-        for site, forward in zip(sites, forward_traffic, strict=True)
-    )
+    elements = sum(forward_traffic) + sum(site.backward_memory_traffic() for site in sites)
     return ModelCost(
         parameters=parameters,
         connection_parameters=connection_parameters,
@@ -236,13 +231,6 @@ def measure_cost(model: nn.Module, batch: int, context: int) -> ModelCost:
         site_traffic=forward_traffic,
         bytes_moved=elements * sites[0].dim * weight.element_size() * batch * context,
     )
-
-
-def _backward_traffic(site: Connection[Any]) -> float:
-    """Traffic of a site's backward pass, in elements of D a token. See the top of the file."""
-    forward = site.memory_traffic()
-    single_stream = Connection.memory_traffic(site)
-    return forward if forward <= single_stream else 1.5 * forward
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -145,10 +145,11 @@ def _without_alpha(connection: DenseFormer, place: int) -> Iterator[None]:
 def _without_aggregation(connection: Mudd, way: int, place: int) -> Iterator[None]:
     weigh = connection.aggregation_weights
 
-    def weigh_others(x: Tensor, a: Tensor) -> Tensor:
-        A = weigh(x, a).clone()
+    def weigh_others(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        A, x = weigh(x, a)
+        A = A.clone()
         A[..., way, place] = 0
-        return A
+        return A, x
 
     connection.aggregation_weights = weigh_others  # type: ignore[method-assign]
     try:

@@ -4,8 +4,11 @@ r_l = rsqrt(mean(X_l²) + eps),   z_l = r_l ⟨q, X_l⟩,   p = softmax_l(z),   
 reads L·D, writes D elements a token: the softmax is updated source by source
 
 backward:   a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
-dX_l = p_l dout + dz_l r_l (q − z_l r_l X_l/D),   dq = Σ_tokens Σ_l dz_l r_l X_l
-reads (L + 1)·D, writes L·D; saves r and z, 2L numbers a token
+dX_l = dX'_l + p_l dout + dz_l r_l (q − z_l r_l X_l/D),   dq = Σ_tokens Σ_l dz_l r_l X_l
+reads (2L + 1)·D, writes L·D; saves r and z, 2L numbers a token
+
+dX'_l is the gradient of the source passed on (`ops.mix`), which is not read where autograd left it
+undefined.
 
 With a fused norm dout is the gradient of the normed output, and the norm's backward needs all of
 out. So the first pass of the backward recomputes out, and the second uses a_l − Σ_j p_j a_j =
@@ -21,11 +24,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import Function
 
 from .. import ops
 from ..norms import NormSpec
 from ..ops.dispatch import reference_of
-from ..ops.manual_backward import definition_gradients
+from ..ops.manual_backward import definition_gradients, run_function
+from ..ops.mix import pass_sources_on
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -43,14 +48,17 @@ from .fused_norm import (
 
 def depth_attention(
     X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
-) -> Tensor:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`ops.depth_attention`."""
-    out, _, _ = torch.ops.crosslayer.depth_attention(X, q.float(), eps, *norm_arguments(norm))
-    return out
+    affine, norm_eps, centred = norm_arguments(norm)
+    out, *passed = run_function(
+        _DepthAttention, q.float(), eps, norm_eps, centred, len(X), *X, *affine
+    )
+    return out, pass_sources_on(X, passed)
 
 
 def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0) -> tuple[int, int]:
-    """Bytes that forward and backward must move.
+    """Bytes that forward and backward must move. Every source has a later reader.
 
     Args:
         N: tokens.
@@ -60,7 +68,7 @@ def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0)
         parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
     """
     forward = N * D * (L + 1) * size + 4 * D * (1 + parameters)
-    backward = N * D * (2 * L + 1) * size + 8 * D + norm_backward_bytes(D, parameters)
+    backward = N * D * (3 * L + 1) * size + 8 * D + norm_backward_bytes(D, parameters)
     return forward, backward
 
 
@@ -94,7 +102,7 @@ def depth_attention_forward(
 
 @triton.jit
 def depth_attention_backward(
-    X, q, weight, z, rstd, dout, dX, dq, dweight, dbias, N, D, norm_eps,
+    X, q, weight, z, rstd, dout, later, dX, dq, dweight, dbias, N, D, norm_eps,
     L: tl.constexpr, CENTRED: tl.constexpr, KEEP_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
@@ -138,6 +146,8 @@ def depth_attention_backward(
             p = tl.exp(z_l - top) / mass
             dz = p * (a[l] - mean if weight is None else tl.sum(dout_t * (x - out), 0))
             dx = p * dout_t + (dz * r) * (query - (z_l * r / D) * x)
+            if later[l] is not None:
+                dx += tl.load(later[l] + t * D + d, mask=d < D, other=0.0).to(tl.float32)
             dquery += (dz * r) * x
             tl.store(dX[l] + t * D + d, dx.to(dX[l].dtype.element_ty), mask=d < D)
     tl.store(dq + tl.program_id(0).to(tl.int64) * D + d, dquery, mask=d < D)
@@ -188,6 +198,7 @@ def _empty_outputs(X: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tens
 @torch.library.custom_op("crosslayer::depth_attention_backward", mutates_args=())
 def _depth_attention_backward(
     dout: Tensor,
+    later: Sequence[Tensor | None],
     X: Sequence[Tensor],
     q: Tensor,
     z: Tensor,
@@ -198,6 +209,7 @@ def _depth_attention_backward(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     X = [x.contiguous() for x in X]
     q, dout = q.contiguous(), dout.contiguous()
+    later = [None if d is None else d.contiguous() for d in later]
     affine = [p.contiguous() for p in affine]
     N, D = launch.token_count(X[0]), X[0].shape[-1]
     block = launch.block_size(D)
@@ -208,7 +220,7 @@ def _depth_attention_backward(
     keep_rows = launch.fits_in_registers(X, block, rows=6 + 2 * len(affine))
     launch.launch_kernel(
         depth_attention_backward, (programs,),
-        X, q, weight_and_bias(affine)[0], z, rstd, dout, dX, dq, *weight_and_bias(daffine),
+        X, q, weight_and_bias(affine)[0], z, rstd, dout, later, dX, dq, *weight_and_bias(daffine),
         N, D, norm_eps, L=len(X), CENTRED=centred, KEEP_ROWS=keep_rows, BLOCK=block,
         num_warps=launch.warp_count(4 * block),
     )  # fmt: skip
@@ -218,6 +230,7 @@ def _depth_attention_backward(
 @_depth_attention_backward.register_fake
 def _(
     dout: Tensor,
+    later: Sequence[Tensor | None],
     X: Sequence[Tensor],
     q: Tensor,
     z: Tensor,
@@ -230,30 +243,39 @@ def _(
     return dX, q.new_empty(q.shape), [p.new_empty(p.shape) for p in affine]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    X, q, ctx.eps, affine, *ctx.norm_options = inputs
-    _, z, rstd = output
-    ctx.mark_non_differentiable(z, rstd)
-    ctx.L = len(X)
-    ctx.save_for_backward(q, z, rstd, *X, *affine)
+class _DepthAttention(Function):
+    """The ops above, and the sources passed on. See `ops.mix`."""
 
+    @staticmethod
+    def definition(
+        q: Tensor, eps: float, norm_eps: float, centred: bool, L: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        norm = norm_of_arguments(tensors[L:], norm_eps, centred)
+        out, X = reference_of(ops.depth_attention)(tensors[:L], q, eps, norm)
+        return out, *X
 
-def _define(
-    X: list[Tensor], q: Tensor, eps: float, affine: list[Tensor], norm_eps: float, centred: bool
-) -> Tensor:
-    norm = norm_of_arguments(affine, norm_eps, centred)
-    return reference_of(ops.depth_attention)(tuple(X), q, eps, norm)
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        # One *args: see `ops.mix._DepthMix`.
+        ctx, q, eps, norm_eps, centred, L, *tensors = args
+        X, affine = tensors[:L], tensors[L:]
+        out, z, rstd = torch.ops.crosslayer.depth_attention(X, q, eps, affine, norm_eps, centred)
+        ctx.eps, ctx.norm_eps, ctx.centred, ctx.L = eps, norm_eps, centred, L
+        ctx.set_materialize_grads(False)  # the kernel would read the zeros
+        ctx.save_for_backward(q, z, rstd, *tensors)
+        return out, *X
 
-
-def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
-    q, z, rstd, *rows = ctx.saved_tensors
-    X, affine = rows[: ctx.L], rows[ctx.L :]
-    if torch.is_grad_enabled():  # create_graph
-        return definition_gradients(_define, (X, q, ctx.eps, affine, *ctx.norm_options), dout)
-    dX, dq, daffine = torch.ops.crosslayer.depth_attention_backward(
-        dout, X, q, z, rstd, affine, *ctx.norm_options
-    )
-    return dX, dq, None, daffine, None, None
-
-
-_depth_attention.register_autograd(_backward, setup_context=_save_for_backward)
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *later: Tensor | None) -> tuple[Any, ...]:
+        q, z, rstd, *tensors = ctx.saved_tensors
+        options = (ctx.norm_eps, ctx.centred)
+        if torch.is_grad_enabled():  # create_graph
+            inputs = (q, ctx.eps, *options, ctx.L, *tensors)
+            return definition_gradients(_DepthAttention.definition, inputs, dout, *later)
+        X, affine = tensors[: ctx.L], tensors[ctx.L :]
+        if dout is None:
+            return None, None, None, None, None, *later, *[None] * len(affine)
+        dX, dq, daffine = torch.ops.crosslayer.depth_attention_backward(
+            dout, later, X, q, z, rstd, affine, *options
+        )
+        return dq, None, None, None, None, *dX, *daffine

@@ -1,12 +1,13 @@
 """Kernels of `ops.depth_mix`: weighted sums over depth in one pass over the sources.
 
 out_c = Σ_l w[c, l] X_l              reads L·D, writes C·D elements a token
-dX_l  = Σ_c w[c, l] dout_c           reads (L + C)·D, writes L·D
+dX_l  = dX'_l + Σ_c w[c, l] dout_c   reads (2L + C)·D, writes L·D
 dw[c, l] = ⟨dout_c, X_l⟩             float32, for each token; summed over tokens where w is static
 
-A fused norm writes D more, the norm of out_c as rounded. Its backward reads the saved out_c and the
-norm's gradient, and adds the result to dout_c. A dout_c that autograd left undefined is not read. A
-fused norm needs a whole row in one program.
+dX'_l is the gradient of the source passed on (`ops.mix`). A fused norm writes D more, the norm of
+out_c as rounded. Its backward reads the saved out_c and the norm's gradient, and adds the result to
+dout_c. A dout_c or a dX'_l that autograd left undefined is not read. A fused norm needs a whole row
+in one program.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import Function
 
 from .. import ops
 from ..norms import NormSpec, apply_norm
 from ..ops.dispatch import reference_of
-from ..ops.manual_backward import definition_gradients
+from ..ops.manual_backward import definition_gradients, run_function
+from ..ops.mix import pass_sources_on
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -38,7 +41,7 @@ from .fused_norm import (
 
 def depth_mix(
     X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, NormSpec], ...] = ()
-) -> tuple[Tensor, ...]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """`ops.depth_mix`."""
     if len(X) != w.shape[-1]:
         raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")
@@ -47,8 +50,11 @@ def depth_mix(
     fused = norms if _can_fuse(X[0].shape[-1], w.shape[-2], [norm for _, norm in norms]) else ()
     _, eps, centred = norm_arguments(fused[0][1] if fused else None)
     affine = [parameter for _, norm in fused for parameter in norm_arguments(norm)[0]]
-    out = torch.ops.crosslayer.depth_mix(X, w.float(), affine, [c for c, _ in fused], eps, centred)
-    return (*out, *(apply_norm(out[c], norm) for c, norm in norms[len(fused) :]))
+    ways = tuple(c for c, _ in fused)
+    outputs = run_function(_DepthMix, w.float(), ways, eps, centred, len(X), *X, *affine)
+    out, passed = outputs[: -len(X)], outputs[-len(X) :]
+    normed = [apply_norm(out[c], norm) for c, norm in norms[len(fused) :]]
+    return (*out, *normed), pass_sources_on(X, passed)
 
 
 def _can_fuse(D: int, C: int, norms: Sequence[NormSpec]) -> bool:
@@ -71,7 +77,7 @@ def memory_traffic_bytes(
     parameters: int = 0,
     gradients: int = 0,
 ) -> tuple[int, int]:
-    """Bytes that forward and backward must move.
+    """Bytes that forward and backward must move. Every source has a later reader.
 
     Args:
         N: tokens.
@@ -86,7 +92,7 @@ def memory_traffic_bytes(
     """
     w = 4 * C * L * (1 if static else N)
     forward = N * D * (L + C + normed) * size + w + 4 * D * normed * parameters
-    backward = N * D * (2 * L + normed + (gradients or C + normed)) * size + 2 * w
+    backward = N * D * (3 * L + normed + (gradients or C + normed)) * size + 2 * w
     return forward, backward + normed * norm_backward_bytes(D, parameters)
 
 
@@ -131,7 +137,7 @@ def depth_mix_forward(
 
 @triton.jit
 def depth_mix_backward(
-    X, w, weight, mixed, dout, dnormed, dX, dw, dweight, dbias, N, D, step, eps,
+    X, w, weight, mixed, dout, dnormed, later, dX, dw, dweight, dbias, N, D, step, eps,
     WAYS: tl.constexpr, CENTRED: tl.constexpr, L: tl.constexpr, C: tl.constexpr, BLOCK:
         tl.constexpr,
 ):  # fmt: skip
@@ -163,6 +169,7 @@ def depth_mix_backward(
             for c in tl.static_range(C):
                 dx += tl.load(w + t * step + c * L + l) * douts[c]
                 tl.store(dw_t + c * L + l, tl.sum(douts[c] * x, 0))
+            dx += _load_row(later[l], t, d, D, BLOCK)
             tl.store(dX[l] + t * D + d, dx.to(dX[l].dtype.element_ty), mask=d < D)
     for i in tl.static_range(len(WAYS)):
         store_affine_gradients(dweights[i], dbiases[i], dweight[i], dbias[i], d, D)
@@ -226,6 +233,7 @@ def _(
 @torch.library.custom_op("crosslayer::depth_mix_backward", mutates_args=())
 def _depth_mix_backward(
     dout: Sequence[Tensor | None],
+    later: Sequence[Tensor | None],
     X: Sequence[Tensor],
     w: Tensor,
     mixed: Sequence[Tensor],
@@ -238,6 +246,7 @@ def _depth_mix_backward(
     w = w.contiguous()
     affine = [p.contiguous() for p in affine]
     dout = [None if d is None else d.contiguous() for d in dout]
+    later = [None if d is None else d.contiguous() for d in later]
     mixed = [x.contiguous() for x in mixed]
     N, D, C = launch.token_count(X[0]), X[0].shape[-1], w.shape[-2]
     grid, step, constants = _launch_sizes(X[0], w, len(ways))
@@ -247,7 +256,7 @@ def _depth_mix_backward(
     launch.launch_kernel(
         depth_mix_backward, grid,
         X, w, _weights_and_biases(affine, len(ways))[0], mixed, dout[:C], dout[C:],
-        dX, dw, *_weights_and_biases(daffine, len(ways)), N, D, step, eps,
+        later, dX, dw, *_weights_and_biases(daffine, len(ways)), N, D, step, eps,
         WAYS=tuple(ways), CENTRED=centred, **constants,
     )  # fmt: skip
     axes = (0, 1) if w.dim() == 2 else (0,)
@@ -258,6 +267,7 @@ def _depth_mix_backward(
 @_depth_mix_backward.register_fake
 def _(
     dout: Sequence[Tensor | None],
+    later: Sequence[Tensor | None],
     X: Sequence[Tensor],
     w: Tensor,
     mixed: Sequence[Tensor],
@@ -270,43 +280,44 @@ def _(
     return dX, w.new_empty(w.shape), [p.new_empty(p.shape) for p in affine]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    X, w, affine, ctx.ways, *ctx.norm_options = inputs
-    ctx.L = len(X)
-    ctx.set_materialize_grads(False)  # the kernel would read the zeros
-    ctx.save_for_backward(w, *X, *(output[c] for c in ctx.ways), *affine)
+class _DepthMix(Function):
+    """The ops above, and the sources passed on. See `ops.mix`."""
 
+    @staticmethod
+    def definition(
+        w: Tensor, ways: Sequence[int], eps: float, centred: bool, L: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        X, affine = tensors[:L], tensors[L:]
+        step = len(affine) // max(1, len(ways))
+        norms = []
+        for i, c in enumerate(ways):
+            norms.append((c, norm_of_arguments(affine[i * step : (i + 1) * step], eps, centred)))
+        out, X = reference_of(ops.depth_mix)(X, w, tuple(norms))
+        return *out, *X
 
-def _define(
-    X: list[Tensor],
-    w: Tensor,
-    affine: list[Tensor],
-    ways: Sequence[int],
-    eps: float,
-    centred: bool,
-) -> tuple[Tensor, ...]:
-    step = len(affine) // max(1, len(ways))
-    norms = []
-    for i, c in enumerate(ways):
-        norms.append((c, norm_of_arguments(affine[i * step : (i + 1) * step], eps, centred)))
-    return reference_of(ops.depth_mix)(tuple(X), w, tuple(norms))
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        # One *args: see `ops.mix._DepthMix`.
+        ctx, w, ways, eps, centred, L, *tensors = args
+        X, affine = tensors[:L], tensors[L:]
+        out = torch.ops.crosslayer.depth_mix(X, w, affine, ways, eps, centred)
+        ctx.ways, ctx.eps, ctx.centred, ctx.L = ways, eps, centred, L
+        ctx.set_materialize_grads(False)  # the kernel would read the zeros
+        ctx.save_for_backward(w, *tensors, *(out[c] for c in ways))
+        return *out, *X
 
-
-def _backward(ctx: Any, dout: list[Tensor | None]) -> tuple[Any, ...]:
-    w, *saved = ctx.saved_tensors
-    norms_start, affine_start = ctx.L, ctx.L + len(ctx.ways)
-    X = saved[:norms_start]
-    mixed = saved[norms_start:affine_start]
-    affine = saved[affine_start:]
-    if torch.is_grad_enabled():  # create_graph
-        inputs = (X, w, affine, ctx.ways, *ctx.norm_options)
-        filled = [torch.zeros_like(X[0]) if d is None else d for d in dout]
-        dX, dw, daffine, *_ = definition_gradients(_define, inputs, *filled)
-        return dX, dw, daffine, None if ctx.ways else [], None, None
-    dX, dw, daffine = torch.ops.crosslayer.depth_mix_backward(
-        dout, X, w, mixed, affine, ctx.ways, *ctx.norm_options
-    )
-    return dX, dw, daffine, None if ctx.ways else [], None, None
-
-
-_depth_mix.register_autograd(_backward, setup_context=_save_for_backward)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        w, *saved = ctx.saved_tensors
+        options = (ctx.ways, ctx.eps, ctx.centred)
+        tensors, mixed = saved[: len(saved) - len(ctx.ways)], saved[len(saved) - len(ctx.ways) :]
+        if torch.is_grad_enabled():  # create_graph
+            inputs = (w, *options, ctx.L, *tensors)
+            dw, _, *others = definition_gradients(_DepthMix.definition, inputs, *gradients)
+            return dw, None, *others  # `ways` is a tuple, for which it returns a tuple
+        dout, later = gradients[: -ctx.L], gradients[-ctx.L :]
+        X, affine = tensors[: ctx.L], tensors[ctx.L :]
+        dX, dw, daffine = torch.ops.crosslayer.depth_mix_backward(
+            dout, later, X, w, mixed, affine, *options
+        )
+        return dw, None, None, None, None, *dX, *daffine

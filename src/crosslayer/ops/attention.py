@@ -9,17 +9,17 @@ from torch.autograd import Function
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function
-from .mix import mixture, weighted_sum
+from .mix import mixture, pass_sources_on, scale_and_add, weighted_sum
 from .products import project_manual_grad, row_dot
 
 
 @kernel_op
 def depth_attention(
     X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
-) -> Tensor:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """norm(Σ_l softmax_l(⟨q, RMS(X_l)⟩) · X_l): keys are normalised, values are not.
 
-    Moves (L + 1)·D elements a token.
+    Moves (L + 1)·D elements a token; (3L + 1)·D backward.
 
     Args:
         X: the L sources, [B T D] each.
@@ -28,9 +28,10 @@ def depth_attention(
         norm: the norm of the output; None for no norm.
 
     Returns:
-        [B T D] in X's dtype.
+        [B T D] in X's dtype; and the sources for their next reader (see `mix`).
     """
-    return apply_norm(run_function(_DepthAttention, q, eps, *X), norm)
+    h, *passed = run_function(_DepthAttention, q, eps, *X)
+    return apply_norm(h, norm), pass_sources_on(X, passed)
 
 
 def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
@@ -41,40 +42,46 @@ def depth_scores(X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6) -> Tensor:
 class _DepthAttention(Function):
     """r_l = rstd(X_l),   z_l = r_l ⟨q, X_l⟩,   p = softmax(z),   out = Σ_l p_l X_l
 
-    a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
-    dX_l = p_l dout + project_rms_backward(dz_l),   dq likewise
+    a_l = ⟨dout, X_l⟩,   e_l = a_l − Σ_j p_j a_j,   dz_l = p_l e_l
+    dX_l = dX'_l + p_l (dout + project_rms_dx(e_l)),   dq = Σ_l project_rms_dq(dz_l)
     """
 
     @staticmethod
-    def definition(q: Tensor, eps: float, *X: Tensor) -> Tensor:
+    def definition(q: Tensor, eps: float, *X: Tensor) -> tuple[Tensor, ...]:
         z = torch.stack([rms(x, eps) @ q for x in X], -1)
-        return mixture(X, z.softmax(-1))
+        return mixture(X, z.softmax(-1)), *X
 
     @staticmethod
-    def forward(*args: Any) -> Tensor:
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: see `_DepthMix`.
         ctx, q, eps, *X = args
         ctx.eps = eps
+        ctx.set_materialize_grads(False)  # a source without a later reader has no gradient
         r = torch.stack([rstd(x, eps) for x in X])
         scores = [project_rms(x, q[None], r_l) for x, r_l in zip(X, r, strict=True)]
         z = torch.cat(scores, -1)  # [B T L]
         p = z.softmax(-1)
         ctx.save_for_backward(q, r, z, p, *X)
-        return weighted_sum(X, p)
+        return weighted_sum(X, p), *X
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, *later: Tensor | None) -> tuple[Tensor | None, ...]:
         q, r, z, p, *X = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-            return definition_gradients(_DepthAttention.definition, (q, ctx.eps, *X), dout)
+            inputs = (q, ctx.eps, *X)
+            return definition_gradients(_DepthAttention.definition, inputs, dout, *later)
+        if dout is None:
+            return None, None, *later
         a = torch.stack([row_dot(dout, x) for x in X], -1)
-        dz = p * (a - (p * a).sum(-1, keepdim=True))
+        e = a - (p * a).sum(-1, keepdim=True)
         dX = []
         dQ = torch.zeros_like(q)[None]
         for l, x in enumerate(X):
-            dx = p[..., l, None] * dout
-            dQ += project_rms_backward(x, q[None], r[l], z[..., l, None], dz[..., l, None], dx)
-            dX.append(dx.to(x.dtype))
+            e_l, p_l, z_l = (c[..., l, None] for c in (e, p, z))
+            dQ += project_rms_dq(x, r[l], p_l * e_l)
+            # One product at the end, because dX'_l is large: it is rounded once a site.
+            dx = project_rms_dx(x, q[None], r[l], z_l, e_l, dout)
+            dX.append(scale_and_add(dx, p_l, later[l]).to(x.dtype))
         return dQ[0], None, *dX
 
 
@@ -83,12 +90,10 @@ def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:
     return project_manual_grad(upcast(x), Q.mT) * r[..., None]
 
 
-def project_rms_backward(
-    x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: Tensor
-) -> Tensor:
-    """The backward of `project_rms`: adds to `dx` and returns dQ.
+def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: Tensor) -> Tensor:
+    """The gradient of `project_rms`'s x, added to dx.
 
-    dx += Σ_s dz_s r Q_s − (Σ_s dz_s z_s) r²/D · x
+    dx + Σ_s dz_s r Q_s − (Σ_s dz_s z_s) r²/D · x
 
     Args:
         x: [B T D].
@@ -96,13 +101,20 @@ def project_rms_backward(
         r: x's `rstd`, [B T].
         z: the result of `project_rms`, [B T S].
         dz: its gradient, [B T S].
-        dx: [B T D], modified in place.
+        dx: [B T D].
 
     Returns:
-        dQ [S D].
+        A new tensor [B T D] in dz's dtype.
     """
     g = dz * r[..., None]
-    dx.addcmul_((g * z).sum(-1, keepdim=True) * r[..., None], upcast(x), value=-1 / x.shape[-1])
+    c = (g * z).sum(-1, keepdim=True) * r[..., None]
+    dx = torch.addcmul(dx, c, upcast(x), value=-1 / x.shape[-1])
     for s, q in enumerate(Q):
         dx.addcmul_(g[..., s, None], q)
+    return dx
+
+
+def project_rms_dq(x: Tensor, r: Tensor, dz: Tensor) -> Tensor:
+    """The gradient of `project_rms`'s Q, [S D]. Arguments: see `project_rms_dx`."""
+    g = dz * r[..., None]
     return g.flatten(0, -2).mT @ upcast(x).flatten(0, -2)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
-from .attention import project_rms, project_rms_backward
+from .attention import project_rms, project_rms_dq, project_rms_dx
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function
 from .mix import mixture, weighted_sum
@@ -71,7 +71,7 @@ def gate_pool(
 class _GatePool(Function):
     """Q: the query of the pool and, where a gate follows, the query of its scores.
 
-    ds'_i = dout_i + p_i dh + project_rms_backward(dz_i)
+    ds'_i = dout_i + p_i dh + project_rms_dx(dz_i)
     ds_i = (1 − β_i) ds'_i,   dy = Σ β_i ds'_i,   dβ_i = ⟨ds'_i, y − s_i⟩
     """
 
@@ -114,7 +114,8 @@ class _GatePool(Function):
         for i, s in enumerate(S):
             b = beta[..., i, None]
             ds = torch.addcmul(upcast(dgated[i]), p[..., i, None], upcast(dh))
-            dQ += project_rms_backward(gated[i], Q, r[i], z[..., i], dz[..., i], ds)
+            ds = project_rms_dx(gated[i], Q, r[i], z[..., i], dz[..., i], ds)
+            dQ += project_rms_dq(gated[i], r[i], dz[..., i])
             dbeta.append(row_dot(ds, upcast(y) - s))
             dy.addcmul_(b, ds)
             dS.append(ds.mul_(1 - b).to(s.dtype))

@@ -47,14 +47,14 @@ def run_function(function: type[DefinedFunction], *args: Any) -> Any:
 
 
 def definition_gradients(
-    definition: Callable[..., Any], inputs: tuple[Any, ...], *dout: Tensor
+    definition: Callable[..., Any], inputs: tuple[Any, ...], *dout: Tensor | None
 ) -> Any:
     """The gradients of `definition(*inputs)` as functions of `inputs` and `dout`.
 
     Args:
         definition: takes `inputs`, and returns one tensor or a tuple of them.
         inputs: tensors, lists of them, and other arguments. One may depend on another.
-        dout: the gradient of each output.
+        dout: the gradient of each output; None for zero.
 
     Returns:
         A tuple like `inputs`, with the gradient for a tensor and None for anything else.
@@ -65,9 +65,13 @@ def definition_gradients(
     def define(*tensors: Tensor) -> Any:
         remaining = iter(tensors)
         filled = [next(remaining) if is_t else x for x, is_t in zip(leaves, is_tensor, strict=True)]
-        return definition(*tree_unflatten(filled, structure))
+        outputs = definition(*tree_unflatten(filled, structure))
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        return tuple(out for out, d in zip(outputs, dout, strict=True) if d is not None)
 
     tensors = tuple(x for x in leaves if isinstance(x, Tensor))
-    _, gradients = vjp(define, tensors, dout if len(dout) > 1 else dout[0], create_graph=True)
+    defined = tuple(d for d in dout if d is not None)
+    _, gradients = vjp(define, tensors, defined, create_graph=True)
     remaining = iter(gradients)
     return tree_unflatten([next(remaining) if is_t else None for is_t in is_tensor], structure)

@@ -1,4 +1,10 @@
-"""Weighted sums over depth."""
+"""Weighted sums over depth.
+
+An op over dense sources passes them on: it returns them as well as its result, and the next reader
+takes these. So a source has one reader, and the gradient that reaches an op's backward is that of
+all later readers. The op adds its own to it as it makes it. If all readers took one tensor,
+autograd would add their gradients, one whole tensor after the other.
+"""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -17,10 +23,10 @@ from .products import row_dot
 @kernel_op
 def depth_mix(
     X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, NormSpec], ...] = ()
-) -> tuple[Tensor, ...]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """C mixtures of L sources, out_c = Σ_l w[…, c, l] · X_l, and the norms of some of them.
 
-    Moves (L + C)·D elements a token, D more a norm, and the weights.
+    Moves (L + C)·D elements a token, D more a norm, and the weights; (3L + C)·D backward.
 
     Args:
         X: the L sources, [B T D] each.
@@ -28,35 +34,44 @@ def depth_mix(
         norms: pairs of the index of a mixture and its norm.
 
     Returns:
-        C mixtures and len(norms) normed mixtures, [B T D] each in X's dtype.
+        C mixtures and len(norms) normed mixtures, [B T D] each in X's dtype; and the sources for
+        their next reader.
     """
     if len(X) != w.shape[-1]:
         raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")
-    mixtures = run_function(_DepthMix, w, *X)
-    return (*mixtures, *(apply_norm(mixtures[c], norm) for c, norm in norms))
+    outputs = run_function(_DepthMix, w, *X)
+    C = w.shape[-2]
+    normed = [apply_norm(outputs[c], norm) for c, norm in norms]
+    return (*outputs[:C], *normed), pass_sources_on(X, outputs[C:])
 
 
 class _DepthMix(Function):
-    """dX_l = Σ_c w[…, c, l] · dout_c,   dw[…, c, l] = ⟨dout_c, X_l⟩.
+    """dX_l = dX'_l + Σ_c w[…, c, l] · dout_c,   dw[…, c, l] = ⟨dout_c, X_l⟩.
 
-    dw is summed over tokens if w is static.
+    dw is summed over tokens if w is static. X' are the sources passed on.
     """
 
     @staticmethod
     def definition(w: Tensor, *X: Tensor) -> tuple[Tensor, ...]:
-        return tuple(mixture(X, w[..., c, :]) for c in range(w.shape[-2]))
+        return (*(mixture(X, w[..., c, :]) for c in range(w.shape[-2])), *X)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: without gradients dynamo omits ctx if it can match the arguments to named
         # parameters.
         ctx, w, *X = args
+        ctx.set_materialize_grads(False)  # a source without a later reader has no gradient
         ctx.save_for_backward(w, *X)
-        return tuple(weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2]))
+        return (*(weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2])), *X)
 
     @staticmethod
-    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         w, *X = ctx.saved_tensors
+        C = w.shape[-2]
+        later = gradients[C:]
+        if all(d is None for d in gradients[:C]):
+            return None, *later
+        dout = [X[0].new_zeros(X[0].shape) if d is None else d for d in gradients[:C]]
         needs_dw, *needs_dX = ctx.needs_input_grad
         dw = None
         if needs_dw:
@@ -64,8 +79,18 @@ class _DepthMix(Function):
             dw = torch.stack(rows, -2).sum_to_size(w.shape)
         dX: list[Tensor | None] = []
         for l, x in enumerate(X):
-            dX.append(weighted_sum(dout, w[..., l]).to(x.dtype) if needs_dX[l] else None)
+            dx = add_weighted_sum(later[l], dout, w[..., l]).to(x.dtype) if needs_dX[l] else None
+            dX.append(dx)
         return dw, *dX
+
+
+def pass_sources_on(X: Sequence[Tensor], passed: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What the next reader takes: each source as a Function passed it on.
+
+    A source without gradient stays itself. Passed on, it would have one, as all outputs of a
+    Function do.
+    """
+    return tuple(p if x.requires_grad else x for x, p in zip(X, passed, strict=True))
 
 
 def mixture(X: Sequence[Tensor], w: Tensor) -> Tensor:
@@ -76,9 +101,31 @@ def mixture(X: Sequence[Tensor], w: Tensor) -> Tensor:
 
 def weighted_sum(X: Sequence[Tensor], w: Tensor) -> Tensor:
     """Σ_l w[…, l] · X_l, summed in w's dtype. X: L x [B T D].  w: [L] or [B T L].  ->  [B T D]."""
+    return add_weighted_sum(None, X, w).to(X[0].dtype)
+
+
+def add_weighted_sum(start: Tensor | None, X: Sequence[Tensor], w: Tensor) -> Tensor:
+    """start + Σ_l w[…, l] · X_l, a new tensor in w's dtype.
+
+    Args:
+        start: [B T D]; None for zero.
+        X: L tensors [B T D].
+        w: [L] or [B T L].
+    """
+    # Where the sum is no more precise than `start`, a gradient much larger than the products, it
+    # would be rounded for every product: it comes last.
+    starts_large = start is not None and start.dtype == w.dtype and len(X) > 1
     # w[..., l, None] is never 0-d, so the product is computed in float32 without a float32 copy of
     # a bf16 source.
-    out = w[..., 0, None] * X[0]
+    if start is None or starts_large:
+        out = w[..., 0, None] * X[0]
+    else:
+        out = torch.addcmul(start, w[..., 0, None], X[0])
     for l in range(1, len(X)):
         out.addcmul_(w[..., l, None], X[l])
-    return out.to(X[0].dtype)
+    return out.add_(start) if start is not None and starts_large else out
+
+
+def scale_and_add(x: Tensor, w: Tensor, start: Tensor | None) -> Tensor:
+    """x ← start + w · x, which is returned; `start` None for zero. [B T D], and w [B T 1]."""
+    return x.mul_(w) if start is None else torch.addcmul(start, w, x, out=x)

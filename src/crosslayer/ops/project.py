@@ -1,4 +1,4 @@
-"""A pending write to n streams, and projections of the normed streams, for their coefficients."""
+"""Projections of what is normed: a source, or n streams with a pending write, for coefficients."""
 
 from typing import Any
 
@@ -10,8 +10,80 @@ from torch.autograd import Function
 from ..norms import rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function
-from .products import mix_streams, project_back, project_manual_grad, row_dots
+from .mix import pass_sources_on, scale_and_add
+from .products import (
+    mix_streams,
+    project_back,
+    project_manual_grad,
+    project_tall,
+    row_dot,
+    row_dots,
+)
 from .streams import depth_connection
+
+
+def norm_project(
+    x: Tensor, W: Tensor, eps: float = 1e-6, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(RMS(x) · weight) W of one source. Saves x in its own dtype, and no normed copy of it.
+
+    Args:
+        x: [B T D].
+        W: [D K] float32.
+        eps: of the norm.
+        weight: of the norm, [D] float32; None for no weight.
+
+    Returns:
+        [B T K] float32; and x for its next reader (see `mix`).
+    """
+    z, passed = run_function(_NormProject, x, W, eps, weight)
+    return z, pass_sources_on((x,), (passed,))[0]
+
+
+class _NormProject(Function):
+    """N = RMS(x),   dN = weight · (dz Wᵀ),   dx = dx' + r (dN − ⟨dN, N⟩/D · N)
+
+    dW = (weight · N)ᵀ dz,   dweight = Σ_tokens N · (dz Wᵀ)
+
+    x' is x as it is passed on, r its rstd.
+    """
+
+    @staticmethod
+    def definition(
+        x: Tensor, W: Tensor, eps: float, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        normed = rms(x, eps)
+        return project_tall(normed if weight is None else normed * weight, W), x
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, eps: float, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)  # the last reader passes on to none
+        ctx.save_for_backward(x, W, weight)
+        return _NormProject.definition(x, W, eps, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, later: Tensor | None) -> Any:
+        x, W, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            inputs = (x, W, ctx.eps, weight)
+            return definition_gradients(_NormProject.definition, inputs, dz, later)
+        if dz is None:
+            return later, None, None, None
+        N = rms(x, ctx.eps)
+        dN = dz @ W.mT.contiguous()
+        projected = N
+        dweight = None
+        if weight is not None:
+            projected = N * weight
+            dweight = (dN * N).sum_to_size(weight.shape)
+            dN = dN * weight
+        dW = (dz.flatten(0, -2).mT @ projected.flatten(0, -2)).mT
+        dN = dN.addcmul_(row_dot(dN, N)[..., None], N, value=-1 / x.shape[-1])
+        dx = scale_and_add(dN, rstd(x, ctx.eps)[..., None], later)
+        return dx.to(x.dtype), dW, None, dweight
 
 
 @kernel_op
