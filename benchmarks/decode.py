@@ -13,7 +13,7 @@ from benchmarks.timing import WARMUP_CALLS, Calls, ratio_or_none
 
 COLUMNS = (
     *("connection", "layers", "cache", "D", "dtype", "variant"),
-    *("ms a token", "half IQR ms", "tokens/s", "of PreNorm", "rounds"),
+    *("ms a token", "half IQR ms", "tokens/s", "of PreNorm", "PreNorm has kernels", "rounds"),
 )
 PROMPT_TOKENS = 16
 TOKENS_PER_CALL = 32
@@ -30,6 +30,7 @@ def measure(settings: Settings) -> Iterator[Row]:
             "half IQR ms": ratio_or_none(half_iqr_ms, TOKENS_PER_CALL),
             "tokens/s": ratio_or_none(1e3 * TOKENS_PER_CALL, ms),
             "of PreNorm": ratio_or_none(1, pair.timings.paired_ratio(pair.prenorm, "decode")),
+            "PreNorm has kernels": pair.prenorm_kernels,
         }
 
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# The GPU campaign, in under nine minutes: correctness, then speed, then memory.
+# The GPU campaign: correctness, then speed, then memory.
 #
-#   benchmarks/gpu.sh                                          rows are appended to benchmarks/results/*.csv
-#   OUT=out PARTS="step decode" LIMIT=260 benchmarks/gpu.sh    some parts, another folder, seconds for each part
+#   PARTS="correctness ops" benchmarks/gpu.sh                  rows are appended to benchmarks/results/*.csv
+#   PARTS=step SPECS="hyper mhc" LIMIT=120 benchmarks/gpu.sh   some connections, seconds for each of them
 #   SMALL=1 OUT=out benchmarks/gpu.sh                          toy sizes on a CPU, kernels in triton's interpreter
 #
-# Missing packages are installed from .carry/*.whl, for this run alone. If the kernels are wrong, the campaign stops: no
-# speed is reported for them. Any other part that fails or exceeds its time limit is recorded in $OUT/parts.txt; the rows
-# that it has measured are kept, and the next part runs.
+# Missing packages are installed from .carry/*.whl, for this run alone; the campaign does not begin without them. If the
+# kernels are wrong, it stops: no speed is reported for them. `step` and `decode` are a command for each connection. What
+# else fails or exceeds its time limit is recorded in $OUT/parts.txt; the rows that it has measured are kept, and the next
+# command runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results} PYTHON=${PYTHON:-python3} SMALL=${SMALL:-}
 PARTS=${PARTS:-correctness ops step decode memory}
-declare -A LIMITS=([correctness]=140 [ops]=80 [step]=150 [decode]=60 [memory]=40) # seconds; warm_up has 50
+declare -A LIMITS=([correctness]=140 [ops]=120 [step]=100 [decode]=60 [memory]=40) # seconds of a command; warm_up has 50
 mkdir -p "$OUT"
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
@@ -21,19 +22,30 @@ compgen -G '.carry/*.whl' >/dev/null &&
 export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}:$temporary" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export COMMIT=${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
 
+missing=$("$PYTHON" -c '
+from importlib.util import find_spec
+needed = "torch triton transformers lightning jsonargparse rich pytest xdist hypothesis".split()
+print(*[name for name in needed if find_spec(name) is None])
+') || exit 1
+if [ -n "$missing" ]; then
+  echo "gpu.sh: not installed: $missing; put their wheels into .carry/, as benchmarks/README.md says" >&2
+  exit 1
+fi
+
 if [ -n "$SMALL" ]; then
   interpreted=(TRITON_INTERPRET=1) tests=(-n 0 -k "${SMALL_TESTS:-test_empty_batch and norm-rms}") kernels=
   toy=(--device cpu --rounds 3 --seconds 1 --batch 1 --context 8 --dims 16)
-  model=(--layers 1 --vocab 32 --specs prenorm hyper)
+  model=(--layers 1 --vocab 32) specs=(prenorm hyper)
   all_ops=("${toy[@]}" --streams 2 --ops add_norm) against_peers=("${all_ops[@]}")
-  step=("${toy[@]}" "${model[@]}") decode=("${toy[@]}" "${model[@]}") memory=("${toy[@]}" "${model[@]}")
+  step=("${toy[@]}" "${model[@]}") decode=("${toy[@]}" "${model[@]}") memory=("${toy[@]}" "${model[@]}" --specs "${specs[@]}")
 else
   interpreted=(TRITON_INTERPRET=0) tests=(-n "${WORKERS:-14}" --dist worksteal -m "") kernels=1
   specs=(prenorm hyper mhc "attnres(block_size=4)" "denseformer(dilation=4, period=5)" mudd mgr)
   all_ops=(--variants kernel)
-  against_peers=(--dims 2048 --streams 4 --variants kernel eager compiled peers --seconds 2)
-  step=(--specs "${specs[@]}" --rounds 10) decode=(--specs "${specs[@]}" --seconds 3) memory=()
+  against_peers=(--dims 2048 --variants kernel eager compiled peers --seconds 2)
+  step=(--rounds 10) decode=(--seconds 3) memory=()
 fi
+[ -z "${SPECS:-}" ] || read -ra specs <<<"$SPECS"
 
 part() { # name, seconds, command: its output goes to $OUT/NAME.txt, its status to $OUT/parts.txt
   local begin=$SECONDS status=ok
@@ -63,7 +75,7 @@ for name in $PARTS; do
   case $name in
     correctness)
       if ! part correctness "${LIMITS[correctness]}" "$PYTHON" -m pytest -q -p no:cacheprovider -p no:benchmark \
-        -o addopts=--import-mode=importlib "${tests[@]}" tests/kernels/suite.py; then
+        -o addopts=--import-mode=importlib -W default "${tests[@]}" tests/kernels/suite.py; then
         echo "stopped: kernels failed" | tee -a "$OUT/parts.txt"
         exit 1
       fi ;;
@@ -71,8 +83,11 @@ for name in $PARTS; do
       [ -n "$SMALL" ] || warm_up
       bench ops 50 "${all_ops[@]}" || failed=1
       bench ops 50 "${against_peers[@]}" || failed=1 ;;
-    step) bench step 100 "${step[@]}" || failed=1 ;;
-    decode) bench decode 100 "${decode[@]}" || failed=1 ;;
+    step | decode)
+      for spec in "${specs[@]}"; do
+        declare -n options=$name
+        bench "$name" 100 --specs "$spec" "${options[@]}" || failed=1
+      done ;;
     memory) bench memory 100 "${memory[@]}" || failed=1 ;;
     *) echo "unknown part $name; known: ${!LIMITS[*]}" >&2 && exit 1 ;;
   esac

@@ -41,7 +41,7 @@ def _pass_columns(call: str) -> tuple[str, ...]:
 COLUMNS = (
     *("op", "n", "tokens", "D", "dtype", "variant"),
     *(_pass_columns("forward") + _pass_columns("forward+backward")),
-    *("copy GB/s", "rounds"),
+    *("copy GB/s", "copy GB/s at its size", "rounds"),
 )
 
 
@@ -52,7 +52,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     for name in settings.ops or OPS:
         op = OPS[name]
         for D in settings.dims:
-            for n in settings.streams if op.counts else [1]:
+            for n in (settings.streams or op.counts) if op.counts else [1]:
                 shape = {"op": name, "n": n if op.counts else "", "tokens": N, "D": D}
                 shape["dtype"] = settings.dtype
                 for row in measure_op(name, op.case(n), N, D, bandwidth, settings):
@@ -90,10 +90,14 @@ def measure_op(
     with mock.patch.object(dispatch, "kernel_devices", ()):
         timings = time_interleaved(builds, timer, settings.rounds, settings.seconds)
     bound_bytes = least_bytes(case, N, D, settings.torch_dtype.itemsize)
+    copy_at_size = None
+    if bound_bytes["forward"] is not None:
+        copy_at_size = copy_bandwidth(settings.torch_device, bound_bytes["forward"] // 2)
     for label, timing in timings.items():
         row: Row = {
             "variant": label,
             "copy GB/s": bandwidth / 1e9,
+            "copy GB/s at its size": ratio_or_none(copy_at_size, 1e9),
             "rounds": timing.rounds,
             "note": timing.note,
         }

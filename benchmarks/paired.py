@@ -1,15 +1,21 @@
-"""Time a connection together with pre-norm: both interleaved in one process."""
+"""Time a connection together with pre-norm: both interleaved in one process.
+
+Where kernels are on, pre-norm is timed with and without them, and the faster one is the baseline.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+from unittest import mock
 
 from benchmarks.results import Row
 from benchmarks.settings import Settings
 from benchmarks.timing import Calls, Timer, Timings, reset_compiler, time_interleaved
+from crosslayer.ops import dispatch
 
 # (spec, D, settings, "eager" or "compiled") -> the calls to time
 BuildCalls = Callable[[str, int, Settings, str], Calls]
+WITHOUT_KERNELS = "prenorm without kernels"
 COLUMNS = ("connection", "layers", "D", "dtype", "variant", "rounds", "note")
 
 
@@ -20,11 +26,13 @@ class PairedTimings(NamedTuple):
         row: the `COLUMNS` of the result.
         timings: of the connection.
         prenorm: of pre-norm, in the same rounds.
+        prenorm_kernels: "yes" if that pre-norm ran with kernels, else "no".
     """
 
     row: Row
     timings: Timings
     prenorm: Timings
+    prenorm_kernels: str
 
 
 def time_with_prenorm(
@@ -50,6 +58,10 @@ def time_with_prenorm(
                     name: functools.partial(build, name, D, settings, variant)
                     for name in ("prenorm", spec)
                 }
+                if settings.device in dispatch.kernel_devices:
+                    builds[WITHOUT_KERNELS] = functools.partial(
+                        _build_without_kernels, build, "prenorm", D, settings, variant
+                    )
                 timings = time_interleaved(builds, timer, settings.rounds, settings.seconds)
                 row = {
                     "connection": spec,
@@ -60,4 +72,25 @@ def time_with_prenorm(
                     "rounds": timings[spec].rounds,
                     "note": timings[spec].note,
                 }
-                yield PairedTimings(row, timings[spec], timings["prenorm"])
+                base = faster_baseline(timings)
+                kernels = settings.device in dispatch.kernel_devices and base != WITHOUT_KERNELS
+                yield PairedTimings(row, timings[spec], timings[base], "yes" if kernels else "no")
+
+
+def faster_baseline(timings: dict[str, Timings]) -> str:
+    """The name of the faster pre-norm: with kernels, or without where that was timed."""
+    totals = {}
+    for name in ("prenorm", WITHOUT_KERNELS):
+        if name in timings and timings[name].rounds:
+            totals[name] = sum(map(sum, timings[name].rounds_ms.values()))
+    return min(totals, key=totals.__getitem__, default="prenorm")
+
+
+def _build_without_kernels(
+    build: BuildCalls, spec: str, D: int, settings: Settings, variant: str
+) -> Calls:
+    """The calls of `build`, with the torch references of all ops."""
+    references = mock.patch.object(dispatch, "kernel_devices", ())
+    with references:
+        calls = build(spec, D, settings, variant)
+    return {name: references(call) for name, call in calls.items()}

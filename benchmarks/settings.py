@@ -79,7 +79,7 @@ class Settings:
     specs: list[str] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
     variants: list[str] = field(default_factory=lambda: list(VARIANTS))
-    streams: list[int] = field(default_factory=lambda: [2, 4, 8])
+    streams: list[int] = field(default_factory=list)
     compile: Literal["layers", "model"] = "layers"
     rounds: int = 20
     seconds: float = 10.0

@@ -21,7 +21,7 @@ from crosslayer.train.trainer import Trainer
 
 COLUMNS = (
     *("connection", "layers", "tokens", "D", "dtype", "variant"),
-    *("ms", "half IQR ms", "tokens/s", "of PreNorm"),
+    *("ms", "half IQR ms", "tokens/s", "of PreNorm", "PreNorm has kernels"),
     *("bound MB", "bound ms", "of PreNorm at bound", "copy GB/s", "rounds"),
 )
 
@@ -51,6 +51,7 @@ def measure(settings: Settings) -> Iterator[Row]:
             "half IQR ms": pair.timings.half_iqr_ms("step"),
             "tokens/s": ratio_or_none(1e3 * tokens, ms),
             "of PreNorm": ratio_or_none(1, pair.timings.paired_ratio(pair.prenorm, "step")),
+            "PreNorm has kernels": pair.prenorm_kernels,
             "bound MB": cost.model.bytes_moved / 1e6,
             "bound ms": bound_ms,
             "of PreNorm at bound": speed_at_bound,

@@ -78,7 +78,8 @@ class Timer:
         self.hide_launches = hide_launches
         if device.type == "cuda":
             cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-            self._flush = torch.empty(4 * cache_bytes, dtype=torch.int8, device=device)
+            # Read, not written: written lines would be moved to memory within the timed call.
+            self._flush = torch.zeros(cache_bytes, dtype=torch.float32, device=device)
 
     def __call__(self, call: Callable[[], Any], launch_seconds: float = 0.0) -> float:
         """Time a call. `launch_seconds`: how long it took to return before."""
@@ -89,7 +90,7 @@ class Timer:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        self._flush.zero_()
+        self._flush.sum()
         if self.hide_launches:
             # private, but torch's own tests rely on it
             wait_ms = min(20, 1 + 1.5e3 * launch_seconds)
@@ -165,9 +166,10 @@ def describe_error(error: Exception) -> str:
     return words if len(words) <= 160 else words[:157] + "..."
 
 
-def copy_bandwidth(device: torch.device, rounds: int = 9) -> float:
-    """Bytes per second, read and written, of a large copy."""
-    size = 2**30 if device.type == "cuda" else 2**26
+def copy_bandwidth(device: torch.device, size: int | None = None, rounds: int = 9) -> float:
+    """Bytes per second, read and written, of a copy of `size` bytes, by default a large one."""
+    if size is None:
+        size = 2**30 if device.type == "cuda" else 2**26
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
 

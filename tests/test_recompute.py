@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from crosslayer.connection import find_connections
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.recompute import (
     TracedState,
+    _SaveTensors,
     checkpoint_layers_log2,
     enable_recompute,
     recompute_inputs,
@@ -101,6 +103,24 @@ def test_in_a_host_under_autocast(family, spec):
     recomputed = copy.deepcopy(plain)
     enable_recompute(find_connections(recomputed))
     assert_bitwise_equal(plain, recomputed, run)
+
+
+def test_outputs_of_nodes_that_hold_tensors_are_kept(monkeypatch):
+    """torch 2.11 frees what a node saved together with the node's output."""
+    outputs = []
+    apply = _SaveTensors.apply
+
+    def record(*args):
+        output = apply(*args)
+        outputs.append(weakref.ref(output))
+        return output
+
+    monkeypatch.setattr(_SaveTensors, "apply", record)
+    _, recomputed = plain_and_recomputed("denseformer")
+    loss = recomputed(tokens()).sum()
+    assert outputs and all(output() is not None for output in outputs)
+    del loss
+    assert all(output() is None for output in outputs)
 
 
 def backward_twice(model, ids):

@@ -60,10 +60,11 @@ class _SavedTree:
         detached = [x if x is None else x.detach() for x in leaves]
         with torch.enable_grad():
             key = torch.empty(0, requires_grad=True)
-            self.node: Any = _SaveTensors.apply(key, *detached).grad_fn
+            # The output is kept, because torch 2.11 frees what a node saved together with it.
+            self.output = _SaveTensors.apply(key, *detached)
 
     def unpack_tree(self) -> Any:
-        return tree_unflatten(list(self.node.saved_tensors), self.spec)
+        return tree_unflatten(list(self.output.grad_fn.saved_tensors), self.spec)
 
 
 class _SaveTensors(torch.autograd.Function):

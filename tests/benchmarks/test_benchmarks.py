@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 from benchmarks import __main__ as command_line
 from benchmarks.cases import OPS, kernel_ops, reference_ops
 from benchmarks.chain import ConnectionChain, copy_sublayer
+from benchmarks.paired import time_with_prenorm
 from benchmarks.peers import PEERS, DenseFormer
 from benchmarks.results import CONDITIONS, check_columns
+from benchmarks.settings import Settings
 from benchmarks.timing import Timer, Timings, time_interleaved
+from crosslayer.ops import dispatch
 from tests.kernels.cases import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -259,3 +263,32 @@ def test_gpu_campaign_stops_if_a_kernel_is_wrong(tmp_path):
     assert ran.returncode == 1
     assert "stopped: kernels failed" in (tmp_path / "parts.txt").read_text()
     assert not (tmp_path / "memory.csv").exists()
+
+
+def test_gpu_campaign_needs_its_packages(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    ran = run_campaign(tmp_path / "out", PYTHON=str(python), PYTHONPATH="")
+    assert ran.returncode == 1 and not (tmp_path / "out" / "parts.txt").exists()
+    assert "jsonargparse" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+def test_the_faster_prenorm_is_the_baseline(monkeypatch):
+    """With kernels on, pre-norm is also timed without them; each of its calls runs as built."""
+    seen = set()
+
+    def build(spec, D, settings, variant):
+        def step():
+            seen.add((spec, dispatch.kernel_devices))
+            if spec == "prenorm" and dispatch.kernel_devices:
+                time.sleep(0.01)
+
+        return {"step": step}
+
+    monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
+    settings = Settings.for_benchmark("step", **TOY, specs=["hyper"])
+    (pair,) = time_with_prenorm(settings, build, settings.specs, "model")
+    assert seen == {("prenorm", ("cpu",)), ("prenorm", ()), ("hyper", ("cpu",))}
+    assert pair.prenorm_kernels == "no"
+    assert pair.prenorm.median_ms("step") < 10

@@ -83,13 +83,11 @@ class DenseFormer(FusedNormConnection[History]):
     def fused_read(
         self, state: History, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], History]:
-        if self.alpha is None:
+        leaves_early = self.is_readout and exits_early(state, self.sources)
+        if self.alpha is None or leaves_early:
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here: its output X_i joins the history, and the average Y_i replaces it.
-        if self.is_readout and exits_early(state, self.sources):
-            h, x = add_norm(state.h, state.y, *norms)
-            return (x,), History(self._finished_blocks(state, h), h)
         h, _ = add_norm(state.h, state.y)
         X = self._finished_blocks(state, h)
         averaged = tuple(X[j] for j in self.sources)

@@ -222,13 +222,11 @@ class Mudd(FusedNormConnection[History]):
     def fused_read(
         self, state: History, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], History]:
-        if self.a is None:
+        leaves_early = self.is_readout and exits_early(state, self.sources)
+        if self.a is None or leaves_early:
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here, and h is its output X_l.
-        if self.is_readout and exits_early(state, self.sources):
-            h, x = add_norm(state.h, state.y, *norms)
-            return (x,), History(self._finished_blocks(state, h), h)
         h, _ = add_norm(state.h, state.y)
         A, h = self.aggregation_weights(h, self.a)
         X = self._finished_blocks(state, h)
