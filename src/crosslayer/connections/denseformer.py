@@ -83,8 +83,7 @@ class DenseFormer(FusedNormConnection[History]):
     def fused_read(
         self, state: History, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], History]:
-        leaves_early = self.is_readout and exits_early(state, self.sources)
-        if self.alpha is None or leaves_early:
+        if self.alpha is None or (self.is_readout and exits_early(state, self.sources)):
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here: its output X_i joins the history, and the average Y_i replaces it.

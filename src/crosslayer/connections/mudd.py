@@ -222,8 +222,7 @@ class Mudd(FusedNormConnection[History]):
     def fused_read(
         self, state: History, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], History]:
-        leaves_early = self.is_readout and exits_early(state, self.sources)
-        if self.a is None or leaves_early:
+        if self.a is None or (self.is_readout and exits_early(state, self.sources)):
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here, and h is its output X_l.
