@@ -258,8 +258,8 @@ def test_an_existing_report_is_not_overwritten(tmp_path, capsys):
 
 
 def test_models_whose_folders_end_alike_keep_their_paths():
-    assert _short_names(["runs/mudd/model", "gpt2"]) == ["model", "gpt2"]
-    alike = ["runs/mudd/model", "runs/prenorm/model"]
+    assert _short_names(["runs/mudd/model", "published/gpt2"]) == ["mudd", "gpt2"]
+    alike = ["first/mudd", "second/mudd"]
     assert _short_names(alike) == alike
 
 

@@ -255,8 +255,14 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
 
 
 def _short_names(sources: list[str]) -> list[str]:
-    """The last part of each path, or the paths themselves where two different ones end alike."""
-    names = {source: Path(source).name for source in sources}
+    """The last part of each path, or the paths themselves where two different ones end alike.
+
+    A run's model has the name of the run.
+    """
+    names = {}
+    for source in sources:
+        path = Path(source)
+        names[source] = path.parent.name if path.name == MODEL_FOLDER else path.name
     has_different_names = len(set(names.values())) == len(names)
     return [names[source] if has_different_names else source for source in sources]
 
