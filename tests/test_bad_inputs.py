@@ -113,7 +113,7 @@ LINES = [
     (
         "cost --family DiTTransformer2DModel",
         {},
-        "the config of DiTTransformer2DModel refuses these values",
+        "unknown family 'DiTTransformer2DModel'",
     ),
     (
         'cost --model-config {"hidden_act":"x"}',

@@ -139,8 +139,7 @@ def test_memory_under_checkpointing():
     # two a layer where the table has one: the pending write is separate from the stream
     assert 2 * layers < tensors["prenorm"] < 2 * layers + 4
     assert tensors["denseformer"] - tensors["prenorm"] == pytest.approx(layers, rel=0.01)
-    # the readout has no checkpoint
-    assert layers + 3 < tensors["mudd"] - tensors["prenorm"] < layers + 5
+    assert layers <= tensors["mudd"] - tensors["prenorm"] < layers + 1
 
 
 MODELS = [

@@ -29,7 +29,9 @@ def known_loss(comparison, arm, seed, on_step):
     if lr > 5e-3:
         return DivergedRun(arm.name, seed, 1, "nan")
     loss = 3 + abs(math.log2(lr / BEST_RATE[arm.connection])) / 10 + seed / 100
-    return RunResult(arm.name, arm.connection, seed, 10, 1, loss, {}, {}, 1.0, 1, loss, [], [], 1.0)
+    return RunResult(
+        arm.name, arm.connection, seed, 10, 1, loss, {}, {}, 1.0, 1, loss, [[2, loss]], [], 1.0
+    )
 
 
 def searched(text_file, folder, seeds, **overrides):

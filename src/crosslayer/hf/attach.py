@@ -110,7 +110,8 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
     host = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
     backbone: Any = getattr(host, "base_model", host)
     for module in backbone.modules():
-        if is_connected(module):
+        # A class that is loaded gets its family with its connections.
+        if is_connected(module) and "family" in vars(module):
             return module, module.family
     name = getattr(getattr(backbone, "config", None), "model_type", None)
     name = name or type(backbone).__name__

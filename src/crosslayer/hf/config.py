@@ -6,8 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..validation import MAX_LAYERS, check_plain, check_positive, did_you_mean
 from .attach import find_backbone
@@ -24,10 +30,10 @@ def make_config(
     vocab: int = 32000,
     overrides: dict[str, Any] | None = None,
 ) -> Any:
-    """The transformers config of a language model, from its sizes.
+    """The config of a model of transformers, from its sizes.
 
     Args:
-        family: a language model that `connect` knows, for example llama, qwen3, gpt_neox or arcee.
+        family: a model type whose layers `connect` recognises, like llama, qwen3 or gpt_neox.
         layers: number of layers.
         dim: width of the stream.
         heads: number of attention heads.
@@ -37,11 +43,11 @@ def make_config(
     Raises:
         ValueError: the family or a key is unknown, or the sizes do not fit together.
     """
-    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if family not in CONFIG_MAPPING_NAMES:
         raise ValueError(
-            f"unknown family {family!r}{did_you_mean(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}; "
-            "known: the language models of transformers that connect recognises, like llama, qwen3 "
-            "and gpt_neox"
+            f"unknown family {family!r}{did_you_mean(family, CONFIG_MAPPING_NAMES)}; "
+            "known: the models of transformers that connect recognises, like llama, qwen3 and "
+            "gpt_neox"
         )
     check_plain("model_config", overrides)
     check_positive(layers=layers, dim=dim, heads=heads, vocab=vocab)
@@ -82,8 +88,10 @@ def _has_gated_mlp(family: str) -> bool:
         config = AutoConfig.for_model(
             family, num_hidden_layers=1, bos_token_id=None, eos_token_id=None
         )
+        is_language_model = type(config) in AutoModelForCausalLM._model_mapping
+        auto_class = AutoModelForCausalLM if is_language_model else AutoModel
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class.from_config(config)
     try:
         _, wiring = find_backbone(model)
     except ValueError as error:

@@ -117,7 +117,7 @@ class Family(NamedTuple):
         is_parallel = self.parallel is not None and getattr(config, self.parallel)
         sites = ((attn, mlp),) if is_parallel else ((attn,), (mlp,))
         layer = LayerWiring(sites, condition=self.condition)
-        of_layers = (layer,) * len(getattr(backbone, self.layers))
+        of_layers = (layer,) * len(backbone.get_submodule(self.layers))
         return ModelWiring(self.layers, self.final, attrgetter(self.width)(backbone), of_layers)
 
 

@@ -43,7 +43,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
             changes the stream between layers. The message says what the layer does.
     """
     proven = set()
-    for number, layer in enumerate(getattr(backbone, wiring.layers)):
+    for number, layer in enumerate(backbone.get_submodule(wiring.layers)):
         layer_wiring = wiring.of_layers[number]
         kind = (layer_kind(layer), layer_wiring)
         if kind in proven or layer_wiring.condition is not None:
