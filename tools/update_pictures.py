@@ -51,13 +51,32 @@ def inspect_run(folder: Path, names: set[str]) -> ModelInspection:
     return inspect_model(folder.name, subject, analyses)
 
 
+def print_numbers(inspection: ModelInspection) -> None:
+    """The numbers that the page states beside the papers'."""
+    print(inspection.name)
+    results = inspection.results
+    if "findings" in results:
+        print("  findings", results["findings"])
+    if "cosines" in results:
+        cosines = results["cosines"]
+        print("  median cosine with the input before", cosines.adjacent[1:, 1].tolist())
+        for way, quantiles in cosines.blocks.items():
+            print("  between layers,", way, quantiles[:, 1].tolist())
+        print("  with the embedding", cosines.depths.tolist())
+    if "attention" in results:
+        print("  active heads", results["attention"].active.tolist())
+    for analysis in ("blocks", "ways", "pruning", "gradients", "alarms"):
+        if analysis in results:
+            print(" ", analysis, results[analysis])
+
+
 def main(runs: Path) -> None:
     PICTURES.mkdir(exist_ok=True)
     inspections = {}
     for run in sorted({run for names in RUNS.values() for run in names}):
         wanted = {name for name, names in RUNS.items() if run in names}
         inspections[run] = inspect_run(runs / run, wanted)
-        print(run, "inspected", flush=True)
+        print_numbers(inspections[run])
     for section in SECTIONS:
         panels = section.panels([inspections[run] for run in RUNS.get(section.name, ())])
         if panels:

@@ -17,10 +17,19 @@ VARIES = 1e-6  # a deviation over tokens that is more than rounding
 
 def _unfolded_panels(models: Models) -> Panels:
     # One scale for all. The readout may be a sum of streams, so it does not set the scale.
-    limit = max(model["unfolded"].mean[:-1].abs().max().item() for model in models)
-    return [
-        (m.name, partial(draw_unfolded_map, unfolded=m["unfolded"], limit=limit)) for m in models
-    ]
+    limit = max(_colour_limit([model["unfolded"].mean[:-1]]) for model in models)
+    draw = partial(draw_unfolded_map, limit=limit)
+    return [(m.name, partial(draw, unfolded=m["unfolded"])) for m in models]
+
+
+def _colour_limit(matrices: Sequence[Tensor]) -> float:
+    """The magnitude below which 95 % of the weights are, but those that are exactly zero.
+
+    The embedding's column may be ten times the others, which would then all look alike.
+    """
+    magnitudes = torch.cat([values.abs().flatten().double() for values in matrices])
+    magnitudes = magnitudes[magnitudes > 0]
+    return magnitudes.quantile(0.95).item() if len(magnitudes) else 1.0
 
 
 def _one_token_panels(models: Models) -> Panels:
@@ -30,6 +39,7 @@ def _one_token_panels(models: Models) -> Panels:
         if u.std.max() <= VARIES:  # the mean shows it all
             continue
         draw = partial(draw_matrix, values=u.one_token, rows=u.inputs, columns=u.sources)
+        draw = partial(draw, limit=_colour_limit([u.one_token]))
         panels.append((f"{m.name}: inputs", draw))
         draw = partial(draw_matrix, values=u.std, rows=u.inputs, columns=u.sources, signed=False)
         panels.append((f"{m.name}: deviation over tokens", draw))
@@ -50,7 +60,7 @@ def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
     unfolded = m["unfolded"]
     if not unfolded.has_streams:
         return panels
-    limit = max(values.abs().max().item() for values in maps)
+    limit = _colour_limit(maps)
     for stream in range(min(maps[-1].shape[0], MOST_STREAMS)):
         rows = [
             (label, values[stream])
@@ -173,8 +183,8 @@ SECTIONS = [
         "unfolded",
         "How each sub-layer's output reaches later inputs",
         "The weight of each output (columns) in each input (rows), mean over tokens. Pre-norm is a "
-        "full triangle of ones. Marks at the bottom are attentions. Hyper-Connections, Figures 7, "
-        "13 and 14.",
+        "full triangle of ones. Marks at the bottom are attentions. 95 % of the weights are within "
+        "the colours' range. Hyper-Connections, Figures 7, 13 and 14.",
         ("unfolded",),
         _unfolded_panels,
     ),
