@@ -1,6 +1,8 @@
 """Draws the pictures of docs/inspect-pictures.md, from runs that the page says how to train.
 
 python tools/update_pictures.py runs
+
+Those of training are copied from a report of `crosslayer inspect runs/* --sections training`.
 """
 
 import sys
