@@ -110,7 +110,7 @@ def run(options: Any) -> int:
             inspections, setup = _inspect_models(options, models, sections, console)
         if training is not None:
             count = sum(len(group.seeds) for group in training.groups)
-            setup = f"{count} runs. {setup}"
+            setup = f"{count} {'run' if count == 1 else 'runs'}. {setup}"
         with console.status("drawing"):
             report = write_report(inspections, folder, setup, sections, training)
     _print_remarks(inspections, training, console)

@@ -28,12 +28,13 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
 p { margin: .3rem 0 .8rem; max-width: 48rem; } .note { color: var(--faint); font-size: .9rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+table { margin-bottom: 1.2rem; border-collapse: collapse; font-variant-numeric: tabular-nums;
+        font-size: .92rem; }
 th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
          border-bottom: 1px solid var(--line); }
 figure { margin: 0; background: #fff; border-radius: 6px; padding: .4rem; overflow-x: auto; }
 figure svg { max-width: 100%; height: auto; display: block; }
-@media (max-width: 40rem) { figure svg { max-width: none; width: 60rem; } }
+@media (max-width: 40rem) { figure.wide svg { max-width: none; width: 60rem; } }
 """
 
 
@@ -109,7 +110,8 @@ def write_report(
             (pictures / f"{section.name}.{suffix}").write_bytes(data)
         svg = files["svg"].decode()
         body += f"<h2>{html.escape(section.title)}</h2>\n<p>{html.escape(section.text)}</p>\n"
-        body += f"<figure>{svg[svg.index('<svg') :]}</figure>\n"
+        shape = ' class="wide"' if len(panels) > 1 else ""  # scrolls on a narrow screen
+        body += f"<figure{shape}>{svg[svg.index('<svg') :]}</figure>\n"
     write_text_atomic(folder / REPORT_FILE, _page_html(models, setup, body, training))
     return folder / REPORT_FILE
 
@@ -229,7 +231,7 @@ def _findings_html(models: Models) -> str:
 
 
 def _notes_html(models: Models, training: TrainingReport | None) -> str:
-    notes = [] if training is None else [f"{line}." for line in training.not_drawn]
+    notes = []
     for model in models:
         notes += [f"{model.name}: {line}." for line in model.not_done]
         unfolded = model.results.get("unfolded")
@@ -238,7 +240,15 @@ def _notes_html(models: Models, training: TrainingReport | None) -> str:
                 f"{model.name}: its connection weighs channels apart. The numbers of its unfolded "
                 f"map are projections, of {unfolded.tokens} tokens."
             )
-    return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+    shown = "".join(map(_note_html, notes))
+    if training is not None and training.not_drawn:
+        lines = "".join(_note_html(f"{line}.") for line in training.not_drawn)
+        shown += f"<details><summary>Views that need other runs</summary>{lines}</details>"
+    return shown
+
+
+def _note_html(note: str) -> str:
+    return f'<p class="note">{html.escape(note)}</p>'
 
 
 def _number(value: float) -> str:
