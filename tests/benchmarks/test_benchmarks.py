@@ -149,6 +149,7 @@ def test_every_case_calls_its_op(name):
     assert all(out.isfinite().all() for out in outs)
 
 
+@pytest.mark.slow
 def test_missing_packages_are_noted(tmp_path, monkeypatch):
     for package in ("liger_kernel", "fla", "hyper_connections"):
         for name in [name for name in sys.modules if name.startswith(f"{package}.")]:

@@ -23,6 +23,12 @@ def text_file(tmp_path):
     return str(tmp_path / "text.txt")
 
 
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch):
+    """No model is trained here, and a collection takes half a second of this process."""
+    monkeypatch.setattr(compare.gc, "collect", lambda: 0)
+
+
 def known_loss(comparison, arm, seed, on_step):
     """What training would give, were the best rate of each connection known."""
     lr = comparison.recipe.settings(arm).optimization.lr

@@ -318,6 +318,7 @@ def test_changed_data(text, tmp_path):
         run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_stops(text, tmp_path):
     command = [
         sys.executable,

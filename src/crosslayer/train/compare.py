@@ -23,7 +23,7 @@ from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from ..validation import check_option_type
 from .checkpoint import remove_checkpoint
 from .parallel import launch_fabric
-from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates
+from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates, scaled_name
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .signals import StopSignals
@@ -143,7 +143,7 @@ class Comparison:
         """The loss of seed 0 at each factor of an arm's rates; infinite where the run diverged."""
         losses = {(run.arm, run.seed): run.valid_loss for run in self.results.runs}
         losses |= {(run.arm, run.seed): math.inf for run in self.results.diverged}
-        tried = {factor: losses.get((self.arm_at(arm, factor).name, 0)) for factor in FACTORS}
+        tried = {factor: losses.get((scaled_name(arm, factor), 0)) for factor in FACTORS}
         return {factor: loss for factor, loss in tried.items() if loss is not None}
 
     def missing_runs(self) -> list[tuple[Arm, int]]:
@@ -212,7 +212,7 @@ def prepare_comparison(
     if search_rates:
         for arm in recipe.arms:
             for factor in FACTORS:
-                examples[comparison.arm_at(arm, factor).name] = examples[arm.name]
+                examples[scaled_name(arm, factor)] = examples[arm.name]
     comparison.read_results()
     return comparison
 
