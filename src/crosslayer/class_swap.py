@@ -1,4 +1,4 @@
-"""Give a module extra methods at run time, by making it an instance of a subclass of its own class.
+"""Give a module extra methods at run time, by making it an instance of a subclass.
 
 `isinstance`, module paths, FSDP wrap policies and output recording keep working, because the new
 class is a subclass of the old one. torch's FSDP2 uses the same technique.

@@ -13,6 +13,7 @@ import re
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
+CHECKPOINT_INDEX = "checkpoint.json"  # of a complete checkpoint
 RESULTS_FILE = "results.json"
 RUNS_FOLDER = "runs"
 

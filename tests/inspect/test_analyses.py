@@ -211,6 +211,15 @@ def test_nothing_is_changed_in_a_plain_model():
     assert torch.equal(model(IDS).last_hidden_state, out)
 
 
+def test_a_model_that_reports_its_hidden_states_is_seen_once():
+    model = backbone("mudd")
+    expected = unfold_connections(model, BATCHES).mean
+    sizes = [site.output_rms for site in measure_scales(model, BATCHES)]
+    model.config.output_hidden_states = True  # layers ask connections for hidden states too
+    assert torch.equal(unfold_connections(model, BATCHES).mean, expected)
+    assert [site.output_rms for site in measure_scales(model, BATCHES)] == sizes
+
+
 def test_cosines_and_distances_of_planted_inputs():
     model = OwnModel("prenorm", layers=2)
     sublayers = model.stack.sublayers

@@ -126,23 +126,12 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
     from ..data.sources import read_documents
-    from ..evaluate import (
-        evaluate_tasks,
-        find_tasks,
-        read_spans,
-        span_perplexity,
-        stream_perplexity,
-        text_perplexity,
-    )
+    from ..evaluate import find_tasks, read_spans
     from ..evaluate.perplexity import check_context
 
     # Whatever can be wrong is found before the model is loaded.
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
     _check_options(options, results_file)
-    measures: dict[str, Any] = {
-        "joined": partial(stream_perplexity, windows=options.windows),
-        "apart": text_perplexity,
-    }
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     texts = {name: [document.text for document in read_documents(name)] for name in options.text}
@@ -164,45 +153,72 @@ def _evaluate(options: Any, held: ExitStack) -> int:
         "versions": {"crosslayer": __version__, "torch": version("torch")},
         "documents": options.documents,
         "windows": options.windows,
-        "text": {},
-        "spans": {},
     }
     # Tasks first: their data may be out of reach.
     if options.tasks:
-        from lm_eval.utils import make_table as format_tasks
-
-        results["tasks"] = evaluate_tasks(
-            model,
-            tokenizer,
-            options.tasks,
-            task_manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            batch_size=options.batch_size,
-            context=context,
-        )
-        print(format_tasks(results["tasks"]))
-        if results["tasks"].get("groups"):
-            print(format_tasks(results["tasks"], "groups"))
-    table = make_table("perplexity", ["file", "metric", "value"])
-    batch_size = options.batch_size
-    for name, documents_of_file in texts.items():
-        text_result = measures[options.documents](
-            model, tokenizer, documents_of_file, context, batch_size=batch_size
-        )
-        results["text"][name] = text_result._asdict()
-        _add_rows(table, name, text_result)
-    for name, spans_of_file in spans.items():
-        span_result = span_perplexity(model, tokenizer, spans_of_file, context, batch_size)
-        results["spans"][name] = span_result._asdict()
-        _add_rows(table, name, span_result)
-    if table.row_count:
-        print_table(table, make_console())
+        results["tasks"] = _run_tasks(options, model, tokenizer, task_manager, context)
+    results |= _score_files(options, model, tokenizer, texts, spans, context)
     if results_file is not None:
         # The harness's results contain functions and dtypes.
         write_text_atomic(results_file, json.dumps(results, indent=1, default=str))
         make_console().print(f"Results: {results_file}", soft_wrap=True)
     return 0
+
+
+def _run_tasks(
+    options: Any, model: Any, tokenizer: Any, task_manager: Any, context: int
+) -> dict[str, Any]:
+    """The harness's results of --tasks, which are printed."""
+    from lm_eval.utils import make_table as format_tasks
+
+    from ..evaluate import evaluate_tasks
+
+    results = evaluate_tasks(
+        model,
+        tokenizer,
+        options.tasks,
+        task_manager,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        batch_size=options.batch_size,
+        context=context,
+    )
+    print(format_tasks(results))
+    if results.get("groups"):
+        print(format_tasks(results, "groups"))
+    return results
+
+
+def _score_files(
+    options: Any,
+    model: Any,
+    tokenizer: Any,
+    texts: dict[str, list[str]],
+    spans: dict[str, Any],
+    context: int,
+) -> dict[str, dict[str, Any]]:
+    """The perplexities of the files of --text and of --spans, which are printed."""
+    from ..evaluate import span_perplexity, stream_perplexity, text_perplexity
+
+    measures: dict[str, Any] = {
+        "joined": partial(stream_perplexity, windows=options.windows),
+        "apart": text_perplexity,
+    }
+    scored: list[tuple[str, Any, dict[str, Any]]] = [
+        ("text", measures[options.documents], texts),
+        ("spans", span_perplexity, spans),
+    ]
+    results: dict[str, dict[str, Any]] = {}
+    table = make_table("perplexity", ["file", "metric", "value"])
+    for kind, measure, files in scored:
+        results[kind] = {}
+        for name, content in files.items():
+            result = measure(model, tokenizer, content, context, batch_size=options.batch_size)
+            results[kind][name] = result._asdict()
+            _add_rows(table, name, result)
+    if table.row_count:
+        print_table(table, make_console())
+    return results
 
 
 def _check_new(results_file: Path | None) -> None:

@@ -109,7 +109,7 @@ class AttnRes(FusedNormConnection[Values]):
         sources = (*state.done, add_write(state.y, state.partial))
         p = depth_scores(sources, self.query * self.key_norm, self.eps).softmax(-1)
         kept = identity_weights(len(sources), upcast(state.y))
-        # y joins the current block's sum, or starts it as a part of its own
+        # y joins the current block's sum, or starts a new one
         write = kept if state.partial is None else join_columns(kept, kept[:, -1:])
         return MixingWeights(write, p[..., None, :, None], kept)
 

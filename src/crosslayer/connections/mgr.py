@@ -184,7 +184,7 @@ class MGR(FusedNormConnection[Gated]):
         place = beta.movedim(-1, 0).flatten().topk(math.ceil(p * beta.numel())).indices
         tokens = beta.shape[:-1].numel()
         rows = [s.flatten(0, -2)[place % tokens] for s in S]
-        # Of each place, the row of its own stream.
+        # Each place takes the row of the stream that it is in.
         s_kept = rows[0]
         for i, row in enumerate(rows):
             s_kept = torch.where((place // tokens == i)[:, None], row, s_kept)

@@ -9,14 +9,8 @@ from ..class_swap import swap_class
 from ..connection import Connection, NormFactory, Site, plan_layers
 from ..spec import ConnectionSpec
 from .families import FAMILIES, LayerWiring, ModelWiring, Sublayer
-from .layers import (
-    ConnectedLayer,
-    ConnectedModel,
-    FinalNormReference,
-    NormReference,
-    copy_norm,
-    make_readout,
-)
+from .host_norms import FinalNormReference, NormReference, copy_norm
+from .layers import ConnectedLayer, ConnectedModel, make_readout
 from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
 from .recognition import recognise_model

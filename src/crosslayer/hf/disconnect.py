@@ -11,7 +11,7 @@ from ..connection import Connection
 from ..fused_norms import FusedNormConnection
 from ..norms import add_write
 from .attach import check_not_dispatched, find_backbone, is_connected, set_config_keys
-from .layers import OwnedNorm
+from .host_norms import OwnedNorm
 from .qkv import FusedProjection, SplitInputAttention, select_port
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -2,13 +2,11 @@
 
 `connect` swaps the classes of three kinds of module (see `class_swap`): the backbone becomes a
 `ConnectedModel`, each layer a `ConnectedLayer`, and the final norm the `ReadoutNorm`. Between
-layers the connection's state travels as the host's `hidden_states`. A module that may not be
-registered twice is kept in a `ModuleReference`, where nn.Module does not find it.
+layers the connection's state travels as the host's `hidden_states`.
 """
 
-import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +18,7 @@ from ..class_swap import swap_class
 from ..connection import Connection
 from ..recompute import RecomputedConnection, recompute_inputs
 from .families import REST, Arguments, LayerWiring, ModelWiring, Modulation, Sublayer
+from .host_norms import FinalNormReference, ModuleReference, OwnedNorm, find_module
 from .qkv import QKVInputs
 
 
@@ -37,10 +36,10 @@ class ConnectedModel:
     def __init_subclass__(cls) -> None:
         """Give the class of a connected host the signature of its host, which trainers read."""
         forward: Any = ConnectedModel.forward
-        copied = FunctionType(
+        copied: Any = FunctionType(
             forward.__code__, forward.__globals__, "forward", None, forward.__closure__
         )
-        copied.__signature__ = inspect.signature(vars(cls)["host"].forward)  # type: ignore[attr-defined]
+        copied.__signature__ = inspect.signature(vars(cls)["host"].forward)
         cls.forward = copied  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +207,8 @@ class ConnectedLayer(ConnectionOwner):
         kwargs |= zip(self.argument_names, args, strict=False)
         recorder = kwargs.pop("hidden_state_recorder", None)
         kwargs["records"] = recorder is not None and isinstance(hidden_states, HiddenState)
-        *leaves, before, tree = super().__call__(*leaves, tree=OpaqueTree(spec), **kwargs)  # type: ignore[misc]
+        call_host: Any = super().__call__  # type: ignore[misc]
+        *leaves, before, tree = call_host(*leaves, tree=OpaqueTree(spec), **kwargs)
         hidden = tree_unflatten(leaves, tree.spec)
         if recorder is not None:
             recorder.layers += 1
@@ -271,24 +271,18 @@ class ConnectedLayer(ConnectionOwner):
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
             kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names)
-        returned = _find_module(self, sublayer.module)(x, **kwargs)
+        returned = find_module(self, sublayer.module)(x, **kwargs)
         y = returned[0] if isinstance(returned, tuple) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
             if isinstance(step, str):
-                y = _find_module(self, step)(y)
+                y = find_module(self, step)(y)
             else:
                 y = nn.functional.dropout(y, step, self.training)
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned
-
-
-def _find_module(layer: Any, path: str) -> Any:
-    for name in path.split("."):
-        layer = getattr(layer, name)
-    return layer
 
 
 def _select_arguments(
@@ -337,17 +331,6 @@ class ReadoutNorm(ConnectionOwner):
         return super().forward(x)  # type: ignore[misc]
 
 
-class ModuleReference(tuple):
-    """A module of the host's, as a tuple of one.
-
-    A copy of the whole model refers to the copied module. A copy of a connection alone, which PEFT
-    makes of `modules_to_save`, refers to the module itself.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleReference":
-        return ModuleReference(memo.get(id(module), module) for module in self)
-
-
 def make_readout(final: Any, connection: Connection[Any]) -> None:
     """Let a final norm read the hidden state out of a connection's state."""
     swap_class(final, ReadoutNorm)
@@ -355,102 +338,3 @@ def make_readout(final: Any, connection: Connection[Any]) -> None:
     for norm in connection.norms:
         if isinstance(norm, FinalNormReference):
             norm.final = ModuleReference((final,))
-
-
-class NormReference(nn.Module):
-    """A norm of the host's, looked up at each call, as an adapter may have replaced it.
-
-    It is not registered a second time.
-
-    Args:
-        owner: the layer that has the norm.
-        path: the norm's name in the layer; None where the family has no norm there.
-    """
-
-    def __init__(self, owner: nn.Module, path: str | None):
-        super().__init__()
-        self.owner = ModuleReference((owner,))
-        self.names = path.split(".") if path else []
-
-    def host_norm_module(self) -> Any:
-        module = self.owner[0]
-        for name in self.names:
-            module = getattr(module, name)
-        return module
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return _norm_dtype(self.host_norm_module(), self.owner[0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.host_norm_module()(x) if self.names else x
-
-    def extra_repr(self) -> str:
-        """The norm's name in the host."""
-        return ".".join(self.names) or "no norm"
-
-
-class FinalNormReference(NormReference):
-    """The host's final norm as a norm, because the module itself is now the `ReadoutNorm`."""
-
-    def __init__(self, backbone: nn.Module, final: nn.Module):
-        super().__init__(backbone, None)
-        self.final = ModuleReference((final,))
-
-    def host_norm_module(self) -> Any:
-        return self.final[0]
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        # vLLM traces modules with one named input, and would replace this one by a norm of its own
-        # that lacks the host's weight.
-        (x,) = inputs
-        return self.host_norm_module().host_norm(x)
-
-    def extra_repr(self) -> str:
-        """The norm's name in the backbone."""
-        names = [name for name, child in self.owner[0].named_children() if child is self.final[0]]
-        return ".".join(names)
-
-
-class OwnedNorm:
-    """A norm with weights of its own, for k or v. Made by `copy_norm`.
-
-    Where a checkpoint has no weights for it, it takes those of the host's norm.
-    """
-
-    origin: ModuleReference  # the host's norm
-    owner: ModuleReference  # the layer or the backbone that has the host's norm
-    path: str  # prefix of the host norm's keys, from the connection's owner
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return _norm_dtype(self, self.owner[0])
-
-    @torch.no_grad()
-    def copy_from_host(self, names: Iterable[str]) -> None:
-        for name in names:
-            getattr(self, name).copy_(getattr(self.origin[0], name))
-
-
-def copy_norm(host_norm: nn.Module, owner: nn.Module, path: str = "") -> nn.Module:
-    """A copy of a host's norm, with weights of its own.
-
-    Args:
-        host_norm: the norm to copy.
-        owner: the layer or the backbone that has it.
-        path: its name in the layer; empty for the final norm, which owns its connection itself.
-    """
-    norm: Any = copy.deepcopy(host_norm)
-    swap_class(norm, OwnedNorm)
-    norm.origin = ModuleReference((host_norm,))
-    norm.owner = ModuleReference((owner,))
-    norm.path = f"{path}." if path else ""
-    return norm
-
-
-def _norm_dtype(norm: Any, owner: nn.Module) -> torch.dtype:
-    """The dtype of a norm's weights; of its owner's where the norm has none."""
-    for parameters in (norm.parameters(recurse=False), owner.parameters()):
-        for parameter in parameters:
-            return parameter.dtype
-    raise AssertionError("a layer without parameters has no dtype")

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from ..connection import Connection
-from .layers import OwnedNorm
+from .host_norms import OwnedNorm
 
 FREES_WEIGHTS = "free_full_weight"  # after use, in the terms of transformers' plans
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+from ..palette import BLACK, HUES
+
+COLOURS = [*HUES, BLACK]
 SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
 MAX_TICKS = 13

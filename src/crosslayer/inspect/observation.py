@@ -185,6 +185,8 @@ def visited_sites(
 
     def visit(connection: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(connection, Connection)
+        if inputs[1:]:  # asked for something else than `read`, like a hidden state
+            return
         site_visit = _flatten_tokens(connection, inputs[0], arguments)
         for analysis in analyses:
             analysis.visit_site(site_visit)

@@ -12,6 +12,7 @@ import numpy
 
 from ..files import read_json
 from ..run_folders import (
+    CHECKPOINT_INDEX,
     METRICS_FILE,
     RESULT_FILE,
     RESULTS_FILE,
@@ -20,7 +21,6 @@ from ..run_folders import (
 )
 from .training import Points, TrainingCurve, read_training_curve
 
-CHECKPOINT_INDEX = "checkpoint.json"
 MODEL_CONFIG = "config.json"
 
 

@@ -45,7 +45,7 @@ class _NormProject(Function):
 
     dW = (weight · N)ᵀ dz,   dweight = Σ_tokens N · (dz Wᵀ)
 
-    x' is x as it is passed on, r its rstd.
+    x' is the source passed on; r = rstd(x).
     """
 
     @staticmethod

@@ -36,7 +36,7 @@ def depth_connection(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor
     """
     if Y is None or beta is None:
         return H
-    # Y in its own dtype: autograd saves it as it is.
+    # Y is not converted: autograd saves what it is given.
     return torch.addcmul(upcast(H), upcast(beta)[..., None], Y).to(H.dtype)
 
 

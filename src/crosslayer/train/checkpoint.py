@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..files import atomic_replace, read_json, write_text_atomic
+from ..run_folders import CHECKPOINT_INDEX
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 
-INDEX_FILE = "checkpoint.json"
 TEMPORARY_SUFFIX = ".part"
 
 
@@ -47,7 +47,7 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        folders = [path.parent for path in self.folder.glob(f"step-*/{INDEX_FILE}")]
+        folders = [path.parent for path in self.folder.glob(f"step-*/{CHECKPOINT_INDEX}")]
         return sorted(path for path in folders if path.suffix != TEMPORARY_SUFFIX)
 
     def newest(self) -> Path | None:
@@ -78,7 +78,7 @@ class Checkpoints:
             if error:
                 raise OSError(error)
             index = {"identity": self.identity, "state": state, "files": fingerprints}
-            write_text_atomic(temporary / INDEX_FILE, json.dumps(index, indent=1))
+            write_text_atomic(temporary / CHECKPOINT_INDEX, json.dumps(index, indent=1))
             shutil.rmtree(path, ignore_errors=True)  # incomplete, or it had been loaded
             atomic_replace(temporary, path)
             for old in self.complete()[: -self.keep]:
@@ -143,7 +143,7 @@ class Checkpoints:
         """The index of a checkpoint of this run, whose files are as they were written."""
         remedy = self._remedy(path)
         try:
-            index = read_json(path / INDEX_FILE, dict)
+            index = read_json(path / CHECKPOINT_INDEX, dict)
             identity, _ = index["identity"], index["state"]
             files = {
                 name: (int(size), int(checksum))
@@ -151,7 +151,7 @@ class Checkpoints:
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}: {INDEX_FILE} is damaged ({_one_line(error)}){remedy}"
+                f"{path}: {CHECKPOINT_INDEX} is damaged ({_one_line(error)}){remedy}"
             ) from None
         for key in sorted(self.identity.keys() | identity.keys()):
             saved, current = identity.get(key), self.identity.get(key)
@@ -175,7 +175,7 @@ class Checkpoints:
 
     def _fingerprints(self, folder: Path) -> dict[str, tuple[int, int]]:
         """Size and CRC-32 of the files that torch wrote. The ranks share the reading."""
-        files = sorted(file for file in folder.iterdir() if file.name != INDEX_FILE)
+        files = sorted(file for file in folder.iterdir() if file.name != CHECKPOINT_INDEX)
         fingerprints = {}
         for file in files[self.fabric.global_rank :: self.fabric.world_size]:
             fingerprints[file.name] = (file.stat().st_size, _crc32(file))

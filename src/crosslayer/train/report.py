@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..files import write_text_atomic
+from ..palette import BLACK, HUES
 from .compare import Comparison
 from .results_table import MeanStd, TableRow, result_table
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart
-COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
+COLOURS = [BLACK, *HUES, "#7F7F7F"]  # the baseline, often the first, is black
 NOT_KNOWN = "–"
 SAME_RATE = "at the shared lr"
 

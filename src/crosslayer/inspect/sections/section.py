@@ -11,22 +11,31 @@ MOST_STREAMS = 8  # panels of streams in a figure
 
 
 @dataclass(frozen=True)
-class Section:
-    """A picture of the report.
+class ReportPicture:
+    """What the report says of a picture.
 
     Attributes:
         name: of its files, and in `--sections`.
         title: of the section.
         text: what it shows, and the figures of the papers that show the same.
+    """
+
+    name: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section(ReportPicture):
+    """A picture of models.
+
+    Attributes:
         analyses: the names in `inspection.ANALYSES` of those that the picture needs.
         draw_panels: the panels for the models that have all of these analyses; empty where there
             is nothing to draw.
         is_standard: drawn where `--sections` names none. Not what takes many passes.
     """
 
-    name: str
-    title: str
-    text: str
     analyses: tuple[str, ...]
     draw_panels: Callable[[Models], Panels]
     is_standard: bool = True

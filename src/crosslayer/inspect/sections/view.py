@@ -7,24 +7,18 @@ from dataclasses import dataclass
 from ..figures_training import LineSeries
 from ..run_groups import RunGroup
 from ..training_summary import TrainingRuns
-from .section import Panels
+from .section import Panels, ReportPicture
 
 
 @dataclass(frozen=True)
-class TrainingView:
-    """A picture of runs in the report.
+class TrainingView(ReportPicture):
+    """A picture of runs.
 
     Attributes:
-        name: of its files, and in `--sections`.
-        title: of the section.
-        text: what it shows, and the figures of the papers that show the same.
         needs: what runs must have for it.
         draw_panels: the panels; empty where the runs do not have what it needs.
     """
 
-    name: str
-    title: str
-    text: str
     needs: str
     draw_panels: Callable[[TrainingRuns], Panels]
 

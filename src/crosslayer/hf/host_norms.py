@@ -1,0 +1,131 @@
+"""The host's norms as those of connections: references to them, and copies for k and v.
+
+A module that may not be registered twice is kept in a `ModuleReference`, where nn.Module does not
+find it.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..class_swap import swap_class
+
+
+def find_module(owner: Any, path: str | None) -> Any:
+    """The module at a path, "a.b", as attributes find it: an adapter passes on those of its module.
+
+    The owner itself where there is no path.
+    """
+    for name in path.split(".") if path else ():
+        owner = getattr(owner, name)
+    return owner
+
+
+class ModuleReference(tuple):
+    """A module of the host's, as a tuple of one.
+
+    A copy of the whole model refers to the copied module. A copy of a connection alone, which PEFT
+    makes of `modules_to_save`, refers to the module itself.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleReference":
+        return ModuleReference(memo.get(id(module), module) for module in self)
+
+
+class NormReference(nn.Module):
+    """A norm of the host's, looked up at each call, as an adapter may have replaced it.
+
+    It is not registered a second time.
+
+    Args:
+        owner: the layer that has the norm.
+        path: the norm's name in the layer; None where the family has no norm there.
+    """
+
+    def __init__(self, owner: nn.Module, path: str | None):
+        super().__init__()
+        self.owner = ModuleReference((owner,))
+        self.path = path
+
+    def host_norm_module(self) -> Any:
+        return find_module(self.owner[0], self.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _norm_dtype(self.host_norm_module(), self.owner[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.host_norm_module()(x) if self.path else x
+
+    def extra_repr(self) -> str:
+        """The norm's name in the host."""
+        return self.path or "no norm"
+
+
+class FinalNormReference(NormReference):
+    """The host's final norm as a norm, because the module itself is now the `ReadoutNorm`."""
+
+    def __init__(self, backbone: nn.Module, final: nn.Module):
+        super().__init__(backbone, None)
+        self.final = ModuleReference((final,))
+
+    def host_norm_module(self) -> Any:
+        return self.final[0]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        # vLLM traces modules with one named input, and would replace this one by a norm of its own
+        # that lacks the host's weight.
+        (x,) = inputs
+        return self.host_norm_module().host_norm(x)
+
+    def extra_repr(self) -> str:
+        """The norm's name in the backbone."""
+        names = [name for name, child in self.owner[0].named_children() if child is self.final[0]]
+        return ".".join(names)
+
+
+class OwnedNorm:
+    """A norm with weights of its own, for k or v. Made by `copy_norm`.
+
+    Where a checkpoint has no weights for it, it takes those of the host's norm.
+    """
+
+    origin: ModuleReference  # the host's norm
+    owner: ModuleReference  # the layer or the backbone that has the host's norm
+    path: str  # prefix of the host norm's keys, from the connection's owner
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _norm_dtype(self, self.owner[0])
+
+    @torch.no_grad()
+    def copy_from_host(self, names: Iterable[str]) -> None:
+        for name in names:
+            getattr(self, name).copy_(getattr(self.origin[0], name))
+
+
+def copy_norm(host_norm: nn.Module, owner: nn.Module, path: str = "") -> nn.Module:
+    """A copy of a host's norm, with weights of its own.
+
+    Args:
+        host_norm: the norm to copy.
+        owner: the layer or the backbone that has it.
+        path: its name in the layer; empty for the final norm, which owns its connection itself.
+    """
+    norm: Any = copy.deepcopy(host_norm)
+    swap_class(norm, OwnedNorm)
+    norm.origin = ModuleReference((host_norm,))
+    norm.owner = ModuleReference((owner,))
+    norm.path = f"{path}." if path else ""
+    return norm
+
+
+def _norm_dtype(norm: Any, owner: nn.Module) -> torch.dtype:
+    """The dtype of a norm's weights; of its owner's where the norm has none."""
+    for parameters in (norm.parameters(recurse=False), owner.parameters()):
+        for parameter in parameters:
+            return parameter.dtype
+    raise AssertionError("a layer without parameters has no dtype")
