@@ -1,12 +1,20 @@
-"""What serving a connected model rests on: continuous batching, export, and what vLLM looks for."""
+"""What serving a connected model rests on: continuous batching, export, and what vLLM and SGLang
+look for.
+"""
 
 import inspect
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, ContinuousBatchingConfig, GenerationConfig
 
+import crosslayer
 from crosslayer.connection import find_connections
+from crosslayer.hf import register_with_transformers
 from tests.hf.backbones import build, connected, ids
 from tests.hf.test_generate import generator
 
@@ -59,3 +67,63 @@ def test_what_vllm_looks_for():
             inputs = list(inspect.signature(norm.forward).parameters.values())
             is_traced = len(inputs) == 1 and inputs[0].kind is inputs[0].POSITIONAL_OR_KEYWORD
             assert not is_traced or not hasattr(norm, "final")
+
+
+class PlainNorm(nn.Module):
+    """An RMSNorm of another library, which knows the weight and the eps of the host's alone."""
+
+    def __init__(self, host: nn.Module):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty_like(host.weight))
+        self.eps = host.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+def replace_parts(module: nn.Module) -> None:
+    """Replace what SGLang's transformers backend replaces, found as it finds it."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            has_bias = child.bias is not None
+            linear = nn.Linear(child.in_features, child.out_features, has_bias, device="meta")
+            setattr(module, name, linear.to(child.weight.dtype))
+        elif type(child).__name__.endswith("RMSNorm"):
+            setattr(module, name, PlainNorm(child))
+        else:
+            replace_parts(child)
+
+
+@torch.no_grad()
+def test_what_sglang_does(tmp_path):
+    """It builds the model on meta, replaces linear layers and norms, makes empty weights of the
+    same dtypes, and fills them by name.
+    """
+    connected("llama", "mudd").save_pretrained(tmp_path)
+    expected = crosslayer.from_pretrained(tmp_path, dtype=torch.bfloat16).model
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(tmp_path)
+        model = AutoModel.from_config(config, dtype=torch.bfloat16)
+    replace_parts(model)
+    model.rotary_emb = expected.rotary_emb
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    assert model.norm.connection.W1.dtype == torch.float32
+    weights = expected.state_dict()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights.pop(name))
+    assert not weights
+    positions = torch.arange(9)[None]
+    out = model(ids(), use_cache=False, position_ids=positions, return_dict=False, batch=object())
+    assert torch.equal(out[0], expected(ids()).last_hidden_state)
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_servers_load_crosslayer_as_a_plugin(group):
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    plugins = tomllib.loads(pyproject.read_text())["project"]["entry-points"][group]
+    plugin = EntryPoint("crosslayer", plugins["crosslayer"], group)
+    assert plugin.load() is register_with_transformers
