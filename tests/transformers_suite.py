@@ -140,7 +140,7 @@ if __name__ in ("__main__", "__mp_main__") and SPEC_VARIABLE in os.environ:
     if __name__ == "__main__":
         exit_code = pytest.main(sys.argv[1:])
         if chosen_spec != HOST:
-            print(f"{count_connected()} models were connected")
+            print(f"{count_connected()} models were connected in this process")
         sys.exit(exit_code)
 elif __name__ == "__main__":
     main()

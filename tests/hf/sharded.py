@@ -17,6 +17,12 @@ from tests.hf.backbones import build, ids
 from tests.support.tiny import shake
 
 SPECS = ("prenorm", "mudd", "hyper", "mhc", "attnres")
+LOADS: tuple[tuple[str, str, torch.dtype, dict[str, int] | None], ...] = (
+    ("tp", "phi3", torch.float32, {"tp_size": 2}),  # one projection of q, k and v
+    ("ep", "mixtral", torch.float32, {"tp_size": 2, "ep_size": 2}),
+    ("fsdp", "llama", torch.bfloat16, {"fsdp_size": 2}),
+    ("hand", "llama", torch.bfloat16, None),
+)
 
 
 def train(rank: int, folder: str) -> None:
@@ -51,7 +57,7 @@ def train(rank: int, folder: str) -> None:
 
 
 def load(rank: int, folder: str) -> None:
-    """What transformers shards while it loads, and a hand-written `fully_shard`, in bfloat16."""
+    """What transformers shards while it loads, and a hand-written `fully_shard`."""
     from transformers.distributed import DistributedConfig
 
     torch.set_num_threads(1)
@@ -62,10 +68,8 @@ def load(rank: int, folder: str) -> None:
     )
     expected = torch.load(f"{folder}/expected.pt")
     errors = {}
-    for name, config in (("tp", {"tp_size": 2}), ("fsdp", {"fsdp_size": 2}), ("hand", None)):
-        family = "phi3" if name == "tp" else "llama"  # phi3 has one projection of q, k and v
+    for name, family, dtype, config in LOADS:
         options = {} if config is None else {"distributed_config": DistributedConfig(**config)}
-        dtype = torch.float32 if name == "tp" else torch.bfloat16
         model = crosslayer.from_pretrained(f"{folder}/{family}", dtype=dtype, **options)
         if name == "hand":
             shard_by_hand(model)

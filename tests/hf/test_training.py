@@ -278,10 +278,12 @@ def test_fsdp2_with_mixed_precision(tmp_path):
 
 @pytest.mark.slow
 def test_sharded_by_transformers_and_by_hand(tmp_path):
-    """bfloat16 under FSDP2, and a fused projection of q, k and v under tensor parallelism."""
+    """bfloat16 under FSDP2, experts on two ranks, and a fused projection of q, k and v under tensor
+    parallelism.
+    """
     expected = {}
-    for family in ("phi3", "llama"):
-        model = connected(family, "mudd")
+    for family, sizes in (("phi3", {}), ("llama", {}), ("mixtral", {"num_local_experts": 4})):
+        model = connected(family, "mudd", **sizes)
         model.save_pretrained(tmp_path / family)
         out = model(ids(), output_hidden_states=True)
         expected[family] = [out.logits.detach(), out.hidden_states[2].detach()]
@@ -289,6 +291,7 @@ def test_sharded_by_transformers_and_by_hand(tmp_path):
     torch.multiprocessing.spawn(sharded.load, (str(tmp_path),), nprocs=2)
     errors = json.loads((tmp_path / "errors.json").read_text())
     assert errors["tp"] < 1e-5
+    assert errors["ep"] < 1e-5
     assert errors["fsdp"] < 0.05
     assert errors["hand"] < 0.05
 
