@@ -11,9 +11,10 @@ def report_notes(comparison: Comparison) -> list[str]:
     results, rows = comparison.results, result_table(comparison)
     model, data, optimization, engine = comparison.recipe.settings()
     optimizer = "Muon and AdamW" if optimization.optimizer == "muon" else "AdamW"
+    unit = _sequence_unit(comparison)
     setup = (
         f"{model.family} backbone, {model.layers} layers, width {model.dim}, {model.heads} heads; "
-        f"{optimization.steps} steps of {data.batch} × {data.context} {_sequence_unit(comparison)}, "
+        f"{optimization.steps} steps of {data.batch} × {data.context} {unit}, "
         f"{optimizer} at {optimization.lr:g}, precision {engine.precision}."
     )
     if results.scale != "full":
