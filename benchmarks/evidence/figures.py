@@ -10,7 +10,12 @@ from typing import Any
 from benchmarks.evidence.studies import BASELINE, Study
 from benchmarks.evidence.tables import difference_to_baseline
 from crosslayer.inspect.figures import render_figure
-from crosslayer.inspect.figures_training import LineSeries, draw_line_series, mark_level
+from crosslayer.inspect.figures_training import (
+    LineSeries,
+    draw_line_series,
+    focus_on_end,
+    mark_level,
+)
 from crosslayer.inspect.run_groups import average_curves
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.intervals import Interval, mean_interval
@@ -81,7 +86,8 @@ def study_figures(study: Study) -> dict[str, Figure]:
         shown = [(name, make_lines(study, cost)) for name, cost in costs]
         shown = [(name, lines) for name, lines in shown if lines]
         for name, lines in shown:
-            panels.append(("", _draw_panel(lines, (name, unit), file == "differences")))
+            is_last = name == shown[-1][0]
+            panels.append(("", _draw_panel(lines, (name, unit), file == "differences", is_last)))
         if panels:
             figures[file] = Figure(shown, panels)
     intervals = _all_differences(study)
@@ -102,7 +108,7 @@ def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
         curves = [_curve(run, name, cost) for run in study.runs(name).values()]
         if any(curves):
             mean = average_curves(curves)
-            lines.append(LineSeries(name, colour, mean.x, mean.mean, mean.low, mean.high))
+            lines.append(LineSeries(name, colour, mean.x, mean.mean))
     return lines
 
 
@@ -141,13 +147,18 @@ def _interval_line(name: str, colour: int, x: list[float], intervals: list[Inter
 
 
 def _draw_panel(
-    lines: Sequence[LineSeries], names: tuple[str, str], with_zero: bool
+    lines: Sequence[LineSeries], names: tuple[str, str], of_differences: bool, with_legend: bool
 ) -> Callable[[Any], None]:
     def draw(axes: Any) -> None:
         draw_line_series(axes, lines, names)
+        axes.get_legend().remove()
         axes.set_xlim(left=0)
-        if with_zero:
+        if of_differences:
             mark_level(axes, 0.0)
+        else:
+            focus_on_end(axes, lines)
+        if with_legend:
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
     return draw
 

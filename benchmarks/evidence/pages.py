@@ -19,7 +19,7 @@ from crosslayer.files import write_text_atomic
 
 PAGE = ROOT / "docs" / "evidence.md"
 CAPTIONS = {
-    "curves": "Validation loss by tokens and by training time, mean and range over seeds",
+    "curves": "Validation loss by tokens and by training time, mean over seeds",
     "differences": "Difference to pre-norm by tokens and by training time, with 95 % intervals",
     "intervals": "Difference of every arm to pre-norm at the end, with 95 % intervals",
 }

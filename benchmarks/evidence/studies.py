@@ -3,7 +3,7 @@
 import json
 import shlex
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from benchmarks.results import read_rows
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.train.compare import Comparison, ComparisonResults
-from crosslayer.train.recipe import Arm, load_recipe
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +26,12 @@ SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")
 Speeds = dict[str, dict[str, float]]  # call -> share of pre-norm's speed, by arm
+
+
+@cache
+def read_recipe() -> Recipe:
+    """The recipe of all studies."""
+    return load_recipe(RECIPE)
 
 
 @dataclass
@@ -56,7 +62,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """What its results.json has as settings."""
-        identity = load_recipe(RECIPE, **self.options).settings().identity()
+        identity = replace(read_recipe(), overrides=self.options).settings().identity()
         plain: dict[str, Any] = json.loads(json.dumps(identity))
         return plain
 
@@ -105,7 +111,7 @@ class Study:
     def arms(self) -> dict[str, Arm]:
         """Each arm at its own rate, by its name in the recipe, in the recipe's order."""
         recipe = self.comparison.recipe
-        order = [arm.name for arm in load_recipe(RECIPE).arms]
+        order = [arm.name for arm in read_recipe().arms]
         found = {row.name: arm for row, arm in zip(recipe.arms, self.comparison.arms, strict=True)}
         known = [name for name in order if name in found]
         return {name: found[name] for name in [*known, *(found.keys() - known)]}

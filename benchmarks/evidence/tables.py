@@ -5,12 +5,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses
-from benchmarks.evidence.studies import BASELINE, RECIPE, Part, Plan, Study
+from benchmarks.evidence.studies import BASELINE, Part, Plan, Study, read_recipe
 from crosslayer.inspect.training import estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
 from crosslayer.intervals import Interval, mean_interval
 from crosslayer.train.rate_search import best_factor, next_factor
-from crosslayer.train.recipe import Arm, load_recipe
+from crosslayer.train.recipe import Arm
 from crosslayer.train.report import format_mean_std
 from crosslayer.train.results_table import mean_and_std
 
@@ -18,7 +18,15 @@ NOT_RUN = "not run yet"
 UNKNOWN = "–"
 VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
 MAIN_COLUMNS = (
-    *("arm", "parameters", "rate", "loss, shared rate", "loss, own rate", "vs prenorm", "verdict"),
+    *(
+        "arm",
+        "parameters",
+        "rate",
+        "seed 0, shared rate",
+        "loss, own rate",
+        "vs prenorm",
+        "verdict",
+    ),
     *("training", "forward", "decoding", "at equal time", "vs prenorm at equal time"),
 )
 CONNECTION_COLUMNS = (
@@ -57,7 +65,7 @@ def arm_cells(study: Study, name: str) -> Cells:
     if not math.isfinite(trials[factor]) or next_factor(trials) is not None:
         cells["rate"] += " so far"
     if 1.0 in trials:
-        cells["loss, shared rate"] = _format_loss(trials[1.0])
+        cells["seed 0, shared rate"] = _format_loss(trials[1.0])
     final = [run.valid_loss for run in runs.values()]
     cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
     early = list(study.losses_at_equal_time(name).values())
@@ -93,7 +101,7 @@ def _format_loss(loss: float) -> str:
 
 def planned_arms(plan: Plan) -> list[str]:
     """The names of a study's arms."""
-    return plan.arms or [arm.name for arm in load_recipe(RECIPE).arms]
+    return plan.arms or [arm.name for arm in read_recipe().arms]
 
 
 def main_table(plan: Plan, studies: Mapping[str, Study]) -> str:
@@ -206,7 +214,7 @@ def _format_weight(weight: float) -> str:
 def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
     """The rows of each connection in the first study, by its name; "" where no arm has it."""
     tables = {}
-    study, recipe = studies.get("short"), load_recipe(RECIPE)
+    study, recipe = studies.get("short"), read_recipe()
     for connection in connections:
         arms = [arm for arm in recipe.arms if connection_name(arm) == connection]
         if study is None or not arms:

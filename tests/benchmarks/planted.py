@@ -4,8 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from benchmarks.evidence.studies import RECIPE, Plan
-from crosslayer.train.recipe import load_recipe
+from benchmarks.evidence.studies import RECIPE, Plan, read_recipe
 
 EFFECTS = {"mudd": -0.2, "postnorm": 0.3, "one-way MUDD": -0.1}  # of arms; 0 for all others
 
@@ -13,7 +12,7 @@ EFFECTS = {"mudd": -0.2, "postnorm": 0.3, "one-way MUDD": -0.1}  # of arms; 0 fo
 def write_results(folder: Path, arms: list[str], seeds: int = 3, **changes) -> Path:
     """A comparison's folder with results.json; each arm is best at twice the shared rate."""
     chance = random.Random(" ".join(arms))
-    recipe = load_recipe(RECIPE)
+    recipe = read_recipe()
     described, runs = {}, []
     for arm in recipe.arms:
         if arm.name not in arms:
