@@ -12,7 +12,7 @@ from benchmarks.evidence.tables import (
     claims_table,
     connection_tables,
     difference_matrix,
-    main_table,
+    main_tables,
     multiplier_table,
 )
 from crosslayer.files import write_text_atomic
@@ -32,10 +32,9 @@ def page_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     for title, part in parts.items():
         if len(part.plans) == 1:
             plan = part.plans[0]
-            text = main_table(plan, studies)
-            if plan.name in studies:
-                for name in study_figures(studies[plan.name]):
-                    text += f"\n\n![{CAPTIONS[name]}](evidence/{plan.name}-{name}.svg)"
+            pictures = study_figures(studies[plan.name]) if plan.name in studies else {}
+            figures = [f"![{CAPTIONS[name]}](evidence/{plan.name}-{name}.svg)" for name in pictures]
+            text = "\n\n".join([*figures, main_tables(plan, studies)])
         else:
             text = difference_matrix(part, studies)
         if title.startswith("Size"):

@@ -17,24 +17,21 @@ from crosslayer.train.results_table import mean_and_std
 NOT_RUN = "not run yet"
 UNKNOWN = "–"
 VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
-MAIN_COLUMNS = (
-    *(
-        "arm",
-        "parameters",
-        "rate",
-        "seed 0, shared rate",
-        "loss, own rate",
-        "vs prenorm",
-        "verdict",
-    ),
-    *("training", "forward", "decoding", "at equal time", "vs prenorm at equal time"),
+LOSS_COLUMNS = (
+    *("arm", "parameters", "rate", "seed 0, shared rate", "loss, own rate", "vs prenorm"),
+    "verdict",
+)
+COST_COLUMNS = (
+    *("arm", "training", "forward", "decoding", "loss at equal time"),
+    "vs prenorm at equal time",
 )
 CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", "verdict", "training", "forward", "decoding"),
 )
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
-    "their 95 % interval. Speeds are shares of pre-norm's."
+    "their 95 % interval. Means over other seeds cannot be compared, differences can. Speeds are "
+    "shares of pre-norm's."
 )
 Cells = dict[str, str]
 
@@ -47,9 +44,10 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Cells]) -> str:
 
 
 def arm_cells(study: Study, name: str) -> Cells:
-    """All that is known of an arm, by the names of `MAIN_COLUMNS`."""
+    """All that is known of an arm, by the names of the columns."""
     speeds = study.speeds.get(name, {})
-    cells = dict.fromkeys(MAIN_COLUMNS, UNKNOWN) | {"arm": name, "loss, own rate": NOT_RUN}
+    cells = dict.fromkeys((*LOSS_COLUMNS, *COST_COLUMNS), UNKNOWN)
+    cells |= {"arm": name, "loss, own rate": NOT_RUN}
     for column, call in (("training", "step"), ("forward", "forward"), ("decoding", "decode")):
         cells[column] = f"{speeds[call]:.2f}×" if call in speeds else NOT_RUN
     runs = study.runs(name)
@@ -70,7 +68,7 @@ def arm_cells(study: Study, name: str) -> Cells:
     cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
     early = list(study.losses_at_equal_time(name).values())
     if early:
-        cells["at equal time"] = format_mean_std(mean_and_std(early), ".4f")
+        cells["loss at equal time"] = format_mean_std(mean_and_std(early), ".4f")
     if name != BASELINE:
         difference = difference_to_baseline(study, name)
         if difference is not None:
@@ -104,15 +102,16 @@ def planned_arms(plan: Plan) -> list[str]:
     return plan.arms or [arm.name for arm in read_recipe().arms]
 
 
-def main_table(plan: Plan, studies: Mapping[str, Study]) -> str:
-    """The table of one study, and what a reader must know of it."""
+def main_tables(plan: Plan, studies: Mapping[str, Study]) -> str:
+    """The tables of one study, and what a reader must know of them."""
     study = studies.get(plan.name)
     if study is None:
         return f"Not run yet.\n\n```sh\n{plan.command}\n```"
     names = planned_arms(plan)
     extra = [name for name in study.arms if name not in names]
-    table = markdown_table(MAIN_COLUMNS, [arm_cells(study, name) for name in [*names, *extra]])
-    return "\n\n".join([table, *_main_notes(study)])
+    rows = [arm_cells(study, name) for name in [*names, *extra]]
+    tables = [markdown_table(columns, rows) for columns in (LOSS_COLUMNS, COST_COLUMNS)]
+    return "\n\n".join([*tables, *_main_notes(study)])
 
 
 def _main_notes(study: Study) -> list[str]:
