@@ -92,7 +92,7 @@ def study_figures(study: Study) -> dict[str, Figure]:
             figures[file] = Figure(shown, panels)
     intervals = _all_differences(study)
     if intervals:
-        height = 1.2 + 0.26 * len(intervals)
+        height = 1.2 + 0.2 * len(intervals)
         figures["intervals"] = Figure(intervals, [("", _draw_intervals(intervals))], 8.0, height)
     return figures
 

@@ -9,8 +9,13 @@ from benchmarks.evidence.studies import RECIPE, Plan, read_recipe
 EFFECTS = {"mudd": -0.2, "postnorm": 0.3, "one-way MUDD": -0.1}  # of arms; 0 for all others
 
 
-def write_results(folder: Path, arms: list[str], seeds: int = 3, **changes) -> Path:
-    """A comparison's folder with results.json; each arm is best at twice the shared rate."""
+def write_results(
+    folder: Path, arms: list[str], seeds: int = 3, shift: float = 0.0, **changes
+) -> Path:
+    """A comparison's folder with results.json; each arm is best at twice the shared rate.
+
+    `shift` is added to all losses, `changes` are other settings.
+    """
     chance = random.Random(" ".join(arms))
     recipe = read_recipe()
     described, runs = {}, []
@@ -25,7 +30,7 @@ def write_results(folder: Path, arms: list[str], seeds: int = 3, **changes) -> P
             described[name] = {"connection": arm.connection, "options": options, "paper": {}}
             for seed in range(seeds if factor == 2 else 1):
                 worse = 0.0 if factor == 2 else 0.1
-                end = 5 + EFFECTS.get(arm.name, 0) + worse + chance.gauss(seed / 50, 0.004)
+                end = 5 + shift + EFFECTS.get(arm.name, 0) + worse + chance.gauss(seed / 50, 0.004)
                 curve = [[step, end + 0.5 * (256 - step) / 256] for step in range(32, 257, 32)]
                 runs.append(_run(name, arm.connection, seed, end, curve))
     settings = Plan("").settings() | {"data": "/home/someone/text.txt"} | changes

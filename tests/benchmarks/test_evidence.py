@@ -27,10 +27,12 @@ MAIN = ["prenorm", "mudd", "hyper"]
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """The short study from two comparisons, of which pre-norm is in the first alone."""
+    """The short study from two comparisons, with pre-norm in the first alone, and a smaller one."""
     folder = tmp_path_factory.mktemp("planted")
     for name, arms, seeds in (("main", MAIN, 5), ("rest", ["postnorm", "one-way MUDD"], 3)):
         take_over(write_results(folder / name, arms, seeds), folder / "docs")
+    smaller = {"layers": 6, "dim": 96, "steps": 140}
+    take_over(write_results(folder / "small", MAIN, shift=0.3, **smaller), folder / "docs")
     write_speeds(folder / "arms.csv", {"prenorm": 1, "mudd": 0.8, "postnorm": 0.5})
     return read_studies(folder / "docs", folder / "arms.csv")
 
@@ -70,6 +72,10 @@ def test_tables_of_planted_results(planted):
     assert table_row(main, "postnorm")[6] == "worse"
     assert "over 5 seeds" in main and "4 arms have an interval" in main
     assert "crosslayer compare" in sections["Four times the tokens"]
+    size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
+    assert table_row(size, "mudd")[2:] == [mudd[5], "not run yet"]
+    value, low, _ = map(float, re.findall(r"[\d.]+", table_row(multipliers, "mudd")[1]))
+    assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     rows = connection_tables(planted, ["mudd", "highway"])
     assert table_row(rows["mudd"], "one-way MUDD")[3] == "better" and rows["highway"] == ""
     data = dict(study_figures(planted["short"])["differences"].data)
@@ -79,7 +85,7 @@ def test_tables_of_planted_results(planted):
 
 def test_claims_of_planted_results(planted):
     verdicts = {claim.claim: judge_claim(claim, planted)[1] for claim in read_claims()}
-    assert verdicts["Four ways beat one, dynamic"] == "agrees"
+    assert verdicts["Four ways of MUDD beat one, dynamic"] == "agrees"
     assert verdicts["Hyper-connections beat pre-norm"] == "cannot tell"
     assert verdicts["Re-allocation helps MUDD"] == "not run yet"
     assert verdicts["The gain of MUDD is larger with experts"] == "not run yet"
