@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from ..norms import NormSpec, apply_norm, upcast
 from .dispatch import kernel_op
-from .manual_backward import run_function
+from .manual_backward import run_function, separate_outputs
 from .products import mix_streams, row_dots, stream_gram
 
 
@@ -99,7 +99,8 @@ class _WidthConnection(Function):
     @staticmethod
     def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(H, pre, res)
-        return _WidthConnection.definition(H, pre, res)
+        x, mixed = _WidthConnection.definition(H, pre, res)
+        return separate_outputs(x, mixed)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
