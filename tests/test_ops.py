@@ -141,6 +141,7 @@ def test_sources_passed_on_have_the_gradients_of_all_their_readers():
         torch.testing.assert_close(2 * gradient, gradients[0])
 
 
+@pytest.mark.slow
 def test_compiled_gradients_of_every_hand_written_backward():
     """torch 2.11 gave zeros (see `separate_outputs`), with every backend."""
 
