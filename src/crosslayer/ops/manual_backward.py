@@ -19,9 +19,9 @@ from torch.autograd import forward_ad
 from torch.autograd.functional import vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-
-# Whether a compiled Function returns every tensor of its forward (pytorch issue 180642).
-_RETURNS_INTERMEDIATES = torch.__version__ < (2, 12)
+# Whether a compiled Function returns every tensor of its forward (pytorch issue 180642). torch
+# compares versions here, not texts.
+_RETURNS_INTERMEDIATES = torch.__version__ < "2.12"
 
 
 class DefinedFunction(Protocol):

@@ -143,7 +143,7 @@ class _WriteNormProject(Function):
         W: Tensor,
         eps: float,
         centred: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         written = H.clone() if Y is None else depth_connection(H, Y, beta)
         rows = upcast(written).reshape(-1, len(W))
         mean = rows.mean(-1, keepdim=True) if centred else None

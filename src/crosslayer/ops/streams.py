@@ -97,10 +97,9 @@ class _WidthConnection(Function):
         return mix_streams(H, pre[..., None]).squeeze(-2), mix_streams(H, res)
 
     @staticmethod
-    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(H, pre, res)
-        x, mixed = _WidthConnection.definition(H, pre, res)
-        return separate_outputs(x, mixed)
+        return separate_outputs(*_WidthConnection.definition(H, pre, res))
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
