@@ -111,6 +111,7 @@ class Connection(nn.Module, Generic[StateT]):
             instance whose options change that sets it to False.
         bitwise_prenorm: bitwise equal to pre-norm at initialisation with the default options: the
             first input and every write are exactly those of pre-norm.
+        bitwise_postnorm: bitwise equal to post-norm at initialisation.
         prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
             sub-layer's norm removes. A host without such norms is not equal.
         norms_its_stream: applies the sub-layers' norms to its streams, so the host must have them.
@@ -131,6 +132,7 @@ class Connection(nn.Module, Generic[StateT]):
     name: ClassVar[str] = ""
     starts_as_prenorm: bool = True
     bitwise_prenorm: ClassVar[bool] = False
+    bitwise_postnorm: ClassVar[bool] = False
     prenorm_up_to_scale: ClassVar[bool] = False
     norms_its_stream: ClassVar[bool] = False
     parts_are_streams: ClassVar[bool] = False

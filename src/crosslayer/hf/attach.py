@@ -56,7 +56,10 @@ def attach_connections(
     for site in sites:
         layer = layers[site.layer]
         connections = connections_of_layer[site.layer]
-        norms = _host_norms(layer, family.of_layers[site.layer].sites[len(connections)])
+        if connections:
+            norms = _host_norms(layer, family.of_layers[site.layer].sites[len(connections)])
+        else:
+            norms = _first_norms(layers, site.layer, family.of_layers)
         connections.append(_make_on_device(spec, site, family.dim, norms, layer))
     scales_outputs = connections_of_layer[0][0].output_scale != 1
     if scales_outputs and not all(sublayer.output_projection for sublayer in family.sublayers):
@@ -75,6 +78,10 @@ def attach_connections(
     ):
         connect_layer(layer, wiring, connections)
     make_readout(final, readout)
+    # The norm of what a post-norm host's last layer returns is the final norm.
+    last_layer = f"{family.layers}.{len(layers) - 1}."
+    if family.final.startswith(last_layer):
+        layers[-1].readout_norm = family.final.removeprefix(last_layer)
     swap_class(backbone, ConnectedModel)
     backbone.connection_spec = str(spec)
     backbone.family = family
@@ -167,6 +174,23 @@ def _ports_of_sites(layer: LayerWiring) -> list[tuple[str, ...]]:
     return [tuple(sublayer.port for sublayer in site) for site in layer.sites]
 
 
+def _first_norms(layers: Any, number: int, wirings: tuple[LayerWiring, ...]) -> NormFactory:
+    """The norms of the ports of a layer's first site. A post-norm host has them in the layer before
+    it, which would have normed what it returns.
+    """
+    last_norm = wirings[number - 1].last_norm
+    if number == 0 or not last_norm:
+        return _host_norms(layers[number], wirings[number].sites[0])
+    before = layers[number - 1]
+
+    def norm(port: str) -> nn.Module:
+        if port in ("k", "v"):
+            return copy_norm(before.get_submodule(last_norm), before)
+        return NormReference(before, last_norm)
+
+    return norm
+
+
 def _host_norms(layer: nn.Module, site: tuple[Sublayer, ...]) -> NormFactory:
     """The norms of a site's ports: references to the host's, and copies of it for k and v."""
     sublayer_of_port = {sublayer.port: sublayer for sublayer in site}
@@ -174,7 +198,7 @@ def _host_norms(layer: nn.Module, site: tuple[Sublayer, ...]) -> NormFactory:
     def norm(port: str) -> nn.Module:
         sublayer = sublayer_of_port["attn" if port in ("q", "k", "v") else port]
         if sublayer.norm is not None and port in ("k", "v"):
-            return copy_norm(layer.get_submodule(sublayer.norm), layer, sublayer.norm)
+            return copy_norm(layer.get_submodule(sublayer.norm), layer)
         return NormReference(layer, sublayer.norm)
 
     return norm

@@ -99,7 +99,8 @@ def _connect_backbone(
         keep_parameters_apart(part)
     if is_adapted(model):
         register_with_peft()
-    reason = inequivalence_reason(backbone.get_submodule(family.layers)[0].connections[0], family)
+    first = backbone.get_submodule(family.layers)[0].connections[0]
+    reason = inequivalence_reason(first, family)
     if reason and looks_pretrained(backbone, family):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
@@ -164,6 +165,8 @@ def inequivalence_reason(connection: Connection[Any], family: ModelWiring) -> st
     """Why connecting changes what a model computes; empty where it does not."""
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
+    if family.is_post_norm:
+        return "" if connection.bitwise_postnorm else "its layers are post-norm, as postnorm's"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
     if connection.prenorm_up_to_scale and not family.norms_inputs:

@@ -23,6 +23,12 @@ class Fused(NamedTuple):
     sizes: tuple[int, int, int]
 
 
+# By the class of a module: its argument that it adds to its output, which is the stream.
+RESIDUAL_ARGUMENTS = {"BloomAttention": "residual"}
+# Stand for what a sub-layer gets that is no argument of its layer: a zero in place of the stream
+# that it would add, and its input a second time.
+NO_RESIDUAL = "0"
+SAME_INPUT = "x"
 REST = "**"  # stands for the arguments that a layer has no name for and passes on
 # Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets.
 Arguments = tuple[tuple[str, str], ...]
@@ -55,6 +61,17 @@ class LayerWiring(NamedTuple):
     # for a None. None as a whole where it returns no tuple.
     extras: tuple[tuple[str, int] | None, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
+    # The norm of what a post-norm layer returns. The next layer's first sub-layers read through it.
+    last_norm: str = ""
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of all modules that are named."""
+        paths = [self.last_norm] if self.last_norm else []
+        for sublayer in self.sublayers:
+            steps = (sublayer.module, sublayer.norm, *sublayer.after)
+            paths += [step for step in steps if isinstance(step, str)]
+        return paths
 
     @property
     def sublayers(self) -> list[Sublayer]:
@@ -76,7 +93,17 @@ class ModelWiring(NamedTuple):
     @property
     def norms_inputs(self) -> bool:
         """Whether a norm comes before every sub-layer."""
-        return all(sublayer.norm is not None for sublayer in self.sublayers)
+        return self.is_post_norm or all(s.norm is not None for s in self.sublayers)
+
+    @property
+    def is_post_norm(self) -> bool:
+        """Whether the stream is normed after every sub-layer. The final norm is the last one."""
+        return bool(self.of_layers[-1].last_norm)
+
+
+def own_connection(wiring: LayerWiring) -> str:
+    """The connection that computes what a host's own layers do."""
+    return "postnorm" if wiring.last_norm else "prenorm"
 
 
 class Modulation(NamedTuple):

@@ -7,6 +7,7 @@ layers the connection's state travels as the host's `hidden_states`.
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..class_swap import swap_class
 from ..connection import Connection
 from ..recompute import RecomputedConnection, recompute_inputs
-from .families import REST, Arguments, LayerWiring, ModelWiring, Modulation, Sublayer
+from .families import (
+    NO_RESIDUAL,
+    REST,
+    SAME_INPUT,
+    Arguments,
+    LayerWiring,
+    ModelWiring,
+    Modulation,
+    Sublayer,
+)
 from .host_norms import FinalNormReference, ModuleReference, OwnedNorm, find_module
 from .qkv import QKVInputs
 
@@ -85,17 +95,32 @@ class ConnectedModel:
         if all(module is not readout for module in value.modules()):
             make_readout(value, readout.connection)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Let a host's checkpoint fill the norms that connections own, too."""
+        modules = dict(self.named_modules())  # type: ignore[attr-defined]
+        names = {module: name for name, module in modules.items()}
+        for name, norm in modules.items():
+            if not isinstance(norm, OwnedNorm):
+                continue
+            for key in norm.state_dict():  # type: ignore[attr-defined]
+                host_key = f"{prefix}{names[norm.origin[0]]}.{key}"
+                if host_key in state_dict:
+                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
     def _read_hidden_states(self, recorded: list[Any]) -> list[Tensor]:
         """The hidden states of what a host has recorded before and after its layers."""
         host: Any = self
-        readers = [layer.connections[0] for layer in host.get_submodule(self.family.layers)]
-        readers.append(host.get_submodule(self.family.final).connection)
+        layers = host.get_submodule(self.family.layers)
+        readers = [partial(read_hidden_state, layer) for layer in layers]
+        final = host.get_submodule(self.family.final)
+        readers.append(partial(final, verb="hidden_state"))
         if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
             readers = readers[1:]
         read = list(recorded)
-        for i, (connection, hidden) in enumerate(zip(readers, recorded, strict=False)):
+        for i, (reader, hidden) in enumerate(zip(readers, recorded, strict=False)):
             if isinstance(hidden, HiddenState):
-                read[i] = connection(hidden.state, "hidden_state").to(hidden.dtype)
+                read[i] = reader(hidden)
         return read
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -168,21 +193,7 @@ class OpaqueTree:
         self.extras = extras
 
 
-class ConnectionOwner:
-    """A module with connections. A host's checkpoint fills the norms that these own, too."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for name, norm in self.named_modules():  # type: ignore[attr-defined]
-            if not isinstance(norm, OwnedNorm):
-                continue
-            for key in norm.state_dict():  # type: ignore[attr-defined]
-                host_key = prefix + norm.path + key
-                if host_key in state_dict:
-                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-
-class ConnectedLayer(ConnectionOwner):
+class ConnectedLayer:
     """A layer whose `hidden_states` carry the connection's state.
 
     The tensors of the state travel flat through `forward`, because reentrant checkpointing gives no
@@ -193,6 +204,7 @@ class ConnectedLayer(ConnectionOwner):
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
+    readout_norm: str = ""  # the final norm's path, in the last layer of a post-norm host
     training: bool
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +237,7 @@ class ConnectedLayer(ConnectionOwner):
         hidden = tree_unflatten(leaves, tree.spec)
         before = None
         if records:
-            before = self.connections[0](hidden.state, "hidden_state").to(hidden.dtype)
+            before = read_hidden_state(self, hidden)
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
@@ -255,10 +267,19 @@ class ConnectedLayer(ConnectionOwner):
                     )
                     outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
-        tensors, spec = tree_flatten(hidden._replace(state=state))
+        hidden = hidden._replace(state=state)
+        tensors, spec = tree_flatten(
+            find_module(self, self.readout_norm)(hidden) if self.readout_norm else hidden
+        )
         extras = []
         for source in self.wiring.extras or ():
-            extras.append(None if source is None else returned[source[0]][source[1]])
+            if source is None:
+                extras.append(None)
+                continue
+            outputs = returned[source[0]]
+            # A module may return its tensor alone where it has no more to tell.
+            if isinstance(outputs, tuple | list) and source[1] < len(outputs):
+                extras.append(outputs[source[1]])
         return (*tensors, before, OpaqueTree(spec, tuple(extras)))
 
     def _run_sublayer(
@@ -270,9 +291,9 @@ class ConnectedLayer(ConnectionOwner):
         if sublayer.input_scale != 1:
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
-            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names)
+            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
         returned = find_module(self, sublayer.module)(x, **kwargs)
-        y = returned[0] if isinstance(returned, tuple) else returned
+        y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
@@ -285,13 +306,24 @@ class ConnectedLayer(ConnectionOwner):
         return (y if modulation is None else modulation.gate * y), returned
 
 
+def read_hidden_state(layer: ConnectedLayer, hidden: HiddenState) -> Tensor:
+    """What travels between the layers of the host: normed between post-norm layers."""
+    connection = layer.connections[0]
+    x = connection(hidden.state, "hidden_state").to(hidden.dtype)
+    return connection.norms[0](x) if layer.wiring.last_norm else x
+
+
 def _select_arguments(
-    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...]
+    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...], x: Any
 ) -> dict[str, Any]:
-    """The arguments of a sub-layer. names: those that the layer's forward names."""
+    """The arguments of a sub-layer. names: those that the layer's forward names. x: its input."""
     selected: dict[str, Any] = {}
     for name, source in sources:
-        if source == REST:
+        if source == NO_RESIDUAL:
+            selected[name] = torch.zeros((), dtype=x.dtype, device=x.device)
+        elif source == SAME_INPUT:
+            selected[name] = x
+        elif source == REST:
             selected |= {key: value for key, value in kwargs.items() if key not in names}
         elif source in kwargs:
             selected[name] = kwargs[source]
@@ -309,7 +341,7 @@ def _modulate(x: Any, modulation: Modulation) -> Any:
     return x * (1 + modulation.scale) + modulation.shift
 
 
-class ReadoutNorm(ConnectionOwner):
+class ReadoutNorm:
     """The host's final norm, which now reads the hidden state out of the connection's state."""
 
     connection: Connection[Any]

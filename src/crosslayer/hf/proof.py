@@ -1,4 +1,5 @@
-"""Proof of a wiring, before `connect` changes a model: connected with pre-norm, nothing changes.
+"""Proof of a wiring, before `connect` changes a model: connected with the residual connection that
+it has, pre-norm or post-norm, nothing changes.
 
 One layer of each kind runs twice as a shadow (see `shadow.py`), by its host's own code and as a
 connected layer, with the same smooth functions in place of its modules. Output and gradient must be
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from ..spec import make
 from .attach import attach_connections
-from .families import LayerWiring, ModelWiring, Sublayer
+from .families import LayerWiring, ModelWiring, Sublayer, own_connection
+from .host_norms import find_module
 from .layers import HiddenState
-from .recognition import layer_kind, recognise_layer
+from .recognition import layer_kind, paths_around, recognise_layer
 from .shadow import (
     Argument,
     ChangedStreamError,
@@ -24,6 +26,7 @@ from .shadow import (
     make_shadow,
     name_arguments,
     on_cpu,
+    residual_argument,
     run_shadow,
 )
 
@@ -39,7 +42,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
         wiring: of its family's row, or recognised.
 
     Raises:
-        ValueError: with pre-norm, a layer computes something else than its host, or the backbone
+        ValueError: with its own residual connection, a layer computes something else than its host, or the backbone
             changes the stream between layers. The message says what the layer does.
     """
     proven = set()
@@ -53,9 +56,10 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
         with on_cpu(), torch.enable_grad():
             difference = _layer_difference(layer, layer_wiring, wiring.dim)
         if not difference <= _TOLERANCE:
+            own = own_connection(layer_wiring)
             raise ValueError(
                 f"connect would change what layer {number}, a {type(layer).__name__}, computes: "
-                f"relative difference {difference:.2g} under prenorm. Its wiring was taken to be\n"
+                f"relative difference {difference:.2g} under {own}. Its wiring was taken to be\n"
                 f"{format_wiring(layer_wiring)}\n{_describe_actual(layer, wiring.dim)}"
             )
     if not next(backbone.parameters()).is_meta:
@@ -87,8 +91,9 @@ class _Functions:
         named = name_arguments(module, args, kwargs)
         x = named.pop(next(iter(named)))
         self.arguments[path] = {k: v for k, v in named.items() if isinstance(v, Argument)}
+        residual = named.get(residual_argument(module), 0)
         # A phase of each module's own, which is the same in both runs.
-        return torch.sin(2 * x.double() + sum(map(ord, path)))
+        return torch.sin(2 * x.double() + sum(map(ord, path))) + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return torch.sin(x.double() + p)
@@ -97,9 +102,10 @@ class _Functions:
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
     """The largest relative difference of output and gradient; infinite for other arguments."""
     arguments = layer_arguments(layer)
-    host, expected = run_shadow(layer, lambda: _Functions(width), **arguments)
+    opened = {outer for path in wiring.modules for outer in paths_around(path)}
+    host, expected = run_shadow(layer, lambda: _Functions(width), opened=opened, **arguments)
     functions = _Functions(width)
-    shadow = make_shadow(layer, functions, host.lengths)
+    shadow = make_shadow(layer, functions, host.lengths, opened=opened)
     anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     shadow.register_parameter("anchor", anchor)  # tells connections their device and dtype
     twin: Any = nn.Module()
@@ -107,12 +113,14 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     twin.layers = nn.ModuleList([shadow])
     twin.norm = nn.Identity()
     model_wiring = ModelWiring("layers", "norm", width, (wiring,))
-    attach_connections(twin, model_wiring, make("prenorm"), None)
+    attach_connections(twin, model_wiring, make(own_connection(wiring)), None)
     with DropoutMode(functions):
         outputs = twin.layers[0](functions.stream, **arguments)
     hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
     actual = twin.norm.connection.hidden_state(hidden.state)
-    if isinstance(expected, tuple):
+    if wiring.last_norm:
+        actual = find_module(shadow, wiring.last_norm)(actual)
+    if isinstance(expected, tuple | list):
         expected = expected[0]
     for path, received in host.arguments.items():
         twins = functions.arguments.get(path, {})
@@ -167,14 +175,19 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
     parameter = next(backbone.parameters())
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=parameter.device)
     devices = [parameter.device] if parameter.is_cuda else []
-    replaced = (wiring.layers, wiring.final)
+    replaced = (wiring.layers,) if wiring.is_post_norm else (wiring.layers, wiring.final)
     with torch.no_grad(), torch.random.fork_rng(devices):
         try:
-            run_shadow(backbone, lambda: _Handover(wiring), ids, replaced=replaced)
+            observer, _ = run_shadow(backbone, lambda: _Handover(wiring), ids, replaced=replaced)
         except ChangedStreamError as error:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:
             return
+    if not wiring.is_post_norm and observer.before != wiring.final:
+        raise ValueError(
+            f"connect cannot connect {type(backbone).__name__}: what its last layer returns does not "
+            f"go to its final norm, {wiring.final}"
+        )
 
 
 def format_wiring(wiring: LayerWiring) -> str:

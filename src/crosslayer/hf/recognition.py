@@ -2,29 +2,33 @@
 
 `trace.py` tells which sums the modules of a layer get. A layer can be connected if these sums are
 those of a stream: each sub-layer gets the layer's input plus the outputs of all sub-layers before
-it, through at most one norm, and the layer returns this sum. Everything else is refused with the
-reason.
+it, through at most one norm, and the layer returns this sum. A post-norm layer norms the stream
+after each sub-layer, and returns it normed. Everything else is refused with the reason.
 """
 
 import ast
 import functools
 import inspect
 import textwrap
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..class_swap import original_class
 from .families import (
     FUSED_PROJECTIONS,
+    NO_RESIDUAL,
     REST,
+    SAME_INPUT,
     Arguments,
     Fused,
     LayerWiring,
     ModelWiring,
     Sublayer,
 )
-from .shadow import Argument, argument_parameters
+from .shadow import Argument, argument_parameters, residual_argument
 from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
 
 # Names that transformers gives to the projections of q, k and v, and to those of an MLP.
@@ -48,6 +52,7 @@ _OUTPUT = (
     "experts.down_proj",
 )  # fmt: skip
 _SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
+_CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
 
 
@@ -61,14 +66,19 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     Raises:
         ValueError: there is no such list, or its layers have no stream. The message says why.
     """
-    owner, name = _find_layers(backbone)
-    layers = getattr(owner, name)
-    final = _find_final_norm(owner, name)
+    path = _find_layers(backbone)
+    layers = backbone.get_submodule(path)
+    final = _find_final_norm(backbone, path)
+    owner_path = _find_owner(backbone, path, final)
+    owner = backbone.get_submodule(owner_path)
     config = getattr(owner, "config", getattr(backbone, "config", None))
-    weights = [p for p in getattr(owner, final).parameters() if p.dim() == 1]
+    weights = (
+        [p for p in backbone.get_submodule(final).parameters() if p.dim() == 1] if final else []
+    )
     dim = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
     if dim is None:
-        raise ValueError(f"its final norm {final!r} has no weight that tells the stream's width")
+        raise ValueError("nothing tells the width of its stream, like a final norm with a weight")
+    prefix = f"{owner_path}." if owner_path else ""
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
@@ -77,11 +87,36 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
             try:
                 wiring_of_kind[kind] = recognise_layer(layer, dim)
             except ValueError as error:
-                raise ValueError(
-                    f"layer {number} is a {type(layer).__name__}, and {error}"
-                ) from None
+                _check_list_of_layers(owner, path.removeprefix(prefix), config)
+                raise ValueError(f"layer {number}, a {type(layer).__name__}: {error}") from None
         of_layers.append(wiring_of_kind[kind])
-    return owner, ModelWiring(name, final, dim, tuple(of_layers))
+    last_norms = {bool(wiring.last_norm) for wiring in of_layers}
+    if last_norms == {True}:
+        final = f"{path}.{len(layers) - 1}.{of_layers[-1].last_norm}"
+    elif True in last_norms:
+        raise ValueError("some of its layers are pre-norm and others post-norm")
+    elif not final:
+        raise ValueError(f"{type(backbone).__name__} has no norm after its pre-norm layers")
+    wiring = ModelWiring(
+        path.removeprefix(prefix), final.removeprefix(prefix), dim, tuple(of_layers)
+    )
+    return owner, wiring
+
+
+def _check_list_of_layers(owner: nn.Module, path: str, config: Any) -> None:
+    """Raise a ValueError where the members of a list are no layers."""
+    if getattr(config, "num_hidden_groups", None):
+        raise ValueError("its layers share their weights, and connections need layers of their own")
+    count = len(owner.get_submodule(path))  # type: ignore[arg-type]
+    lists = [
+        name
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    if len(lists) > 1 and path in lists:
+        raise ValueError(
+            f"its sub-layers are in lists of their own, {', '.join(lists)}, not in layers"
+        )
 
 
 def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
@@ -95,38 +130,60 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
     return (modules, *settings)
 
 
-def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
-    """The module with the list of layers, and the list's name."""
+def _find_layers(backbone: nn.Module) -> str:
+    """The path of the list of layers."""
     config: Any = getattr(backbone, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
     found = []
-    owners = [backbone]
+    owners: list[tuple[str, nn.Module]] = [("", backbone)]
     while owners:
-        owner = owners.pop(0)
+        prefix, owner = owners.pop(0)
         for name, child in owner.named_children():
             if not isinstance(child, nn.ModuleList):
-                owners.append(child)
+                owners.append((f"{prefix}{name}.", child))
             elif len(child):
-                found.append((owner, name))
-    for owner, name in found:
-        if len(getattr(owner, name)) == count:
-            return owner, name
+                found.append((prefix + name, child))
+    for path, layers in found:
+        if len(layers) == count:
+            return path
     if not found:
         raise ValueError("it has no list of layers")
-    return found[0]
+    return found[0][0]
 
 
-def _find_final_norm(owner: nn.Module, layers: str) -> str:
-    norms = [
-        name
-        for name, child in owner.named_children()
-        if "norm" in f"{name} {type(child).__name__}".lower() and not _has_matrix(child)
-    ]
-    if not norms:
-        raise ValueError(f"{type(owner).__name__} has no norm after its layers")
-    return norms[-1]
+def _find_final_norm(backbone: nn.Module, layers: str) -> str:
+    """The path of the last norm beside the layers, or beside a module around them; or empty."""
+    for path in paths_around(layers):
+        prefix = f"{path}." if path else ""
+        for name, child in reversed(list(backbone.get_submodule(path).named_children())):
+            if _is_norm(name, child):
+                return prefix + name
+    return ""
+
+
+def _find_owner(backbone: nn.Module, layers: str, final: str) -> str:
+    """The path of the innermost module of transformers' with the layers and the final norm, which
+    records hidden states; of the innermost module of all where there is none.
+    """
+    around_final = paths_around(final or layers)
+    paths = [path for path in paths_around(layers) if path in around_final]
+    for path in paths:
+        if isinstance(backbone.get_submodule(path), PreTrainedModel):
+            return path
+    return paths[0]
+
+
+def paths_around(path: str) -> list[str]:
+    """The paths of the modules around a module, from the inside out."""
+    names = path.split(".")[:-1]
+    return [".".join(names[:count]) for count in range(len(names), -1, -1)]
+
+
+def _is_norm(name: str, module: nn.Module) -> bool:
+    is_named_norm = "norm" in f"{name} {type(module).__name__}".lower()
+    return is_named_norm and not _has_matrix(module)
 
 
 def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
@@ -139,26 +196,57 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     Raises:
         ValueError: the layer is no row of sub-layers on a stream. The message says why.
     """
-    trace = trace_layer(layer, width)
+    try:
+        return _read_wiring(layer, width, set())
+    except ValueError:
+        opened = _modules_around_norms(layer, width)
+        if not opened:
+            raise
+        with suppress(ValueError):
+            return _read_wiring(layer, width, opened)
+        raise
+
+
+def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
+    """The paths of a layer's modules that contain norms of the stream, as BERT's attention does."""
+    paths: set[str] = set()
+    for path, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if _is_norm(path.split(".")[-1], module) and weight is not None and len(weight) == width:
+            paths.update(paths_around(path))
+    return paths - {""}
+
+
+def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
+    """`recognise_layer`, where the modules of some paths are opened."""
+    trace = trace_layer(layer, width, opened)
     for name, child in layer.named_children():
         is_called = any(f"{call.path}.".startswith(f"{name}.") for call in trace.calls)
         if not is_called and any(True for _ in child.parameters()):
-            raise ValueError(f"its {name} is not part of every forward, as with cross-attention")
+            if any(part in name.lower() for part in _CROSS_ATTENTION):
+                raise ValueError(
+                    "layers with cross-attention, as in a decoder that reads an encoder, cannot be connected"
+                )
+            raise ValueError(f"its {name} runs in some forward passes only")
+    if STREAM not in trace.output and len(trace.output) == 1:
+        return _read_post_norm_wiring(layer, trace, width)
     if trace.output.get(STREAM) != 1:
-        raise ValueError(f"it returns {_describe(trace, trace.output)}, not its input plus outputs")
+        raise ValueError(
+            f"it returns {_describe(trace, trace.output)}, and not its input plus outputs of modules"
+        )
     sites: list[list[Sublayer]] = []
     stream: Sum = {STREAM: 1.0}  # what the sub-layers of the next site read
     pending: Sum = {}
     for vector in sorted(trace.output.keys() - {STREAM}):
-        chain = _chain_to_stream(trace, vector)
+        chain = _chain_to_stream(trace, vector, STREAM)
         source = trace.calls[chain[0] - 1].inputs
         if pending and not same_sum(source, stream):
             stream = stream | pending
             pending = {}
         if not same_sum(source, stream):
             raise ValueError(
-                f"{trace.calls[chain[0] - 1].path} gets {_describe(trace, source)}, "
-                f"where the stream is {_describe(trace, stream)}"
+                f"{trace.calls[chain[0] - 1].path} gets {_describe(trace, source)}, and not the "
+                f"stream, {_describe(trace, stream)}"
             )
         if not pending:
             sites.append([])
@@ -169,13 +257,45 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     return LayerWiring(tuple(tuple(site) for site in sites), trace.extras)
 
 
-def _chain_to_stream(trace: Trace, vector: int) -> list[int]:
+def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerWiring:
+    """The wiring of a layer that returns a normed sum: x ← Norm(x + outputs), site by site."""
+    sites: list[tuple[Sublayer, ...]] = []
+    norms: list[str] = []  # after each of these sites
+    ((vector, factor),) = trace.output.items()
+    while vector != STREAM:  # from the last site to the first
+        norm = trace.calls[vector - 1]
+        stream = min(norm.inputs)
+        is_norm = norm.path and not _has_matrix(layer.get_submodule(norm.path))
+        is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
+        if not (is_norm and is_sum and factor == 1):
+            raise ValueError(
+                f"it returns the output of {norm.path or 'a dropout'}, and not its input plus outputs "
+                "of modules"
+            )
+        site = []
+        for output in sorted(norm.inputs.keys() - {stream}):
+            chain = _chain_to_stream(trace, output, stream)
+            sublayer = _sublayer(layer, trace, chain, norm.inputs[output], width)
+            if sublayer.norm is not None:
+                raise ValueError(f"{sublayer.module} has a norm before it and one after its sum")
+            site.append(sublayer)
+        sites.insert(0, tuple(site))
+        norms.insert(0, norm.path)
+        vector = stream
+    for number, norm_path in enumerate(norms[:-1]):
+        sites[number + 1] = tuple(s._replace(norm=norm_path) for s in sites[number + 1])
+    return LayerWiring(tuple(sites), trace.extras, last_norm=norms[-1])
+
+
+def _chain_to_stream(trace: Trace, vector: int, stream: int) -> list[int]:
     """The vectors from the first module that reads the stream to the one that joins it."""
     chain = [vector]
-    while STREAM not in trace.calls[chain[0] - 1].inputs:
+    while stream not in trace.calls[chain[0] - 1].inputs:
         call = trace.calls[chain[0] - 1]
         if len(call.inputs) != 1:
-            raise ValueError(f"{call.path} gets {_describe(trace, call.inputs)}, no stream")
+            raise ValueError(
+                f"{call.path} gets {_describe(trace, call.inputs)}, and not the stream"
+            )
         chain.insert(0, next(iter(call.inputs)))
     return chain
 
@@ -187,7 +307,7 @@ def _sublayer(
     heavy = [call.path != "" and _has_matrix(layer.get_submodule(call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
         names = ", ".join(call.path for call in calls)
-        raise ValueError(f"of {names}, none is a sub-layer with at most one norm before it")
+        raise ValueError(f"{names} is no sub-layer with at most one norm before it")
     main = heavy.index(True)
     norm = calls[0].path if main else None
     factors = [factor for call in calls[1:] for factor in call.inputs.values()]
@@ -195,7 +315,9 @@ def _sublayer(
     if any(factor != 1 for factor in factors) or not all(
         not call.arguments for i, call in enumerate(calls) if i != main
     ):
-        raise ValueError(f"what {calls[main].path} returns passes more than modules of one input")
+        raise ValueError(
+            f"what {calls[main].path} returns is scaled, or passes modules with more than one input"
+        )
     after = tuple(call.path or call.dropout for call in calls[main + 1 :])
     return describe_sublayer(
         layer,
@@ -224,6 +346,10 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
         for step in sublayer.after
     )
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
+    if any(
+        isinstance(step, str) and _has_matrix(layer.get_submodule(step)) for step in sublayer.after
+    ):
+        output = ""  # It is one of these steps.
     return sublayer._replace(
         port=port,
         qkv=qkv if port == "attn" else (),
@@ -308,13 +434,15 @@ def _sources(layer: nn.Module, call: Call) -> Arguments:
     own = argument_parameters(layer)
     theirs = argument_parameters(layer.get_submodule(call.path))
     sources = []
+    if residual := residual_argument(layer.get_submodule(call.path)):
+        sources.append((residual, NO_RESIDUAL))
     for name, value in call.arguments.items():
-        if isinstance(value, Argument) and (value.name in own or value.name == REST):
+        if isinstance(value, Argument) and (value.name in own or value.name in (REST, SAME_INPUT)):
             sources.append((name, value.name))
         elif name in own:
             sources.append((name, name))
         elif name not in theirs or value is not theirs[name].default:
-            raise ValueError(f"{call.path} gets {name}={value!r}, which the layer chooses")
+            raise ValueError(f"it gives {call.path} an argument of its own, {name}={value!r}")
     return tuple(sources)
 
 

@@ -5,12 +5,22 @@ module, and the layer's output, is then decomposed over these vectors. This tell
 factors, whatever the code looks like.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .shadow import OtherOutput, layer_arguments, name_arguments, run_shadow
+from .families import SAME_INPUT
+from .shadow import (
+    Argument,
+    OtherOutput,
+    SeveralStreamsError,
+    layer_arguments,
+    name_arguments,
+    residual_argument,
+    run_shadow,
+)
 
 STREAM = 0
 _TOKENS = 2
@@ -54,11 +64,15 @@ class _Recorder:
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         arguments = name_arguments(module, args, kwargs)
         inputs = self.decompose(arguments.pop(next(iter(arguments))), path)
+        residual = arguments.pop(residual_argument(module), None)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
-                raise ValueError(f"{path} gets more of the stream, as its argument {name!r}")
+                if not same_sum(self.decompose(value, path), inputs):
+                    raise SeveralStreamsError(path, name)
+                arguments[name] = Argument(SAME_INPUT)
         self.calls.append(Call(path, inputs, arguments))
-        return self._next_vector()
+        output = self._next_vector()
+        return output if residual is None else output + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         self.calls.append(Call("", self.decompose(x, "a dropout"), {}, p))
@@ -67,9 +81,9 @@ class _Recorder:
     def decompose(self, x: Any, where: str) -> Sum:
         """The factors of the vectors so far in a tensor."""
         if not isinstance(x, Tensor):
-            raise ValueError(f"{where} gets {x!r} in place of the stream")
+            raise ValueError(f"{where} gets {x!r}, and not the stream")
         if x.requires_grad:
-            raise ValueError(f"{where} gets the stream times a parameter of the layer's own")
+            raise ValueError(f"the layer scales what {where} gets by parameters of its own")
         x = x.detach().double().flatten()
         basis = torch.stack([vector.flatten() for vector in self.vectors], 1)
         if len(x) != len(basis):
@@ -90,20 +104,34 @@ class _Recorder:
         return vector.clone()  # A forward may change it in place.
 
 
-def trace_layer(layer: nn.Module, width: int) -> Trace:
+def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> Trace:
     """Run a shadow of a layer.
 
     Args:
         layer: a layer of a host.
         width: of its stream.
+        opened: paths of its modules that run their own code. A module that gets the stream in more
+            than one argument is opened too, as it may add one to its output.
 
     Raises:
         ValueError: what a module gets is no sum of the stream and of modules' outputs.
     """
     arguments = layer_arguments(layer)
-    recorder, output = run_shadow(layer, lambda: _Recorder(width), **arguments)
+    paths = set(opened)
+    while True:
+        try:
+            recorder, output = run_shadow(
+                layer, lambda: _Recorder(width), opened=paths, **arguments
+            )
+            break
+        except SeveralStreamsError as error:
+            if error.path in paths or not any(
+                True for _ in layer.get_submodule(error.path).children()
+            ):
+                raise
+            paths.add(error.path)
     extras: list[tuple[str, int] | None] | None = None
-    if isinstance(output, tuple):
+    if isinstance(output, tuple | list):
         output, *others = output
         extras = []
         for other in others:
