@@ -10,7 +10,6 @@ import ast
 import functools
 import inspect
 import textwrap
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -198,13 +197,16 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     """
     try:
         return _read_wiring(layer, width, set())
-    except ValueError:
+    except ValueError as error:
         opened = _modules_around_norms(layer, width)
-        if not opened:
-            raise
-        with suppress(ValueError):
+        try:
             return _read_wiring(layer, width, opened)
-        raise
+        except ValueError as inner_error:
+            raise inner_error if isinstance(error, _NoSumError) else error from None
+
+
+class _NoSumError(ValueError):
+    """A layer returns the output of a module, which may add it to the stream itself."""
 
 
 def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
@@ -268,7 +270,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerW
         is_norm = norm.path and not _has_matrix(layer.get_submodule(norm.path))
         is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
         if not (is_norm and is_sum and factor == 1):
-            raise ValueError(
+            raise _NoSumError(
                 f"it returns the output of {norm.path or 'a dropout'}, and not its input plus outputs "
                 "of modules"
             )

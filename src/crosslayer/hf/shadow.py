@@ -274,11 +274,15 @@ def _copy_without_modules(module: nn.Module, cls: Any) -> Any:
 
 
 def layer_arguments(layer: nn.Module) -> dict[str, Any]:
-    """What a layer's shadow is called with besides the stream. Switches keep their defaults."""
+    """What a layer's shadow is called with besides the stream. Switches keep their defaults, but
+    attention weights are asked for: where they come from tells what the layer returns.
+    """
     arguments: dict[str, Any] = {}
     for name, parameter in argument_parameters(layer).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments[REST] = Argument(REST)
+        elif name == "output_attentions":
+            arguments[name] = True
         elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_switch(parameter):
             arguments[name] = Argument(name)
     return arguments
