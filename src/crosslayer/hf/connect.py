@@ -166,7 +166,8 @@ def inequivalence_reason(connection: Connection[Any], family: ModelWiring) -> st
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
     if family.is_post_norm:
-        return "" if connection.bitwise_postnorm else "its layers are post-norm, as postnorm's"
+        is_same = connection.bitwise_postnorm
+        return "" if is_same else "its layers are post-norm: postnorm alone computes the same"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
     if connection.prenorm_up_to_scale and not family.norms_inputs:

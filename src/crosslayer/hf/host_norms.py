@@ -51,7 +51,7 @@ class NormReference(nn.Module):
         self.path = path
 
     def host_norm_module(self) -> Any:
-        return find_module(self.owner[0], self.path)
+        return find_module(self.owner[0], self.path) if self.path else nn.Identity()
 
     @property
     def dtype(self) -> torch.dtype:

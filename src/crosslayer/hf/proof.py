@@ -16,8 +16,9 @@ from ..spec import make
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer, own_connection
 from .host_norms import find_module
+from .layer_recognition import paths_around, recognise_layer
 from .layers import HiddenState
-from .recognition import layer_kind, paths_around, recognise_layer
+from .recognition import layer_kind
 from .shadow import (
     Argument,
     ChangedStreamError,
@@ -42,8 +43,8 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
         wiring: of its family's row, or recognised.
 
     Raises:
-        ValueError: with its own residual connection, a layer computes something else than its host, or the backbone
-            changes the stream between layers. The message says what the layer does.
+        ValueError: with its own residual connection, a layer computes something else than its host,
+            or the backbone changes the stream between layers. The message says what the layer does.
     """
     proven = set()
     for number, layer in enumerate(backbone.get_submodule(wiring.layers)):
@@ -185,8 +186,8 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
             return
     if not wiring.is_post_norm and observer.before != wiring.final:
         raise ValueError(
-            f"connect cannot connect {type(backbone).__name__}: what its last layer returns does not "
-            f"go to its final norm, {wiring.final}"
+            f"connect cannot connect {type(backbone).__name__}: what its last layer returns does "
+            f"not go to its final norm, {wiring.final}"
         )
 
 

@@ -51,7 +51,7 @@ class OtherOutput:
         self.index = index
 
     def __repr__(self) -> str:
-        return f"output {self.index} of {self.path}"
+        return f"a further output of {self.path}"
 
 
 class ChangedStreamError(ValueError):
@@ -199,7 +199,7 @@ def _run_until_unpacked(
 def _describe_failure(error: Exception) -> str:
     """Why a forward cannot run with stand-ins."""
     reason = str(error).split("\n")[0]
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and "values to unpack" not in reason:
         return reason
     for cls, things in ((Argument, "its arguments"), (OtherOutput, "further outputs of modules")):
         if cls.__name__ in reason:

@@ -136,7 +136,7 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> T
         extras = []
         for other in others:
             if other is not None and not isinstance(other, OtherOutput):
-                raise ValueError(f"it returns {other!r} besides its stream")
+                raise ValueError("it returns more than its stream and outputs of its modules")
             extras.append(None if other is None else (other.path, other.index))
     total = recorder.decompose(output, "what follows the layer")
     return Trace(recorder.calls, total, None if extras is None else tuple(extras))

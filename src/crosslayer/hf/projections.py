@@ -1,0 +1,123 @@
+"""What the names within a sub-layer tell: its kind, and its projections."""
+
+import ast
+import functools
+import inspect
+import textwrap
+from typing import Any
+
+from torch import nn
+
+from ..class_swap import original_class
+from .families import FUSED_PROJECTIONS, Fused, Sublayer
+
+# Names that transformers gives to the projections of q, k and v, and to those of an MLP.
+_QKV = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+)
+_UP = (
+    ("gate_proj", "up_proj"),
+    ("gate_up_proj",),
+    ("up_proj",),
+    ("c_fc",),
+    ("fc1",),
+    ("fc_in",),
+    ("dense_h_to_4h",),
+)
+_OUTPUT = (
+    "o_proj", "down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "dense", "out_proj",
+    "experts.down_proj",
+)  # fmt: skip
+_SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
+_MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
+
+
+def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Sublayer:
+    """Add what a module's names tell: its kind and its projections."""
+    module = layer.get_submodule(sublayer.module)
+    is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments
+    qkv, fused = find_projections(module)
+    port = "mlp" if is_mlp else "attn" if qkv else "mixer"
+    children = dict(module.named_modules())
+    up = next((names for names in _UP if all(name in children for name in names)), ())
+    normed = any(
+        isinstance(step, str) and list(layer.get_submodule(step).parameters())
+        for step in sublayer.after
+    )
+    output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
+    if any(
+        isinstance(step, str) and has_matrix(layer.get_submodule(step)) for step in sublayer.after
+    ):
+        output = ""  # It is one of these steps.
+    return sublayer._replace(
+        port=port,
+        qkv=qkv if port == "attn" else (),
+        fused=fused if port == "attn" else None,
+        up_projections=up if is_mlp else (),
+        output_projection="" if normed and not is_mlp else output,
+    )
+
+
+def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | None]:
+    """The projections of an attention's input: of q, k and v, and then others, such as gates.
+
+    Returns:
+        Their names, and the order of the outputs where one of them is all three. No names where the
+        attention does more with its input than to project it.
+    """
+    called = _calls_of_input(original_class(attention))
+    if called is not None:  # Some exist in cross-attention alone.
+        called = {name for name in called if name in attention._modules}
+    fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
+    if order is not None and called == {fused_name}:
+        return (fused_name,), order(attention.config)
+    for names in _QKV:
+        if called is not None and called.issuperset(names):
+            return (*names, *sorted(called.difference(names))), None
+    return (), None
+
+
+@functools.cache
+def _calls_of_input(cls: type) -> set[str] | None:
+    """The modules that a module's forward calls with its input alone, from its source.
+
+    None where the forward does anything else with its input but look at its size, or has no
+    source.
+    """
+    forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    name = list(inspect.signature(forward).parameters)[1]
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    called = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name) or node.id != name:
+            continue
+        parent = parents[node]
+        if isinstance(parent, ast.Attribute) and parent.attr in _SIZE_ATTRIBUTES:
+            continue
+        match parent:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=module), args=[_], keywords=[]
+            ):
+                called.add(module)
+            case _:
+                return None
+    return called
+
+
+def _has_attribute(module: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(module, name):
+            return False
+        module = getattr(module, name)
+    return True
+
+
+def has_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters())
