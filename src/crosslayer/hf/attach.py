@@ -47,10 +47,10 @@ def attach_connections(
             backbone is then unchanged.
     """
     layers = backbone.get_submodule(family.layers)
-    final = backbone.get_submodule(family.final)
+    final = None if family.final is None else backbone.get_submodule(family.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
-    check_not_dispatched(*layers, final)
+    check_not_dispatched(*layers, *([] if final is None else [final]))
     *sites, readout_site = plan_layers([_ports_of_sites(layer) for layer in family.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:
@@ -64,9 +64,10 @@ def attach_connections(
             f"{spec}: output_scale needs a family whose row names output projections "
             "that no norm follows"
         )
-    readout = _make_on_device(
-        spec, readout_site, family.dim, _readout_norms(backbone, final), backbone
-    )
+    norms = _readout_norms(backbone, layers[-1], final)
+    readout = _make_on_device(spec, readout_site, family.dim, norms, backbone)
+    if final is None:
+        connections_of_layer[-1].append(readout)
 
     if mlp_widths is not None:
         set_mlp_widths(backbone, family, mlp_widths)
@@ -74,7 +75,8 @@ def attach_connections(
         layers, family.of_layers, connections_of_layer, strict=True
     ):
         connect_layer(layer, wiring, connections)
-    make_readout(final, readout)
+    if final is not None:
+        make_readout(final, readout)
     swap_class(backbone, ConnectedModel)
     backbone.connection_spec = str(spec)
     backbone.family = family
@@ -82,12 +84,18 @@ def attach_connections(
 
 
 def connect_layer(layer: Any, wiring: LayerWiring, connections: list[Connection[Any]]) -> None:
-    """Let a layer's stream pass through connections, in place."""
+    """Let a layer's stream pass through connections, in place.
+
+    Args:
+        layer: of the host.
+        wiring: of this layer.
+        connections: one a site, and then the readout where this layer returns the hidden state.
+    """
     layer.connections = nn.ModuleList(connections).train(layer.training)
     layer.wiring = wiring
     layer.argument_names = tuple(argument_parameters(layer))
     swap_class(layer, ConnectedLayer)
-    for connection, sublayers in zip(connections, wiring.sites, strict=True):
+    for connection, sublayers in zip(connections, wiring.sites, strict=False):
         for sublayer in sublayers:
             if "q" in connection.ports and sublayer.qkv:
                 attention = layer.get_submodule(sublayer.module)
@@ -110,7 +118,8 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
     name = getattr(getattr(backbone, "config", None), "model_type", None)
     name = name or type(backbone).__name__
     family = FAMILIES.get(name)
-    if family and {family.layers, family.final} <= dict(backbone.named_modules()).keys():
+    modules = dict(backbone.named_modules())
+    if family and family.layers in modules and (family.final is None or family.final in modules):
         return backbone, family.wire(backbone)
     try:
         return recognise_model(backbone)
@@ -180,10 +189,14 @@ def _host_norms(layer: nn.Module, site: tuple[Sublayer, ...]) -> NormFactory:
     return norm
 
 
-def _readout_norms(backbone: nn.Module, final: nn.Module) -> NormFactory:
+def _readout_norms(
+    backbone: nn.Module, last_layer: nn.Module, final: nn.Module | None
+) -> NormFactory:
     """The norms of the readout: a reference to the host's final norm; copies for more ports."""
 
     def norm(port: str) -> nn.Module:
+        if final is None:
+            return NormReference(last_layer, None)
         if port == "out":
             return FinalNormReference(backbone, final)
         return copy_norm(final, backbone)

@@ -33,7 +33,8 @@ class Sublayer(NamedTuple):
 
     module: str
     norm: str | None  # before it; None where the family norms outputs alone
-    # What its output passes before the stream: modules by name, and dropout by its probability.
+    # What its output passes before the stream: modules by name, factors by the name of the layer's
+    # parameter, and dropout by its probability.
     after: tuple[str | float, ...] = ()
     up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
     # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
@@ -65,7 +66,9 @@ class ModelWiring(NamedTuple):
     """Where a backbone keeps its parts, and the wiring of each of its layers."""
 
     layers: str  # the list of layers
-    final: str  # the final norm
+    # The final norm, which reads out. None where the module that owns the layers has none: the last
+    # layer then returns the hidden state, whatever norm its caller applies.
+    final: str | None
     dim: int  # width of the stream
     of_layers: tuple[LayerWiring, ...]
 
@@ -101,7 +104,7 @@ class Family(NamedTuple):
     mlp: Sublayer
     qkv: tuple[str, ...]  # projections within the attention: of q, k and v, or one of all three
     layers: str = "layers"  # within the backbone: the list of layers ...
-    final: str = "norm"  # ... and the final norm
+    final: str | None = "norm"  # ... and the final norm, if there is one beside it
     parallel: str | None = None  # the config's switch for attention and MLP in parallel
     # The order of the outputs where one projection is q, k and v, given the config.
     fused: Callable[[Any], Fused] | None = None

@@ -67,7 +67,8 @@ class ConnectedModel:
                 continue
             if i - first < len(recorder.hidden_states):
                 hidden_states[i] = recorder.hidden_states[i - first]
-            else:  # after the last layer, where the host does not return the readout here
+            elif isinstance(recorder.last, HiddenState):
+                # after the last layer, where the host does not return the readout here
                 final = self.get_submodule(self.family.final)  # type: ignore[attr-defined]
                 hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
@@ -89,7 +90,8 @@ class ConnectedModel:
         """The hidden states of what a host has recorded before and after its layers."""
         host: Any = self
         readers = [layer.connections[0] for layer in host.get_submodule(self.family.layers)]
-        readers.append(host.get_submodule(self.family.final).connection)
+        if self.family.final is not None:
+            readers.append(host.get_submodule(self.family.final).connection)
         if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
             readers = readers[1:]
         read = list(recorded)
@@ -154,7 +156,7 @@ class HiddenStateRecorder:
     def __init__(self) -> None:
         self.layers = 0  # that have run
         self.hidden_states: list[Tensor] = []  # after each of these layers but the last
-        self.last: HiddenState  # the state after the last layer
+        self.last: HiddenState | Tensor  # what the last layer returns
 
 
 class OpaqueTree:
@@ -190,6 +192,7 @@ class ConnectedLayer(ConnectionOwner):
     use `output_hidden_states`.
     """
 
+    # One a site, and then the readout where this is the last layer and the host has no final norm.
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
@@ -238,7 +241,7 @@ class ConnectedLayer(ConnectionOwner):
             hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
         state = hidden.state
         returned: dict[str, Any] = {}  # by each sub-layer's module
-        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=True):
+        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=False):
             inputs, state = connection(state)
             outputs = []  # of one sub-layer, or of all in a parallel block
             with recompute_inputs(inputs, state):
@@ -255,7 +258,10 @@ class ConnectedLayer(ConnectionOwner):
                     )
                     outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
-        tensors, spec = tree_flatten(hidden._replace(state=state))
+        hidden = hidden._replace(state=state)
+        if self.connections[-1].is_readout:
+            hidden = self.connections[-1].readout(state).to(hidden.dtype)
+        tensors, spec = tree_flatten(hidden)
         extras = []
         for source in self.wiring.extras or ():
             extras.append(None if source is None else returned[source[0]][source[1]])
@@ -276,10 +282,11 @@ class ConnectedLayer(ConnectionOwner):
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
-            if isinstance(step, str):
-                y = find_module(self, step)(y)
-            else:
+            if isinstance(step, float):
                 y = nn.functional.dropout(y, step, self.training)
+                continue
+            module = find_module(self, step)
+            y = module * y if isinstance(module, Tensor) else module(y)
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned

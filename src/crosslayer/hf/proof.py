@@ -6,11 +6,13 @@ the same. Then a shadow of the backbone runs, which must hand each layer's outpu
 and the last one's to the final norm, unchanged.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..class_swap import original_class
 from ..spec import make
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer
@@ -76,6 +78,7 @@ class _Functions:
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
 
     lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
 
     def __init__(self, width: int):
         generator = torch.Generator().manual_seed(0)
@@ -135,6 +138,7 @@ class _Handover:
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
 
     lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
 
     def __init__(self, wiring: ModelWiring):
         self.wiring = wiring
@@ -161,20 +165,33 @@ class _Handover:
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
     """Raise a ValueError where the backbone changes the stream after its first layer.
 
-    A backbone that does not run on two token ids alone is not checked here. What it does to the
-    stream then raises an error in its first forward.
+    A backbone that does not run on two token ids, one image or hidden states alone is not checked
+    here. What it does to the stream then raises an error in its first forward.
     """
     parameter = next(backbone.parameters())
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=parameter.device)
+    inputs = _make_inputs(backbone, wiring.dim).to(parameter.device)
     devices = [parameter.device] if parameter.is_cuda else []
-    replaced = (wiring.layers, wiring.final)
+    replaced = [path for path in (wiring.layers, wiring.final) if path is not None]
     with torch.no_grad(), torch.random.fork_rng(devices):
         try:
-            run_shadow(backbone, lambda: _Handover(wiring), ids, replaced=replaced)
+            run_shadow(backbone, lambda: _Handover(wiring), inputs, replaced=replaced)
         except ChangedStreamError as error:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:
             return
+
+
+def _make_inputs(backbone: Any, width: int) -> Tensor:
+    """What a backbone's forward takes first: token ids, an image or hidden states."""
+    dtype = next(backbone.parameters()).dtype
+    first = list(inspect.signature(original_class(backbone).forward).parameters)[1]  # type: ignore[attr-defined]
+    if first in ("hidden_states", "inputs_embeds"):
+        return torch.randn(1, _TOKENS, width, dtype=dtype)
+    if first == "pixel_values":
+        size = getattr(backbone.config, "image_size", 0)
+        height, width = (size, size) if isinstance(size, int) else size
+        return torch.randn(1, getattr(backbone.config, "num_channels", 3), height, width, dtype=dtype)
+    return torch.zeros(1, _TOKENS, dtype=torch.long)
 
 
 def format_wiring(wiring: LayerWiring) -> str:

@@ -12,7 +12,8 @@ import inspect
 import textwrap
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..class_swap import original_class
 from .families import (
@@ -24,6 +25,7 @@ from .families import (
     ModelWiring,
     Sublayer,
 )
+from .host_norms import find_module
 from .shadow import Argument, argument_parameters
 from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
 
@@ -62,13 +64,9 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
         ValueError: there is no such list, or its layers have no stream. The message says why.
     """
     owner, name = _find_layers(backbone)
-    layers = getattr(owner, name)
+    layers = owner.get_submodule(name)
     final = _find_final_norm(owner, name)
-    config = getattr(owner, "config", getattr(backbone, "config", None))
-    weights = [p for p in getattr(owner, final).parameters() if p.dim() == 1]
-    dim = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
-    if dim is None:
-        raise ValueError(f"its final norm {final!r} has no weight that tells the stream's width")
+    dim = _stream_width(owner, layers, final)
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
@@ -96,37 +94,75 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
-    """The module with the list of layers, and the list's name."""
+    """The module that owns the layers, and the name of their list in it.
+
+    A module that is no model of transformers, such as the encoder within a vision tower, leaves the
+    layers to the model around it, which reports hidden states.
+    """
     config: Any = getattr(backbone, "config", None)
+    searched = backbone
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
+        searched = _find_language_model(backbone, config)
     count = getattr(config, "num_hidden_layers", None)
-    found = []
-    owners = [backbone]
+    found: list[tuple[nn.Module, str]] = []
+    owners = [(searched, searched, "")]  # a module, the model around it, the module's path in it
     while owners:
-        owner = owners.pop(0)
+        owner, model, prefix = owners.pop(0)
         for name, child in owner.named_children():
             if not isinstance(child, nn.ModuleList):
-                owners.append(child)
-            elif len(child):
+                is_model = isinstance(child, PreTrainedModel)
+                owners.append((child, child, "") if is_model else (child, model, f"{prefix}{name}."))
+            elif len(child) and (_norm_names(owner) or not isinstance(model, PreTrainedModel)):
                 found.append((owner, name))
+            elif len(child):
+                found.append((model, prefix + name))
     for owner, name in found:
-        if len(getattr(owner, name)) == count:
+        if len(owner.get_submodule(name)) == count:
             return owner, name
     if not found:
         raise ValueError("it has no list of layers")
     return found[0]
 
 
-def _find_final_norm(owner: nn.Module, layers: str) -> str:
-    norms = [
+def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
+    """The outermost part of a model that has the config of its text; the model, if it has none."""
+    for module in model.modules():
+        if type(getattr(module, "config", None)) is type(text_config):
+            return module
+    return model
+
+
+def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
+    """The last norm beside the list of layers."""
+    parent, _, _ = layers.rpartition(".")
+    names = _norm_names(owner.get_submodule(parent))
+    return f"{parent}.{names[-1]}".lstrip(".") if names else None
+
+
+def _norm_names(owner: nn.Module) -> list[str]:
+    """The children of a module that are norms."""
+    return [
         name
         for name, child in owner.named_children()
         if "norm" in f"{name} {type(child).__name__}".lower() and not _has_matrix(child)
     ]
-    if not norms:
-        raise ValueError(f"{type(owner).__name__} has no norm after its layers")
-    return norms[-1]
+
+
+def _stream_width(owner: nn.Module, layers: Any, final: str | None) -> int:
+    """The width of the stream, from a norm of it or from the config."""
+    norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
+    if final is not None:
+        norms.insert(0, owner.get_submodule(final))
+    weights = [p for norm in norms for p in norm.parameters() if p.dim() == 1]
+    config = getattr(owner, "config", None)
+    width = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
+    if not isinstance(width, int):
+        raise ValueError(
+            f"{type(owner).__name__} has no stream of one width: no norm in its layers or beside "
+            "them, and no hidden_size"
+        )
+    return width
 
 
 def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
@@ -184,7 +220,7 @@ def _sublayer(
     layer: nn.Module, trace: Trace, chain: list[int], scale: float, width: int
 ) -> Sublayer:
     calls = [trace.calls[vector - 1] for vector in chain]
-    heavy = [call.path != "" and _has_matrix(layer.get_submodule(call.path)) for call in calls]
+    heavy = [call.path != "" and _has_matrix(find_module(layer, call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
         names = ", ".join(call.path for call in calls)
         raise ValueError(f"of {names}, none is a sub-layer with at most one norm before it")
@@ -220,7 +256,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
     normed = any(
-        isinstance(step, str) and list(layer.get_submodule(step).parameters())
+        isinstance(step, str) and _has_parameters(find_module(layer, step))
         for step in sublayer.after
     )
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
@@ -291,8 +327,12 @@ def _has_attribute(module: Any, path: str) -> bool:
     return True
 
 
-def _has_matrix(module: nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in module.parameters())
+def _has_matrix(module: nn.Module | Tensor) -> bool:
+    return isinstance(module, nn.Module) and any(p.dim() > 1 for p in module.parameters())
+
+
+def _has_parameters(module: nn.Module | Tensor) -> bool:
+    return isinstance(module, Tensor) or any(True for _ in module.parameters())
 
 
 def _exact(layer: nn.Module, factor: float) -> float:

@@ -25,6 +25,7 @@ class Observer(Protocol):
     """What answers the calls of a shadow's modules."""
 
     lengths: dict[str, int]  # set after a run: of the outputs that were unpacked, by module
+    parameters: dict[str, Tensor | None]  # set before a run: those of the layer's own, by name
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         """What a module returns. path: its name in the layer."""
@@ -159,6 +160,7 @@ def _run_until_unpacked(
     while True:
         observer = make_observer()
         shadow = make_shadow(module, observer, lengths, replaced)
+        observer.parameters = shadow._parameters
         _Output.unpacked = ""
         try:
             with DropoutMode(observer):
@@ -214,8 +216,11 @@ def _add_stand_ins(
     for name, child in module.named_children():
         path = prefix + name
         copy: Any
-        if replaced is not None and name not in replaced:
+        if replaced is not None and path not in replaced:
             copy = child
+            if any(other.startswith(f"{path}.") for other in replaced):
+                copy = _copy_without_modules(child, original_class(child))
+                _add_stand_ins(copy, child, f"{path}.", shared, replaced)
         elif isinstance(child, _CONTAINERS):
             copy = _copy_without_modules(child, type(child))
             _add_stand_ins(copy, child, f"{path}.", shared, None)
