@@ -37,6 +37,8 @@ KINDS = {
     "granitemoehybrid": "mixer|mlp+mlp",
     # the final norm norms the embedding too
     "nanochat": "attn|mlp",
+    # k and v of one latent, which reads one input
+    "minicpm3": "latent_attn|mlp, q+kv|mlp",
 }  # fmt: skip
 LLAMA_ROW = Family(
     Sublayer("self_attn", "input_layernorm"),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..class_swap import swap_class
-from ..connection import Connection, NormFactory, Site, plan_layers
+from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
 from ..spec import ConnectionSpec
 from .families import FAMILIES, LayerWiring, ModelWiring, Sublayer
 from .host_norms import FinalNormReference, NormReference, copy_norm
@@ -179,10 +179,12 @@ def _ports_of_sites(layer: LayerWiring) -> list[tuple[str, ...]]:
 def _host_norms(layer: nn.Module, site: tuple[Sublayer, ...]) -> NormFactory:
     """The norms of a site's ports: references to the host's, and copies of it for k and v."""
     sublayer_of_port = {sublayer.port: sublayer for sublayer in site}
+    for sublayer in site:
+        sublayer_of_port |= dict.fromkeys(SPLIT_PORTS.get(sublayer.port, ()), sublayer)
 
     def norm(port: str) -> nn.Module:
-        sublayer = sublayer_of_port["attn" if port in ("q", "k", "v") else port]
-        if sublayer.norm is not None and port in ("k", "v"):
+        sublayer = sublayer_of_port[port]
+        if sublayer.norm is not None and port in ("k", "v", "kv"):
             return copy_norm(layer.get_submodule(sublayer.norm), layer, sublayer.norm)
         return NormReference(layer, sublayer.norm)
 

@@ -42,8 +42,10 @@ class Sublayer(NamedTuple):
     output_projection: str = ""
     scale: float = 1.0  # of its output on the way to the stream
     input_scale: float = 1.0  # of its normed input
-    port: str = ""  # "attn"; "mlp"; "mixer": one input for all of q, k and v
-    qkv: tuple[str, ...] = ()  # of an attention: its projections of q, k and v
+    # "attn"; "latent_attn": k and v are of one latent; "mixer": q, k and v of one input; "mlp".
+    port: str = ""
+    # Of an attention: its projections of q, k and v, or of q and the latent. Others may follow.
+    qkv: tuple[str, ...] = ()
     fused: Fused | None = None  # the order of their outputs, where one projection is all three
     arguments: Arguments | None = None  # None: all of the layer's
 

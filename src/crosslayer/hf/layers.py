@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..class_swap import swap_class
-from ..connection import Connection
+from ..connection import SPLIT_PORTS, Connection
 from ..recompute import RecomputedConnection, recompute_inputs
 from .families import REST, Arguments, LayerWiring, ModelWiring, Modulation, Sublayer
 from .host_norms import FinalNormReference, ModuleReference, OwnedNorm, find_module
@@ -247,11 +247,12 @@ class ConnectedLayer(ConnectionOwner):
             with recompute_inputs(inputs, state):
                 first = 0  # of the sub-layer's ports
                 for sublayer in sublayers:
+                    split = SPLIT_PORTS.get(sublayer.port, ())
                     x: Any = inputs[first]
+                    if split and connection.ports[first : first + len(split)] == split:
+                        x = QKVInputs(inputs[first : first + len(split)])
+                        first += len(split) - 1
                     first += 1
-                    if connection.ports[first - 1] == "q":
-                        x = QKVInputs(inputs[first - 1 : first + 2])
-                        first += 2
                     modulation = modulations.get(sublayer.port)
                     y, returned[sublayer.module] = self._run_sublayer(
                         sublayer, x, modulation, kwargs

@@ -66,7 +66,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
 
 def _check_projections(wiring: LayerWiring) -> None:
     for sublayer in wiring.sublayers:
-        if len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
+        if sublayer.port == "attn" and len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
             raise ValueError(
                 f"the row names {sublayer.qkv} as projections of q, k and v; where one projection "
                 "is all three, it needs fused=, the order of its outputs: qkv_concatenated or "

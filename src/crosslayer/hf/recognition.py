@@ -36,6 +36,8 @@ _QKV = (
     ("to_q", "to_k", "to_v"),
     ("wq", "wk", "wv"),
 )
+# Of q and the latent of k and v (MLA).
+_LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
 _UP = (
     ("gate_proj", "up_proj"),
     ("gate_up_proj",),
@@ -252,7 +254,9 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
     module = layer.get_submodule(sublayer.module)
     is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments
     qkv, fused = find_projections(module)
-    port = "mlp" if is_mlp else "attn" if qkv else "mixer"
+    port = "mlp" if is_mlp else "mixer"
+    if qkv and not is_mlp:
+        port = "latent_attn" if qkv[:2] in _LATENT else "attn"
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
     normed = any(
@@ -262,8 +266,8 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
     return sublayer._replace(
         port=port,
-        qkv=qkv if port == "attn" else (),
-        fused=fused if port == "attn" else None,
+        qkv=() if is_mlp else qkv,
+        fused=None if is_mlp else fused,
         up_projections=up if is_mlp else (),
         output_projection="" if normed and not is_mlp else output,
     )
@@ -282,7 +286,7 @@ def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | Non
     fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
     if order is not None and called == {fused_name}:
         return (fused_name,), order(attention.config)
-    for names in _QKV:
+    for names in _QKV + _LATENT:
         if called is not None and called.issuperset(names):
             return (*names, *sorted(called.difference(names))), None
     return (), None
@@ -349,6 +353,9 @@ def _sources(layer: nn.Module, call: Call) -> Arguments:
     theirs = argument_parameters(layer.get_submodule(call.path))
     sources = []
     for name, value in call.arguments.items():
+        is_required = name in theirs and theirs[name].default is inspect.Parameter.empty
+        if value is None and is_required and name.startswith("encoder_"):
+            raise ValueError(f"{call.path} attends to an encoder, through its argument {name!r}")
         if isinstance(value, Argument) and (value.name in own or value.name == REST):
             sources.append((name, value.name))
         elif name in own:
