@@ -100,6 +100,14 @@ class ConnectedModel:
                 read[i] = connection(hidden.state, "hidden_state").to(hidden.dtype)
         return read
 
+    def _deepstack_process(self, hidden: Any, *args: Any) -> Any:
+        """What Qwen3-VL adds to the stream after a layer joins that layer's last write."""
+        add_to_stream = super()._deepstack_process  # type: ignore[misc]
+        if not isinstance(hidden, HiddenState):
+            return add_to_stream(hidden, *args)
+        state = hidden.state._replace(y=add_to_stream(hidden.state.y, *args))
+        return hidden._replace(state=state)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):
             self._init_owned_norm(module)
@@ -143,6 +151,12 @@ class HiddenState(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
         return self.dtype_like.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"between connected layers there is a connection's state in place of the stream: the "
+            f"host cannot use its {name!r} there"
+        )
 
 
 class HiddenStateRecorder:

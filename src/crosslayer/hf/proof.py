@@ -7,7 +7,7 @@ and the last one's to the final norm, unchanged.
 """
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,20 @@ def _relative_difference(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
+class _Travelling(Tensor):
+    """Stands for the state that travels between connected layers: a host can only pass it on."""
+
+    after: ClassVar[str] = ""  # the path of the layer that returned the last one
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return super().__torch_function__(func, types, args, kwargs)
+        raise ChangedStreamError(f"it reads or changes the stream after {cls.after}")
+
+
 class _Handover:
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
 
@@ -142,56 +156,69 @@ class _Handover:
 
     def __init__(self, wiring: ModelWiring):
         self.wiring = wiring
-        self.before = ""  # the path of the module before
+        self.numbers = {f"{wiring.layers}.{i}": i for i in range(len(wiring.of_layers))}
+        self.embedding: Tensor | None = None
         self.handed_over: Tensor | None = None
 
-    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = next(iter(name_arguments(module, args, kwargs).values()))
-        handed_over = self.handed_over
-        if handed_over is None and path == self.wiring.final:  # before the layers, too
+        if self.embedding is None and path == self.wiring.final:  # before the layers, too
             return x
-        if handed_over is not None and not (
-            isinstance(x, Tensor) and x.shape == handed_over.shape and torch.equal(x, handed_over)
-        ):
-            raise ChangedStreamError(f"it changes the stream between {self.before} and {path}")
-        self.before = path
-        self.handed_over = torch.randn_like(x)
-        return self.handed_over.clone()
+        if self.embedding is None:
+            self.embedding = x
+        elif x is not self.handed_over:
+            raise ChangedStreamError(f"it changes the stream before {path}")
+        number = self.numbers.get(path)
+        ends = path == self.wiring.final
+        if self.wiring.final is None and number == len(self.numbers) - 1:
+            ends = True
+        hidden = torch.randn_like(self.embedding)
+        self.handed_over = hidden if ends else hidden.as_subclass(_Travelling)
+        _Travelling.after = path
+        extras = None if number is None else self.wiring.of_layers[number].extras
+        return self.handed_over if extras is None else (self.handed_over, *[None] * len(extras))
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return x
 
 
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
-    """Raise a ValueError where the backbone changes the stream after its first layer.
+    """Raise a ValueError where the backbone uses the stream between its layers.
 
     A backbone that does not run on two token ids, one image or hidden states alone is not checked
     here. What it does to the stream then raises an error in its first forward.
     """
-    parameter = next(backbone.parameters())
-    inputs = _make_inputs(backbone, wiring.dim).to(parameter.device)
-    devices = [parameter.device] if parameter.is_cuda else []
+    device = next(backbone.parameters()).device
+    devices = [device] if device.type == "cuda" else []
     replaced = [path for path in (wiring.layers, wiring.final) if path is not None]
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with torch.no_grad(), torch.random.fork_rng(devices), device:
         try:
-            run_shadow(backbone, lambda: _Handover(wiring), inputs, replaced=replaced)
+            inputs = _make_inputs(backbone, wiring.dim)
+            run_shadow(backbone, lambda: _Handover(wiring), *inputs, replaced=replaced)
         except ChangedStreamError as error:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:
             return
 
 
-def _make_inputs(backbone: Any, width: int) -> Tensor:
-    """What a backbone's forward takes first: token ids, an image or hidden states."""
+def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
+    """What a backbone's forward takes first: token ids, an image, its patches or hidden states."""
     dtype = next(backbone.parameters()).dtype
-    first = list(inspect.signature(original_class(backbone).forward).parameters)[1]  # type: ignore[attr-defined]
+    host: Any = original_class(backbone)
+    _, first, *others = inspect.signature(host.forward).parameters
+    config = getattr(backbone, "config", None)
+    channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
+    if others[:1] == ["grid_thw"]:
+        side = 2 * getattr(config, "spatial_merge_size", 1)
+        values = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        return [torch.randn(side**2, values, dtype=dtype), torch.tensor([[1, side, side]])]
     if first in ("hidden_states", "inputs_embeds"):
-        return torch.randn(1, _TOKENS, width, dtype=dtype)
+        return [torch.randn(1, _TOKENS, width, dtype=dtype)]
     if first == "pixel_values":
-        size = getattr(backbone.config, "image_size", 0)
+        size = getattr(config, "image_size", 0)
         height, width = (size, size) if isinstance(size, int) else size
-        return torch.randn(1, getattr(backbone.config, "num_channels", 3), height, width, dtype=dtype)
-    return torch.zeros(1, _TOKENS, dtype=torch.long)
+        return [torch.randn(1, channels, height, width, dtype=dtype)]
+    return [torch.zeros(1, _TOKENS, dtype=torch.long)]
 
 
 def format_wiring(wiring: LayerWiring) -> str:
