@@ -31,6 +31,8 @@ from .validation import check_positive
 State = Any
 StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
+# The inputs that a method may feed separately, by the port of the sub-layer.
+SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -40,8 +42,9 @@ class Site:
 
     index: int  # 0 .. depth
     layer: int  # the Transformer layer it belongs to; the number of layers at the readout
-    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). A "mixer" takes an
-    # attention's place, with one input for all of q, k and v.
+    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). In an attention's place
+    # may be a "latent_attn", which projects k and v from one latent (MLA), or a "mixer", which has
+    # one input for all of q, k and v.
     ports: tuple[str, ...]
     opens_layer: bool  # the first site of its layer
     closes_layer: bool  # the last site of its layer

@@ -14,6 +14,7 @@ from ..connection import Connection
 from ..spec import ConnectionSpec, make
 from .attach import (
     attach_connections,
+    final_norm,
     find_backbone,
     is_adapted,
     is_connected,
@@ -71,6 +72,11 @@ def connect(
         raise ValueError(
             f"{spec} applies the norms before sub-layers to its streams, "
             "and this family has no such norms"
+        )
+    if spec.method.norms_its_stream and final_norm(backbone, family) is None:
+        raise ValueError(
+            f"{spec} ends with a norm of its streams, and {type(backbone).__name__} has no norm "
+            "after its layers"
         )
     mlp_widths = None
     if reallocate:
@@ -149,7 +155,7 @@ def scale_output_weights(backbone: Any, family: ModelWiring) -> None:
     """
     weights = []
     for layer in backbone.get_submodule(family.layers):
-        for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=True):
+        for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=False):
             if connection.output_scale == 1:
                 continue
             for sublayer in sublayers:
@@ -170,6 +176,8 @@ def inequivalence_reason(connection: Connection[Any], family: ModelWiring) -> st
         return "" if is_same else "its layers are post-norm: postnorm alone computes the same"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
+    if connection.prenorm_up_to_scale and family.final is None:
+        return "it scales the hidden state, and no norm beside the layers removes that"
     if connection.prenorm_up_to_scale and not family.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
@@ -180,7 +188,7 @@ def looks_pretrained(backbone: Any, family: ModelWiring) -> bool:
 
     Where the norm has no weight: whether the model was loaded from somewhere.
     """
-    weight = getattr(backbone.get_submodule(family.final), "weight", None)
+    weight = getattr(final_norm(backbone, family), "weight", None)
     if weight is None:
         return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
     return not weight.is_meta and bool((weight != weight.flatten()[0]).any())

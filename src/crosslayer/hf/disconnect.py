@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..class_swap import restore_class
-from ..connection import Connection
+from ..connection import Connection, find_connections
 from ..fused_norms import FusedNormConnection
 from ..norms import add_write
 from .attach import check_not_dispatched, find_backbone, is_connected, set_config_keys
@@ -52,13 +52,13 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
                 f"the model's {property_name}, which the plain model's config cannot express"
             )
     layers = backbone.get_submodule(family.layers)
-    final = backbone.get_submodule(family.final)
-    check_not_dispatched(*layers, final)
+    finals = [] if family.final is None else [backbone.get_submodule(family.final)]
+    check_not_dispatched(*layers, *finals)
     like = next(backbone.parameters())
     if like.is_meta:
         raise ValueError("the model has no weights yet; load them first")
-    connections = [connection for layer in layers for connection in layer.connections]
-    difference = _max_input_difference([*connections, final.connection], like, family.is_post_norm)
+    connections = find_connections(backbone)
+    difference = _max_input_difference(connections, like, family.is_post_norm)
     if not difference <= tolerance:
         raise ValueError(
             f"{backbone.connection_spec} computes another function than the plain residual: "
@@ -68,11 +68,11 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     for layer in layers:
         _merge_qkv_inputs(layer)
         restore_class(layer)
-        for name in ("connections", "wiring", "argument_names", "readout_norm"):
-            if name in {*vars(layer), *layer._modules}:
-                delattr(layer, name)
-    restore_class(final)
-    del final.connection
+        for name in ("connections", "wiring", "argument_names"):
+            delattr(layer, name)
+    for final in finals:
+        restore_class(final)
+        del final.connection
     restore_class(backbone)
     del backbone.connection_spec, backbone.family
     for owner in (model, backbone):

@@ -6,6 +6,8 @@ it, through at most one norm, and the layer returns this sum. A post-norm layer 
 after each sub-layer, and returns it normed. Everything else is refused with the reason.
 """
 
+import inspect
+
 from torch import nn
 
 from .families import (
@@ -16,10 +18,12 @@ from .families import (
     LayerWiring,
     Sublayer,
 )
+from .host_norms import find_module
 from .projections import describe_sublayer, has_matrix
 from .shadow import Argument, argument_parameters, residual_argument
 from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
 
+_TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
 
 
@@ -103,9 +107,7 @@ def _check_all_called(layer: nn.Module, trace: Trace) -> None:
         if is_called or not any(True for _ in child.parameters()):
             continue
         if any(part in name.lower() for part in _CROSS_ATTENTION):
-            raise ValueError(
-                "it attends to an encoder, and layers with two inputs cannot be connected"
-            )
+            raise ValueError(_TWO_INPUTS)
         raise ValueError(f"its {name} runs in some forward passes only")
 
 
@@ -156,7 +158,7 @@ def _sublayer(
     layer: nn.Module, trace: Trace, chain: list[int], scale: float, width: int
 ) -> Sublayer:
     calls = [trace.calls[vector - 1] for vector in chain]
-    heavy = [call.path != "" and has_matrix(layer.get_submodule(call.path)) for call in calls]
+    heavy = [call.path != "" and has_matrix(find_module(layer, call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
         names = ", ".join(call.path for call in calls)
         raise ValueError(f"{names} is no sub-layer with at most one norm before it")
@@ -201,6 +203,9 @@ def _sources(layer: nn.Module, call: Call) -> Arguments:
     if residual := residual_argument(layer.get_submodule(call.path)):
         sources.append((residual, NO_RESIDUAL))
     for name, value in call.arguments.items():
+        is_required = name in theirs and theirs[name].default is inspect.Parameter.empty
+        if value is None and is_required and name.startswith("encoder_"):
+            raise ValueError(_TWO_INPUTS)
         if isinstance(value, Argument) and (value.name in own or value.name in (REST, SAME_INPUT)):
             sources.append((name, value.name))
         elif name in own:

@@ -6,7 +6,7 @@ layers the connection's state travels as the host's `hidden_states`.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..class_swap import swap_class
-from ..connection import Connection
+from ..connection import SPLIT_PORTS, Connection
 from ..recompute import RecomputedConnection, recompute_inputs
 from .families import (
     NO_RESIDUAL,
@@ -77,7 +77,8 @@ class ConnectedModel:
                 continue
             if i - first < len(recorder.hidden_states):
                 hidden_states[i] = recorder.hidden_states[i - first]
-            else:  # after the last layer, where the host does not return the readout here
+            elif isinstance(recorder.last, HiddenState):
+                # after the last layer, where the host does not return the readout here
                 final = self.get_submodule(self.family.final)  # type: ignore[attr-defined]
                 hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
@@ -113,8 +114,8 @@ class ConnectedModel:
         host: Any = self
         layers = host.get_submodule(self.family.layers)
         readers = [partial(read_hidden_state, layer) for layer in layers]
-        final = host.get_submodule(self.family.final)
-        readers.append(partial(final, verb="hidden_state"))
+        if self.family.final is not None:
+            readers.append(partial(host.get_submodule(self.family.final), verb="hidden_state"))
         if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
             readers = readers[1:]
         read = list(recorded)
@@ -122,6 +123,14 @@ class ConnectedModel:
             if isinstance(hidden, HiddenState):
                 read[i] = reader(hidden)
         return read
+
+    def _deepstack_process(self, hidden: Any, *args: Any) -> Any:
+        """What Qwen3-VL adds to the stream after a layer joins that layer's last write."""
+        add_to_stream = super()._deepstack_process  # type: ignore[misc]
+        if not isinstance(hidden, HiddenState):
+            return add_to_stream(hidden, *args)
+        state = hidden.state._replace(y=add_to_stream(hidden.state.y, *args))
+        return hidden._replace(state=state)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):
@@ -167,6 +176,12 @@ class HiddenState(NamedTuple):
     def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
         return self.dtype_like.dtype
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"between connected layers there is a connection's state in place of the stream: the "
+            f"host cannot use its {name!r} there"
+        )
+
 
 class HiddenStateRecorder:
     """The hidden states of one forward pass.
@@ -179,7 +194,7 @@ class HiddenStateRecorder:
     def __init__(self) -> None:
         self.layers = 0  # that have run
         self.hidden_states: list[Tensor] = []  # after each of these layers but the last
-        self.last: HiddenState  # the state after the last layer
+        self.last: HiddenState | Tensor  # what the last layer returns
 
 
 class OpaqueTree:
@@ -201,10 +216,10 @@ class ConnectedLayer:
     use `output_hidden_states`.
     """
 
+    # One a site, and then the readout where this is the last layer and the host has no final norm.
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
-    readout_norm: str = ""  # the final norm's path, in the last layer of a post-norm host
     training: bool
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,9 +250,7 @@ class ConnectedLayer:
         structure of the next state.
         """
         hidden = tree_unflatten(leaves, tree.spec)
-        before = None
-        if records:
-            before = read_hidden_state(self, hidden)
+        before = read_hidden_state(self, hidden) if records else None
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
@@ -250,17 +263,18 @@ class ConnectedLayer:
             hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
         state = hidden.state
         returned: dict[str, Any] = {}  # by each sub-layer's module
-        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=True):
+        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=False):
             inputs, state = connection(state)
             outputs = []  # of one sub-layer, or of all in a parallel block
             with recompute_inputs(inputs, state):
                 first = 0  # of the sub-layer's ports
                 for sublayer in sublayers:
+                    split = SPLIT_PORTS.get(sublayer.port, ())
                     x: Any = inputs[first]
+                    if split and connection.ports[first : first + len(split)] == split:
+                        x = QKVInputs(inputs[first : first + len(split)])
+                        first += len(split) - 1
                     first += 1
-                    if connection.ports[first - 1] == "q":
-                        x = QKVInputs(inputs[first - 1 : first + 2])
-                        first += 2
                     modulation = modulations.get(sublayer.port)
                     y, returned[sublayer.module] = self._run_sublayer(
                         sublayer, x, modulation, kwargs
@@ -268,19 +282,21 @@ class ConnectedLayer:
                     outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         hidden = hidden._replace(state=state)
-        tensors, spec = tree_flatten(
-            find_module(self, self.readout_norm)(hidden) if self.readout_norm else hidden
-        )
-        extras = []
+        if self.connections[-1].is_readout:
+            hidden = self.connections[-1].readout(state).to(hidden.dtype)
+        tensors, spec = tree_flatten(hidden)
+        return (*tensors, before, OpaqueTree(spec, tuple(self._select_extras(returned))))
+
+    def _select_extras(self, returned: dict[str, Any]) -> Iterator[Any]:
+        """What the layer returns besides its stream, from what its sub-layers returned."""
         for source in self.wiring.extras or ():
             if source is None:
-                extras.append(None)
+                yield None
                 continue
             outputs = returned[source[0]]
             # A module may return its tensor alone where it has no more to tell.
             if isinstance(outputs, tuple | list) and source[1] < len(outputs):
-                extras.append(outputs[source[1]])
-        return (*tensors, before, OpaqueTree(spec, tuple(extras)))
+                yield outputs[source[1]]
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
@@ -297,10 +313,11 @@ class ConnectedLayer:
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
-            if isinstance(step, str):
-                y = find_module(self, step)(y)
-            else:
+            if isinstance(step, float):
                 y = nn.functional.dropout(y, step, self.training)
+                continue
+            module = find_module(self, step)
+            y = module * y if isinstance(module, Tensor) else module(y)
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned

@@ -6,10 +6,11 @@ import inspect
 import textwrap
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..class_swap import original_class
 from .families import FUSED_PROJECTIONS, Fused, Sublayer
+from .host_norms import find_module
 
 # Names that transformers gives to the projections of q, k and v, and to those of an MLP.
 _QKV = (
@@ -18,6 +19,8 @@ _QKV = (
     ("to_q", "to_k", "to_v"),
     ("wq", "wk", "wv"),
 )
+# Of q and the latent of k and v (MLA).
+_LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
 _UP = (
     ("gate_proj", "up_proj"),
     ("gate_up_proj",),
@@ -40,11 +43,13 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
     module = layer.get_submodule(sublayer.module)
     is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments
     qkv, fused = find_projections(module)
-    port = "mlp" if is_mlp else "attn" if qkv else "mixer"
+    port = "mlp" if is_mlp else "mixer"
+    if qkv and not is_mlp:
+        port = "latent_attn" if qkv[:2] in _LATENT else "attn"
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
     normed = any(
-        isinstance(step, str) and list(layer.get_submodule(step).parameters())
+        isinstance(step, str) and _has_parameters(find_module(layer, step))
         for step in sublayer.after
     )
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
@@ -54,8 +59,8 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
         output = ""  # It is one of these steps.
     return sublayer._replace(
         port=port,
-        qkv=qkv if port == "attn" else (),
-        fused=fused if port == "attn" else None,
+        qkv=() if is_mlp else qkv,
+        fused=None if is_mlp else fused,
         up_projections=up if is_mlp else (),
         output_projection="" if normed and not is_mlp else output,
     )
@@ -74,7 +79,7 @@ def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | Non
     fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
     if order is not None and called == {fused_name}:
         return (fused_name,), order(attention.config)
-    for names in _QKV:
+    for names in _QKV + _LATENT:
         if called is not None and called.issuperset(names):
             return (*names, *sorted(called.difference(names))), None
     return (), None
@@ -119,5 +124,9 @@ def _has_attribute(module: Any, path: str) -> bool:
     return True
 
 
-def has_matrix(module: nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in module.parameters())
+def has_matrix(module: nn.Module | Tensor) -> bool:
+    return isinstance(module, nn.Module) and any(p.dim() > 1 for p in module.parameters())
+
+
+def _has_parameters(module: nn.Module | Tensor) -> bool:
+    return isinstance(module, Tensor) or any(True for _ in module.parameters())

@@ -7,11 +7,13 @@ the same. Then a shadow of the backbone runs, which must hand each layer's outpu
 and the last one's to the final norm, unchanged.
 """
 
-from typing import Any
+import inspect
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..class_swap import original_class
 from ..spec import make
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer, own_connection
@@ -69,7 +71,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
 
 def _check_projections(wiring: LayerWiring) -> None:
     for sublayer in wiring.sublayers:
-        if len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
+        if sublayer.port == "attn" and len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
             raise ValueError(
                 f"the row names {sublayer.qkv} as projections of q, k and v; where one projection "
                 "is all three, it needs fused=, the order of its outputs: qkv_concatenated or "
@@ -81,6 +83,7 @@ class _Functions:
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
 
     lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
 
     def __init__(self, width: int):
         generator = torch.Generator().manual_seed(0)
@@ -140,55 +143,91 @@ def _relative_difference(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
+class _Travelling(Tensor):
+    """Stands for the state that travels between connected layers: a host can only pass it on."""
+
+    after: ClassVar[str] = ""  # the path of the layer that returned the last one
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return super().__torch_function__(func, types, args, kwargs)
+        raise ChangedStreamError(f"it reads or changes the stream after {cls.after}")
+
+
 class _Handover:
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
 
     lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
 
     def __init__(self, wiring: ModelWiring):
         self.wiring = wiring
-        self.before = ""  # the path of the module before
+        self.numbers = {f"{wiring.layers}.{i}": i for i in range(len(wiring.of_layers))}
+        self.embedding: Tensor | None = None
         self.handed_over: Tensor | None = None
 
-    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = next(iter(name_arguments(module, args, kwargs).values()))
-        handed_over = self.handed_over
-        if handed_over is None and path == self.wiring.final:  # before the layers, too
+        if self.embedding is None and path == self.wiring.final:  # before the layers, too
             return x
-        if handed_over is not None and not (
-            isinstance(x, Tensor) and x.shape == handed_over.shape and torch.equal(x, handed_over)
-        ):
-            raise ChangedStreamError(f"it changes the stream between {self.before} and {path}")
-        self.before = path
-        self.handed_over = torch.randn_like(x)
-        return self.handed_over.clone()
+        if self.embedding is None:
+            self.embedding = x
+        elif x is not self.handed_over:
+            raise ChangedStreamError(f"it changes the stream before {path}")
+        number = self.numbers.get(path)
+        ends = path == self.wiring.final
+        if self.wiring.final is None and number == len(self.numbers) - 1:
+            ends = True
+        hidden = torch.randn_like(self.embedding)
+        self.handed_over = hidden if ends else hidden.as_subclass(_Travelling)
+        _Travelling.after = path
+        extras = None if number is None else self.wiring.of_layers[number].extras
+        return self.handed_over if extras is None else (self.handed_over, *[None] * len(extras))
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return x
 
 
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
-    """Raise a ValueError where the backbone changes the stream after its first layer.
+    """Raise a ValueError where the backbone uses the stream between its layers.
 
-    A backbone that does not run on two token ids alone is not checked here. What it does to the
-    stream then raises an error in its first forward.
+    A backbone that does not run on two token ids, one image or hidden states alone is not checked
+    here. What it does to the stream then raises an error in its first forward.
     """
-    parameter = next(backbone.parameters())
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=parameter.device)
-    devices = [parameter.device] if parameter.is_cuda else []
-    replaced = (wiring.layers,) if wiring.is_post_norm else (wiring.layers, wiring.final)
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    device = next(backbone.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    replaced = [path for path in (wiring.layers, wiring.final) if path is not None]
+    with torch.no_grad(), torch.random.fork_rng(devices), device:
         try:
-            observer, _ = run_shadow(backbone, lambda: _Handover(wiring), ids, replaced=replaced)
+            inputs = _make_inputs(backbone, wiring.dim)
+            run_shadow(backbone, lambda: _Handover(wiring), *inputs, replaced=replaced)
         except ChangedStreamError as error:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:
             return
-    if not wiring.is_post_norm and observer.before != wiring.final:
-        raise ValueError(
-            f"connect cannot connect {type(backbone).__name__}: what its last layer returns does "
-            f"not go to its final norm, {wiring.final}"
-        )
+
+
+def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
+    """What a backbone's forward takes first: token ids, an image, its patches or hidden states."""
+    dtype = next(backbone.parameters()).dtype
+    host: Any = original_class(backbone)
+    _, first, *others = inspect.signature(host.forward).parameters
+    config = getattr(backbone, "config", None)
+    channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
+    if others[:1] == ["grid_thw"]:
+        side = 2 * getattr(config, "spatial_merge_size", 1)
+        values = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        return [torch.randn(side**2, values, dtype=dtype), torch.tensor([[1, side, side]])]
+    if first in ("hidden_states", "inputs_embeds"):
+        return [torch.randn(1, _TOKENS, width, dtype=dtype)]
+    if first == "pixel_values":
+        size = getattr(config, "image_size", 0)
+        height, width = (size, size) if isinstance(size, int) else size
+        return [torch.randn(1, channels, height, width, dtype=dtype)]
+    return [torch.zeros(1, _TOKENS, dtype=torch.long)]
 
 
 def format_wiring(wiring: LayerWiring) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .families import LayerWiring, ModelWiring
-from .layer_recognition import is_norm, paths_around, recognise_layer
+from .layer_recognition import is_norm, recognise_layer
 
 
 def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
@@ -25,32 +25,19 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
         raise ValueError(
             "encoder-decoder models cannot be connected, as their layers have two inputs"
         )
-    path = _find_layers(backbone)
-    layers: Any = backbone.get_submodule(path)
-    final = _find_final_norm(backbone, path)
-    owner_path = _find_owner(backbone, path, final)
-    owner = backbone.get_submodule(owner_path)
-    config = getattr(owner, "config", getattr(backbone, "config", None))
-    parameters = backbone.get_submodule(final).parameters() if final else ()
-    weights = [parameter for parameter in parameters if parameter.dim() == 1]
-    dim = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
-    if dim is None:
-        raise ValueError("nothing tells the width of its stream, like a final norm with a weight")
+    owner, path = _find_layers(backbone)
+    layers = owner.get_submodule(path)
+    final = _find_final_norm(owner, path)
+    dim = _stream_width(owner, layers, final)
     try:
         of_layers = _recognise_layers(layers, dim)
     except ValueError:
-        _check_list_of_layers(backbone, path, config)
+        _check_list_of_layers(owner, path)
         raise
     last_norms = {bool(wiring.last_norm) for wiring in of_layers}
-    if last_norms == {True}:
-        final = f"{path}.{len(layers) - 1}.{of_layers[-1].last_norm}"
-    elif True in last_norms:
+    if len(last_norms) == 2:
         raise ValueError("some of its layers are pre-norm and others post-norm")
-    elif not final:
-        raise ValueError(f"{type(backbone).__name__} has no norm after its pre-norm layers")
-    prefix = f"{owner_path}." if owner_path else ""
-    wiring = ModelWiring(path.removeprefix(prefix), final.removeprefix(prefix), dim, of_layers)
-    return owner, wiring
+    return owner, ModelWiring(path, None if True in last_norms else final, dim, of_layers)
 
 
 def _recognise_layers(layers: Any, dim: int) -> tuple[LayerWiring, ...]:
@@ -67,12 +54,12 @@ def _recognise_layers(layers: Any, dim: int) -> tuple[LayerWiring, ...]:
     return tuple(of_layers)
 
 
-def _check_list_of_layers(backbone: nn.Module, path: str, config: Any) -> None:
+def _check_list_of_layers(owner: nn.Module, path: str) -> None:
     """Raise a ValueError where the members of a list are no layers."""
-    if getattr(config, "num_hidden_groups", None):
+    if getattr(getattr(owner, "config", None), "num_hidden_groups", None):
         raise ValueError("its layers share their weights, and connections need layers of their own")
-    owner_path, _, name = path.rpartition(".")
-    children = dict(backbone.get_submodule(owner_path).named_children())
+    parent, _, name = path.rpartition(".")
+    children = dict(owner.get_submodule(parent).named_children())
     lists = {key: child for key, child in children.items() if isinstance(child, nn.ModuleList)}
     alike = [key for key, child in lists.items() if len(child) == len(lists[name])]
     if len(alike) > 1:
@@ -92,46 +79,70 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
     return (modules, *settings)
 
 
-def _find_layers(backbone: nn.Module) -> str:
-    """The path of the list of layers."""
+def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
+    """The module that owns the layers, and the name of their list in it.
+
+    A module that is no model of transformers, such as the encoder within a vision tower, leaves the
+    layers to the model around it, which reports hidden states.
+    """
     config: Any = getattr(backbone, "config", None)
+    searched = backbone
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
+        searched = _find_language_model(backbone, config)
     count = getattr(config, "num_hidden_layers", None)
-    found = []
-    owners: list[tuple[str, nn.Module]] = [("", backbone)]
+    found: list[tuple[nn.Module, str]] = []
+    owners = [(searched, searched, "")]  # a module, the model around it, the module's path in it
     while owners:
-        prefix, owner = owners.pop(0)
+        owner, model, prefix = owners.pop(0)
         for name, child in owner.named_children():
             if not isinstance(child, nn.ModuleList):
-                owners.append((f"{prefix}{name}.", child))
+                is_model = isinstance(child, PreTrainedModel)
+                owners.append(
+                    (child, child, "") if is_model else (child, model, f"{prefix}{name}.")
+                )
             elif len(child):
-                found.append((prefix + name, child))
-    for path, layers in found:
-        if len(layers) == count:
-            return path
+                is_within = isinstance(model, PreTrainedModel)
+                found.append((model, prefix + name) if is_within else (owner, name))
+    for owner, name in found:
+        if len(owner.get_submodule(name)) == count:
+            return owner, name
     if not found:
         raise ValueError("it has no list of layers")
-    return found[0][0]
+    return found[0]
 
 
-def _find_final_norm(backbone: nn.Module, layers: str) -> str:
-    """The path of the last norm beside the layers, or beside a module around them; or empty."""
-    for path in paths_around(layers):
-        prefix = f"{path}." if path else ""
-        for name, child in reversed(list(backbone.get_submodule(path).named_children())):
-            if is_norm(name, child):
-                return prefix + name
-    return ""
+def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
+    """The outermost part of a model that has the config of its text; the model, if it has none."""
+    for module in model.modules():
+        if type(getattr(module, "config", None)) is type(text_config):
+            return module
+    return model
 
 
-def _find_owner(backbone: nn.Module, layers: str, final: str) -> str:
-    """The path of the innermost module of transformers' with the layers and the final norm, which
-    records hidden states; of the innermost module of all where there is none.
-    """
-    around_final = paths_around(final or layers)
-    paths = [path for path in paths_around(layers) if path in around_final]
-    for path in paths:
-        if isinstance(backbone.get_submodule(path), PreTrainedModel):
-            return path
-    return paths[0]
+def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
+    """The last norm beside the list of layers."""
+    parent, _, _ = layers.rpartition(".")
+    names = _norm_names(owner.get_submodule(parent))
+    return f"{parent}.{names[-1]}".lstrip(".") if names else None
+
+
+def _norm_names(owner: nn.Module) -> list[str]:
+    """The children of a module that are norms."""
+    return [name for name, child in owner.named_children() if is_norm(name, child)]
+
+
+def _stream_width(owner: nn.Module, layers: Any, final: str | None) -> int:
+    """The width of the stream, from a norm of it or from the config."""
+    norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
+    if final is not None:
+        norms.insert(0, owner.get_submodule(final))
+    weights = [p for norm in norms for p in norm.parameters() if p.dim() == 1]
+    config = getattr(owner, "config", None)
+    width = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
+    if not isinstance(width, int):
+        raise ValueError(
+            f"{type(owner).__name__} has no stream of one width: no norm in its layers or beside "
+            "them, and no hidden_size"
+        )
+    return width

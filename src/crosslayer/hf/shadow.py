@@ -25,9 +25,13 @@ class Observer(Protocol):
     """What answers the calls of a shadow's modules."""
 
     lengths: dict[str, int]  # set after a run: of the outputs that were unpacked, by module
+    parameters: dict[str, Tensor | None]  # set before a run: those of the layer's own, by name
 
-    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
-        """What a module returns. path: its name in the layer."""
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a module returns. path: its name in the layer.
+
+        A plain tensor can be unpacked as a tuple with the tensor first.
+        """
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         """What a call of `torch.nn.functional.dropout` returns."""
@@ -74,7 +78,9 @@ class StandIn:
     lengths: dict[str, int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        answer = self.observer.answer(self.path, self, args, kwargs)  # type: ignore[arg-type]
+        answer: Any = self.observer.answer(self.path, self, args, kwargs)  # type: ignore[arg-type]
+        if type(answer) is not Tensor:
+            return answer
         output: Any = answer.as_subclass(_Output)
         output.path = self.path
         output.length = self.lengths.get(self.path, 2)
@@ -179,6 +185,7 @@ def _run_until_unpacked(
     while True:
         observer = make_observer()
         shadow = make_shadow(module, observer, lengths, replaced, opened)
+        observer.parameters = shadow._parameters
         _Output.unpacked = ""
         try:
             with DropoutMode(observer):

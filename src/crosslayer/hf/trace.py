@@ -35,9 +35,9 @@ def same_sum(a: Sum, b: Sum) -> bool:
 
 
 class Call(NamedTuple):
-    """A call of a module, or dropout by a function."""
+    """A call of a module, dropout by a function, or a product with a parameter of the layer's."""
 
-    path: str  # of the module in the layer; empty for a function
+    path: str  # of the module or the parameter in the layer; empty for a function
     inputs: Sum  # what its first argument is
     arguments: dict[str, Any]  # the others, by name
     dropout: float = 0.0  # probability, where it is a function
@@ -53,6 +53,9 @@ class Trace(NamedTuple):
 
 class _Recorder:
     """Answers every call with a random vector."""
+
+    lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
 
     def __init__(self, width: int):
         self.generator = torch.Generator().manual_seed(0)
@@ -82,20 +85,45 @@ class _Recorder:
         """The factors of the vectors so far in a tensor."""
         if not isinstance(x, Tensor):
             raise ValueError(f"{where} gets {x!r}, and not the stream")
-        if x.requires_grad:
-            raise ValueError(f"the layer scales what {where} gets by parameters of its own")
+        scaled = self._scaled_outputs() if x.requires_grad else []
+        products = [product for _, product in scaled]
+        basis = torch.stack([vector.flatten() for vector in self.vectors + products], 1)
+        is_scaled = x.requires_grad
         x = x.detach().double().flatten()
-        basis = torch.stack([vector.flatten() for vector in self.vectors], 1)
         if len(x) != len(basis):
             raise ValueError(f"{where} gets a tensor of another shape than the stream's")
         factors = torch.linalg.lstsq(basis, x[:, None]).solution.flatten()
         if (basis @ factors - x).abs().max() > _TOLERANCE * x.abs().max():
+            if is_scaled:
+                raise ValueError(f"the layer scales what {where} gets by parameters of its own")
             raise ValueError(f"{where} gets no sum of the stream and of modules' outputs")
         found = {}
-        for vector, factor in enumerate(factors.tolist()):
-            if abs(factor) > _TOLERANCE:
-                found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
+        known = len(self.vectors)
+        for number, factor in enumerate(factors.tolist()):
+            if abs(factor) <= _TOLERANCE:
+                continue
+            vector = number
+            if number >= known:
+                call, product = scaled[number - known]
+                self.calls.append(call)
+                self.vectors.append(product)
+                vector = len(self.calls)
+            found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
         return found
+
+    def _scaled_outputs(self) -> list[tuple[Call, Tensor]]:
+        """Each output times each of the layer's own parameters, such as a learned scale, but those
+        that were found before.
+        """
+        scaled = []
+        for name, parameter in self.parameters.items():
+            if parameter is None or parameter.shape != (self.width,):
+                continue
+            for vector in range(1, len(self.vectors)):
+                call = Call(name, {vector: 1.0}, {})
+                if call not in self.calls:
+                    scaled.append((call, self.vectors[vector] * parameter.detach()))
+        return scaled
 
     def _next_vector(self) -> Tensor:
         shape = (1, _TOKENS, self.width)
