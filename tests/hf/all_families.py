@@ -1,7 +1,7 @@
-"""Every model of transformers that generates text or classifies images, small and random,
-connected: docs/families.md.
+"""Every model of transformers that generates text, fills masks or classifies images, small and
+random, connected: docs/families.md.
 
-python -m tests.hf.all_families            # writes the table, in about four minutes
+python -m tests.hf.all_families            # writes the table, in about five minutes
 python -m tests.hf.all_families llama      # prints the rows of some families
 """
 
@@ -16,11 +16,12 @@ import torch
 import transformers
 
 import crosslayer
+from crosslayer.hf.attach import find_backbone
+from crosslayer.hf.families import own_connection
 from tests.hf.small_models import KINDS, LANGUAGE, Kind, build_small, read_output
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 ROUNDING = 1e-4  # the largest difference of a logit that is rounding, in units of the largest logit
-METHODS = ("prenorm", "mudd")
 STATUSES = ("exact", "to rounding", "refused", "fails", "untried")
 
 
@@ -42,13 +43,21 @@ def read_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_family(kind: Kind, family: str) -> Result:
-    """Connect a small model of a family with each method, and compare its logits."""
+    """Connect a small model of a family with the residual connection that it has and with MUDD, and
+    compare its logits.
+    """
     try:
         plain, inputs, expected, note = build_small(kind, family)
     except Exception as error:  # of any class, from a family's own code
         return Result(family, kind.name, "untried", _one_line(error))
+    try:
+        own = own_connection(find_backbone(plain)[1].of_layers[0])
+    except ValueError:
+        own = "prenorm"
+    if own == "postnorm":
+        note = f"{note} post-norm".strip()
     largest = 0.0
-    for method in METHODS:
+    for method in (own, "mudd"):
         try:
             model = crosslayer.connect(copy.deepcopy(plain), method)
         except ValueError as error:
@@ -60,6 +69,8 @@ def check_family(kind: Kind, family: str) -> Result:
             logits = read_output(model, inputs)
         except Exception as error:
             return Result(family, kind.name, "fails", f"{method}: {_one_line(error)}")
+        if own == "postnorm" and method == "mudd":  # which has another function, and runs
+            continue
         difference = (logits - expected).abs().max() / expected.abs().max()
         largest = max(largest, difference.item())
     if largest == 0:
@@ -78,8 +89,9 @@ def format_page(results: list[Result]) -> str:
     lines = [
         "# Families",
         "",
-        f"Models of transformers {transformers.__version__}, small and random: their logits, or what",
-        "they have in place of them, before and after `connect` with `prenorm` and `mudd`.",
+        f"Models of transformers {transformers.__version__}, small and random: their logits, or",
+        "what they have in place of them, before and after `connect` with `prenorm` and `mudd`, or",
+        "with `postnorm` where the layers are post-norm.",
         "This page is written by `python -m tests.hf.all_families`.",
         "",
         f"| kind | families | {' | '.join(STATUSES)} |",
@@ -94,6 +106,7 @@ def format_page(results: list[Result]) -> str:
         "- **exact**: bitwise the same logits.",
         "- **to rounding**: the largest difference of a logit, in units of the largest logit.",
         "- **refused**: `connect` raises this error and leaves the model unchanged.",
+        "- **post-norm**: exact with `postnorm`; other connections change the function, and warn.",
         "- **untried**: the small config is none of the family's. Nothing is known.",
         "",
         "Of a multi-modal model, `connect` connects the language model.",

@@ -264,4 +264,13 @@ MULTI_MODAL = Kind(
     _classes(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     _image_and_text_inputs,
 )
-KINDS = (LANGUAGE, VISION, MULTI_MODAL)
+ENCODER = Kind(
+    "encoder",
+    {
+        family: cls
+        for family, cls in _classes(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES).items()
+        if family not in LANGUAGE.classes
+    },
+    _token_inputs,
+)
+KINDS = (LANGUAGE, ENCODER, VISION, MULTI_MODAL)

@@ -216,6 +216,8 @@ def _sources(layer: nn.Module, call: Call) -> Arguments:
 
 
 def _describe(trace: Trace, total: Sum) -> str:
+    if not total:
+        return "zeros"
     names = ["its input", *(call.path or "a dropout" for call in trace.calls)]
     return " + ".join(
         names[vector] if factor == 1 else f"{factor:.4g} · {names[vector]}"

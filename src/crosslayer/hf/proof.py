@@ -215,7 +215,7 @@ def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
     dtype = next(backbone.parameters()).dtype
     host: Any = original_class(backbone)
     _, first, *others = inspect.signature(host.forward).parameters
-    config = getattr(backbone, "config", None)
+    config: Any = getattr(backbone, "config", None)
     channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
     if others[:1] == ["grid_thw"]:
         side = 2 * getattr(config, "spatial_merge_size", 1)

@@ -28,7 +28,8 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     owner, path = _find_layers(backbone)
     layers = owner.get_submodule(path)
     final = _find_final_norm(owner, path)
-    dim = _stream_width(owner, layers, final)
+    config = getattr(owner, "config", getattr(backbone, "config", None))
+    dim = _stream_width(owner, config, layers, final)
     try:
         of_layers = _recognise_layers(layers, dim)
     except ValueError:
@@ -91,7 +92,7 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
         config = config.get_text_config(decoder=True)
         searched = _find_language_model(backbone, config)
     count = getattr(config, "num_hidden_layers", None)
-    found: list[tuple[nn.Module, str]] = []
+    found: list[tuple[nn.Module, str, nn.Module, str]] = []
     owners = [(searched, searched, "")]  # a module, the model around it, the module's path in it
     while owners:
         owner, model, prefix = owners.pop(0)
@@ -102,14 +103,17 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
                     (child, child, "") if is_model else (child, model, f"{prefix}{name}.")
                 )
             elif len(child):
-                is_within = isinstance(model, PreTrainedModel)
-                found.append((model, prefix + name) if is_within else (owner, name))
-    for owner, name in found:
-        if len(owner.get_submodule(name)) == count:
-            return owner, name
+                found.append((owner, name, model, prefix + name))
     if not found:
         raise ValueError("it has no list of layers")
-    return found[0]
+    of_count = [place for place in found if len(getattr(place[0], place[1])) == count]
+    owner, name, model, path = (of_count or found)[0]
+    # Two stacks that a model runs by turns, each with a norm of its own, are connected apart.
+    stacks = [place for place in found if place[2] is model and _norm_names(place[0])]
+    is_stack = len(stacks) > 1 and _norm_names(owner)
+    if isinstance(model, PreTrainedModel) and not is_stack:
+        return model, path
+    return owner, name
 
 
 def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
@@ -132,13 +136,12 @@ def _norm_names(owner: nn.Module) -> list[str]:
     return [name for name, child in owner.named_children() if is_norm(name, child)]
 
 
-def _stream_width(owner: nn.Module, layers: Any, final: str | None) -> int:
+def _stream_width(owner: nn.Module, config: Any, layers: Any, final: str | None) -> int:
     """The width of the stream, from a norm of it or from the config."""
     norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
     if final is not None:
         norms.insert(0, owner.get_submodule(final))
     weights = [p for norm in norms for p in norm.parameters() if p.dim() == 1]
-    config = getattr(owner, "config", None)
     width = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
     if not isinstance(width, int):
         raise ValueError(

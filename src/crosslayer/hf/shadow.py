@@ -44,7 +44,7 @@ class Argument:
         self.name = name
 
     def __repr__(self) -> str:
-        return self.name
+        return f"the argument {self.name!r}"
 
 
 class OtherOutput:
@@ -211,7 +211,7 @@ def _describe_failure(error: Exception) -> str:
     for cls, things in ((Argument, "its arguments"), (OtherOutput, "further outputs of modules")):
         if cls.__name__ in reason:
             return f"its own code computes with {things}, where most layers pass them on"
-    return f"its own code cannot be followed ({type(error).__name__}: {reason})"
+    return f"its own code does more than to call its modules ({type(error).__name__}: {reason})"
 
 
 def make_shadow(
