@@ -67,7 +67,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "decoder_config": {"hidden_size_global": 32},
     },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"moe_num_experts": 4}},
-    "cohere_compass_text": {"layer_types": ["sliding_attention"] * 4},
+    "cohere_compass_text": {"layer_types": None},
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"text_config": {"per_layer_config": None, "num_key_value_heads": 4}},
     "dots3_note_text": {
@@ -132,11 +132,16 @@ ROWS: dict[str, dict[str, Any]] = {
     # multi-modal
     "diffusion_gemma": {"text_config": _GEMMA4_TEXT},
     "granite4_vision": {"deepstack_layer_map": [[0, 1]]},
-    "molmo2": {"vision_config": {"image_size": [16, 16]}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 8}},
+    "molmo2": {
+        "vit_config": {"image_size": [16, 16]}, "adapter_config": {"vision_feature_layer": [2, 1]},
+    },
+    "muse_spark": {"audio_config": {"out_hidden_size": 32}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon": {"vocabulary_map": {"<image>": 90}},
-    "cohere_compass": {"text_config": {"layer_types": ["sliding_attention"] * 4}},
+    "cohere_compass": {"text_config": {"layer_types": None, "rope_parameters": None}},
     "cosmos3_edge": {"text_config": _MROPE},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16]}},
     "florence2": {"vision_config": {"patch_size": None}},

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.hf.family_sizes import DROPPED, LAYERS, NESTED_SIZES, ROWS, SIZES, TOWERS
 from tests.support.tiny import shake
 
-MAX_PARAMETERS = 3e7
+MAX_PARAMETERS = 5e7
 VOCABULARY = SIZES["vocab_size"]
 IMAGE = SIZES["image_size"]
 PATCH = SIZES["patch_size"]

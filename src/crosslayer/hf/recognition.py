@@ -77,9 +77,13 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
             try:
                 wiring_of_kind[kind] = recognise_layer(layer, dim)
             except ValueError as error:
-                raise ValueError(
-                    f"layer {number} is a {type(layer).__name__}, and {error}"
-                ) from None
+                name = type(layer).__name__
+                if name.endswith("Stage"):
+                    raise ValueError(
+                        f"its layers are in stages ({name}), between which the stream changes its "
+                        "width or length"
+                    ) from None
+                raise ValueError(f"layer {number} is a {name}, and {error}") from None
         of_layers.append(wiring_of_kind[kind])
     return owner, ModelWiring(name, final, dim, tuple(of_layers))
 

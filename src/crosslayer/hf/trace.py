@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .shadow import OtherOutput, layer_arguments, name_arguments, run_shadow
+from .shadow import Argument, OtherOutput, layer_arguments, name_arguments, run_shadow
 
 STREAM = 0
 _TOKENS = 2
@@ -70,7 +70,9 @@ class _Recorder:
     def decompose(self, x: Any, where: str) -> Sum:
         """The factors of the vectors so far in a tensor."""
         if not isinstance(x, Tensor):
-            raise ValueError(f"{where} gets {x!r} in place of the stream")
+            stand_in = isinstance(x, Argument | OtherOutput)
+            got = repr(x) if stand_in else f"a {type(x).__name__}"
+            raise ValueError(f"{where} gets {got} in place of the stream")
         scaled = self._scaled_outputs() if x.requires_grad else []
         products = [product for _, product in scaled]
         basis = torch.stack([vector.flatten() for vector in self.vectors + products], 1)
