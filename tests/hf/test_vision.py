@@ -54,15 +54,15 @@ def test_a_method_that_norms_its_streams_needs_a_norm_after_the_layers():
         crosslayer.connect(model, "resi_dual")
 
 
-def llava() -> SmallModel:
-    """Its tower comes first and has as many layers as its language model."""
-    small = build_small(MULTI_MODAL, "llava")
+def multi_modal(family: str) -> SmallModel:
+    small = build_small(MULTI_MODAL, family)
     assert small.note == "with images"
     return small
 
 
 def test_a_multi_modal_model_connects_its_language_model(tmp_path):
-    plain, inputs, expected, _ = llava()
+    """The tower has as many layers and comes first."""
+    plain, inputs, expected, _ = multi_modal("qwen2_vl")
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     assert find_backbone(model)[0] is model.model.language_model
     assert torch.equal(read_output(model, inputs), expected)
@@ -80,7 +80,8 @@ def test_a_multi_modal_model_connects_its_language_model(tmp_path):
 
 
 def test_a_tower_is_connected_by_itself(tmp_path):
-    plain, inputs, expected, _ = llava()
+    """LLaVA reads a hidden state of its tower."""
+    plain, inputs, expected, _ = multi_modal("llava")
     model = copy.deepcopy(plain)
     tower = model.model.vision_tower
     crosslayer.connect(tower, "mudd")
