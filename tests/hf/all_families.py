@@ -78,8 +78,8 @@ def format_page(results: list[Result]) -> str:
     lines = [
         "# Families",
         "",
-        f"Models of transformers {transformers.__version__}, small and random: their logits, or what",
-        "they have in place of them, before and after `connect` with `prenorm` and `mudd`.",
+        f"Models of transformers {transformers.__version__}, small and random: their logits, or",
+        "what they have in place of them, before and after `connect` with `prenorm` and `mudd`.",
         "This page is written by `python -m tests.hf.all_families`.",
         "",
         f"| kind | families | {' | '.join(STATUSES)} |",

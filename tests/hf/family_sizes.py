@@ -71,7 +71,10 @@ ROWS: dict[str, dict[str, Any]] = {
         "encoder_hash_byte_group_vocab": 64, "encoder_config": {"hidden_size_global": 32},
         "decoder_config": {"hidden_size_global": 32},
     },
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"moe_num_experts": 4}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4},
+    },
     "cohere_compass_text": _COMPASS_TEXT,
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"text_config": {"per_layer_config": None, "num_key_value_heads": 4}},
@@ -97,7 +100,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "xlnet": {"max_position_embeddings": None, "d_inner": 64},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attn_layer_period": None, "attn_layer_offset": None, "layer_types": ["mamba", "hybrid"] * 2},
+    "zamba": {
+        "attn_layer_period": None, "attn_layer_offset": None,
+        "layer_types": ["mamba", "hybrid"] * 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
     # vision
     "audio-spectrogram-transformer": {
@@ -108,7 +114,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "convnextv2": {"image_size": 64},
     "dinov3_convnext": {"image_size": 64},
     "donut-swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320, "image_size": 64},
+    "efficientnet": {
+        "width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320, "image_size": 64,
+    },
     "focalnet": {"embed_dim": 16},
     "hiera": {
         "image_size": [16, 16], "patch_size": None, "patch_stride": [2, 2], "patch_padding": [3, 3],
@@ -137,10 +145,13 @@ ROWS: dict[str, dict[str, Any]] = {
     # multi-modal
     "diffusion_gemma": {"text_config": _GEMMA4_TEXT},
     "granite4_vision": {"deepstack_layer_map": [[0, 1]]},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0}},
+    "glm5_next": {
+        "text_config": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0},
+    },
     "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 8}},
     "molmo2": {
-        "vision_config": {"image_size": [16, 16]}, "adapter_config": {"vision_feature_layer": [2, 1]},
+        "vision_config": {"image_size": [16, 16]},
+        "adapter_config": {"vision_feature_layer": [2, 1]},
     },
     "muse_spark": {"audio_config": {"out_hidden_size": 32}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},

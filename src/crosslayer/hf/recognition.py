@@ -68,7 +68,8 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     owner, name = _find_layers(backbone)
     layers = owner.get_submodule(name)
     final = _find_final_norm(owner, name)
-    dim = _stream_width(owner, layers, final)
+    config = getattr(owner, "config", getattr(backbone, "config", None))
+    dim = _stream_width(owner, layers, final, config)
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
@@ -100,35 +101,42 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
-    """The module that owns the layers, and the name of their list in it.
-
-    A module that is no model of transformers, such as the encoder within a vision tower, leaves the
-    layers to the model around it, which reports hidden states.
-    """
+    """The module that owns the layers, and the name of their list in it."""
     config: Any = getattr(backbone, "config", None)
     searched = backbone
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
         searched = _find_language_model(backbone, config)
+    found = _find_lists(searched)
+    if not found:
+        raise ValueError("it has no list of layers")
     count = getattr(config, "num_hidden_layers", None)
+    for owner, name in found:
+        if len(owner.get_submodule(name)) == count:
+            return owner, name
+    return found[0]
+
+
+def _find_lists(backbone: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The lists of modules in a backbone, each by the module that owns it and its name there.
+
+    A module that has no norm beside its list and is no model of transformers, such as the encoder
+    of a vision tower, leaves the list to the model around it, which reports hidden states.
+    """
     found: list[tuple[nn.Module, str]] = []
-    owners = [(searched, searched, "")]  # a module, the model around it, the module's path in it
+    owners = [(backbone, backbone, "")]  # a module, the model around it, the module's path in it
     while owners:
         owner, model, prefix = owners.pop(0)
         for name, child in owner.named_children():
-            if not isinstance(child, nn.ModuleList):
-                is_model = isinstance(child, PreTrainedModel)
-                owners.append((child, child, "") if is_model else (child, model, f"{prefix}{name}."))
+            if isinstance(child, PreTrainedModel):
+                owners.append((child, child, ""))
+            elif not isinstance(child, nn.ModuleList):
+                owners.append((child, model, f"{prefix}{name}."))
             elif len(child) and (_norm_names(owner) or not isinstance(model, PreTrainedModel)):
                 found.append((owner, name))
             elif len(child):
                 found.append((model, prefix + name))
-    for owner, name in found:
-        if len(owner.get_submodule(name)) == count:
-            return owner, name
-    if not found:
-        raise ValueError("it has no list of layers")
-    return found[0]
+    return found
 
 
 def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
@@ -155,13 +163,12 @@ def _norm_names(owner: nn.Module) -> list[str]:
     ]
 
 
-def _stream_width(owner: nn.Module, layers: Any, final: str | None) -> int:
+def _stream_width(owner: nn.Module, layers: Any, final: str | None, config: Any) -> int:
     """The width of the stream, from a norm of it or from the config."""
     norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
     if final is not None:
         norms.insert(0, owner.get_submodule(final))
     weights = [p for norm in norms for p in norm.parameters() if p.dim() == 1]
-    config = getattr(owner, "config", None)
     width = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
     if not isinstance(width, int):
         raise ValueError(
