@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity
-from crosslayer.evaluate.perplexity import Window, rolling_windows, split_window
+from crosslayer.evaluate.windows import Window, rolling_windows, split_window
 from tests.evaluate.tiny_models import byte_tokenizer, log_probabilities, tiny_model, write_lines
 
 TEXT = "".join(f"{i}: the quick “naïve” fox jumps over {i * i} lazy dogs.\n" for i in range(9))

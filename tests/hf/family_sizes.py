@@ -53,6 +53,11 @@ TOWERS = (
     "audio-spectrogram-transformer", "dpt", "glm4v_vision", "idefics3_vision", "internvl_vision",
     "qwen2_5_vl_vision", "qwen3_vl_vision", "smolvlm_vision",
 )  # fmt: skip
+_COMPASS_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_COMPASS_TEXT = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {"sliding_attention": _COMPASS_ROPE, "full_attention": _COMPASS_ROPE},
+}
 _GEMMA4_TEXT = {"num_kv_shared_layers": 0, "per_layer_config": None}
 _QWEN4_TEXT = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
@@ -66,8 +71,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "encoder_hash_byte_group_vocab": 64, "encoder_config": {"hidden_size_global": 32},
         "decoder_config": {"hidden_size_global": 32},
     },
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"moe_num_experts": 4}},
-    "cohere_compass_text": {"layer_types": ["sliding_attention"] * 4},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4},
+    },
+    "cohere_compass_text": _COMPASS_TEXT,
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"text_config": {"per_layer_config": None, "num_key_value_heads": 4}},
     "dots3_note_text": {
@@ -92,7 +100,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "xlnet": {"max_position_embeddings": None, "d_inner": 64},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attn_layer_period": None, "attn_layer_offset": None, "layer_types": ["mamba"] * 4 + ["hybrid", "mamba"], "num_hidden_layers": 6},
+    "zamba": {
+        "attn_layer_period": None, "attn_layer_offset": None,
+        "layer_types": ["mamba", "hybrid"] * 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
     # vision
     "audio-spectrogram-transformer": {
@@ -103,7 +114,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "convnextv2": {"image_size": 64},
     "dinov3_convnext": {"image_size": 64},
     "donut-swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320, "image_size": 64},
+    "efficientnet": {
+        "width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320, "image_size": 64,
+    },
     "focalnet": {"embed_dim": 16},
     "hiera": {
         "image_size": [16, 16], "patch_size": None, "patch_stride": [2, 2], "patch_padding": [3, 3],
@@ -132,11 +145,19 @@ ROWS: dict[str, dict[str, Any]] = {
     # multi-modal
     "diffusion_gemma": {"text_config": _GEMMA4_TEXT},
     "granite4_vision": {"deepstack_layer_map": [[0, 1]]},
-    "molmo2": {"vision_config": {"image_size": [16, 16]}},
+    "glm5_next": {
+        "text_config": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0},
+    },
+    "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 8}},
+    "molmo2": {
+        "vision_config": {"image_size": [16, 16]},
+        "adapter_config": {"vision_feature_layer": [2, 1]},
+    },
+    "muse_spark": {"audio_config": {"out_hidden_size": 32}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon": {"vocabulary_map": {"<image>": 90}},
-    "cohere_compass": {"text_config": {"layer_types": ["sliding_attention"] * 4}},
+    "cohere_compass": {"text_config": _COMPASS_TEXT},
     "cosmos3_edge": {"text_config": _MROPE},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16]}},
     "florence2": {"vision_config": {"patch_size": None}},

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.hf.family_sizes import DROPPED, LAYERS, NESTED_SIZES, ROWS, SIZES, TOWERS
 from tests.support.tiny import shake
 
-MAX_PARAMETERS = 3e7
+MAX_PARAMETERS = 5e7
 VOCABULARY = SIZES["vocab_size"]
 IMAGE = SIZES["image_size"]
 PATCH = SIZES["patch_size"]
@@ -186,6 +186,8 @@ def _features(model: Any, inputs: Inputs) -> int:
     owner = model if hasattr(model, "get_image_features") else model.model
     outputs = owner.get_image_features(**inputs)
     features = getattr(outputs, "pooler_output", outputs)
+    if features is None:
+        features = outputs.last_hidden_state
     tensors = [features] if isinstance(features, Tensor) else list(features)
     if isinstance(tensors[0], list | tuple):  # with deep features beside them
         tensors = list(tensors[0])

@@ -11,7 +11,7 @@ from crosslayer.train.rate_search import next_factor
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.report import markdown_report
 from crosslayer.train.results_table import result_table
-from crosslayer.train.trainer import RunResult
+from crosslayer.train.run_state import RunResult
 
 TINY = {"steps": 2, "batch": 2, "context": 16, "layers": 1, "dim": 8, "heads": 1}
 BEST_RATE = {"prenorm": 1e-3, "mudd": 4e-3, "hyper": 1e-3 / 8}

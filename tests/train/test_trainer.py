@@ -623,7 +623,7 @@ def test_means_over_groups_of_sets_and_over_steps(text, tmp_path, monkeypatch):
     valid = {name: str(tmp_path / name) for name in ("c4", "pile", "wiki")}
     groups = {"V2": ["c4", "pile"], "V3": ["wiki"]}
     settings = {"data": text, "valid": valid, "valid_groups": groups, "tokenizer": "bpe:300"}
-    monkeypatch.setattr("crosslayer.train.trainer.RECENT_STEPS", 5)
+    monkeypatch.setattr("crosslayer.train.run_state.RECENT_STEPS", 5)
     found = run({**settings, "layers": 1}, "prenorm")
     result, metrics = found["result"], found["result"]["metrics"]
     losses = [result["valid"][name]["loss"] for name in valid]

@@ -22,7 +22,7 @@ from .console import (
 if TYPE_CHECKING:
     from ..train.compare import Comparison
     from ..train.recipe import Arm, Recipe
-    from ..train.trainer import StepResult
+    from ..train.run_state import StepResult
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
 

@@ -15,7 +15,7 @@ from ..spec import available
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
-    from ..train.trainer import StepResult
+    from ..train.run_state import StepResult
 
 DEFAULT_SPECS = ["prenorm", "denseformer", "mudd", "hyper", "attnres", "mgr"]
 

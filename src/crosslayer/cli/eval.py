@@ -127,7 +127,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
     from ..data.sources import read_documents
     from ..evaluate import find_tasks, read_spans
-    from ..evaluate.perplexity import check_context
+    from ..evaluate.windows import check_context
 
     # Whatever can be wrong is found before the model is loaded.
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE

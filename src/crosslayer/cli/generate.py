@@ -60,7 +60,7 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    from ..evaluate.perplexity import end_tokens
+    from ..evaluate.windows import end_tokens
 
     inputs = tokenizer(prompt, return_tensors="pt")
     # A prompt without tokens gives an empty tensor of floats.

@@ -8,14 +8,8 @@ perplexity = text_perplexity(model, tokenizer, [Path("novel.txt").read_text()])
 """
 
 from .harness_tasks import evaluate_tasks, find_tasks
-from .perplexity import (
-    Span,
-    SpanPerplexity,
-    TextPerplexity,
-    read_spans,
-    span_perplexity,
-    text_perplexity,
-)
+from .perplexity import TextPerplexity, text_perplexity
+from .spans import Span, SpanPerplexity, read_spans, span_perplexity
 from .streams import stream_perplexity
 
 __all__ = [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..validation import check_non_negative, check_positive, did_you_mean
-from .perplexity import end_tokens
+from .windows import end_tokens
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

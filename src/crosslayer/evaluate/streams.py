@@ -16,14 +16,8 @@ from ..data.sampler import evenly_spaced
 from ..data.sources import Document
 from ..data.streams import encode_in_memory
 from ..validation import check_positive
-from .perplexity import (
-    TextPerplexity,
-    Window,
-    check_context,
-    end_tokens,
-    finite_exp,
-    log_likelihoods,
-)
+from .perplexity import TextPerplexity
+from .windows import Window, check_context, end_tokens, finite_exp, log_likelihoods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

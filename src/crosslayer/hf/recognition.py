@@ -29,7 +29,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     layers = owner.get_submodule(path)
     final = _find_final_norm(owner, path)
     config = getattr(owner, "config", getattr(backbone, "config", None))
-    dim = _stream_width(owner, config, layers, final)
+    dim = _stream_width(owner, layers, final, config)
     try:
         of_layers = _recognise_layers(layers, dim)
     except ValueError:
@@ -50,7 +50,13 @@ def _recognise_layers(layers: Any, dim: int) -> tuple[LayerWiring, ...]:
             try:
                 wiring_of_kind[kind] = recognise_layer(layer, dim)
             except ValueError as error:
-                raise ValueError(f"layer {number}, a {type(layer).__name__}: {error}") from None
+                name = type(layer).__name__
+                if name.endswith("Stage"):
+                    raise ValueError(
+                        f"its layers are in stages ({name}), between which the stream changes its "
+                        "width or length"
+                    ) from None
+                raise ValueError(f"layer {number}, a {name}: {error}") from None
         of_layers.append(wiring_of_kind[kind])
     return tuple(of_layers)
 
@@ -81,31 +87,16 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
-    """The module that owns the layers, and the name of their list in it.
-
-    A module that is no model of transformers, such as the encoder within a vision tower, leaves the
-    layers to the model around it, which reports hidden states.
-    """
+    """The module that owns the layers, and the name of their list in it."""
     config: Any = getattr(backbone, "config", None)
     searched = backbone
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
         searched = _find_language_model(backbone, config)
-    count = getattr(config, "num_hidden_layers", None)
-    found: list[tuple[nn.Module, str, nn.Module, str]] = []
-    owners = [(searched, searched, "")]  # a module, the model around it, the module's path in it
-    while owners:
-        owner, model, prefix = owners.pop(0)
-        for name, child in owner.named_children():
-            if not isinstance(child, nn.ModuleList):
-                is_model = isinstance(child, PreTrainedModel)
-                owners.append(
-                    (child, child, "") if is_model else (child, model, f"{prefix}{name}.")
-                )
-            elif len(child):
-                found.append((owner, name, model, prefix + name))
+    found = _find_lists(searched)
     if not found:
         raise ValueError("it has no list of layers")
+    count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(getattr(place[0], place[1])) == count]
     owner, name, model, path = (of_count or found)[0]
     # Two stacks that a model runs by turns, each with a norm of its own, are connected apart.
@@ -114,6 +105,24 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
     if isinstance(model, PreTrainedModel) and not is_stack:
         return model, path
     return owner, name
+
+
+def _find_lists(backbone: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """The lists of modules in a backbone: the module that owns each and its name there, and the
+    model around it, which reports hidden states, and its path there.
+    """
+    found: list[tuple[nn.Module, str, nn.Module, str]] = []
+    owners = [(backbone, backbone, "")]  # a module, the model around it, the module's path in it
+    while owners:
+        owner, model, prefix = owners.pop(0)
+        for name, child in owner.named_children():
+            if isinstance(child, PreTrainedModel):
+                owners.append((child, child, ""))
+            elif not isinstance(child, nn.ModuleList):
+                owners.append((child, model, f"{prefix}{name}."))
+            elif len(child):
+                found.append((owner, name, model, prefix + name))
+    return found
 
 
 def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
@@ -136,7 +145,7 @@ def _norm_names(owner: nn.Module) -> list[str]:
     return [name for name, child in owner.named_children() if is_norm(name, child)]
 
 
-def _stream_width(owner: nn.Module, config: Any, layers: Any, final: str | None) -> int:
+def _stream_width(owner: nn.Module, layers: Any, final: str | None, config: Any) -> int:
     """The width of the stream, from a norm of it or from the config."""
     norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
     if final is not None:

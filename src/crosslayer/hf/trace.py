@@ -84,7 +84,9 @@ class _Recorder:
     def decompose(self, x: Any, where: str) -> Sum:
         """The factors of the vectors so far in a tensor."""
         if not isinstance(x, Tensor):
-            raise ValueError(f"{where} gets {x!r}, and not the stream")
+            stand_in = isinstance(x, Argument | OtherOutput)
+            got = repr(x) if stand_in else f"a {type(x).__name__}"
+            raise ValueError(f"{where} gets {got}, and not the stream")
         scaled = self._scaled_outputs() if x.requires_grad else []
         products = [product for _, product in scaled]
         basis = torch.stack([vector.flatten() for vector in self.vectors + products], 1)

@@ -13,7 +13,8 @@ from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
 from .export import export_model
 from .metrics_log import MetricsLog
-from .trainer import Callback, RunState, StepResult, Trainer
+from .run_state import RunState, StepResult
+from .trainer import Callback, Trainer
 
 MODELS_FOLDER = "models"
 

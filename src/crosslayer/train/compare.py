@@ -26,9 +26,10 @@ from .parallel import launch_fabric
 from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates, scaled_name
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
+from .run_state import RunResult, StepResult
 from .signals import StopSignals
 from .task import Examples, build_model
-from .trainer import Diverged, RunResult, StepResult
+from .trainer import Diverged
 
 
 @dataclass

@@ -17,9 +17,10 @@ from .callbacks import (
 from .metrics_log import make_loggers
 from .parallel import launch_fabric
 from .recipe import Arm
+from .run_state import StepResult
 from .settings import Settings
 from .task import LANGUAGE, Examples, Task, build_model
-from .trainer import StepResult, Trainer
+from .trainer import Trainer
 
 
 def launch_run(settings: Settings, arm: Arm, folder: Path | None = None) -> Fabric:

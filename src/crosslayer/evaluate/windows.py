@@ -1,0 +1,115 @@
+"""Windows of tokens, and the log-likelihood that a model gives their targets."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..validation import check_positive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Window(NamedTuple):
+    """Tokens of one forward pass. Only the target's tokens are scored."""
+
+    context: list[int]
+    target: list[int]
+
+
+def rolling_windows(tokens: list[int], context: int, stride: int) -> list[Window]:
+    """Windows that score every token but the first once.
+
+    Args:
+        tokens: the first is only seen.
+        context: tokens that the model sees at once.
+        stride: tokens that a window scores; the first window scores `context` of them.
+    """
+    windows = []
+    start = 1
+    end = min(context + 1, len(tokens))
+    while start < len(tokens):
+        windows.append(Window(tokens[max(0, end - context - 1) : start], tokens[start:end]))
+        start = end
+        end = min(end + stride, len(tokens))
+    return windows
+
+
+def split_window(window: Window, context: int) -> list[Window]:
+    """Windows that fit in `context` and score every target token once, each with all the context
+    that fits.
+    """
+    tokens = window.context + window.target
+    piece = context if len(window.target) <= context else context // 2
+    windows = []
+    for start in range(len(window.context), len(tokens), piece):
+        end = min(start + piece, len(tokens))
+        windows.append(Window(tokens[max(0, end - context - 1) : start], tokens[start:end]))
+    return windows
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: "PreTrainedModel", windows: Sequence[Window], batch_size: int
+) -> list[float]:
+    """The log-likelihood of each window's target, in nats. Computed in float32 from the logits."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    check_positive(batch_size=batch_size)
+    # Longest first: windows of a batch are of similar length, and a lack of memory shows at once.
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].context + windows[i].target))
+    scores = [0.0] * len(windows)
+    was_training = model.training
+    model.eval()
+    # disable=None: only on a terminal
+    for start in tqdm(range(0, len(order), batch_size), "perplexity", unit="batch", disable=None):
+        batch = order[start : start + batch_size]
+        # The last token is predicted, never seen. Padding on the right changes nothing before it.
+        inputs = [torch.tensor((windows[i].context + windows[i].target)[:-1]) for i in batch]
+        padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(model.device)
+        log_probabilities = F.log_softmax(model(padded).logits, dim=-1, dtype=torch.float32)
+        for row, i in enumerate(batch):
+            target = torch.tensor(windows[i].target, device=model.device)
+            positions = slice(len(inputs[row]) - len(target), len(inputs[row]))
+            of_target = log_probabilities[row, positions].gather(-1, target[:, None])
+            scores[i] = of_target.sum().item()
+    model.train(was_training)
+    return scores
+
+
+def check_context(model: "PreTrainedModel", context: int | None) -> int:
+    """The context given, or that of the model's config; a ValueError where it is none or out of
+    range.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        context = limit
+    if context is None:
+        raise ValueError("the model's config has no max_position_embeddings; name a context")
+    if context < 2 or (limit is not None and context > limit):
+        raise ValueError(f"context must be from 2 to the model's {limit}, got {context}")
+    return context
+
+
+def find_first_token(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> int | None:
+    """The token before a text: BOS, or one that ends a text where there is no BOS, or None."""
+    if tokenizer.bos_token_id is not None:
+        return tokenizer.bos_token_id
+    return next(iter(end_tokens(tokenizer, model)), None)
+
+
+def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> list[int]:
+    """The tokens that end a text: the tokenizer's, or those of the model's config, or none."""
+    given = tokenizer.eos_token_id
+    if given is None:
+        given = getattr(model.generation_config, "eos_token_id", None)
+    ends = given if isinstance(given, list) else [given]
+    return [token for token in ends if isinstance(token, int)]
+
+
+def finite_exp(x: float) -> float:
+    # Words can be so unlikely to an untrained model that their perplexity is no float.
+    return math.exp(x) if x < 700 else math.inf

@@ -1,0 +1,122 @@
+"""The numbers of a run: of one step, of all steps so far, and of a finished run."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+RECENT_STEPS = 200  # whose mean training loss is a result, and most of which must be stable
+
+
+@dataclass
+class StepResult:
+    """One training step.
+
+    Args:
+        step: its number, from 1.
+        loss: of the batch, the mean over all ranks.
+        lr: AdamW's learning rate.
+        grad_norm: norm of the gradient before clipping.
+        tokens_per_second: (or images, …) over all ranks, from the median time of the last steps.
+        mfu: model FLOPs utilization, the share of the GPU's peak; None where the peak is unknown.
+        memory: peak so far, in bytes.
+        seconds: of training so far, without evaluation.
+        seconds_left: until the last step.
+        evaluation: metrics of each validation set, if the step was followed by an evaluation.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: int
+    seconds: float
+    seconds_left: float
+    evaluation: dict[str, dict[str, float]] | None = None
+
+
+@dataclass
+class RunState:
+    """What a run knows besides weights and optimizer states. Checkpoints contain it.
+
+    Args:
+        step: number of steps taken.
+        curve: (step, metrics of each validation set) of every evaluation.
+        train_loss: of the last step.
+        running_loss: exponential moving average of the training loss.
+        recent_losses: of the last `RECENT_STEPS` steps, without those whose batch was skipped.
+        skipped: steps whose batch was skipped.
+        seconds: of training, without evaluation.
+        tokens_per_second: (or images, …) over all ranks.
+        inference_speed: examples per second over all ranks, in the fastest evaluation.
+    """
+
+    step: int = 0
+    curve: list[Any] = field(default_factory=list)
+    train_loss: float = math.nan
+    running_loss: float | None = None
+    recent_losses: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    inference_speed: float = 0.0
+
+    def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
+        """Whether loss and gradient are finite and the loss is no spike.
+
+        A stable loss joins the running mean and the recent losses.
+        """
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return False
+        mean = loss if self.running_loss is None else self.running_loss
+        if spike and self.step > 20 and loss > mean + spike:
+            return False
+        self.running_loss = 0.95 * mean + 0.05 * loss
+        self.recent_losses = [*self.recent_losses, loss][-RECENT_STEPS:]
+        return True
+
+
+@dataclass
+class RunResult:
+    """A finished run: one row of results.json.
+
+    Args:
+        arm: name of the arm.
+        connection: its spec.
+        seed: of the backbone's weights and of the order of the examples.
+        parameters: number of parameters.
+        extra_parameters: those of the connections.
+        valid_loss: loss of the first validation set.
+        valid: metrics of each validation set.
+        metrics: what follows from them, like "perplexity" and means over sets; and "training
+            loss", the mean over the last `RECENT_STEPS` steps.
+        tokens_per_second: (or images, …) over all ranks.
+        activation_bytes: what one micro-batch's forward pass stores for the backward pass.
+        train_loss: of the last step.
+        curve: (step, loss of the first validation set) of every evaluation.
+        skipped: steps whose batch was skipped.
+        seconds: of training, without evaluation.
+        inference_speed: examples per second over all ranks, in the fastest evaluation; None in
+            results of version 0.1.0.
+    """
+
+    arm: str
+    connection: str
+    seed: int
+    parameters: int
+    extra_parameters: int
+    valid_loss: float
+    valid: dict[str, dict[str, float]]
+    metrics: dict[str, float]
+    tokens_per_second: float
+    activation_bytes: int
+    train_loss: float
+    curve: list[list[float]]
+    skipped: list[int]
+    seconds: float
+    inference_speed: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping for `json.dumps`; `RunResult(**mapping)` is its inverse."""
+        return asdict(self)
