@@ -31,6 +31,8 @@ from .validation import check_positive
 State = Any
 StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
+# The inputs that a method may feed separately, by the port of the sub-layer.
+SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -40,8 +42,9 @@ class Site:
 
     index: int  # 0 .. depth
     layer: int  # the Transformer layer it belongs to; the number of layers at the readout
-    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). A "mixer" takes an
-    # attention's place, with one input for all of q, k and v.
+    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). In an attention's place
+    # may be a "latent_attn", which projects k and v from one latent (MLA), or a "mixer", which has
+    # one input for all of q, k and v.
     ports: tuple[str, ...]
     opens_layer: bool  # the first site of its layer
     closes_layer: bool  # the last site of its layer
@@ -111,6 +114,7 @@ class Connection(nn.Module, Generic[StateT]):
             instance whose options change that sets it to False.
         bitwise_prenorm: bitwise equal to pre-norm at initialisation with the default options: the
             first input and every write are exactly those of pre-norm.
+        bitwise_postnorm: bitwise equal to post-norm at initialisation.
         prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
             sub-layer's norm removes. A host without such norms is not equal.
         norms_its_stream: applies the sub-layers' norms to its streams, so the host must have them.
@@ -131,6 +135,7 @@ class Connection(nn.Module, Generic[StateT]):
     name: ClassVar[str] = ""
     starts_as_prenorm: bool = True
     bitwise_prenorm: ClassVar[bool] = False
+    bitwise_postnorm: ClassVar[bool] = False
     prenorm_up_to_scale: ClassVar[bool] = False
     norms_its_stream: ClassVar[bool] = False
     parts_are_streams: ClassVar[bool] = False

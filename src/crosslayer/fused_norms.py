@@ -92,12 +92,14 @@ def norm_spec_of(norm: Any, default_eps: float | None = None) -> NormSpec | None
     return NormSpec(weight, getattr(host, "bias", None), eps, centred)
 
 
-def required_norm_spec(norm: Any) -> NormSpec:
-    """The norm as weights and eps.
+def required_norm_spec(norm: Any) -> NormSpec | None:
+    """The norm as weights and eps; None where a host has no norm at this place.
 
     Raises:
         ValueError: the norm is of a class that is not known.
     """
+    if hasattr(norm, "host_norm_module") and isinstance(norm.host_norm_module(), nn.Identity):
+        return None
     # PyTorch's own default, which is that of the dtype it computes in.
     dtype = torch.promote_types(norm_dtype(norm, torch.float32), torch.float32)
     spec = norm_spec_of(norm, default_eps=torch.finfo(dtype).eps)

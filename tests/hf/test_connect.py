@@ -303,13 +303,13 @@ def test_fewer_layers_than_were_built(spec):
 
 
 def test_an_unknown_family_is_shown_the_row_to_add():
-    from transformers import BertConfig, BertModel
+    from transformers import ResNetConfig, ResNetModel
 
-    model = BertModel(BertConfig(num_hidden_layers=1, vocab_size=9, intermediate_size=9))
-    message = "cannot connect 'bert': BertEncoder has no norm after its layers"
+    model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))
+    message = "cannot connect 'resnet': ResNetModel has no stream of one width"
     with pytest.raises(ValueError, match=message) as error:
         crosslayer.connect(model, "mudd")
-    assert 'FAMILIES["bert"] = Family(' in str(error.value)
+    assert 'FAMILIES["resnet"] = Family(' in str(error.value)
 
 
 def test_a_row_adds_a_family():

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, float32_parameter, init_normal_
+from ..connection import SPLIT_PORTS, NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
@@ -53,9 +53,11 @@ Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
 STREAMS = "qkvr"
 # The stream that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
-# What mixes tokens in another way has one input, which is what it moves between them: S_v.
+# What mixes tokens in another way has one input, which is what it moves between them: S_v. So does
+# the latent of MLA, which is all that an attention moves, its keys too.
 STREAM_OF_PORT = {
-    "attn": "q", "q": "q", "k": "k", "v": "v", "mixer": "v", "mlp": "r", "out": "r",
+    "attn": "q", "latent_attn": "q", "q": "q", "k": "k", "v": "v", "kv": "v", "mixer": "v",
+    "mlp": "r", "out": "r",
 }  # fmt: skip
 
 
@@ -161,7 +163,8 @@ class Mudd(FusedNormConnection[History]):
                 mixture_of_stream[stream] = c
 
         # Where q, k and v are mixed apart, each is a port of the attention with a norm of its own.
-        qkv_differ = len({mixture_of_stream[stream] for stream in "qkv"}) > 1
+        qkv = [p for port in site.ports for p in SPLIT_PORTS.get(port, ())]
+        qkv_differ = len({mixture_of_stream[STREAM_OF_PORT[port]] for port in qkv}) > 1
         splits_qkv = aggregates and not is_last and qkv_differ
         ports = _split_attention(site.ports) if splits_qkv else site.ports
         super().__init__(site, dim, norm, ports)
@@ -334,7 +337,7 @@ def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:
     """The ports with q, k and v instead of attn."""
     split: list[str] = []
     for port in ports:
-        split += ["q", "k", "v"] if port == "attn" else [port]
+        split += SPLIT_PORTS.get(port, (port,))
     return tuple(split)
 
 

@@ -32,6 +32,7 @@ class PostNorm(Connection[Stream]):
     """
 
     starts_as_prenorm = False
+    bitwise_postnorm = True
     norms_its_stream = True
 
     def initial_state(self, x: Tensor) -> Stream:

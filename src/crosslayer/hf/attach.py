@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from ..class_swap import swap_class
-from ..connection import Connection, NormFactory, Site, plan_layers
+from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
 from ..spec import ConnectionSpec
-from .families import FAMILIES, LayerWiring, ModelWiring, Sublayer
+from .families import FAMILIES, LayerWiring, ModelWiring
 from .host_norms import FinalNormReference, NormReference, copy_norm
 from .layers import ConnectedLayer, ConnectedModel, make_readout
 from .mlp_widths import set_mlp_widths
@@ -47,16 +47,16 @@ def attach_connections(
             backbone is then unchanged.
     """
     layers = backbone.get_submodule(family.layers)
-    final = backbone.get_submodule(family.final)
+    final = None if family.final is None else backbone.get_submodule(family.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
-    check_not_dispatched(*layers, final)
+    check_not_dispatched(*layers, *([] if final is None else [final]))
     *sites, readout_site = plan_layers([_ports_of_sites(layer) for layer in family.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:
         layer = layers[site.layer]
         connections = connections_of_layer[site.layer]
-        norms = _host_norms(layer, family.of_layers[site.layer].sites[len(connections)])
+        norms = _host_norms(layers, family.of_layers, site, len(connections))
         connections.append(_make_on_device(spec, site, family.dim, norms, layer))
     scales_outputs = connections_of_layer[0][0].output_scale != 1
     if scales_outputs and not all(sublayer.output_projection for sublayer in family.sublayers):
@@ -64,9 +64,10 @@ def attach_connections(
             f"{spec}: output_scale needs a family whose row names output projections "
             "that no norm follows"
         )
-    readout = _make_on_device(
-        spec, readout_site, family.dim, _readout_norms(backbone, final), backbone
-    )
+    norms = _readout_norms(backbone, layers[-1], family)
+    readout = _make_on_device(spec, readout_site, family.dim, norms, backbone)
+    if final is None:
+        connections_of_layer[-1].append(readout)
 
     if mlp_widths is not None:
         set_mlp_widths(backbone, family, mlp_widths)
@@ -74,7 +75,8 @@ def attach_connections(
         layers, family.of_layers, connections_of_layer, strict=True
     ):
         connect_layer(layer, wiring, connections)
-    make_readout(final, readout)
+    if final is not None:
+        make_readout(final, readout)
     swap_class(backbone, ConnectedModel)
     backbone.connection_spec = str(spec)
     backbone.family = family
@@ -82,12 +84,18 @@ def attach_connections(
 
 
 def connect_layer(layer: Any, wiring: LayerWiring, connections: list[Connection[Any]]) -> None:
-    """Let a layer's stream pass through connections, in place."""
+    """Let a layer's stream pass through connections, in place.
+
+    Args:
+        layer: of the host.
+        wiring: of this layer.
+        connections: one a site, and then the readout where this layer returns the hidden state.
+    """
     layer.connections = nn.ModuleList(connections).train(layer.training)
     layer.wiring = wiring
     layer.argument_names = tuple(argument_parameters(layer))
     swap_class(layer, ConnectedLayer)
-    for connection, sublayers in zip(connections, wiring.sites, strict=True):
+    for connection, sublayers in zip(connections, wiring.sites, strict=False):
         for sublayer in sublayers:
             if "q" in connection.ports and sublayer.qkv:
                 attention = layer.get_submodule(sublayer.module)
@@ -110,7 +118,8 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
     name = getattr(getattr(backbone, "config", None), "model_type", None)
     name = name or type(backbone).__name__
     family = FAMILIES.get(name)
-    if family and {family.layers, family.final} <= dict(backbone.named_modules()).keys():
+    modules = dict(backbone.named_modules())
+    if family and family.layers in modules and (family.final is None or family.final in modules):
         return backbone, family.wire(backbone)
     try:
         return recognise_model(backbone)
@@ -120,6 +129,17 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
             "In your own model, use crosslayer.Stack or the four verbs of crosslayer.connection. "
             "For a model with pre-norm layers, add one row:\n" + FAMILY_TEMPLATE.format(name=name)
         ) from None
+
+
+def final_norm(backbone: nn.Module, family: ModelWiring) -> Any:
+    """The norm before the head: beside the layers, or at the end of the last post-norm layer; None
+    where there is neither.
+    """
+    if family.final is not None:
+        return backbone.get_submodule(family.final)
+    last_norm = family.of_layers[-1].last_norm
+    last_layer = f"{family.layers}.{len(family.of_layers) - 1}"
+    return backbone.get_submodule(f"{last_layer}.{last_norm}") if last_norm else None
 
 
 def is_connected(backbone: Any) -> bool:
@@ -167,26 +187,47 @@ def _ports_of_sites(layer: LayerWiring) -> list[tuple[str, ...]]:
     return [tuple(sublayer.port for sublayer in site) for site in layer.sites]
 
 
-def _host_norms(layer: nn.Module, site: tuple[Sublayer, ...]) -> NormFactory:
-    """The norms of a site's ports: references to the host's, and copies of it for k and v."""
-    sublayer_of_port = {sublayer.port: sublayer for sublayer in site}
+def _host_norms(
+    layers: Any, wirings: tuple[LayerWiring, ...], site: Site, number: int
+) -> NormFactory:
+    """The norms of a site's ports: references to the host's, and copies of it for k and v.
+
+    Args:
+        layers: of the host.
+        wirings: of these layers.
+        site: of the ports.
+        number: of the site in its layer.
+    """
+    owner = layers[site.layer]
+    norm_of_port: dict[str, str | None] = {}
+    for sublayer in wirings[site.layer].sites[number]:
+        ports = (sublayer.port, *SPLIT_PORTS.get(sublayer.port, ()))
+        norm_of_port |= dict.fromkeys(ports, sublayer.norm)
+    last_norm = wirings[site.layer - 1].last_norm
+    if number == 0 and site.layer > 0 and last_norm:
+        # A post-norm layer reads what the norm at the end of the layer before it would return.
+        owner = layers[site.layer - 1]
+        norm_of_port = dict.fromkeys(norm_of_port, last_norm)
 
     def norm(port: str) -> nn.Module:
-        sublayer = sublayer_of_port["attn" if port in ("q", "k", "v") else port]
-        if sublayer.norm is not None and port in ("k", "v"):
-            return copy_norm(layer.get_submodule(sublayer.norm), layer, sublayer.norm)
-        return NormReference(layer, sublayer.norm)
+        path = norm_of_port[port]
+        if path is not None and port in ("k", "v", "kv"):
+            return copy_norm(owner.get_submodule(path), owner)
+        return NormReference(owner, path)
 
     return norm
 
 
-def _readout_norms(backbone: nn.Module, final: nn.Module) -> NormFactory:
+def _readout_norms(backbone: nn.Module, last_layer: nn.Module, family: ModelWiring) -> NormFactory:
     """The norms of the readout: a reference to the host's final norm; copies for more ports."""
+    final = final_norm(backbone, family)
 
     def norm(port: str) -> nn.Module:
-        if port == "out":
+        if final is not None and port != "out":
+            return copy_norm(final, backbone)
+        if family.final is not None:
             return FinalNormReference(backbone, final)
-        return copy_norm(final, backbone)
+        return NormReference(last_layer, family.of_layers[-1].last_norm or None)
 
     return norm
 

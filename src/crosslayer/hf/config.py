@@ -113,6 +113,8 @@ def _build_config(
         plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
         config = AutoConfig.for_model(**keys)
     check_sizes(config)
+    if hasattr(plain, "is_decoder") and "is_decoder" not in overrides:
+        config.is_decoder = True  # BERT and its like attend to both sides otherwise.
     known = {*vars(plain), *type(plain).attribute_map}
     for key in overrides:
         # A config keeps a key that it does not know. One that it has taken in is not kept.

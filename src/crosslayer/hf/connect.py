@@ -14,6 +14,7 @@ from ..connection import Connection
 from ..spec import ConnectionSpec, make
 from .attach import (
     attach_connections,
+    final_norm,
     find_backbone,
     is_adapted,
     is_connected,
@@ -72,6 +73,11 @@ def connect(
             f"{spec} applies the norms before sub-layers to its streams, "
             "and this family has no such norms"
         )
+    if spec.method.norms_its_stream and final_norm(backbone, family) is None:
+        raise ValueError(
+            f"{spec} ends with a norm of its streams, and {type(backbone).__name__} has no norm "
+            "after its layers"
+        )
     mlp_widths = None
     if reallocate:
         layers = backbone.get_submodule(family.layers)
@@ -99,7 +105,8 @@ def _connect_backbone(
         keep_parameters_apart(part)
     if is_adapted(model):
         register_with_peft()
-    reason = inequivalence_reason(backbone.get_submodule(family.layers)[0].connections[0], family)
+    first = backbone.get_submodule(family.layers)[0].connections[0]
+    reason = inequivalence_reason(first, family)
     if reason and looks_pretrained(backbone, family):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
@@ -148,7 +155,7 @@ def scale_output_weights(backbone: Any, family: ModelWiring) -> None:
     """
     weights = []
     for layer in backbone.get_submodule(family.layers):
-        for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=True):
+        for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=False):
             if connection.output_scale == 1:
                 continue
             for sublayer in sublayers:
@@ -164,8 +171,13 @@ def inequivalence_reason(connection: Connection[Any], family: ModelWiring) -> st
     """Why connecting changes what a model computes; empty where it does not."""
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
+    if family.is_post_norm:
+        is_same = connection.bitwise_postnorm
+        return "" if is_same else "its layers are post-norm: postnorm alone computes the same"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
+    if connection.prenorm_up_to_scale and family.final is None:
+        return "it scales the hidden state, and no norm beside the layers removes that"
     if connection.prenorm_up_to_scale and not family.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
@@ -176,7 +188,7 @@ def looks_pretrained(backbone: Any, family: ModelWiring) -> bool:
 
     Where the norm has no weight: whether the model was loaded from somewhere.
     """
-    weight = getattr(backbone.get_submodule(family.final), "weight", None)
+    weight = getattr(final_norm(backbone, family), "weight", None)
     if weight is None:
         return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
     return not weight.is_meta and bool((weight != weight.flatten()[0]).any())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..class_swap import restore_class
-from ..connection import Connection
+from ..connection import Connection, find_connections
 from ..fused_norms import FusedNormConnection
 from ..norms import add_write
 from .attach import check_not_dispatched, find_backbone, is_connected, set_config_keys
@@ -52,13 +52,13 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
                 f"the model's {property_name}, which the plain model's config cannot express"
             )
     layers = backbone.get_submodule(family.layers)
-    final = backbone.get_submodule(family.final)
-    check_not_dispatched(*layers, final)
+    finals = [] if family.final is None else [backbone.get_submodule(family.final)]
+    check_not_dispatched(*layers, *finals)
     like = next(backbone.parameters())
     if like.is_meta:
         raise ValueError("the model has no weights yet; load them first")
-    connections = [connection for layer in layers for connection in layer.connections]
-    difference = _max_input_difference([*connections, final.connection], like)
+    connections = find_connections(backbone)
+    difference = _max_input_difference(connections, like, family.is_post_norm)
     if not difference <= tolerance:
         raise ValueError(
             f"{backbone.connection_spec} computes another function than the plain residual: "
@@ -70,8 +70,9 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
         restore_class(layer)
         for name in ("connections", "wiring", "argument_names"):
             delattr(layer, name)
-    restore_class(final)
-    del final.connection
+    for final in finals:
+        restore_class(final)
+        del final.connection
     restore_class(backbone)
     del backbone.connection_spec, backbone.family
     for owner in (model, backbone):
@@ -80,7 +81,9 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
 
 
 @torch.no_grad()
-def _max_input_difference(connections: list[Connection[Any]], like: Tensor) -> float:
+def _max_input_difference(
+    connections: list[Connection[Any]], like: Tensor, is_post_norm: bool
+) -> float:
     """The largest difference of a normed input from the plain residual's, for random streams."""
     generator = torch.Generator().manual_seed(0)
 
@@ -97,9 +100,13 @@ def _max_input_difference(connections: list[Connection[Any]], like: Tensor) -> f
         else:
             inputs, state = connection(state)
         # A readout with two norms has one input.
+        expected = []
         for x, norm in zip(inputs, connection.norms, strict=False):
             host_norm = norm.origin[0] if isinstance(norm, OwnedNorm) else norm
-            differences.append((x - host_norm(h)).abs().max())
+            expected.append(host_norm(h))
+            differences.append((x - expected[-1]).abs().max())
+        if is_post_norm:
+            h = expected[0]
         y = random_stream()
         h = add_write(h, y)
         state = connection.write(state, y)

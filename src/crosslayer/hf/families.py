@@ -23,6 +23,12 @@ class Fused(NamedTuple):
     sizes: tuple[int, int, int]
 
 
+# By the class of a module: its argument that it adds to its output, which is the stream.
+RESIDUAL_ARGUMENTS = {"BloomAttention": "residual"}
+# Stand for what a sub-layer gets that is no argument of its layer: a zero in place of the stream
+# that it would add, and its input a second time.
+NO_RESIDUAL = "0"
+SAME_INPUT = "x"
 REST = "**"  # stands for the arguments that a layer has no name for and passes on
 # Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets.
 Arguments = tuple[tuple[str, str], ...]
@@ -33,7 +39,8 @@ class Sublayer(NamedTuple):
 
     module: str
     norm: str | None  # before it; None where the family norms outputs alone
-    # What its output passes before the stream: modules by name, and dropout by its probability.
+    # What its output passes before the stream: modules by name, factors by the name of the layer's
+    # parameter, and dropout by its probability.
     after: tuple[str | float, ...] = ()
     up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
     # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
@@ -41,8 +48,10 @@ class Sublayer(NamedTuple):
     output_projection: str = ""
     scale: float = 1.0  # of its output on the way to the stream
     input_scale: float = 1.0  # of its normed input
-    port: str = ""  # "attn"; "mlp"; "mixer": one input for all of q, k and v
-    qkv: tuple[str, ...] = ()  # of an attention: its projections of q, k and v
+    # "attn"; "latent_attn": k and v are of one latent; "mixer": q, k and v of one input; "mlp".
+    port: str = ""
+    # Of an attention: its projections of q, k and v, or of q and the latent. Others may follow.
+    qkv: tuple[str, ...] = ()
     fused: Fused | None = None  # the order of their outputs, where one projection is all three
     arguments: Arguments | None = None  # None: all of the layer's
 
@@ -55,6 +64,17 @@ class LayerWiring(NamedTuple):
     # for a None. None as a whole where it returns no tuple.
     extras: tuple[tuple[str, int] | None, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
+    # The norm of what a post-norm layer returns. The next layer's first sub-layers read through it.
+    last_norm: str = ""
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of all modules that are named."""
+        paths = [self.last_norm] if self.last_norm else []
+        for sublayer in self.sublayers:
+            steps = (sublayer.module, sublayer.norm, *sublayer.after)
+            paths += [step for step in steps if isinstance(step, str)]
+        return paths
 
     @property
     def sublayers(self) -> list[Sublayer]:
@@ -65,7 +85,9 @@ class ModelWiring(NamedTuple):
     """Where a backbone keeps its parts, and the wiring of each of its layers."""
 
     layers: str  # the list of layers
-    final: str  # the final norm
+    # The final norm, which reads out. None where the module that owns the layers has none: the last
+    # layer then returns the hidden state, whatever norm its caller applies.
+    final: str | None
     dim: int  # width of the stream
     of_layers: tuple[LayerWiring, ...]
 
@@ -76,7 +98,17 @@ class ModelWiring(NamedTuple):
     @property
     def norms_inputs(self) -> bool:
         """Whether a norm comes before every sub-layer."""
-        return all(sublayer.norm is not None for sublayer in self.sublayers)
+        return self.is_post_norm or all(s.norm is not None for s in self.sublayers)
+
+    @property
+    def is_post_norm(self) -> bool:
+        """Whether the stream is normed after every sub-layer. The last layer reads out."""
+        return bool(self.of_layers[-1].last_norm)
+
+
+def own_connection(wiring: LayerWiring) -> str:
+    """The connection that computes what a host's own layers do."""
+    return "postnorm" if wiring.last_norm else "prenorm"
 
 
 class Modulation(NamedTuple):
@@ -101,7 +133,7 @@ class Family(NamedTuple):
     mlp: Sublayer
     qkv: tuple[str, ...]  # projections within the attention: of q, k and v, or one of all three
     layers: str = "layers"  # within the backbone: the list of layers ...
-    final: str = "norm"  # ... and the final norm
+    final: str | None = "norm"  # ... and the final norm, if there is one beside it
     parallel: str | None = None  # the config's switch for attention and MLP in parallel
     # The order of the outputs where one projection is q, k and v, given the config.
     fused: Callable[[Any], Fused] | None = None

@@ -51,7 +51,7 @@ class NormReference(nn.Module):
         self.path = path
 
     def host_norm_module(self) -> Any:
-        return find_module(self.owner[0], self.path)
+        return find_module(self.owner[0], self.path) if self.path else nn.Identity()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,8 +83,8 @@ class FinalNormReference(NormReference):
 
     def extra_repr(self) -> str:
         """The norm's name in the backbone."""
-        names = [name for name, child in self.owner[0].named_children() if child is self.final[0]]
-        return ".".join(names)
+        modules = self.owner[0].named_modules()
+        return next((name for name, module in modules if module is self.final[0]), "")
 
 
 class OwnedNorm:
@@ -95,7 +95,6 @@ class OwnedNorm:
 
     origin: ModuleReference  # the host's norm
     owner: ModuleReference  # the layer or the backbone that has the host's norm
-    path: str  # prefix of the host norm's keys, from the connection's owner
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,19 +106,17 @@ class OwnedNorm:
             getattr(self, name).copy_(getattr(self.origin[0], name))
 
 
-def copy_norm(host_norm: nn.Module, owner: nn.Module, path: str = "") -> nn.Module:
+def copy_norm(host_norm: nn.Module, owner: nn.Module) -> nn.Module:
     """A copy of a host's norm, with weights of its own.
 
     Args:
         host_norm: the norm to copy.
         owner: the layer or the backbone that has it.
-        path: its name in the layer; empty for the final norm, which owns its connection itself.
     """
     norm: Any = copy.deepcopy(host_norm)
     swap_class(norm, OwnedNorm)
     norm.origin = ModuleReference((host_norm,))
     norm.owner = ModuleReference((owner,))
-    norm.path = f"{path}." if path else ""
     return norm
 
 

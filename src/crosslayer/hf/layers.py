@@ -6,7 +6,8 @@ layers the connection's state travels as the host's `hidden_states`.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -15,9 +16,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..class_swap import swap_class
-from ..connection import Connection
+from ..connection import SPLIT_PORTS, Connection
 from ..recompute import RecomputedConnection, recompute_inputs
-from .families import REST, Arguments, LayerWiring, ModelWiring, Modulation, Sublayer
+from .families import (
+    NO_RESIDUAL,
+    REST,
+    SAME_INPUT,
+    Arguments,
+    LayerWiring,
+    ModelWiring,
+    Modulation,
+    Sublayer,
+)
 from .host_norms import FinalNormReference, ModuleReference, OwnedNorm, find_module
 from .qkv import QKVInputs
 
@@ -67,7 +77,8 @@ class ConnectedModel:
                 continue
             if i - first < len(recorder.hidden_states):
                 hidden_states[i] = recorder.hidden_states[i - first]
-            else:  # after the last layer, where the host does not return the readout here
+            elif isinstance(recorder.last, HiddenState):
+                # after the last layer, where the host does not return the readout here
                 final = self.get_submodule(self.family.final)  # type: ignore[attr-defined]
                 hidden_states[i] = final(recorder.last, "hidden_state")
         out.hidden_states = tuple(hidden_states)
@@ -85,18 +96,41 @@ class ConnectedModel:
         if all(module is not readout for module in value.modules()):
             make_readout(value, readout.connection)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Let a host's checkpoint fill the norms that connections own, too."""
+        modules = dict(self.named_modules())  # type: ignore[attr-defined]
+        names = {module: name for name, module in modules.items()}
+        for name, norm in modules.items():
+            if not isinstance(norm, OwnedNorm):
+                continue
+            for key in norm.state_dict():  # type: ignore[attr-defined]
+                host_key = f"{prefix}{names[norm.origin[0]]}.{key}"
+                if host_key in state_dict:
+                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
     def _read_hidden_states(self, recorded: list[Any]) -> list[Tensor]:
         """The hidden states of what a host has recorded before and after its layers."""
         host: Any = self
-        readers = [layer.connections[0] for layer in host.get_submodule(self.family.layers)]
-        readers.append(host.get_submodule(self.family.final).connection)
+        layers = host.get_submodule(self.family.layers)
+        readers = [partial(read_hidden_state, layer) for layer in layers]
+        if self.family.final is not None:
+            readers.append(partial(host.get_submodule(self.family.final), verb="hidden_state"))
         if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
             readers = readers[1:]
         read = list(recorded)
-        for i, (connection, hidden) in enumerate(zip(readers, recorded, strict=False)):
+        for i, (reader, hidden) in enumerate(zip(readers, recorded, strict=False)):
             if isinstance(hidden, HiddenState):
-                read[i] = connection(hidden.state, "hidden_state").to(hidden.dtype)
+                read[i] = reader(hidden)
         return read
+
+    def _deepstack_process(self, hidden: Any, *args: Any) -> Any:
+        """What Qwen3-VL adds to the stream after a layer joins that layer's last write."""
+        add_to_stream = super()._deepstack_process  # type: ignore[misc]
+        if not isinstance(hidden, HiddenState):
+            return add_to_stream(hidden, *args)
+        state = hidden.state._replace(y=add_to_stream(hidden.state.y, *args))
+        return hidden._replace(state=state)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, OwnedNorm):
@@ -142,6 +176,12 @@ class HiddenState(NamedTuple):
     def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
         return self.dtype_like.dtype
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"between connected layers there is a connection's state in place of the stream: the "
+            f"host cannot use its {name!r} there"
+        )
+
 
 class HiddenStateRecorder:
     """The hidden states of one forward pass.
@@ -154,7 +194,7 @@ class HiddenStateRecorder:
     def __init__(self) -> None:
         self.layers = 0  # that have run
         self.hidden_states: list[Tensor] = []  # after each of these layers but the last
-        self.last: HiddenState  # the state after the last layer
+        self.last: HiddenState | Tensor  # what the last layer returns
 
 
 class OpaqueTree:
@@ -168,21 +208,7 @@ class OpaqueTree:
         self.extras = extras
 
 
-class ConnectionOwner:
-    """A module with connections. A host's checkpoint fills the norms that these own, too."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for name, norm in self.named_modules():  # type: ignore[attr-defined]
-            if not isinstance(norm, OwnedNorm):
-                continue
-            for key in norm.state_dict():  # type: ignore[attr-defined]
-                host_key = prefix + norm.path + key
-                if host_key in state_dict:
-                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-
-class ConnectedLayer(ConnectionOwner):
+class ConnectedLayer:
     """A layer whose `hidden_states` carry the connection's state.
 
     The tensors of the state travel flat through `forward`, because reentrant checkpointing gives no
@@ -190,6 +216,7 @@ class ConnectedLayer(ConnectionOwner):
     use `output_hidden_states`.
     """
 
+    # One a site, and then the readout where this is the last layer and the host has no final norm.
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
@@ -223,9 +250,7 @@ class ConnectedLayer(ConnectionOwner):
         structure of the next state.
         """
         hidden = tree_unflatten(leaves, tree.spec)
-        before = None
-        if records:
-            before = self.connections[0](hidden.state, "hidden_state").to(hidden.dtype)
+        before = read_hidden_state(self, hidden) if records else None
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
@@ -238,28 +263,40 @@ class ConnectedLayer(ConnectionOwner):
             hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
         state = hidden.state
         returned: dict[str, Any] = {}  # by each sub-layer's module
-        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=True):
+        for connection, sublayers in zip(self.connections, self.wiring.sites, strict=False):
             inputs, state = connection(state)
             outputs = []  # of one sub-layer, or of all in a parallel block
             with recompute_inputs(inputs, state):
                 first = 0  # of the sub-layer's ports
                 for sublayer in sublayers:
+                    split = SPLIT_PORTS.get(sublayer.port, ())
                     x: Any = inputs[first]
+                    if split and connection.ports[first : first + len(split)] == split:
+                        x = QKVInputs(inputs[first : first + len(split)])
+                        first += len(split) - 1
                     first += 1
-                    if connection.ports[first - 1] == "q":
-                        x = QKVInputs(inputs[first - 1 : first + 2])
-                        first += 2
                     modulation = modulations.get(sublayer.port)
                     y, returned[sublayer.module] = self._run_sublayer(
                         sublayer, x, modulation, kwargs
                     )
                     outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
-        tensors, spec = tree_flatten(hidden._replace(state=state))
-        extras = []
+        hidden = hidden._replace(state=state)
+        if self.connections[-1].is_readout:
+            hidden = self.connections[-1].readout(state).to(hidden.dtype)
+        tensors, spec = tree_flatten(hidden)
+        return (*tensors, before, OpaqueTree(spec, tuple(self._select_extras(returned))))
+
+    def _select_extras(self, returned: dict[str, Any]) -> Iterator[Any]:
+        """What the layer returns besides its stream, from what its sub-layers returned."""
         for source in self.wiring.extras or ():
-            extras.append(None if source is None else returned[source[0]][source[1]])
-        return (*tensors, before, OpaqueTree(spec, tuple(extras)))
+            if source is None:
+                yield None
+                continue
+            outputs = returned[source[0]]
+            # A module may return its tensor alone where it has no more to tell.
+            if isinstance(outputs, tuple | list) and source[1] < len(outputs):
+                yield outputs[source[1]]
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
@@ -270,28 +307,40 @@ class ConnectedLayer(ConnectionOwner):
         if sublayer.input_scale != 1:
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
-            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names)
+            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
         returned = find_module(self, sublayer.module)(x, **kwargs)
-        y = returned[0] if isinstance(returned, tuple) else returned
+        y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
-            if isinstance(step, str):
-                y = find_module(self, step)(y)
-            else:
+            if isinstance(step, float):
                 y = nn.functional.dropout(y, step, self.training)
+                continue
+            module = find_module(self, step)
+            y = module * y if isinstance(module, Tensor) else module(y)
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned
 
 
+def read_hidden_state(layer: ConnectedLayer, hidden: HiddenState) -> Tensor:
+    """What travels between the layers of the host: normed between post-norm layers."""
+    connection = layer.connections[0]
+    x = connection(hidden.state, "hidden_state").to(hidden.dtype)
+    return connection.norms[0](x) if layer.wiring.last_norm else x
+
+
 def _select_arguments(
-    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...]
+    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...], x: Any
 ) -> dict[str, Any]:
-    """The arguments of a sub-layer. names: those that the layer's forward names."""
+    """The arguments of a sub-layer. names: those that the layer's forward names. x: its input."""
     selected: dict[str, Any] = {}
     for name, source in sources:
-        if source == REST:
+        if source == NO_RESIDUAL:
+            selected[name] = torch.zeros((), dtype=x.dtype, device=x.device)
+        elif source == SAME_INPUT:
+            selected[name] = x
+        elif source == REST:
             selected |= {key: value for key, value in kwargs.items() if key not in names}
         elif source in kwargs:
             selected[name] = kwargs[source]
@@ -309,7 +358,7 @@ def _modulate(x: Any, modulation: Modulation) -> Any:
     return x * (1 + modulation.scale) + modulation.shift
 
 
-class ReadoutNorm(ConnectionOwner):
+class ReadoutNorm:
     """The host's final norm, which now reads the hidden state out of the connection's state."""
 
     connection: Connection[Any]

@@ -64,8 +64,7 @@ def _find_mlp(layer: LayerWiring) -> Sublayer:
     mlps = [sublayer for sublayer in layer.sublayers if sublayer.port == "mlp"]
     if len(mlps) != 1 or not mlps[0].up_projections or not mlps[0].output_projection:
         raise ValueError(
-            "reallocate does not know how to widen this family's MLP; "
-            "its row names no projections for it"
+            "reallocate does not know how to widen this family's MLP; its projections are not known"
         )
     return mlps[0]
 

@@ -1,4 +1,5 @@
-"""Proof of a wiring, before `connect` changes a model: connected with pre-norm, nothing changes.
+"""Proof of a wiring, before `connect` changes a model: connected with the residual connection that
+it has, pre-norm or post-norm, nothing changes.
 
 One layer of each kind runs twice as a shadow (see `shadow.py`), by its host's own code and as a
 connected layer, with the same smooth functions in place of its modules. Output and gradient must be
@@ -6,16 +7,20 @@ the same. Then a shadow of the backbone runs, which must hand each layer's outpu
 and the last one's to the final norm, unchanged.
 """
 
-from typing import Any
+import inspect
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..class_swap import original_class
 from ..spec import make
 from .attach import attach_connections
-from .families import LayerWiring, ModelWiring, Sublayer
+from .families import LayerWiring, ModelWiring, Sublayer, own_connection
+from .host_norms import find_module
+from .layer_recognition import paths_around, recognise_layer
 from .layers import HiddenState
-from .recognition import layer_kind, recognise_layer
+from .recognition import layer_kind
 from .shadow import (
     Argument,
     ChangedStreamError,
@@ -24,6 +29,7 @@ from .shadow import (
     make_shadow,
     name_arguments,
     on_cpu,
+    residual_argument,
     run_shadow,
 )
 
@@ -39,8 +45,8 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
         wiring: of its family's row, or recognised.
 
     Raises:
-        ValueError: with pre-norm, a layer computes something else than its host, or the backbone
-            changes the stream between layers. The message says what the layer does.
+        ValueError: with its own residual connection, a layer computes something else than its host,
+            or the backbone changes the stream between layers. The message says what the layer does.
     """
     proven = set()
     for number, layer in enumerate(backbone.get_submodule(wiring.layers)):
@@ -53,9 +59,10 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
         with on_cpu(), torch.enable_grad():
             difference = _layer_difference(layer, layer_wiring, wiring.dim)
         if not difference <= _TOLERANCE:
+            own = own_connection(layer_wiring)
             raise ValueError(
                 f"connect would change what layer {number}, a {type(layer).__name__}, computes: "
-                f"relative difference {difference:.2g} under prenorm. Its wiring was taken to be\n"
+                f"relative difference {difference:.2g} under {own}. Its wiring was taken to be\n"
                 f"{format_wiring(layer_wiring)}\n{_describe_actual(layer, wiring.dim)}"
             )
     if not next(backbone.parameters()).is_meta:
@@ -64,7 +71,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
 
 def _check_projections(wiring: LayerWiring) -> None:
     for sublayer in wiring.sublayers:
-        if len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
+        if sublayer.port == "attn" and len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
             raise ValueError(
                 f"the row names {sublayer.qkv} as projections of q, k and v; where one projection "
                 "is all three, it needs fused=, the order of its outputs: qkv_concatenated or "
@@ -76,6 +83,7 @@ class _Functions:
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
 
     lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
 
     def __init__(self, width: int):
         generator = torch.Generator().manual_seed(0)
@@ -87,8 +95,9 @@ class _Functions:
         named = name_arguments(module, args, kwargs)
         x = named.pop(next(iter(named)))
         self.arguments[path] = {k: v for k, v in named.items() if isinstance(v, Argument)}
+        residual = named.get(residual_argument(module), 0)
         # A phase of each module's own, which is the same in both runs.
-        return torch.sin(2 * x.double() + sum(map(ord, path)))
+        return torch.sin(2 * x.double() + sum(map(ord, path))) + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return torch.sin(x.double() + p)
@@ -97,9 +106,10 @@ class _Functions:
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
     """The largest relative difference of output and gradient; infinite for other arguments."""
     arguments = layer_arguments(layer)
-    host, expected = run_shadow(layer, lambda: _Functions(width), **arguments)
+    opened = {outer for path in wiring.modules for outer in paths_around(path)}
+    host, expected = run_shadow(layer, lambda: _Functions(width), opened=opened, **arguments)
     functions = _Functions(width)
-    shadow = make_shadow(layer, functions, host.lengths)
+    shadow = make_shadow(layer, functions, host.lengths, opened=opened)
     anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     shadow.register_parameter("anchor", anchor)  # tells connections their device and dtype
     twin: Any = nn.Module()
@@ -107,12 +117,14 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     twin.layers = nn.ModuleList([shadow])
     twin.norm = nn.Identity()
     model_wiring = ModelWiring("layers", "norm", width, (wiring,))
-    attach_connections(twin, model_wiring, make("prenorm"), None)
+    attach_connections(twin, model_wiring, make(own_connection(wiring)), None)
     with DropoutMode(functions):
         outputs = twin.layers[0](functions.stream, **arguments)
     hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
     actual = twin.norm.connection.hidden_state(hidden.state)
-    if isinstance(expected, tuple):
+    if wiring.last_norm:
+        actual = find_module(shadow, wiring.last_norm)(actual)
+    if isinstance(expected, tuple | list):
         expected = expected[0]
     for path, received in host.arguments.items():
         twins = functions.arguments.get(path, {})
@@ -131,50 +143,91 @@ def _relative_difference(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
+class _Travelling(Tensor):
+    """Stands for the state that travels between connected layers: a host can only pass it on."""
+
+    after: ClassVar[str] = ""  # the path of the layer that returned the last one
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return super().__torch_function__(func, types, args, kwargs)
+        raise ChangedStreamError(f"it reads or changes the stream after {cls.after}")
+
+
 class _Handover:
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
 
     lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
 
     def __init__(self, wiring: ModelWiring):
         self.wiring = wiring
-        self.before = ""  # the path of the module before
+        self.numbers = {f"{wiring.layers}.{i}": i for i in range(len(wiring.of_layers))}
+        self.embedding: Tensor | None = None
         self.handed_over: Tensor | None = None
 
-    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = next(iter(name_arguments(module, args, kwargs).values()))
-        handed_over = self.handed_over
-        if handed_over is None and path == self.wiring.final:  # before the layers, too
+        if self.embedding is None and path == self.wiring.final:  # before the layers, too
             return x
-        if handed_over is not None and not (
-            isinstance(x, Tensor) and x.shape == handed_over.shape and torch.equal(x, handed_over)
-        ):
-            raise ChangedStreamError(f"it changes the stream between {self.before} and {path}")
-        self.before = path
-        self.handed_over = torch.randn_like(x)
-        return self.handed_over.clone()
+        if self.embedding is None:
+            self.embedding = x
+        elif x is not self.handed_over:
+            raise ChangedStreamError(f"it changes the stream before {path}")
+        number = self.numbers.get(path)
+        ends = path == self.wiring.final
+        if self.wiring.final is None and number == len(self.numbers) - 1:
+            ends = True
+        hidden = torch.randn_like(self.embedding)
+        self.handed_over = hidden if ends else hidden.as_subclass(_Travelling)
+        _Travelling.after = path
+        extras = None if number is None else self.wiring.of_layers[number].extras
+        return self.handed_over if extras is None else (self.handed_over, *[None] * len(extras))
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return x
 
 
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
-    """Raise a ValueError where the backbone changes the stream after its first layer.
+    """Raise a ValueError where the backbone uses the stream between its layers.
 
-    A backbone that does not run on two token ids alone is not checked here. What it does to the
-    stream then raises an error in its first forward.
+    A backbone that does not run on two token ids, one image or hidden states alone is not checked
+    here. What it does to the stream then raises an error in its first forward.
     """
-    parameter = next(backbone.parameters())
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=parameter.device)
-    devices = [parameter.device] if parameter.is_cuda else []
-    replaced = (wiring.layers, wiring.final)
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    device = next(backbone.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    replaced = [path for path in (wiring.layers, wiring.final) if path is not None]
+    with torch.no_grad(), torch.random.fork_rng(devices), device:
         try:
-            run_shadow(backbone, lambda: _Handover(wiring), ids, replaced=replaced)
+            inputs = _make_inputs(backbone, wiring.dim)
+            run_shadow(backbone, lambda: _Handover(wiring), *inputs, replaced=replaced)
         except ChangedStreamError as error:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:
             return
+
+
+def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
+    """What a backbone's forward takes first: token ids, an image, its patches or hidden states."""
+    dtype = next(backbone.parameters()).dtype
+    host: Any = original_class(backbone)
+    _, first, *others = inspect.signature(host.forward).parameters
+    config: Any = getattr(backbone, "config", None)
+    channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
+    if others[:1] == ["grid_thw"]:
+        side = 2 * getattr(config, "spatial_merge_size", 1)
+        values = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        return [torch.randn(side**2, values, dtype=dtype), torch.tensor([[1, side, side]])]
+    if first in ("hidden_states", "inputs_embeds"):
+        return [torch.randn(1, _TOKENS, width, dtype=dtype)]
+    if first == "pixel_values":
+        size = getattr(config, "image_size", 0)
+        height, width = (size, size) if isinstance(size, int) else size
+        return [torch.randn(1, channels, height, width, dtype=dtype)]
+    return [torch.zeros(1, _TOKENS, dtype=torch.long)]
 
 
 def format_wiring(wiring: LayerWiring) -> str:

@@ -56,7 +56,7 @@ class SplitInputAttention:
             return
         if self.fused is None:
             index = self.projections.index(name)
-            module.register_forward_pre_hook(partial(select_port, index if index < 3 else 0))
+            module.register_forward_pre_hook(partial(select_port, index))
         elif not isinstance(module, FusedProjection):
             is_linear = type(module) in (nn.Linear, Conv1D)
             swap_class(module, FusedLinear if is_linear else FusedProjection)
@@ -78,8 +78,11 @@ def split_qkv_inputs(attention: Any, projections: tuple[str, ...], fused: Fused 
 
 
 def select_port(index: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A forward-pre-hook: the projection of q, k or v selects its own input."""
-    return (args[0][index],) if isinstance(args[0], QKVInputs) else None
+    """A forward-pre-hook: the projection of q, k or v selects its own input, others that of q."""
+    inputs = args[0]
+    if not isinstance(inputs, QKVInputs):
+        return None
+    return (inputs[index if index < len(inputs) else 0],)
 
 
 class FusedProjection:

@@ -1,54 +1,14 @@
-"""The wiring of a host that no row describes: found by running its layers' own code.
-
-`trace.py` tells which sums the modules of a layer get. A layer can be connected if these sums are
-those of a stream: each sub-layer gets the layer's input plus the outputs of all sub-layers before
-it, through at most one norm, and the layer returns this sum. Everything else is refused with the
-reason.
+"""The wiring of a host that no row describes: its list of layers, its final norm, and what its
+layers' own code does (`layer_recognition.py`).
 """
 
-import ast
-import functools
-import inspect
-import textwrap
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from ..class_swap import original_class
-from .families import (
-    FUSED_PROJECTIONS,
-    REST,
-    Arguments,
-    Fused,
-    LayerWiring,
-    ModelWiring,
-    Sublayer,
-)
-from .shadow import Argument, argument_parameters
-from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
-
-# Names that transformers gives to the projections of q, k and v, and to those of an MLP.
-_QKV = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("to_q", "to_k", "to_v"),
-    ("wq", "wk", "wv"),
-)
-_UP = (
-    ("gate_proj", "up_proj"),
-    ("gate_up_proj",),
-    ("up_proj",),
-    ("c_fc",),
-    ("fc1",),
-    ("fc_in",),
-    ("dense_h_to_4h",),
-)
-_OUTPUT = (
-    "o_proj", "down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "dense", "out_proj",
-    "experts.down_proj",
-)  # fmt: skip
-_SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
-_MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
+from .families import LayerWiring, ModelWiring
+from .layer_recognition import is_norm, recognise_layer
 
 
 def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
@@ -61,14 +21,27 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     Raises:
         ValueError: there is no such list, or its layers have no stream. The message says why.
     """
-    owner, name = _find_layers(backbone)
-    layers = getattr(owner, name)
-    final = _find_final_norm(owner, name)
+    if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
+        raise ValueError(
+            "encoder-decoder models cannot be connected, as their layers have two inputs"
+        )
+    owner, path = _find_layers(backbone)
+    layers = owner.get_submodule(path)
+    final = _find_final_norm(owner, path)
     config = getattr(owner, "config", getattr(backbone, "config", None))
-    weights = [p for p in getattr(owner, final).parameters() if p.dim() == 1]
-    dim = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
-    if dim is None:
-        raise ValueError(f"its final norm {final!r} has no weight that tells the stream's width")
+    dim = _stream_width(owner, layers, final, config)
+    try:
+        of_layers = _recognise_layers(layers, dim)
+    except ValueError:
+        _check_list_of_layers(owner, path)
+        raise
+    last_norms = {bool(wiring.last_norm) for wiring in of_layers}
+    if len(last_norms) == 2:
+        raise ValueError("some of its layers are pre-norm and others post-norm")
+    return owner, ModelWiring(path, None if True in last_norms else final, dim, of_layers)
+
+
+def _recognise_layers(layers: Any, dim: int) -> tuple[LayerWiring, ...]:
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
@@ -77,11 +50,29 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
             try:
                 wiring_of_kind[kind] = recognise_layer(layer, dim)
             except ValueError as error:
-                raise ValueError(
-                    f"layer {number} is a {type(layer).__name__}, and {error}"
-                ) from None
+                name = type(layer).__name__
+                if name.endswith("Stage"):
+                    raise ValueError(
+                        f"its layers are in stages ({name}), between which the stream changes its "
+                        "width or length"
+                    ) from None
+                raise ValueError(f"layer {number}, a {name}: {error}") from None
         of_layers.append(wiring_of_kind[kind])
-    return owner, ModelWiring(name, final, dim, tuple(of_layers))
+    return tuple(of_layers)
+
+
+def _check_list_of_layers(owner: nn.Module, path: str) -> None:
+    """Raise a ValueError where the members of a list are no layers."""
+    if getattr(getattr(owner, "config", None), "num_hidden_groups", None):
+        raise ValueError("its layers share their weights, and connections need layers of their own")
+    parent, _, name = path.rpartition(".")
+    children = dict(owner.get_submodule(parent).named_children())
+    lists = {key: child for key, child in children.items() if isinstance(child, nn.ModuleList)}
+    alike = [key for key, child in lists.items() if len(child) == len(lists[name])]
+    if len(alike) > 1:
+        raise ValueError(
+            f"its sub-layers are in lists of their own, {', '.join(alike)}, not in layers"
+        )
 
 
 def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
@@ -96,231 +87,74 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
-    """The module with the list of layers, and the list's name."""
+    """The module that owns the layers, and the name of their list in it."""
     config: Any = getattr(backbone, "config", None)
+    searched = backbone
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    count = getattr(config, "num_hidden_layers", None)
-    found = []
-    owners = [backbone]
-    while owners:
-        owner = owners.pop(0)
-        for name, child in owner.named_children():
-            if not isinstance(child, nn.ModuleList):
-                owners.append(child)
-            elif len(child):
-                found.append((owner, name))
-    for owner, name in found:
-        if len(getattr(owner, name)) == count:
-            return owner, name
+        searched = _find_language_model(backbone, config)
+    found = _find_lists(searched)
     if not found:
         raise ValueError("it has no list of layers")
-    return found[0]
+    count = getattr(config, "num_hidden_layers", None)
+    of_count = [place for place in found if len(getattr(place[0], place[1])) == count]
+    owner, name, model, path = (of_count or found)[0]
+    # Two stacks that a model runs by turns, each with a norm of its own, are connected apart.
+    stacks = [place for place in found if place[2] is model and _norm_names(place[0])]
+    is_stack = len(stacks) > 1 and _norm_names(owner)
+    if isinstance(model, PreTrainedModel) and not is_stack:
+        return model, path
+    return owner, name
 
 
-def _find_final_norm(owner: nn.Module, layers: str) -> str:
-    norms = [
-        name
-        for name, child in owner.named_children()
-        if "norm" in f"{name} {type(child).__name__}".lower() and not _has_matrix(child)
-    ]
-    if not norms:
-        raise ValueError(f"{type(owner).__name__} has no norm after its layers")
-    return norms[-1]
-
-
-def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
-    """The sub-layers of a layer.
-
-    Args:
-        layer: a layer of a host.
-        width: of its stream.
-
-    Raises:
-        ValueError: the layer is no row of sub-layers on a stream. The message says why.
+def _find_lists(backbone: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """The lists of modules in a backbone: the module that owns each and its name there, and the
+    model around it, which reports hidden states, and its path there.
     """
-    trace = trace_layer(layer, width)
-    for name, child in layer.named_children():
-        is_called = any(f"{call.path}.".startswith(f"{name}.") for call in trace.calls)
-        if not is_called and any(True for _ in child.parameters()):
-            raise ValueError(f"its {name} is not part of every forward, as with cross-attention")
-    if trace.output.get(STREAM) != 1:
-        raise ValueError(f"it returns {_describe(trace, trace.output)}, not its input plus outputs")
-    sites: list[list[Sublayer]] = []
-    stream: Sum = {STREAM: 1.0}  # what the sub-layers of the next site read
-    pending: Sum = {}
-    for vector in sorted(trace.output.keys() - {STREAM}):
-        chain = _chain_to_stream(trace, vector)
-        source = trace.calls[chain[0] - 1].inputs
-        if pending and not same_sum(source, stream):
-            stream = stream | pending
-            pending = {}
-        if not same_sum(source, stream):
-            raise ValueError(
-                f"{trace.calls[chain[0] - 1].path} gets {_describe(trace, source)}, "
-                f"where the stream is {_describe(trace, stream)}"
-            )
-        if not pending:
-            sites.append([])
-        pending[vector] = trace.output[vector]
-        sites[-1].append(_sublayer(layer, trace, chain, pending[vector], width))
-    if not sites:
-        raise ValueError("no module's output joins its stream")
-    return LayerWiring(tuple(tuple(site) for site in sites), trace.extras)
+    found: list[tuple[nn.Module, str, nn.Module, str]] = []
+    owners = [(backbone, backbone, "")]  # a module, the model around it, the module's path in it
+    while owners:
+        owner, model, prefix = owners.pop(0)
+        for name, child in owner.named_children():
+            if isinstance(child, PreTrainedModel):
+                owners.append((child, child, ""))
+            elif not isinstance(child, nn.ModuleList):
+                owners.append((child, model, f"{prefix}{name}."))
+            elif len(child):
+                found.append((owner, name, model, prefix + name))
+    return found
 
 
-def _chain_to_stream(trace: Trace, vector: int) -> list[int]:
-    """The vectors from the first module that reads the stream to the one that joins it."""
-    chain = [vector]
-    while STREAM not in trace.calls[chain[0] - 1].inputs:
-        call = trace.calls[chain[0] - 1]
-        if len(call.inputs) != 1:
-            raise ValueError(f"{call.path} gets {_describe(trace, call.inputs)}, no stream")
-        chain.insert(0, next(iter(call.inputs)))
-    return chain
+def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
+    """The outermost part of a model that has the config of its text; the model, if it has none."""
+    for module in model.modules():
+        if type(getattr(module, "config", None)) is type(text_config):
+            return module
+    return model
 
 
-def _sublayer(
-    layer: nn.Module, trace: Trace, chain: list[int], scale: float, width: int
-) -> Sublayer:
-    calls = [trace.calls[vector - 1] for vector in chain]
-    heavy = [call.path != "" and _has_matrix(layer.get_submodule(call.path)) for call in calls]
-    if True not in heavy or heavy.index(True) > 1:
-        names = ", ".join(call.path for call in calls)
-        raise ValueError(f"of {names}, none is a sub-layer with at most one norm before it")
-    main = heavy.index(True)
-    norm = calls[0].path if main else None
-    factors = [factor for call in calls[1:] for factor in call.inputs.values()]
-    input_scale = factors.pop(0) if main else 1.0
-    if any(factor != 1 for factor in factors) or not all(
-        not call.arguments for i, call in enumerate(calls) if i != main
-    ):
-        raise ValueError(f"what {calls[main].path} returns passes more than modules of one input")
-    after = tuple(call.path or call.dropout for call in calls[main + 1 :])
-    return describe_sublayer(
-        layer,
-        Sublayer(
-            calls[main].path,
-            norm,
-            after,
-            scale=_exact(layer, scale),
-            input_scale=_exact(layer, input_scale),
-            arguments=_sources(layer, calls[main]),
-        ),
-        width,
-    )
+def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
+    """The last norm beside the list of layers."""
+    parent, _, _ = layers.rpartition(".")
+    names = _norm_names(owner.get_submodule(parent))
+    return f"{parent}.{names[-1]}".lstrip(".") if names else None
 
 
-def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Sublayer:
-    """Add what a module's names tell: its kind and its projections."""
-    module = layer.get_submodule(sublayer.module)
-    is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments
-    qkv, fused = find_projections(module)
-    port = "mlp" if is_mlp else "attn" if qkv else "mixer"
-    children = dict(module.named_modules())
-    up = next((names for names in _UP if all(name in children for name in names)), ())
-    normed = any(
-        isinstance(step, str) and list(layer.get_submodule(step).parameters())
-        for step in sublayer.after
-    )
-    output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
-    return sublayer._replace(
-        port=port,
-        qkv=qkv if port == "attn" else (),
-        fused=fused if port == "attn" else None,
-        up_projections=up if is_mlp else (),
-        output_projection="" if normed and not is_mlp else output,
-    )
+def _norm_names(owner: nn.Module) -> list[str]:
+    """The children of a module that are norms."""
+    return [name for name, child in owner.named_children() if is_norm(name, child)]
 
 
-def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | None]:
-    """The projections of an attention's input: of q, k and v, and then others, such as gates.
-
-    Returns:
-        Their names, and the order of the outputs where one of them is all three. No names where the
-        attention does more with its input than to project it.
-    """
-    called = _calls_of_input(original_class(attention))
-    if called is not None:  # Some exist in cross-attention alone.
-        called = {name for name in called if name in attention._modules}
-    fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
-    if order is not None and called == {fused_name}:
-        return (fused_name,), order(attention.config)
-    for names in _QKV:
-        if called is not None and called.issuperset(names):
-            return (*names, *sorted(called.difference(names))), None
-    return (), None
-
-
-@functools.cache
-def _calls_of_input(cls: type) -> set[str] | None:
-    """The modules that a module's forward calls with its input alone, from its source.
-
-    None where the forward does anything else with its input but look at its size, or has no
-    source.
-    """
-    forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    name = list(inspect.signature(forward).parameters)[1]
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    called = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Name) or node.id != name:
-            continue
-        parent = parents[node]
-        if isinstance(parent, ast.Attribute) and parent.attr in _SIZE_ATTRIBUTES:
-            continue
-        match parent:
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id="self"), attr=module), args=[_], keywords=[]
-            ):
-                called.add(module)
-            case _:
-                return None
-    return called
-
-
-def _has_attribute(module: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(module, name):
-            return False
-        module = getattr(module, name)
-    return True
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in module.parameters())
-
-
-def _exact(layer: nn.Module, factor: float) -> float:
-    """The number in the layer that a measured factor is."""
-    for value in vars(layer).values():
-        if isinstance(value, float | int) and abs(value - factor) <= 1e-6 * abs(factor):
-            return float(value)
-    return factor
-
-
-def _sources(layer: nn.Module, call: Call) -> Arguments:
-    """From which of the layer's arguments those of a call come."""
-    own = argument_parameters(layer)
-    theirs = argument_parameters(layer.get_submodule(call.path))
-    sources = []
-    for name, value in call.arguments.items():
-        if isinstance(value, Argument) and (value.name in own or value.name == REST):
-            sources.append((name, value.name))
-        elif name in own:
-            sources.append((name, name))
-        elif name not in theirs or value is not theirs[name].default:
-            raise ValueError(f"{call.path} gets {name}={value!r}, which the layer chooses")
-    return tuple(sources)
-
-
-def _describe(trace: Trace, total: Sum) -> str:
-    names = ["its input", *(call.path or "a dropout" for call in trace.calls)]
-    return " + ".join(
-        names[vector] if factor == 1 else f"{factor:.4g} · {names[vector]}"
-        for vector, factor in total.items()
-    )
+def _stream_width(owner: nn.Module, layers: Any, final: str | None, config: Any) -> int:
+    """The width of the stream, from a norm of it or from the config."""
+    norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
+    if final is not None:
+        norms.insert(0, owner.get_submodule(final))
+    weights = [p for norm in norms for p in norm.parameters() if p.dim() == 1]
+    width = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
+    if not isinstance(width, int):
+        raise ValueError(
+            f"{type(owner).__name__} has no stream of one width: no norm in its layers or beside "
+            "them, and no hidden_size"
+        )
+    return width

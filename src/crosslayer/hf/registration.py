@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ..connection import Connection
 from ..spec import make
 from ..validation import check_positive
-from .attach import attach_connections, find_backbone, is_connected
+from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 from .sharding import keep_parameters_apart
 
@@ -115,7 +115,7 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
         raise ValueError(f"crosslayer_widths must be a list of one width a layer, got {widths!r}")
     check_positive(**{f"crosslayer_widths[{i}]": width for i, width in enumerate(widths or [])})
     owner, wiring = find_backbone(backbone)
-    if is_connected(owner):  # A module within this one owns the layers, and is built before it.
+    if "family" in vars(owner):  # A module within this one owns the layers, and is built before it.
         return
     attach_connections(owner, wiring, spec, widths)
     if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..class_swap import original_class, swapped_class
-from .families import REST
+from .families import RESIDUAL_ARGUMENTS, REST
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -25,9 +25,13 @@ class Observer(Protocol):
     """What answers the calls of a shadow's modules."""
 
     lengths: dict[str, int]  # set after a run: of the outputs that were unpacked, by module
+    parameters: dict[str, Tensor | None]  # set before a run: those of the layer's own, by name
 
-    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
-        """What a module returns. path: its name in the layer."""
+    def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a module returns. path: its name in the layer.
+
+        A plain tensor can be unpacked as a tuple with the tensor first.
+        """
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         """What a call of `torch.nn.functional.dropout` returns."""
@@ -40,7 +44,7 @@ class Argument:
         self.name = name
 
     def __repr__(self) -> str:
-        return self.name
+        return f"the argument {self.name!r}"
 
 
 class OtherOutput:
@@ -51,11 +55,19 @@ class OtherOutput:
         self.index = index
 
     def __repr__(self) -> str:
-        return f"output {self.index} of {self.path}"
+        return f"a further output of {self.path}"
 
 
 class ChangedStreamError(ValueError):
     """A backbone does something to the stream between two of its modules."""
+
+
+class SeveralStreamsError(ValueError):
+    """A module gets the stream in more than one argument."""
+
+    def __init__(self, path: str, argument: str):
+        super().__init__(f"{path} gets more of the stream, as its argument {argument!r}")
+        self.path = path
 
 
 class StandIn:
@@ -66,7 +78,9 @@ class StandIn:
     lengths: dict[str, int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        answer = self.observer.answer(self.path, self, args, kwargs)  # type: ignore[arg-type]
+        answer: Any = self.observer.answer(self.path, self, args, kwargs)  # type: ignore[arg-type]
+        if type(answer) is not Tensor:
+            return answer
         output: Any = answer.as_subclass(_Output)
         output.path = self.path
         output.length = self.lengths.get(self.path, 2)
@@ -86,13 +100,22 @@ class _Output(Tensor):
         return iter(self._as_tuple())
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int | slice):
-            return self._as_tuple()[index]
-        return super().__getitem__(index)
+        if isinstance(index, slice):
+            return _Outputs(self._as_tuple()[index])
+        return self._as_tuple()[index] if isinstance(index, int) else super().__getitem__(index)
 
     def _as_tuple(self) -> tuple[Any, ...]:
         others = [OtherOutput(self.path, i) for i in range(1, self.length)]
         return (self.as_subclass(Tensor), *others)
+
+
+class _Outputs(tuple):
+    """Some outputs of a module, which a forward may add to a tuple or to a list."""
+
+    __slots__ = ()
+
+    def __radd__(self, first: Any) -> Any:
+        return type(first)([*first, *self])
 
 
 class DropoutMode(TorchFunctionMode):
@@ -119,6 +142,7 @@ def run_shadow(
     make_observer: Callable[[], Any],
     *args: Any,
     replaced: Collection[str] | None = None,
+    opened: Collection[str] = (),
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Run a module's forward with stand-ins for its modules.
@@ -128,7 +152,8 @@ def run_shadow(
         make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
             output into another number of names than expected.
         args: of the forward, from the observer's attribute `stream`, if empty.
-        replaced: names of the modules that stand-ins replace; None for all.
+        replaced: paths of the modules that stand-ins replace; None for all.
+        opened: paths of the modules that run their own code, with stand-ins for their modules.
 
     Returns:
         The observer, and what the forward returned.
@@ -137,7 +162,7 @@ def run_shadow(
         ValueError: the forward raises an error with stand-ins.
     """
     with torch.enable_grad() if replaced is None else nullcontext(), on_cpu(replaced is None):
-        return _run_until_unpacked(module, make_observer, args, replaced, kwargs)
+        return _run_until_unpacked(module, make_observer, args, replaced, opened, kwargs)
 
 
 def on_cpu(is_needed: bool = True) -> Any:
@@ -152,31 +177,41 @@ def _run_until_unpacked(
     make_observer: Callable[[], Any],
     args: tuple[Any, ...],
     replaced: Collection[str] | None,
+    opened: Collection[str],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
     lengths: dict[str, int] = {}
     forward: Any = original_class(module).forward  # type: ignore[attr-defined]
     while True:
         observer = make_observer()
-        shadow = make_shadow(module, observer, lengths, replaced)
+        shadow = make_shadow(module, observer, lengths, replaced, opened)
+        observer.parameters = shadow._parameters
         _Output.unpacked = ""
         try:
             with DropoutMode(observer):
                 output = forward(shadow, *(args or (observer.stream,)), **kwargs)
         except Exception as error:
-            if isinstance(error, ChangedStreamError):
+            if isinstance(error, ChangedStreamError | SeveralStreamsError):
                 raise
             expected = re.search(r"values to unpack \(expected (\d+)", str(error))
             path = _Output.unpacked
             if expected and lengths.get(path) != int(expected[1]):
                 lengths[path] = int(expected[1])
                 continue
-            reason = str(error).split("\n")[0]
-            if not isinstance(error, ValueError):
-                reason = f"{type(error).__name__}: {reason}"
-            raise ValueError(reason) from error
+            raise ValueError(_describe_failure(error)) from error
         observer.lengths = lengths
         return observer, output
+
+
+def _describe_failure(error: Exception) -> str:
+    """Why a forward cannot run with stand-ins."""
+    reason = str(error).split("\n")[0]
+    if isinstance(error, ValueError) and "values to unpack" not in reason:
+        return reason
+    for cls, things in ((Argument, "its arguments"), (OtherOutput, "further outputs of modules")):
+        if cls.__name__ in reason:
+            return f"its own code computes with {things}, where most layers pass them on"
+    return f"its own code does more than to call its modules ({type(error).__name__}: {reason})"
 
 
 def make_shadow(
@@ -184,15 +219,16 @@ def make_shadow(
     observer: Observer,
     lengths: dict[str, int],
     replaced: Collection[str] | None = None,
+    opened: Collection[str] = (),
 ) -> Any:
-    """A module of the same class with stand-ins for its modules.
+    """A module of the same class with stand-ins for its modules, except for those that are opened.
 
     Where all are replaced, its own parameters and buffers are random, and require gradients.
     """
     shadow = _copy_without_modules(module, original_class(module))
     shadow.training = False
     shared = {"observer": observer, "lengths": lengths}
-    _add_stand_ins(shadow, module, "", shared, replaced)
+    _add_stand_ins(shadow, module, "", shared, replaced, opened)
     if replaced is not None:
         return shadow
     generator = torch.Generator().manual_seed(0)
@@ -210,15 +246,18 @@ def _add_stand_ins(
     prefix: str,
     shared: dict[str, Any],
     replaced: Collection[str] | None,
+    opened: Collection[str],
 ) -> None:
     for name, child in module.named_children():
         path = prefix + name
+        contains_replaced = any(other.startswith(f"{path}.") for other in replaced or ())
+        inner = None if replaced is not None and path in replaced else replaced
         copy: Any
-        if replaced is not None and name not in replaced:
+        if inner is not None and not contains_replaced:
             copy = child
-        elif isinstance(child, _CONTAINERS):
-            copy = _copy_without_modules(child, type(child))
-            _add_stand_ins(copy, child, f"{path}.", shared, None)
+        elif contains_replaced or path in opened or isinstance(child, _CONTAINERS):
+            copy = _copy_without_modules(child, original_class(child))
+            _add_stand_ins(copy, child, f"{path}.", shared, inner, opened)
         else:
             host_class: Any = type(child)
             copy = _copy_without_modules(child, swapped_class(StandIn, host_class))
@@ -242,11 +281,15 @@ def _copy_without_modules(module: nn.Module, cls: Any) -> Any:
 
 
 def layer_arguments(layer: nn.Module) -> dict[str, Any]:
-    """What a layer's shadow is called with besides the stream. Switches keep their defaults."""
+    """What a layer's shadow is called with besides the stream. Switches keep their defaults, but
+    attention weights are asked for: where they come from tells what the layer returns.
+    """
     arguments: dict[str, Any] = {}
     for name, parameter in argument_parameters(layer).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments[REST] = Argument(REST)
+        elif name == "output_attentions":
+            arguments[name] = True
         elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_switch(parameter):
             arguments[name] = Argument(name)
     return arguments
@@ -258,9 +301,16 @@ def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(list(inspect.signature(host.forward).parameters.items())[2:])
 
 
+def residual_argument(module: nn.Module) -> str:
+    """The argument that a module adds to its output; empty where it has none."""
+    return RESIDUAL_ARGUMENTS.get(original_class(module).__name__, "")
+
+
 def _is_switch(parameter: inspect.Parameter) -> bool:
     """Whether an argument chooses what the forward does."""
-    return isinstance(parameter.default, bool) or parameter.name.startswith("encoder_")
+    name = parameter.name  # DeBERTa's query_states are another stream, which it never has.
+    is_stream = name.startswith("encoder_") or name == "query_states"
+    return isinstance(parameter.default, bool) or is_stream
 
 
 def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -268,7 +318,8 @@ def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     host: Any = original_class(module)
     signature = inspect.signature(host.forward)
     named: dict[str, Any] = {}
-    for name, value in list(signature.bind(module, *args, **kwargs).arguments.items())[1:]:
+    # Not all arguments are named: some may be among those that the layer passes on.
+    for name, value in list(signature.bind_partial(module, *args, **kwargs).arguments.items())[1:]:
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             named.update(value)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..connection import Connection
 from .host_norms import OwnedNorm
+from .layers import ConnectedLayer
 
 FREES_WEIGHTS = "free_full_weight"  # after use, in the terms of transformers' plans
 
@@ -23,6 +24,9 @@ def keep_parameters_apart(model: Any) -> None:
     plan = {}
     float32_names = set(model._keep_in_fp32_modules_strict or ())
     for path, module in model.named_modules():
+        # The next layer reads through the last norm of a post-norm layer.
+        if isinstance(module, ConnectedLayer) and module.wiring.last_norm:
+            plan[_without_numbers(f"{path}.{module.wiring.last_norm}")] = FREES_WEIGHTS
         if isinstance(module, OwnedNorm):
             plan[_without_numbers(path)] = FREES_WEIGHTS
         if not isinstance(module, Connection):

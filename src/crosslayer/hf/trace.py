@@ -5,12 +5,22 @@ module, and the layer's output, is then decomposed over these vectors. This tell
 factors, whatever the code looks like.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .shadow import OtherOutput, layer_arguments, name_arguments, run_shadow
+from .families import SAME_INPUT
+from .shadow import (
+    Argument,
+    OtherOutput,
+    SeveralStreamsError,
+    layer_arguments,
+    name_arguments,
+    residual_argument,
+    run_shadow,
+)
 
 STREAM = 0
 _TOKENS = 2
@@ -25,9 +35,9 @@ def same_sum(a: Sum, b: Sum) -> bool:
 
 
 class Call(NamedTuple):
-    """A call of a module, or dropout by a function."""
+    """A call of a module, dropout by a function, or a product with a parameter of the layer's."""
 
-    path: str  # of the module in the layer; empty for a function
+    path: str  # of the module or the parameter in the layer; empty for a function
     inputs: Sum  # what its first argument is
     arguments: dict[str, Any]  # the others, by name
     dropout: float = 0.0  # probability, where it is a function
@@ -44,6 +54,9 @@ class Trace(NamedTuple):
 class _Recorder:
     """Answers every call with a random vector."""
 
+    lengths: dict[str, int]
+    parameters: dict[str, Tensor | None]
+
     def __init__(self, width: int):
         self.generator = torch.Generator().manual_seed(0)
         self.width = width
@@ -54,11 +67,15 @@ class _Recorder:
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         arguments = name_arguments(module, args, kwargs)
         inputs = self.decompose(arguments.pop(next(iter(arguments))), path)
+        residual = arguments.pop(residual_argument(module), None)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
-                raise ValueError(f"{path} gets more of the stream, as its argument {name!r}")
+                if not same_sum(self.decompose(value, path), inputs):
+                    raise SeveralStreamsError(path, name)
+                arguments[name] = Argument(SAME_INPUT)
         self.calls.append(Call(path, inputs, arguments))
-        return self._next_vector()
+        output = self._next_vector()
+        return output if residual is None else output + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         self.calls.append(Call("", self.decompose(x, "a dropout"), {}, p))
@@ -67,21 +84,48 @@ class _Recorder:
     def decompose(self, x: Any, where: str) -> Sum:
         """The factors of the vectors so far in a tensor."""
         if not isinstance(x, Tensor):
-            raise ValueError(f"{where} gets {x!r} in place of the stream")
-        if x.requires_grad:
-            raise ValueError(f"{where} gets the stream times a parameter of the layer's own")
+            stand_in = isinstance(x, Argument | OtherOutput)
+            got = repr(x) if stand_in else f"a {type(x).__name__}"
+            raise ValueError(f"{where} gets {got}, and not the stream")
+        scaled = self._scaled_outputs() if x.requires_grad else []
+        products = [product for _, product in scaled]
+        basis = torch.stack([vector.flatten() for vector in self.vectors + products], 1)
+        is_scaled = x.requires_grad
         x = x.detach().double().flatten()
-        basis = torch.stack([vector.flatten() for vector in self.vectors], 1)
         if len(x) != len(basis):
             raise ValueError(f"{where} gets a tensor of another shape than the stream's")
         factors = torch.linalg.lstsq(basis, x[:, None]).solution.flatten()
         if (basis @ factors - x).abs().max() > _TOLERANCE * x.abs().max():
+            if is_scaled:
+                raise ValueError(f"the layer scales what {where} gets by parameters of its own")
             raise ValueError(f"{where} gets no sum of the stream and of modules' outputs")
         found = {}
-        for vector, factor in enumerate(factors.tolist()):
-            if abs(factor) > _TOLERANCE:
-                found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
+        known = len(self.vectors)
+        for number, factor in enumerate(factors.tolist()):
+            if abs(factor) <= _TOLERANCE:
+                continue
+            vector = number
+            if number >= known:
+                call, product = scaled[number - known]
+                self.calls.append(call)
+                self.vectors.append(product)
+                vector = len(self.calls)
+            found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
         return found
+
+    def _scaled_outputs(self) -> list[tuple[Call, Tensor]]:
+        """Each output times each of the layer's own parameters, such as a learned scale, but those
+        that were found before.
+        """
+        scaled = []
+        for name, parameter in self.parameters.items():
+            if parameter is None or parameter.shape != (self.width,):
+                continue
+            for vector in range(1, len(self.vectors)):
+                call = Call(name, {vector: 1.0}, {})
+                if call not in self.calls:
+                    scaled.append((call, self.vectors[vector] * parameter.detach()))
+        return scaled
 
     def _next_vector(self) -> Tensor:
         shape = (1, _TOKENS, self.width)
@@ -90,25 +134,39 @@ class _Recorder:
         return vector.clone()  # A forward may change it in place.
 
 
-def trace_layer(layer: nn.Module, width: int) -> Trace:
+def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> Trace:
     """Run a shadow of a layer.
 
     Args:
         layer: a layer of a host.
         width: of its stream.
+        opened: paths of its modules that run their own code. A module that gets the stream in more
+            than one argument is opened too, as it may add one to its output.
 
     Raises:
         ValueError: what a module gets is no sum of the stream and of modules' outputs.
     """
     arguments = layer_arguments(layer)
-    recorder, output = run_shadow(layer, lambda: _Recorder(width), **arguments)
+    paths = set(opened)
+    while True:
+        try:
+            recorder, output = run_shadow(
+                layer, lambda: _Recorder(width), opened=paths, **arguments
+            )
+            break
+        except SeveralStreamsError as error:
+            if error.path in paths or not any(
+                True for _ in layer.get_submodule(error.path).children()
+            ):
+                raise
+            paths.add(error.path)
     extras: list[tuple[str, int] | None] | None = None
-    if isinstance(output, tuple):
+    if isinstance(output, tuple | list):
         output, *others = output
         extras = []
         for other in others:
             if other is not None and not isinstance(other, OtherOutput):
-                raise ValueError(f"it returns {other!r} besides its stream")
+                raise ValueError("it returns more than its stream and outputs of its modules")
             extras.append(None if other is None else (other.path, other.index))
     total = recorder.decompose(output, "what follows the layer")
     return Trace(recorder.calls, total, None if extras is None else tuple(extras))

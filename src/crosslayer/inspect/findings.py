@@ -75,8 +75,8 @@ def _sources_before(input_label: str, sources: list[str]) -> int:
         return len(sources)
     layer, _, ports = input_label.partition(".")
     names = {ports, f"{ports}+mlp", f"attn+{ports}"}
-    if ports in ("q", "k", "v"):
-        names = {"attn", "attn+mlp"}
+    if ports in ("q", "k", "v", "kv"):
+        names = {"attn", "attn+mlp", "latent_attn", "latent_attn+mlp"}
     for number, source in enumerate(sources):
         source_layer, _, source_ports = source.partition(".")
         if source_layer == layer and source_ports in names:
@@ -103,7 +103,7 @@ def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
     for label, row in zip(unfolded.inputs, weights, strict=True):
         layer = readout if label == "readout" else _layer_of(label)
         for number, source in enumerate(unfolded.sources):
-            kind = source.partition(".")[2]
+            kind = source.partition(".")[2].removeprefix("latent_")
             if kind in by_kind and layer - source_layers[number] > NEAR_LAYERS:
                 by_kind[kind].append(row[number])
     if not by_kind["attn"] or not by_kind["mlp"]:

@@ -81,7 +81,8 @@ class SiteVisit:
         if not splits_ways(self.connection):
             return {"input": inputs[0]}
         stream = self.connection.state_parts(self.next_state)[-1]
-        return dict(zip("qkv", inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
+        apart = [port for port in self.connection.ports if port in ("q", "k", "v", "kv")]
+        return dict(zip(apart, inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
 
     @property
     def hidden(self) -> Tensor:

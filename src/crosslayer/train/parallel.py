@@ -166,10 +166,14 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
 
     for layer in backbone.get_submodule(family.layers):
         shard_connections(layer.connections, layer_policy)
+        if layer.wiring.last_norm:  # The next layer reads through this norm.
+            last_norm = layer.get_submodule(layer.wiring.last_norm)
+            fully_shard(last_norm, mesh=mesh, mp_policy=layer_policy)
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
     # embedding, final norm, readout and head compute in the dtype of their parameters, like the
     # stream
-    shard_connections([backbone.get_submodule(family.final).connection], full_policy)
+    if family.final is not None:
+        shard_connections([backbone.get_submodule(family.final).connection], full_policy)
     fully_shard(model, mesh=mesh, mp_policy=full_policy)
     return model
 

@@ -133,7 +133,7 @@ def _read_panels(
 def _way_of(label: str, ways: list[str]) -> str:
     """The way of an input's label. Where q, k, v and r differ, the readout is of r alone."""
     port = label.partition(".")[2]
-    if port in ("q", "k", "v", "r"):
+    if port in ("q", "k", "v", "kv", "r"):
         return port
     return "r" if "r" in ways else "inputs"
 

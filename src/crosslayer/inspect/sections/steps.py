@@ -103,7 +103,8 @@ def _choose_inputs(models: Sequence[ModelInspection]) -> list[str]:
         for label in site.inputs:
             way = label.partition(".")[2]  # "q" of "3.q"
             if weights_over_steps(models, label).std(1).max() > SMALLEST_CHANGE:
-                inputs.setdefault(way if way in ("q", "k", "v", "r") else "", []).append(label)
+                key = way if way in ("q", "k", "v", "kv", "r") else ""
+                inputs.setdefault(key, []).append(label)
     chosen = []
     for labels in inputs.values():
         last = len(labels) - 1

@@ -1,0 +1,236 @@
+"""The wiring of a layer, from what its own code does with its stream.
+
+`trace.py` tells which sums the modules of a layer get. A layer can be connected if these sums are
+those of a stream: each sub-layer gets the layer's input plus the outputs of all sub-layers before
+it, through at most one norm, and the layer returns this sum. A post-norm layer norms the stream
+after each sub-layer, and returns it normed. Everything else is refused with the reason.
+"""
+
+import inspect
+
+from torch import nn
+
+from .families import (
+    NO_RESIDUAL,
+    REST,
+    SAME_INPUT,
+    Arguments,
+    LayerWiring,
+    Sublayer,
+)
+from .host_norms import find_module
+from .projections import describe_sublayer, has_matrix
+from .shadow import Argument, argument_parameters, residual_argument
+from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
+
+_TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
+_CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
+
+
+def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
+    """The sub-layers of a layer.
+
+    Args:
+        layer: a layer of a host.
+        width: of its stream.
+
+    Raises:
+        ValueError: the layer is no row of sub-layers on a stream. The message says why.
+    """
+    try:
+        return _read_wiring(layer, width, set())
+    except ValueError as error:
+        opened = _modules_around_norms(layer, width)
+        try:
+            return _read_wiring(layer, width, opened)
+        except ValueError as inner_error:
+            raise inner_error if isinstance(error, _NoSumError) else error from None
+
+
+class _NoSumError(ValueError):
+    """A layer returns the output of a module, which may add it to the stream itself."""
+
+
+def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
+    """The paths of a layer's modules that contain norms of the stream, as BERT's attention does."""
+    paths: set[str] = set()
+    for path, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if is_norm(path.split(".")[-1], module) and weight is not None and len(weight) == width:
+            paths.update(paths_around(path))
+    return paths - {""}
+
+
+def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
+    """`recognise_layer`, where the modules of some paths are opened."""
+    trace = trace_layer(layer, width, opened)
+    _check_all_called(layer, trace)
+    if STREAM not in trace.output and len(trace.output) == 1:
+        return _read_post_norm_wiring(layer, trace, width)
+    return _read_pre_norm_wiring(layer, trace, width)
+
+
+def _read_pre_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerWiring:
+    """The wiring of a layer that returns its input plus outputs."""
+    if trace.output.get(STREAM) != 1:
+        raise ValueError(
+            f"it returns {_describe(trace, trace.output)}, and not its input plus outputs of "
+            "modules"
+        )
+    sites: list[list[Sublayer]] = []
+    stream: Sum = {STREAM: 1.0}  # what the sub-layers of the next site read
+    pending: Sum = {}
+    for vector in sorted(trace.output.keys() - {STREAM}):
+        chain = _chain_to_stream(trace, vector, STREAM)
+        source = trace.calls[chain[0] - 1].inputs
+        if pending and not same_sum(source, stream):
+            stream = stream | pending
+            pending = {}
+        if not same_sum(source, stream):
+            raise ValueError(
+                f"{trace.calls[chain[0] - 1].path} gets {_describe(trace, source)}, and not the "
+                f"stream, {_describe(trace, stream)}"
+            )
+        if not pending:
+            sites.append([])
+        pending[vector] = trace.output[vector]
+        sites[-1].append(_sublayer(layer, trace, chain, pending[vector], width))
+    if not sites:
+        raise ValueError("no module's output joins its stream")
+    return LayerWiring(tuple(tuple(site) for site in sites), trace.extras)
+
+
+def _check_all_called(layer: nn.Module, trace: Trace) -> None:
+    """Raise a ValueError where a module of the layer has not run."""
+    for name, child in layer.named_children():
+        is_called = any(f"{call.path}.".startswith(f"{name}.") for call in trace.calls)
+        if is_called or not any(True for _ in child.parameters()):
+            continue
+        if any(part in name.lower() for part in _CROSS_ATTENTION):
+            raise ValueError(_TWO_INPUTS)
+        raise ValueError(f"its {name} runs in some forward passes only")
+
+
+def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerWiring:
+    """The wiring of a layer that returns a normed sum: x ← Norm(x + outputs), site by site."""
+    sites: list[tuple[Sublayer, ...]] = []
+    norms: list[str] = []  # after each of these sites
+    ((vector, factor),) = trace.output.items()
+    while vector != STREAM:  # from the last site to the first
+        norm = trace.calls[vector - 1]
+        stream = min(norm.inputs)
+        is_norm = norm.path and not has_matrix(layer.get_submodule(norm.path))
+        is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
+        if not (is_norm and is_sum and factor == 1):
+            raise _NoSumError(
+                f"it returns the output of {norm.path or 'a dropout'}, and not its input plus "
+                "outputs of modules"
+            )
+        site = []
+        for output in sorted(norm.inputs.keys() - {stream}):
+            chain = _chain_to_stream(trace, output, stream)
+            sublayer = _sublayer(layer, trace, chain, norm.inputs[output], width)
+            if sublayer.norm is not None:
+                raise ValueError(f"{sublayer.module} has a norm before it and one after its sum")
+            site.append(sublayer)
+        sites.insert(0, tuple(site))
+        norms.insert(0, norm.path)
+        vector = stream
+    for number, norm_path in enumerate(norms[:-1]):
+        sites[number + 1] = tuple(s._replace(norm=norm_path) for s in sites[number + 1])
+    return LayerWiring(tuple(sites), trace.extras, last_norm=norms[-1])
+
+
+def _chain_to_stream(trace: Trace, vector: int, stream: int) -> list[int]:
+    """The vectors from the first module that reads the stream to the one that joins it."""
+    chain = [vector]
+    while stream not in trace.calls[chain[0] - 1].inputs:
+        call = trace.calls[chain[0] - 1]
+        if len(call.inputs) != 1:
+            raise ValueError(
+                f"{call.path} gets {_describe(trace, call.inputs)}, and not the stream"
+            )
+        chain.insert(0, next(iter(call.inputs)))
+    return chain
+
+
+def _sublayer(
+    layer: nn.Module, trace: Trace, chain: list[int], scale: float, width: int
+) -> Sublayer:
+    calls = [trace.calls[vector - 1] for vector in chain]
+    heavy = [call.path != "" and has_matrix(find_module(layer, call.path)) for call in calls]
+    if True not in heavy or heavy.index(True) > 1:
+        names = ", ".join(call.path for call in calls)
+        raise ValueError(f"{names} is no sub-layer with at most one norm before it")
+    main = heavy.index(True)
+    norm = calls[0].path if main else None
+    factors = [factor for call in calls[1:] for factor in call.inputs.values()]
+    input_scale = factors.pop(0) if main else 1.0
+    if any(factor != 1 for factor in factors) or not all(
+        not call.arguments for i, call in enumerate(calls) if i != main
+    ):
+        raise ValueError(
+            f"what {calls[main].path} returns is scaled, or passes modules with more than one input"
+        )
+    after = tuple(call.path or call.dropout for call in calls[main + 1 :])
+    return describe_sublayer(
+        layer,
+        Sublayer(
+            calls[main].path,
+            norm,
+            after,
+            scale=_exact(layer, scale),
+            input_scale=_exact(layer, input_scale),
+            arguments=_sources(layer, calls[main]),
+        ),
+        width,
+    )
+
+
+def _exact(layer: nn.Module, factor: float) -> float:
+    """The number in the layer that a measured factor is."""
+    for value in vars(layer).values():
+        if isinstance(value, float | int) and abs(value - factor) <= 1e-6 * abs(factor):
+            return float(value)
+    return factor
+
+
+def _sources(layer: nn.Module, call: Call) -> Arguments:
+    """From which of the layer's arguments those of a call come."""
+    own = argument_parameters(layer)
+    theirs = argument_parameters(layer.get_submodule(call.path))
+    sources = []
+    if residual := residual_argument(layer.get_submodule(call.path)):
+        sources.append((residual, NO_RESIDUAL))
+    for name, value in call.arguments.items():
+        is_required = name in theirs and theirs[name].default is inspect.Parameter.empty
+        if value is None and is_required and name.startswith("encoder_"):
+            raise ValueError(_TWO_INPUTS)
+        if isinstance(value, Argument) and (value.name in own or value.name in (REST, SAME_INPUT)):
+            sources.append((name, value.name))
+        elif name in own:
+            sources.append((name, name))
+        elif name not in theirs or value is not theirs[name].default:
+            raise ValueError(f"it gives {call.path} an argument of its own, {name}={value!r}")
+    return tuple(sources)
+
+
+def _describe(trace: Trace, total: Sum) -> str:
+    if not total:
+        return "zeros"
+    names = ["its input", *(call.path or "a dropout" for call in trace.calls)]
+    return " + ".join(
+        names[vector] if factor == 1 else f"{factor:.4g} · {names[vector]}"
+        for vector, factor in total.items()
+    )
+
+
+def paths_around(path: str) -> list[str]:
+    """The paths of the modules around a module, from the inside out."""
+    names = path.split(".")[:-1]
+    return [".".join(names[:count]) for count in range(len(names), -1, -1)]
+
+
+def is_norm(name: str, module: nn.Module) -> bool:
+    is_named_norm = "norm" in f"{name} {type(module).__name__}".lower()
+    return is_named_norm and not has_matrix(module)

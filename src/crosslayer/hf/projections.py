@@ -1,0 +1,132 @@
+"""What the names within a sub-layer tell: its kind, and its projections."""
+
+import ast
+import functools
+import inspect
+import textwrap
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..class_swap import original_class
+from .families import FUSED_PROJECTIONS, Fused, Sublayer
+from .host_norms import find_module
+
+# Names that transformers gives to the projections of q, k and v, and to those of an MLP.
+_QKV = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+)
+# Of q and the latent of k and v (MLA).
+_LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
+_UP = (
+    ("gate_proj", "up_proj"),
+    ("gate_up_proj",),
+    ("up_proj",),
+    ("c_fc",),
+    ("fc1",),
+    ("fc_in",),
+    ("dense_h_to_4h",),
+)
+_OUTPUT = (
+    "o_proj", "down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "dense", "out_proj",
+    "experts.down_proj",
+)  # fmt: skip
+_SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
+_MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
+
+
+def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Sublayer:
+    """Add what a module's names tell: its kind and its projections."""
+    module = layer.get_submodule(sublayer.module)
+    is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments
+    qkv, fused = find_projections(module)
+    port = "mlp" if is_mlp else "mixer"
+    if qkv and not is_mlp:
+        port = "latent_attn" if qkv[:2] in _LATENT else "attn"
+    children = dict(module.named_modules())
+    up = next((names for names in _UP if all(name in children for name in names)), ())
+    normed = any(
+        isinstance(step, str) and _has_parameters(find_module(layer, step))
+        for step in sublayer.after
+    )
+    output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
+    if any(
+        isinstance(step, str) and has_matrix(layer.get_submodule(step)) for step in sublayer.after
+    ):
+        output = ""  # It is one of these steps.
+    return sublayer._replace(
+        port=port,
+        qkv=() if is_mlp else qkv,
+        fused=None if is_mlp else fused,
+        up_projections=up if is_mlp else (),
+        output_projection="" if normed and not is_mlp else output,
+    )
+
+
+def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | None]:
+    """The projections of an attention's input: of q, k and v, and then others, such as gates.
+
+    Returns:
+        Their names, and the order of the outputs where one of them is all three. No names where the
+        attention does more with its input than to project it.
+    """
+    called = _calls_of_input(original_class(attention))
+    if called is not None:  # Some exist in cross-attention alone.
+        called = {name for name in called if name in attention._modules}
+    fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
+    if order is not None and called == {fused_name}:
+        return (fused_name,), order(attention.config)
+    for names in _QKV + _LATENT:
+        if called is not None and called.issuperset(names):
+            return (*names, *sorted(called.difference(names))), None
+    return (), None
+
+
+@functools.cache
+def _calls_of_input(cls: type) -> set[str] | None:
+    """The modules that a module's forward calls with its input alone, from its source.
+
+    None where the forward does anything else with its input but look at its size, or has no
+    source.
+    """
+    forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    name = list(inspect.signature(forward).parameters)[1]
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    called = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name) or node.id != name:
+            continue
+        parent = parents[node]
+        if isinstance(parent, ast.Attribute) and parent.attr in _SIZE_ATTRIBUTES:
+            continue
+        match parent:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=module), args=[_], keywords=[]
+            ):
+                called.add(module)
+            case _:
+                return None
+    return called
+
+
+def _has_attribute(module: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(module, name):
+            return False
+        module = getattr(module, name)
+    return True
+
+
+def has_matrix(module: nn.Module | Tensor) -> bool:
+    return isinstance(module, nn.Module) and any(p.dim() > 1 for p in module.parameters())
+
+
+def _has_parameters(module: nn.Module | Tensor) -> bool:
+    return isinstance(module, Tensor) or any(True for _ in module.parameters())

@@ -1,0 +1,118 @@
+"""Vision towers, and models that have a tower and a language model."""
+
+import copy
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.connection import find_connections
+from crosslayer.hf.attach import find_backbone
+from tests.hf.all_families import PAGE, check_family
+from tests.hf.small_models import KINDS, MULTI_MODAL, VISION, SmallModel, build_small, read_output
+from tests.hf.test_recognition import mark_slow
+from tests.support.tiny import shake
+
+# What each has that the others have not.
+TOWERS = (
+    # a learned scale of outputs that is a module; the encoder is a model of transformers
+    "dinov2",
+    # a scale that is a parameter of the layer; a final norm
+    "beit",
+    # a norm of one token alone; the encoder is no model of transformers
+    "clip_vision_model",
+)
+
+
+@pytest.mark.parametrize("family", [mark_slow(family, ("beit",)) for family in TOWERS])
+def test_towers(family, tmp_path):
+    plain, inputs, expected, _ = build_small(VISION, family)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(read_output(model, inputs), expected)
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    plain_states = plain(**inputs, output_hidden_states=True).hidden_states
+    assert len(states) == len(plain_states)
+    assert all(map(torch.equal, states, plain_states))
+    disconnected = crosslayer.disconnect(copy.deepcopy(model))
+    assert torch.equal(read_output(disconnected, inputs), expected)
+
+    shake(model, 0.05).train()
+    outputs = model(**inputs)
+    outputs[0].square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if ".connection" in name:
+            assert parameter.grad is not None, name
+            assert parameter.grad.any(), name
+    model.eval().save_pretrained(tmp_path)
+    for load in (crosslayer.from_pretrained, type(model).from_pretrained):
+        assert torch.equal(read_output(load(tmp_path), inputs), read_output(model, inputs))
+
+
+def test_a_method_that_norms_its_streams_needs_a_norm_after_the_layers():
+    model = build_small(VISION, "clip_vision_model").model
+    with pytest.raises(ValueError, match="CLIPVisionModel has no norm after its layers"):
+        crosslayer.connect(model, "resi_dual")
+
+
+def multi_modal(family: str) -> SmallModel:
+    small = build_small(MULTI_MODAL, family)
+    assert small.note == "with images"
+    return small
+
+
+def test_a_multi_modal_model_connects_its_language_model(tmp_path):
+    """The tower has as many layers and comes first."""
+    plain, inputs, expected, _ = multi_modal("qwen2_vl")
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert find_backbone(model)[0] is model.model.language_model
+    assert torch.equal(read_output(model, inputs), expected)
+    padding = torch.ones_like(inputs["input_ids"])
+    padding[0, :4] = 0
+    padded = {**inputs, "attention_mask": padding}
+    assert torch.equal(read_output(model, padded), read_output(plain, padded))
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "use_cache": True}
+    assert torch.equal(
+        model.generate(**{**padded, **options}), plain.generate(**{**padded, **options})
+    )
+    shake(model, 0.05).save_pretrained(tmp_path)
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert torch.equal(read_output(loaded, inputs), read_output(model, inputs))
+
+
+def test_a_tower_is_connected_by_itself(tmp_path):
+    """LLaVA reads a hidden state of its tower."""
+    plain, inputs, expected, _ = multi_modal("llava")
+    model = copy.deepcopy(plain)
+    tower = model.model.vision_tower
+    crosslayer.connect(tower, "mudd")
+    assert find_connections(model) == find_connections(tower)
+    assert torch.equal(read_output(model, inputs), expected)
+    shake(model, 0.05).save_pretrained(tmp_path)
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert torch.equal(read_output(loaded, inputs), read_output(model, inputs))
+    crosslayer.connect(model.model.language_model, "denseformer")
+    assert len(find_connections(model)) == 2 * len(find_connections(tower))
+
+
+@pytest.mark.slow
+def test_what_is_added_between_layers_joins_the_write_before():
+    plain, inputs, expected, _ = build_small(MULTI_MODAL, "qwen3_vl")
+    text = {key: inputs[key] for key in ("input_ids", "use_cache")}
+    assert not torch.allclose(read_output(plain, text), expected, atol=1e-2)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    torch.testing.assert_close(read_output(model, inputs), expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"reads or changes the stream after blocks\.0"):
+        crosslayer.connect(plain.model.visual, "mudd")
+
+
+@pytest.mark.slow
+def test_the_page_of_families():
+    """It has a row for every family, and those of some families are as the command prints them."""
+    page = PAGE.read_text()
+    for kind in KINDS:
+        for number, family in enumerate(kind.classes):
+            row = f"\n| {family} | {kind.name} | "
+            assert row in page
+            if number % 16 == 0:
+                status = page.split(row)[1].split(" | ")[0]
+                assert check_family(kind, family).status == status, family
