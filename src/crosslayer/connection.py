@@ -213,7 +213,10 @@ class Connection(nn.Module, Generic[StateT]):
                 f"{type(self).__name__}: its state {type(state).__name__} has no field `y`; "
                 "add `y: Tensor | None = None`, where `write` records the sub-layer's output"
             )
-        return state._replace(y=self.to_stream_dtype(y))  # type: ignore[attr-defined]
+        fields = dict(zip(state._fields, state, strict=True))  # type: ignore[attr-defined, call-overload]
+        fields["y"] = self.to_stream_dtype(y)
+        # Not `_replace`: torch 2.11 cannot compile a block that returns its result.
+        return type(state)(**fields)
 
     def readout(self, state: StateT) -> Tensor:
         """The hidden state [B T D] after the final norm, for the head."""

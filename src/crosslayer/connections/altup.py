@@ -76,7 +76,7 @@ class AltUp(FusedNormConnection[Alternating]):
     ) -> tuple[tuple[Tensor, ...], Alternating]:
         h = add_write(state.h, state.y)
         if not self.opens_layer:
-            return (h,), state._replace(h=h, y=None)
+            return (h,), Alternating(state.X, h, g=state.g, active=state.active)
         # The layer has ended: h is its output o.
         X = state.X
         if state.g is not None and state.active is not None:

@@ -8,7 +8,7 @@ from torch.autograd import Function
 
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
-from .manual_backward import definition_gradients, run_function
+from .manual_backward import definition_gradients, run_function, separate_outputs
 from .mix import mixture, pass_sources_on, scale_and_add, weighted_sum
 from .products import project_manual_grad, row_dot
 
@@ -62,7 +62,7 @@ class _DepthAttention(Function):
         z = torch.cat(scores, -1)  # [B T L]
         p = z.softmax(-1)
         ctx.save_for_backward(q, r, z, p, *X)
-        return weighted_sum(X, p), *X
+        return *separate_outputs(weighted_sum(X, p)), *X
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *later: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .attention import project_rms, project_rms_dq, project_rms_dx
 from .dispatch import kernel_op
-from .manual_backward import definition_gradients, run_function
+from .manual_backward import definition_gradients, run_function, separate_outputs
 from .mix import mixture, weighted_sum
 from .products import row_dot
 
@@ -94,7 +94,7 @@ class _GatePool(Function):
         z = torch.stack(scores, -1)  # [B T 1|2 n]
         p = z[..., 0, :].softmax(-1)
         ctx.save_for_backward(y, beta, Q, r, z, p, *S, *gated)
-        return weighted_sum(gated, p), z[..., -1, :].clone(), *gated
+        return separate_outputs(weighted_sum(gated, p), z[..., -1, :].clone(), *gated)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dq: Tensor, *dgated: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,8 @@ saved. So the definition takes its place here:
 
     torch.func, forward-mode AD     `run_function` calls the definition
     a backward under create_graph   it returns `definition_gradients`; a kernel's does too
+
+What a forward computes, it returns through `separate_outputs`.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.functional import vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# Whether a compiled Function returns every tensor of its forward (pytorch issue 180642). torch
+# compares versions here, not texts.
+_RETURNS_INTERMEDIATES = torch.__version__ < "2.12"
 
 
 class DefinedFunction(Protocol):
@@ -44,6 +50,18 @@ def run_function(function: type[DefinedFunction], *args: Any) -> Any:
     # within a Function, it would be one of the Function's graph alone (torch 2.13).
     numbers = [float(x) if isinstance(x, float) else x for x in args]
     return function.apply(*numbers)
+
+
+def separate_outputs(*outputs: Tensor) -> tuple[Tensor, ...]:
+    """What a Function's forward has computed, as tensors that nothing else in the forward is.
+
+    An operation in place, or a conversion to the same dtype, returns the tensor that it was given.
+    Compiled by torch 2.11, a Function returns such a tensor several times. Its gradient goes to the
+    last of them alone, and the backward gets zeros.
+    """
+    if _RETURNS_INTERMEDIATES and torch.compiler.is_compiling():
+        return tuple(x.detach() for x in outputs)
+    return outputs
 
 
 def definition_gradients(

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from ..norms import NormSpec, apply_norm
 from .dispatch import kernel_op
-from .manual_backward import run_function
+from .manual_backward import run_function, separate_outputs
 from .products import row_dot
 
 
@@ -62,7 +62,8 @@ class _DepthMix(Function):
         ctx, w, *X = args
         ctx.set_materialize_grads(False)  # a source without a later reader has no gradient
         ctx.save_for_backward(w, *X)
-        return (*(weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2])), *X)
+        mixed = [weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2])]
+        return *separate_outputs(*mixed), *X
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

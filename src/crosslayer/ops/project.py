@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from ..norms import rms, rstd, upcast
 from .dispatch import kernel_op
-from .manual_backward import definition_gradients, run_function
+from .manual_backward import definition_gradients, run_function, separate_outputs
 from .mix import pass_sources_on, scale_and_add
 from .products import (
     mix_streams,
@@ -62,7 +62,8 @@ class _NormProject(Function):
         ctx.eps = eps
         ctx.set_materialize_grads(False)  # the last reader passes on to none
         ctx.save_for_backward(x, W, weight)
-        return _NormProject.definition(x, W, eps, weight)
+        z, passed = _NormProject.definition(x, W, eps, weight)
+        return separate_outputs(z)[0], passed
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, later: Tensor | None) -> Any:
@@ -142,7 +143,7 @@ class _WriteNormProject(Function):
         W: Tensor,
         eps: float,
         centred: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         written = H.clone() if Y is None else depth_connection(H, Y, beta)
         rows = upcast(written).reshape(-1, len(W))
         mean = rows.mean(-1, keepdim=True) if centred else None
@@ -153,7 +154,8 @@ class _WriteNormProject(Function):
         ctx.eps = eps
         ctx.centred = centred
         rows_per_token = H.shape[-2] * H.shape[-1] // len(W)
-        return written, z.view(*H.shape[:-2], rows_per_token, W.shape[-1])
+        z = z.view(*H.shape[:-2], rows_per_token, W.shape[-1])
+        return separate_outputs(written, z)
 
     @staticmethod
     def backward(ctx: Any, dwritten: Tensor, dz: Tensor) -> Any:

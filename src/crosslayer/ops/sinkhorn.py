@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .dispatch import kernel_op
-from .manual_backward import definition_gradients, run_function
+from .manual_backward import definition_gradients, run_function, separate_outputs
 
 
 @kernel_op
@@ -65,7 +65,7 @@ class _Sinkhorn(Function):
             divisions += [s, M]
         ctx.rounds, ctx.eps = rounds, eps
         ctx.save_for_backward(logits, *divisions)
-        return M.movedim((0, 1), (-2, -1)).contiguous()
+        return separate_outputs(M.movedim((0, 1), (-2, -1)).contiguous())[0]
 
     @staticmethod
     def backward(ctx: Any, dM: Tensor) -> tuple[Tensor, None, None]:

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from ..norms import NormSpec, apply_norm, upcast
 from .dispatch import kernel_op
-from .manual_backward import run_function
+from .manual_backward import run_function, separate_outputs
 from .products import mix_streams, row_dots, stream_gram
 
 
@@ -97,9 +97,9 @@ class _WidthConnection(Function):
         return mix_streams(H, pre[..., None]).squeeze(-2), mix_streams(H, res)
 
     @staticmethod
-    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, H: Tensor, pre: Tensor, res: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(H, pre, res)
-        return _WidthConnection.definition(H, pre, res)
+        return separate_outputs(*_WidthConnection.definition(H, pre, res))
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
