@@ -119,7 +119,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerW
     while vector != STREAM:  # from the last site to the first
         norm = trace.calls[vector - 1]
         stream = min(norm.inputs)
-        is_norm = norm.path and not has_matrix(layer.get_submodule(norm.path))
+        is_norm = norm.path and not has_matrix(find_module(layer, norm.path))
         is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
         if not (is_norm and is_sum and factor == 1):
             raise _NoSumError(

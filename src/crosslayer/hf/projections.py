@@ -54,7 +54,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
     )
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
     if any(
-        isinstance(step, str) and has_matrix(layer.get_submodule(step)) for step in sublayer.after
+        isinstance(step, str) and has_matrix(find_module(layer, step)) for step in sublayer.after
     ):
         output = ""  # It is one of these steps.
     return sublayer._replace(
