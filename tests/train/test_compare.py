@@ -308,7 +308,7 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
         (["--steps=0"], "steps must be a whole number of at least 1, got 0"),
         (["--seeds=0"], "seeds must be at least 1, got 0"),
         (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
-        (["--family=bert"], "unknown family 'bert'"),
+        (["--family=albert"], "unknown family 'albert'"),
         (["--data=/nowhere/at/all"], "/nowhere/at/all: no such file or folder"),
         (["--context=100000"], "fewer than the 100000 + 1 of one window"),
     ],
