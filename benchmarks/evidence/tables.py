@@ -109,9 +109,14 @@ def main_tables(plan: Plan, studies: Mapping[str, Study]) -> str:
         return f"Not run yet.\n\n```sh\n{plan.command}\n```"
     names = planned_arms(plan)
     extra = [name for name in study.arms if name not in names]
-    rows = [arm_cells(study, name) for name in [*names, *extra]]
+    finished = [name for name in [*names, *extra] if study.runs(name)]
+    rows = [arm_cells(study, name) for name in finished]
     tables = [markdown_table(columns, rows) for columns in (LOSS_COLUMNS, COST_COLUMNS)]
-    return "\n\n".join([*tables, *_main_notes(study)])
+    notes = _main_notes(study)
+    missing = [name for name in names if name not in finished]
+    if missing:
+        notes.append(f"Not run yet: {', '.join(missing)}.")
+    return "\n\n".join([*tables, *notes])
 
 
 def _main_notes(study: Study) -> list[str]:
