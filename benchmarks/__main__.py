@@ -7,6 +7,7 @@ chain    connections alone, around sub-layers that copy; also other packages
 step     a whole training step of a llama
 decode   one token with a static cache
 memory   peak activation memory of a training step, stored or recomputed
+arms     every arm of a recipe: a training step, a forward pass, decoding
 
 All but ops compare with pre-norm in the same process. Each row is appended to OUT/NAME.csv as soon
 as it is measured.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import OPS
-from benchmarks.results import Row, append_row, check_columns, describe_conditions
+from benchmarks.results import Row, append_row, check_columns, describe_conditions, read_rows
 from benchmarks.settings import VARIANTS, Settings
 from crosslayer.cli.console import (
     OneLineParser,
@@ -32,7 +33,7 @@ from crosslayer.cli.console import (
 )
 from crosslayer.validation import DTYPES
 
-BENCHMARKS = ("ops", "chain", "step", "decode", "memory")
+BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms")
 RESULTS = Path(__file__).parent / "results"
 # columns with the same value in every row; they are in the title of the printed table
 TITLE_COLUMNS = ("device", "threads", "layers", "tokens", "dtype", "cache", "copy GB/s")
@@ -51,6 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("benchmark", choices=BENCHMARKS)
     add("--out", type=Path, default=RESULTS, help="folder of the .csv files")
     add("--specs", nargs="+", help='connections, like prenorm "mudd(dilation=2)"; not for ops')
+    add("--recipe", help="for arms: a .yaml file")
+    add("--arms", nargs="+", help="names of its arms; all by default")
     add("--ops", nargs="+", choices=OPS, help="ops to measure; all by default")
     add("--variants", nargs="+", choices=VARIANTS, help="what to measure")
     add("--dims", nargs="+", type=int, help="widths D, one after the other")
@@ -101,6 +104,7 @@ def run_benchmark(name: str, out: Path, command: str = "", **options: Any) -> It
     settings = Settings.for_benchmark(name, **options)
     file = out / f"{name}.csv"
     check_columns(file, module.COLUMNS)
+    settings.earlier_rows = read_rows(file)
     out.mkdir(parents=True, exist_ok=True)
     conditions = describe_conditions(settings.torch_device, command)
     for measured in module.measure(settings):
@@ -111,6 +115,9 @@ def run_benchmark(name: str, out: Path, command: str = "", **options: Any) -> It
 
 def print_rows(name: str, rows: list[Row]) -> None:
     """Print the rows as a table; what all rows share is in its title."""
+    if not rows:
+        print("Nothing is left to measure.")
+        return
     columns = [
         column
         for column in [*import_module(f"benchmarks.{name}").COLUMNS, "note"]

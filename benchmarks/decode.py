@@ -1,6 +1,7 @@
 """Decoding of one sequence with a static cache, one token a call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from transformers import StaticCache
@@ -42,18 +43,34 @@ def build_calls(spec: str, D: int, settings: Settings, variant: str) -> Calls:
         next_logits = torch.compile(model, fullgraph=True, mode=mode)
     # Each call continues the sequence. Attention always runs over the whole cache.
     most_tokens = PROMPT_TOKENS + TOKENS_PER_CALL * (settings.rounds + WARMUP_CALLS + 1)
-    cache = StaticCache(config=model.config, max_cache_len=max(settings.context, most_tokens))
+    cache_tokens = max(settings.context, most_tokens)
+    return {"decode": decoding(model, next_logits, cache_tokens, TOKENS_PER_CALL)}
+
+
+def decoding(
+    model: Any, next_logits: Callable[..., Any], cache_tokens: int, tokens: int
+) -> Callable[[], None]:
+    """A call that decodes further tokens of one sequence with a static cache.
+
+    Args:
+        model: in evaluation mode; it reads the prompt.
+        next_logits: the model, or what it was compiled to.
+        cache_tokens: length of the cache.
+        tokens: of a call.
+    """
+    device = next(model.parameters()).device
+    cache = StaticCache(config=model.config, max_cache_len=cache_tokens)
     with torch.no_grad():
-        prompt = torch.randint(settings.vocab, (1, PROMPT_TOKENS), device=settings.torch_device)
+        prompt = torch.randint(model.config.vocab_size, (1, PROMPT_TOKENS), device=device)
         token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
-    position = torch.full((1, 1), PROMPT_TOKENS, device=settings.torch_device)
+    position = torch.full((1, 1), PROMPT_TOKENS, device=device)
 
     @torch.no_grad()
     def decode() -> None:
         nonlocal token
-        for _ in range(TOKENS_PER_CALL):
+        for _ in range(tokens):
             out = next_logits(token, past_key_values=cache, position_ids=position)
             token = out.logits[:, -1:].argmax(-1)
             position.add_(1)
 
-    return {"decode": decode}
+    return decode

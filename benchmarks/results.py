@@ -54,6 +54,14 @@ def append_row(file: Path, columns: Iterable[str], row: Row) -> None:
         writer.writerow({key: _format_value(value) for key, value in row.items()})
 
 
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a .csv file that were measured; none where there is no file."""
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf8") as stream:
+        return [row for row in csv.DictReader(stream) if not row["note"]]
+
+
 def check_columns(file: Path, columns: Iterable[str]) -> None:
     """Raise a ValueError if an existing file has other columns."""
     if not file.exists():

@@ -1,6 +1,7 @@
 """The options of a benchmark, and their defaults: large models on a GPU, small ones on a CPU."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from crosslayer.spec import make, split_specs
 from crosslayer.validation import check_non_negative, check_positive, parse_dtype
 
+RECIPE = Path(__file__).parent / "evidence_short.yaml"
 VARIANTS = ("kernel", "eager", "compiled", "peers")
 STREAM_SPECS = ["hyper", "mhc", "mgr"]
 CHAIN_SPECS = [
@@ -48,6 +50,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
             "compile": "model",
         },
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},
+        "arms": GPU_SIZES,
     },
     "cpu": {
         "ops": {**CPU_SIZES, "dims": [512]},
@@ -60,6 +63,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "step": {**CPU_SIZES, "specs": STEP_SPECS, "variants": ["eager"]},
         "decode": {**CPU_SIZES, "specs": STEP_SPECS, "variants": ["eager"]},
+        "arms": {**CPU_SIZES, "seconds": 5.0},
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},  # on the meta device
     },
 }
@@ -67,7 +71,10 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass
 class Settings:
-    """The options that `python -m benchmarks --help` describes."""
+    """The options that `python -m benchmarks --help` describes.
+
+    `earlier_rows` are those that the .csv file has already.
+    """
 
     layers: int
     batch: int
@@ -83,6 +90,9 @@ class Settings:
     compile: Literal["layers", "model"] = "layers"
     rounds: int = 20
     seconds: float = 10.0
+    recipe: str = str(RECIPE)
+    arms: list[str] = field(default_factory=list)
+    earlier_rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("layers", "batch", "context", "vocab", "rounds"):

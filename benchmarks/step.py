@@ -3,10 +3,11 @@
 The bound is the step that pre-norm's time and the connection's least memory traffic allow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from lightning.fabric import Fabric
+from torch import nn
 
 from benchmarks.model import build_connected_llama, make_llama_config
 from benchmarks.paired import time_with_prenorm
@@ -65,16 +66,20 @@ def build_calls(
     """A step of crosslayer's `Trainer`, on one batch."""
     train_settings = TrainSettings.from_options(
         batch=settings.batch,
+        context=settings.context,
         compile=settings.compile if variant == "compiled" else "none",
         recompute=recompute,
         lr=1e-4,
     )
-    sequences = torch.randint(settings.vocab, (settings.batch, settings.context + 1))
-    trainer = Trainer(
-        Fabric(accelerator=settings.device, devices=1),
-        build_connected_llama(spec, D, settings),
-        Examples(sequences, {}, settings.vocab, digest="", sizes={}),  # type: ignore[arg-type]
-        train_settings,
-        Arm.from_row(spec),
-    )
-    return {"step": trainer.step}
+    model = build_connected_llama(spec, D, settings)
+    return {"step": training_step(model, train_settings, Arm.from_row(spec), settings.vocab)}
+
+
+def training_step(
+    model: nn.Module, settings: TrainSettings, arm: Arm, vocab: int
+) -> Callable[[], object]:
+    """A step of crosslayer's `Trainer`, on one batch of random tokens."""
+    sequences = torch.randint(vocab, (settings.data.batch, settings.data.context + 1))
+    examples = Examples(sequences, {}, vocab, digest="", sizes={})
+    device = next(model.parameters()).device.type
+    return Trainer(Fabric(accelerator=device, devices=1), model, examples, settings, arm).step

@@ -1,8 +1,14 @@
-"""Hooks of mkdocs: a page for every connection from its docstrings, and a table of all."""
+"""Hooks of mkdocs: a page for every connection from its docstrings, and a table of all.
+
+A page shows the connection's pictures (tools/update_pictures.py) and its rows of the evidence
+(`python -m benchmarks.evidence`), where there are any.
+"""
 
 import inspect
+import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -10,6 +16,15 @@ from mkdocs.structure.files import File, Files
 import crosslayer
 
 TABLE_MARK = "<!-- table of connections -->"
+DOCS = Path(__file__).parent.parent / "docs"
+EVIDENCE = DOCS / "evidence" / "connections.json"
+# the picture of docs/inspect-pictures.md that shows what a connection has learned
+LEARNED = {"denseformer": "mixing", "mudd": "mixing", "hyper": "wiring", "mgr": "wiring"}
+PICTURES_LINK = "[what each picture tells you](../inspect-pictures.md)"
+MAP_CAPTION = (
+    "How much of each output reaches each later input, in four layers of two sub-layers. Weights "
+    "above 2 have the colour of 2."
+)
 
 
 def on_config(config: Any) -> Any:
@@ -41,12 +56,31 @@ def connection_page(name: str) -> str:
     return (
         f"# {name}\n\n{as_markdown(module_docstring(name))}\n\n"
         f"**Equivalent to pre-norm at initialisation:** {equivalence(method)}.\n\n"
+        f"{pictures(name)}"
+        f"## Evidence\n\n{evidence(name)}\n\n"
         "## Options\n\n"
         "Every connection also accepts `stream_dtype`, the dtype of its streams: `'float32'`, "
         "`'bfloat16'` or `'float16'`.\n\n"
         f"::: {method.__module__}.{method.__name__}\n"
         "    options:\n      members: false\n      show_bases: false\n"
     )
+
+
+def pictures(name: str) -> str:
+    """Its map, and what a trained model has learned; what has not been drawn is left out."""
+    text = ""
+    if (DOCS / "pictures" / "connections" / f"{name}.png").exists():
+        text += f"![Map of {name}](../pictures/connections/{name}.png)\n\n{MAP_CAPTION}\n\n"
+    if name in LEARNED:
+        picture = f"![Weights of trained models](../pictures/{LEARNED[name]}.png)"
+        text += f"{picture}\n\nWhat small models learned: {PICTURES_LINK}.\n\n"
+    return f"## Picture\n\n{text}" if text else ""
+
+
+def evidence(name: str) -> str:
+    """Its rows of the short study."""
+    rows = json.loads(EVIDENCE.read_text("utf8")).get(name, "")
+    return f"{rows or 'Not run yet.'}\n\nHow it was measured: [Evidence](../evidence.md)."
 
 
 def connections_table() -> str:

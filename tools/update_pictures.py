@@ -1,15 +1,22 @@
-"""Draws the pictures of docs/inspect-pictures.md, from runs that the page says how to train.
+"""Draws pictures of docs/.
 
-python tools/update_pictures.py runs
+python tools/update_pictures.py         # those of the connections' pages
+python tools/update_pictures.py runs    # those of docs/inspect-pictures.md too, from its runs
 
 Those of training are copied from a report of `crosslayer inspect runs/* --sections training`.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+import crosslayer
 from crosslayer.convert import open_model, open_tokenizer
-from crosslayer.inspect.figures import render_figure
+from crosslayer.inspect import unfold_connections
+from crosslayer.inspect.figures import draw_matrix, render_figure
 from crosslayer.inspect.inspection import ModelInspection, inspect_model
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.subjects import text_subject
@@ -41,6 +48,49 @@ RUNS = {
     "singular_values": ("prenorm", "denseformer"),
 }
 SEQUENCES, BATCH, CONTEXT = 32, 8, 256
+CONNECTIONS = PICTURES / "connections"
+LAYERS, DIM = 4, 64
+NOISE = 0.3  # of changed weights, as a share of the largest one of their parameter
+LIMIT = 2.0  # of the colours
+
+
+class FirstInput(nn.Linear):
+    """A sub-layer that takes any number of inputs and reads the first."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def draw_connection(name: str) -> bytes:
+    """A PNG of a connection's unfolded map: as it starts, and with other weights of its own."""
+    torch.manual_seed(0)
+    sublayers = [FirstInput(DIM, DIM, bias=False) for _ in range(2 * LAYERS)]
+    stack = crosslayer.Stack(name, sublayers, DIM, norm=nn.RMSNorm)
+    batches = [{"embedding": torch.randn(2, 32, DIM)}]
+    maps = {"as it starts": unfold_connections(stack, batches)}
+    if change_weights(stack):
+        maps["with other weights of its own"] = unfold_connections(stack, batches)
+    panels = [
+        (
+            title,
+            partial(draw_matrix, values=m.mean, rows=m.inputs, columns=m.sources, limit=LIMIT),
+        )
+        for title, m in maps.items()
+    ]
+    return render_figure(panels)["png"]
+
+
+@torch.no_grad()
+def change_weights(stack: crosslayer.Stack) -> bool:
+    """Add noise to the connections' own weights, and say whether there are any."""
+    changed = False
+    for connection in stack.connections:
+        for path, weight in connection.named_parameters():
+            if "norm" not in path:
+                scale = weight.abs().max().item() or 1.0
+                weight.add_(NOISE * scale * torch.randn_like(weight))
+                changed = True
+    return changed
 
 
 def inspect_run(folder: Path, names: set[str]) -> ModelInspection:
@@ -72,8 +122,8 @@ def print_numbers(inspection: ModelInspection) -> None:
             print(" ", analysis, results[analysis])
 
 
-def main(runs: Path) -> None:
-    PICTURES.mkdir(exist_ok=True)
+def draw_runs(runs: Path) -> None:
+    """The pictures of docs/inspect-pictures.md."""
     inspections = {}
     for run in sorted({run for names in RUNS.values() for run in names}):
         wanted = {name for name, names in RUNS.items() if run in names}
@@ -86,5 +136,13 @@ def main(runs: Path) -> None:
             (PICTURES / f"{section.name}.png").write_bytes(png)
 
 
+def main(runs: list[str]) -> None:
+    CONNECTIONS.mkdir(parents=True, exist_ok=True)
+    for name in crosslayer.available():
+        (CONNECTIONS / f"{name}.png").write_bytes(draw_connection(name))
+    for folder in runs:
+        draw_runs(Path(folder))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from crosslayer.train.compare import Comparison, ComparisonResults
-from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff, render_svg
 
 ROOT = Path(__file__).parent.parent
@@ -21,9 +20,7 @@ HEADINGS = {"arm": "connection", "activations": "activation memory"}  # the repo
 def read_comparison(file: Path) -> Comparison:
     """The comparison that wrote a results.json."""
     results = ComparisonResults.from_json(json.loads(file.read_text("utf8")))
-    recipe = Recipe([Arm.from_row(name) for name in results.arms], results.settings)
-    seeds = 1 + max(run.seed for run in results.runs)
-    return Comparison(recipe, seeds, file.parent, {}, results)
+    return Comparison.from_results(results, file.parent)
 
 
 def results_table(comparison: Comparison) -> str:

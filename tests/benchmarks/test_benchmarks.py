@@ -41,6 +41,7 @@ OPTIONS = {  # benchmark -> its options besides TOY
     "step": {**SPECS, "variants": ["eager"]},
     "decode": {**SPECS, "variants": ["eager"]},
     "memory": SPECS,
+    "arms": {"recipe": str(Path(__file__).parent / "toy.yaml")},
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and the compiler
 
@@ -70,6 +71,9 @@ def test_every_benchmark_writes_and_prints_its_rows(name, tmp_path, capsys):
     for row in measured:
         assert "not measured" not in row.values(), row
         assert row.get("connection", row.get("op")) in printed
+    if name == "arms":  # what was measured is left out
+        assert command_line.main(command_words(name, tmp_path)) == 0
+        assert len(read_rows(tmp_path / "arms.csv")) == 2
     assert rows[0]["command"].startswith(f"python -m benchmarks {name} --out")
 
 

@@ -77,6 +77,9 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     assert "±" in markdown and page.count("<svg") == 2
     assert not re.search(r"""(src|href)=["'](?!#)""", page), "the page stands alone"
     assert "vs prenorm" in printed and "1.00×" in printed
+    for text in (" ".join(printed.split()), markdown, page):
+        assert "It cannot show what is left of a difference beyond" in text
+        assert "as all are at 0.0015" in text and "Against prenorm, by 95 % intervals" in text
 
     before = (out / "results.json").read_text()
     assert main([*options(text_file), *arms, "--seeds", "2", "--out", str(out)]) == 0

@@ -76,6 +76,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
     from ..train.report import table_cells, table_columns, write_report
+    from ..train.report_notes import scope_notes
 
     console = make_console()
     recipe = comparison.recipe
@@ -106,6 +107,8 @@ def _run_and_report(comparison: "Comparison") -> int:
     for row in rows:
         table.add_row(*row)
     print_table(table, console)
+    for note in scope_notes(comparison):
+        console.print(note)
     if stopped:
         finished = len(comparison.results.runs)
         console.print(f"Stopped with {finished} finished runs. The same command resumes.")

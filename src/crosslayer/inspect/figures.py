@@ -22,12 +22,15 @@ LOG_RATIO = 30  # values that differ by more are drawn on a logarithmic axis
 Draw = Callable[[Any], None]  # draws on the axes of one panel
 
 
-def render_figure(panels: Sequence[tuple[str, Draw]], width: float = 5.2) -> dict[str, bytes]:
+def render_figure(
+    panels: Sequence[tuple[str, Draw]], width: float = 5.2, height: float = 4.4
+) -> dict[str, bytes]:
     """A figure of panels side by side, as SVG and PNG.
 
     Args:
         panels: a title and a function that draws, each.
         width: of a panel, in inches.
+        height: of a panel, in inches.
 
     Returns:
         File contents by suffix.
@@ -45,7 +48,7 @@ def render_figure(panels: Sequence[tuple[str, Draw]], width: float = 5.2) -> dic
     with matplotlib.rc_context(style):
         columns = min(len(panels), 3)
         rows = -(-len(panels) // columns)
-        figure = Figure(figsize=(width * columns, 4.4 * rows), layout="constrained")
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
         all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, (title, draw) in zip(all_axes, panels, strict=False):
             axes.set_title(fill(title, TITLE_WIDTH))

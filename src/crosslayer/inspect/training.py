@@ -15,12 +15,11 @@ from typing import Any, TypeGuard
 import numpy
 
 from ..files import parse_json
+from ..intervals import t_quantile
 from ..run_folders import METRICS_FILE
 
 # A step is a spike where its loss is above the running mean by this many running deviations.
 SPIKE_DEVIATIONS = 5.0
-# Student's t, 97.5 %, for 1, 2, … degrees of freedom; from there on 1.96 + 2.5 / freedom
-T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 Points = list[tuple[int, float]]  # (step, value)
 
@@ -272,11 +271,5 @@ def estimate_multiplier(
         return ComputeMultiplier(math.exp(mean), math.nan, math.nan)
     # the fit's errors are alike at all points, so their mean does not shrink with the points
     variance = statistics.variance(logs) / len(logs) + statistics.fmean(variances)
-    reach = _t_quantile(freedom) * math.sqrt(variance)
+    reach = t_quantile(freedom) * math.sqrt(variance)
     return ComputeMultiplier(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
-
-
-def _t_quantile(freedom: int) -> float:
-    if freedom <= len(T_QUANTILES):
-        return T_QUANTILES[freedom - 1]
-    return 1.96 + 2.5 / freedom

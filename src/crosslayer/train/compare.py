@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Self, get_type_hints
 
 import torch
 
@@ -115,6 +115,26 @@ class Comparison:
     results: ComparisonResults
     search_rates: bool = False
 
+    @classmethod
+    def from_results(cls, results: ComparisonResults, folder: Path) -> Self:
+        """A comparison to report on, without its data.
+
+        Args:
+            results: of a results.json.
+            folder: where it lies.
+        """
+        names = list(results.arms)
+        scaled = {
+            scaled_name(name, factor) for name in names for factor in FACTORS if factor != 1
+        } & set(names)
+        arms = [
+            Arm(name, row["connection"], paper=row["paper"], options=row["options"])
+            for name, row in results.arms.items()
+            if name not in scaled
+        ]
+        seeds = 1 + max((run.seed for run in results.runs), default=0)
+        return cls(Recipe(arms, results.settings), seeds, folder, {}, results, bool(scaled))
+
     def read_results(self) -> None:
         """Take over the runs of the folder's results.json, if it has one.
 
@@ -144,7 +164,7 @@ class Comparison:
         """The loss of seed 0 at each factor of an arm's rates; infinite where the run diverged."""
         losses = {(run.arm, run.seed): run.valid_loss for run in self.results.runs}
         losses |= {(run.arm, run.seed): math.inf for run in self.results.diverged}
-        tried = {factor: losses.get((scaled_name(arm, factor), 0)) for factor in FACTORS}
+        tried = {factor: losses.get((scaled_name(arm.name, factor), 0)) for factor in FACTORS}
         return {factor: loss for factor, loss in tried.items() if loss is not None}
 
     def missing_runs(self) -> list[tuple[Arm, int]]:
@@ -213,7 +233,7 @@ def prepare_comparison(
     if search_rates:
         for arm in recipe.arms:
             for factor in FACTORS:
-                examples[scaled_name(arm, factor)] = examples[arm.name]
+                examples[scaled_name(arm.name, factor)] = examples[arm.name]
     comparison.read_results()
     return comparison
 

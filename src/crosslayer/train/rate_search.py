@@ -30,13 +30,13 @@ def scale_rates(arm: Arm, optimization: Optimization, factor: float) -> Arm:
     rates = {"lr": optimization.lr * factor}
     if optimization.optimizer == "muon":
         rates["muon_lr"] = optimization.muon_lr * factor
-    name = scaled_name(arm, factor)
+    name = scaled_name(arm.name, factor)
     return dataclasses.replace(arm, name=name, options={**arm.options, **rates})
 
 
-def scaled_name(arm: Arm, factor: float) -> str:
+def scaled_name(name: str, factor: float) -> str:
     """The name of an arm whose learning rates are multiplied by a factor."""
-    return arm.name if factor == 1 else f"{arm.name} at {factor:g} × lr"
+    return name if factor == 1 else f"{name} at {factor:g} × lr"
 
 
 def next_factor(losses: dict[float, float]) -> float | None:

@@ -8,11 +8,11 @@ from typing import Any
 from ..files import write_text_atomic
 from ..palette import BLACK, HUES
 from .compare import Comparison
+from .report_notes import SAME_RATE, loss_unit_of, report_notes
 from .results_table import MeanStd, TableRow, result_table
 
 COLOURS = [BLACK, *HUES, "#7F7F7F"]  # the baseline, often the first, is black
 NOT_KNOWN = "–"
-SAME_RATE = "at the shared lr"
 
 STYLE = """
 :root { color-scheme: light; }
@@ -102,80 +102,6 @@ def _format_ratio(ratio: float | None) -> str:
     return NOT_KNOWN if ratio is None else f"{ratio:.2f}×"
 
 
-def report_notes(comparison: Comparison) -> list[str]:
-    """What a reader of the table must know, a sentence or a few each."""
-    results, rows = comparison.results, result_table(comparison)
-    model, data, optimization, engine = comparison.recipe.settings()
-    optimizer = "Muon and AdamW" if optimization.optimizer == "muon" else "AdamW"
-    sequence_unit = "bytes" if data.tokenizer == "bytes" else "tokens"
-    setup = (
-        f"{model.family} backbone, {model.layers} layers, width {model.dim}, {model.heads} heads; "
-        f"{optimization.steps} steps of {data.batch} × {data.context} {sequence_unit}, "
-        f"{optimizer} at {optimization.lr:g}, precision {engine.precision}."
-    )
-    if results.scale != "full":
-        setup += f" Scale: {results.scale}."
-    sizes = " and ".join(
-        f"{count:,} {name}" for name, count in results.data.items() if name != "sha256"
-    )
-    entropy = ""
-    if results.entropy:
-        entropy = f"; order-0 entropy {results.entropy:.3f} bits per byte"
-    versions = results.environment
-    notes = [
-        setup,
-        f"Data: {data.data}, {sizes}{entropy}.",
-        (
-            f"Measured on {versions['device']}; torch {versions['torch']}, "
-            f"Python {versions['python']}, crosslayer {versions['crosslayer']}."
-        ),
-        (
-            "Every arm sees the same batches in the same order from the same backbone weights. "
-            f"vs prenorm is the difference in validation loss ({_loss_unit(comparison)}). Speed "
-            "and activations (what one forward pass stores for the backward pass) are ratios to "
-            "prenorm's, with the PyTorch operations, not with fused kernels."
-        ),
-    ]
-    seeds = max((row.seeds for row in rows), default=0)
-    if seeds > 1:
-        notes.append(f"Mean ± standard deviation over {seeds} seeds; differences seed by seed.")
-    else:
-        notes.append("One seed each: --seeds 3 shows how much of a difference is chance.")
-
-    notes += _rate_notes(comparison)
-    for diverged in results.diverged:
-        notes.append(
-            f"{diverged.arm}, seed {diverged.seed}: diverged with the loss {diverged.loss} at "
-            f"step {diverged.step}."
-        )
-    for arm in comparison.arms:
-        for seed, run in comparison.finished_runs(arm).items():
-            if run.skipped:
-                count = len(run.skipped)
-                notes.append(
-                    f"{arm.name}, seed {seed}: the batches of {count} unstable steps were skipped."
-                )
-    missing = dict.fromkeys(arm.name for arm, _ in comparison.missing_runs())
-    if missing:
-        notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
-    return notes
-
-
-def _rate_notes(comparison: Comparison) -> list[str]:
-    if not comparison.search_rates:
-        return []
-    explanation = (
-        f"Each arm is at its own best learning rate, found with seed 0; {SAME_RATE} is the loss of "
-        "seed 0 there."
-    )
-    notes = [explanation]
-    for arm in comparison.recipe.arms:
-        trials = sorted(comparison.rate_trials(arm).items())
-        losses = ", ".join(f"{loss:.4f} at {factor:g} ×" for factor, loss in trials)
-        notes.append(f"{arm.name}: {losses}.")
-    return notes
-
-
 def markdown_report(comparison: Comparison) -> str:
     """report.md: the table and its notes."""
     columns = table_columns(comparison)
@@ -227,7 +153,7 @@ def render_svg(comparison: Comparison, *panels: Callable[[Any, Comparison], None
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, draw in zip(all_axes, panels, strict=True):
             draw(axes, comparison)
-            axes.set_ylabel(f"validation loss ({_loss_unit(comparison)})")
+            axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -286,7 +212,3 @@ def _arm_colours(comparison: Comparison) -> list[str]:
 
 def _speed_unit(comparison: Comparison) -> str:
     return f"{comparison.recipe.task.unit}/s"
-
-
-def _loss_unit(comparison: Comparison) -> str:
-    return comparison.recipe.task.loss_unit(comparison.recipe.settings().data)

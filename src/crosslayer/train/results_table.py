@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .recipe import Arm
 from .settings import GROUP_OF_OPTION, Model
@@ -40,6 +41,7 @@ class TableRow:
         relative_activations: stored activation memory, to the baseline's.
         paper: what the paper states.
         loss_at_same_rate: of seed 0 at the recipe's learning rate, where rates are searched.
+        interval: of the difference's mean; None without a baseline or with a single seed.
     """
 
     arm: str
@@ -54,6 +56,7 @@ class TableRow:
     relative_activations: float | None
     paper: dict[str, float]
     loss_at_same_rate: float | None = None
+    interval: Interval | None = None
 
 
 def result_table(comparison: Comparison) -> list[TableRow]:
@@ -69,7 +72,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
         pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
         first = next(iter(runs.values()))
         shared = [key for key in first.metrics if all(key in run.metrics for run in runs.values())]
-        difference = relative_speed = relative_activations = None
+        difference = interval = relative_speed = relative_activations = None
         if pairs:
             relative_speed = statistics.mean(
                 run.tokens_per_second / base.tokens_per_second for run, base in pairs
@@ -78,7 +81,9 @@ def result_table(comparison: Comparison) -> list[TableRow]:
                 run.activation_bytes / base.activation_bytes for run, base in pairs
             )
             if arm is not baseline:
-                difference = mean_and_std([run.valid_loss - base.valid_loss for run, base in pairs])
+                differences = [run.valid_loss - base.valid_loss for run, base in pairs]
+                difference = mean_and_std(differences)
+                interval = mean_interval(differences) if len(differences) > 1 else None
         rows.append(
             TableRow(
                 arm=arm.name,
@@ -95,6 +100,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
                 relative_activations=relative_activations,
                 paper=arm.paper,
                 loss_at_same_rate=comparison.rate_trials(original).get(1.0),
+                interval=interval,
             )
         )
     return rows

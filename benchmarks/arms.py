@@ -1,0 +1,83 @@
+"""What each arm of a recipe costs beside pre-norm: a training step, a forward pass and decoding.
+
+The models, the batch and the context are the recipe's. Arms that the .csv file has are left out, so
+that a measurement that was stopped goes on.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.decode import PROMPT_TOKENS, decoding
+from benchmarks.results import Row
+from benchmarks.settings import Settings
+from benchmarks.step import training_step
+from benchmarks.timing import WARMUP_CALLS, Calls, Timer, ratio_or_none, time_interleaved
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.task import build_model
+
+CALLS = ("step", "forward", "decode")
+COLUMNS = (
+    *("recipe", "arm", "connection", "tokens", "dtype"),
+    *(f"{call} ms" for call in CALLS),
+    *(f"{call} of PreNorm" for call in CALLS),
+    "rounds",
+)
+TOKENS_PER_CALL = 8  # of decoding
+BYTES = 256  # the vocabulary of a recipe that states none
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """The rows of the benchmark."""
+    name = Path(settings.recipe).name
+    recipe = load_recipe(settings.recipe, precision="32-true", compile="none")
+    measured = {row["arm"] for row in settings.earlier_rows if row["recipe"] == name}
+    for arm in recipe.arms:
+        if arm.name not in measured and (not settings.arms or arm.name in settings.arms):
+            yield {"recipe": name} | _measure_arm(recipe, arm, settings)
+
+
+def _measure_arm(recipe: Recipe, arm: Arm, settings: Settings) -> Row:
+    builds = {
+        row.name: functools.partial(build_calls, recipe, row, settings.rounds)
+        for row in (Arm.from_row("prenorm"), arm)
+    }
+    timer = Timer(settings.torch_device)
+    timings = time_interleaved(builds, timer, settings.rounds, settings.seconds)
+    of_arm, of_prenorm = timings[arm.name], timings["prenorm"]
+    data = recipe.settings(arm).data
+    row: Row = {
+        "arm": arm.name,
+        "connection": arm.connection,
+        "tokens": f"{data.batch} x {data.context}",
+        "dtype": "float32",
+        "rounds": of_arm.rounds,
+        "note": of_arm.note,
+    }
+    for call in CALLS:
+        row[f"{call} ms"] = of_arm.median_ms(call)
+        row[f"{call} of PreNorm"] = ratio_or_none(1, of_arm.paired_ratio(of_prenorm, call))
+    return row
+
+
+def build_calls(recipe: Recipe, arm: Arm, rounds: int) -> Calls:
+    """The calls of one arm, of models with random weights."""
+    settings = recipe.settings(arm)
+    data, vocab = settings.data, settings.model.vocab or BYTES
+    trained = build_model(settings, arm.connection, vocab, 0, recipe.task)
+    model: Any = build_model(settings, arm.connection, vocab, 0, recipe.task).eval()
+    tokens = torch.randint(vocab, (data.batch, data.context))
+
+    @torch.no_grad()
+    def forward() -> None:
+        model(input_ids=tokens, use_cache=False)
+
+    most_tokens = PROMPT_TOKENS + TOKENS_PER_CALL * (rounds + WARMUP_CALLS + 1)
+    return {
+        "step": training_step(trained, settings, arm, vocab),
+        "forward": forward,
+        "decode": decoding(model, model, max(data.context, most_tokens), TOKENS_PER_CALL),
+    }

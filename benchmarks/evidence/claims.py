@@ -1,0 +1,75 @@
+"""Claims of the papers (claims.yaml), and what the studies say to each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from benchmarks.evidence.studies import Study
+from crosslayer.intervals import Interval, mean_interval
+
+CLAIMS = Path(__file__).parent / "claims.yaml"
+FIRST_STUDY = "short"  # of arms that name no study
+WORDS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
+Measure = Literal["end", "equal time"]
+
+
+@dataclass
+class Claim:
+    """One claim: a weighted sum of losses is below zero.
+
+    Attributes:
+        claim: in words.
+        source: paper, section or table.
+        paper: its numbers.
+        sum: weights of the arms.
+        at: when the losses are taken: at the end, or when the fastest arm ends.
+        needs: what would test it, where no sum of losses can.
+    """
+
+    claim: str
+    source: str
+    paper: str
+    sum: dict[str, float] = field(default_factory=dict)
+    at: Measure = "end"
+    needs: str = ""
+
+
+def read_claims(file: Path = CLAIMS) -> list[Claim]:
+    """The claims of a .yaml file."""
+    return [Claim(**row) for row in yaml.safe_load(file.read_text("utf8"))]
+
+
+def sum_losses(
+    studies: Mapping[str, Study], weights: Mapping[str, float], at: Measure = "end"
+) -> list[float]:
+    """Σ weight × loss of arms, for each seed that all of them have.
+
+    Args:
+        studies: by name.
+        weights: of ARM in the first study, or of STUDY/ARM.
+        at: when the losses are taken.
+    """
+    terms = []
+    for key, weight in weights.items():
+        study_name, _, arm = key.rpartition("/")
+        study = studies.get(study_name or FIRST_STUDY)
+        losses: dict[int, float] = {}
+        if study is not None:
+            losses = study.losses(arm) if at == "end" else study.losses_at_equal_time(arm)
+        terms.append({seed: weight * loss for seed, loss in losses.items()})
+    if not terms:
+        return []
+    seeds = set.intersection(*(set(term) for term in terms))
+    return [sum(term[seed] for term in terms) for seed in sorted(seeds)]
+
+
+def judge_claim(claim: Claim, studies: Mapping[str, Study]) -> tuple[Interval | None, str]:
+    """Our number for a claim, and whether it agrees; None and "not run yet" without results."""
+    values = sum_losses(studies, claim.sum, claim.at)
+    if not values:
+        return None, "not run yet"
+    interval = mean_interval(values)
+    return interval, WORDS[interval.sign]

@@ -1,0 +1,197 @@
+"""The figures of docs/evidence.md. What each shows is data; a digest of it is in its file."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.evidence.studies import BASELINE, Study
+from benchmarks.evidence.tables import difference_to_baseline
+from crosslayer.inspect.figures import render_figure
+from crosslayer.inspect.figures_training import (
+    LineSeries,
+    draw_line_series,
+    focus_on_end,
+    mark_level,
+)
+from crosslayer.inspect.run_groups import average_curves
+from crosslayer.inspect.training import loss_at_cost
+from crosslayer.intervals import Interval, mean_interval
+from crosslayer.palette import HUES
+from crosslayer.train.run_state import RunResult
+
+# one for each colour of the palette; pre-norm is black
+MAIN_ARMS = ("denseformer", "mudd", "hyper", "attnres", "mgr", "mhc", BASELINE)
+LOSS = "validation loss (nats a token)"
+DIFFERENCE = "loss minus pre-norm's (nats a token)"
+TOKENS = "training tokens (millions)"
+TIME = "training time (pre-norm's run = 1)"
+VERDICT_MARKS = {-1: (HUES[0], "o"), 1: (HUES[1], "s"), 0: ("#7F7F7F", "D")}
+Curve = list[tuple[float, float]]
+# a run's cost at a step, by the arm's name
+Cost = Callable[[str, float], float | None]
+
+
+@dataclass
+class Figure:
+    """One figure.
+
+    Attributes:
+        data: all that it shows.
+        panels: titles and functions that draw.
+        width: of a panel, in inches.
+        height: of a panel, in inches.
+    """
+
+    data: Any
+    panels: list[tuple[str, Callable[[Any], None]]]
+    width: float = 5.2
+    height: float = 4.4
+
+    @property
+    def digest(self) -> str:
+        """Identifies what is shown, whatever the version of the library that draws it."""
+        text = json.dumps(self.data, default=asdict)
+        return f"<!-- data {hashlib.sha256(text.encode()).hexdigest()[:16]} -->"
+
+    def render(self) -> dict[str, bytes]:
+        """File contents by suffix; the SVG with its digest."""
+        files = render_figure(self.panels, self.width, self.height)
+        files["svg"] += f"{self.digest}\n".encode()
+        return files
+
+
+def study_figures(study: Study) -> dict[str, Figure]:
+    """The figures of one study by name, as far as its results go."""
+    run = next(iter(study.comparison.results.runs))
+    _, data, _, _ = study.comparison.recipe.settings()
+    last_step = run.curve[-1][0]
+
+    def tokens(name: str, step: float) -> float:
+        return step * data.batch * data.context / 1e6
+
+    def time(name: str, step: float) -> float | None:
+        of_step = study.step_time(name)
+        return None if of_step is None else step * of_step / last_step
+
+    costs: list[tuple[str, Cost]] = [(TOKENS, tokens), (TIME, time)]
+    figures = {}
+    for file, unit, make_lines in (
+        ("curves", LOSS, _loss_lines),
+        ("differences", DIFFERENCE, _difference_lines),
+    ):
+        panels = []
+        shown = [(name, make_lines(study, cost)) for name, cost in costs]
+        shown = [(name, lines) for name, lines in shown if lines]
+        for name, lines in shown:
+            is_last = name == shown[-1][0]
+            panels.append(("", _draw_panel(lines, (name, unit), file == "differences", is_last)))
+        if panels:
+            figures[file] = Figure(shown, panels)
+    intervals = _all_differences(study)
+    if intervals:
+        height = 1.2 + 0.2 * len(intervals)
+        figures["intervals"] = Figure(intervals, [("", _draw_intervals(intervals))], 8.0, height)
+    return figures
+
+
+def _curve(run: RunResult, name: str, cost: Cost) -> Curve:
+    points = [(cost(name, step), loss) for step, loss in run.curve]
+    return [(place, loss) for place, loss in points if place is not None]
+
+
+def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
+    lines = []
+    for colour, name in enumerate(MAIN_ARMS):
+        curves = [_curve(run, name, cost) for run in study.runs(name).values()]
+        if any(curves):
+            mean = average_curves(curves)
+            lines.append(LineSeries(name, colour, mean.x, mean.mean))
+    return lines
+
+
+def _difference_lines(study: Study, cost: Cost) -> list[LineSeries]:
+    """Differences at the places of pre-norm's curve, seed by seed, with 95 % intervals."""
+    lines = []
+    baseline = study.runs(BASELINE)
+    for colour, name in enumerate(MAIN_ARMS[:-1]):
+        runs = study.runs(name)
+        x, intervals = [], []
+        for place in range(len(next(iter(baseline.values())).curve) if baseline else 0):
+            values = []
+            for seed in sorted(runs.keys() & baseline.keys()):
+                curve = _curve(runs[seed], name, cost)
+                reference = _curve(baseline[seed], BASELINE, cost)
+                if not curve or not reference:
+                    continue
+                at, base_loss = reference[place]
+                loss = loss_at_cost(*zip(*curve, strict=True), at)
+                if loss is not None:
+                    values.append(loss - base_loss)
+            if values:
+                x.append(reference[place][0])
+                intervals.append(mean_interval(values))
+        if x:
+            lines.append(_interval_line(name, colour, x, intervals))
+    return lines
+
+
+def _interval_line(name: str, colour: int, x: list[float], intervals: list[Interval]) -> LineSeries:
+    mean = [interval.mean for interval in intervals]
+    if any(math.isnan(interval.low) for interval in intervals):
+        return LineSeries(name, colour, x, mean)
+    low, high = [i.low for i in intervals], [i.high for i in intervals]
+    return LineSeries(name, colour, x, mean, low, high)
+
+
+def _draw_panel(
+    lines: Sequence[LineSeries], names: tuple[str, str], of_differences: bool, with_legend: bool
+) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        draw_line_series(axes, lines, names)
+        axes.get_legend().remove()
+        axes.set_xlim(left=0)
+        if of_differences:
+            mark_level(axes, 0.0)
+        else:
+            focus_on_end(axes, lines)
+        if with_legend:
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+    return draw
+
+
+def _all_differences(study: Study) -> list[tuple[str, Interval]]:
+    """Every arm's difference to pre-norm, the best last."""
+    known = [(name, difference_to_baseline(study, name)) for name in study.arms]
+    rows = [(name, found) for name, found in known if found is not None and name != BASELINE]
+    rows = [(name, found) for name, found in rows if not math.isnan(found.low)]
+    return sorted(rows, key=lambda row: -row[1].mean)
+
+
+def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> Callable[[Any], None]:
+    words = {-1: "better than pre-norm", 1: "worse", 0: "cannot tell"}
+
+    def draw(axes: Any) -> None:
+        for sign, (colour, mark) in VERDICT_MARKS.items():
+            places = [place for place, (_, found) in enumerate(rows) if found.sign == sign]
+            means = [rows[place][1].mean for place in places]
+            ends = [
+                [rows[place][1].mean - rows[place][1].low for place in places],
+                [rows[place][1].high - rows[place][1].mean for place in places],
+            ]
+            if places:
+                axes.errorbar(
+                    means, places, xerr=ends, fmt=mark, color=colour, capsize=3, label=words[sign]
+                )
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=10)
+        axes.set_ylim(-0.7, len(rows) - 0.3)
+        mark_level(axes, 0.0, vertical=True)
+        axes.set_xlabel(f"{DIFFERENCE}, 95 % interval")
+        axes.grid(alpha=0.25, axis="x")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=10)
+
+    return draw

@@ -1,0 +1,250 @@
+"""The studies: what is planned (studies.yaml), and what has been run (docs/evidence/*.json)."""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.results import read_rows
+from crosslayer.files import read_json, write_text_atomic
+from crosslayer.inspect.training import loss_at_cost
+from crosslayer.train.compare import Comparison, ComparisonResults
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.run_state import RunResult
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "benchmarks" / "evidence_short.yaml"
+PLANS = Path(__file__).parent / "studies.yaml"
+RESULTS = ROOT / "docs" / "evidence"
+SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
+BASELINE = "prenorm"
+SEEDS = 3
+# Where the data are may differ between machines. What they are is known by their digest.
+LOCAL_OPTIONS = ("data", "valid")
+Speeds = dict[str, dict[str, float]]  # call -> share of pre-norm's speed, by arm
+
+
+@cache
+def read_recipe() -> Recipe:
+    """The recipe of all studies."""
+    return load_recipe(RECIPE)
+
+
+@dataclass
+class Plan:
+    """A study that is planned.
+
+    Attributes:
+        name: of its files.
+        options: in which it differs from the recipe.
+        arms: names; empty for all of the recipe's.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    arms: list[str] = field(default_factory=list)
+
+    @property
+    def command(self) -> str:
+        """What runs it. The same command resumes it."""
+        words = ["crosslayer", "compare", str(RECIPE.relative_to(ROOT))]
+        for option, value in self.options.items():
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            words += ["--" + option.replace("_", "-"), text]
+        if self.arms:
+            words += ["--arms", *self.arms]
+        words += ["--search-rates", "true", "--seeds", str(SEEDS)]
+        return shlex.join([*words, "--out", f"evidence-{self.name}"])
+
+    def settings(self) -> dict[str, Any]:
+        """What its results.json has as settings."""
+        identity = replace(read_recipe(), overrides=self.options).settings().identity()
+        plain: dict[str, Any] = json.loads(json.dumps(identity))
+        return plain
+
+
+@dataclass
+class Part:
+    """A part of the page: studies that are read together."""
+
+    title: str
+    plans: list[Plan]
+
+
+def read_parts() -> list[Part]:
+    """The parts of studies.yaml."""
+    parts = []
+    for row in yaml.safe_load(PLANS.read_text("utf8")):
+        arms = row.get("arms", [])
+        plans = [Plan(name, options, arms) for name, options in row["studies"].items()]
+        for plan in plans:
+            if not plan.options:
+                plan.arms = []
+        parts.append(Part(row["part"], plans))
+    return parts
+
+
+def read_plans() -> dict[str, Plan]:
+    """All planned studies by their names."""
+    return {plan.name: plan for part in read_parts() for plan in part.plans}
+
+
+@dataclass
+class Study:
+    """A study with results.
+
+    Attributes:
+        plan: what it is.
+        comparison: its merged results.
+        speeds: of its arms; empty where they were measured for other models.
+    """
+
+    plan: Plan
+    comparison: Comparison
+    speeds: Speeds = field(default_factory=dict)
+
+    @cached_property
+    def arms(self) -> dict[str, Arm]:
+        """Each arm at its own rate, by its name in the recipe, in the recipe's order."""
+        recipe = self.comparison.recipe
+        order = [arm.name for arm in read_recipe().arms]
+        found = {row.name: arm for row, arm in zip(recipe.arms, self.comparison.arms, strict=True)}
+        known = [name for name in order if name in found]
+        return {name: found[name] for name in [*known, *(found.keys() - known)]}
+
+    def runs(self, name: str) -> dict[int, RunResult]:
+        """The finished runs of an arm at its own rate, by seed."""
+        return self.comparison.finished_runs(self.arms[name]) if name in self.arms else {}
+
+    def losses(self, name: str) -> dict[int, float]:
+        """The final losses of an arm, by seed."""
+        return {seed: run.valid_loss for seed, run in self.runs(name).items()}
+
+    def step_time(self, name: str) -> float | None:
+        """The training time of a step as a multiple of pre-norm's; None if it is not known."""
+        speed = self.speeds.get(name, {}).get("step")
+        return None if speed is None else 1 / speed
+
+    @cached_property
+    def equal_time(self) -> float | None:
+        """The training time of the fastest arm with a result, in steps of pre-norm."""
+        times = [
+            time * self.runs(name)[0].curve[-1][0]
+            for name in self.arms
+            if (time := self.step_time(name)) is not None and 0 in self.runs(name)
+        ]
+        return min(times, default=None)
+
+    def losses_at_equal_time(self, name: str) -> dict[int, float]:
+        """The losses of an arm when the fastest one ends, by seed, from its curves."""
+        time = self.step_time(name)
+        if time is None or self.equal_time is None:
+            return {}
+        losses = {}
+        for seed, run in self.runs(name).items():
+            steps, curve = zip(*run.curve, strict=True)
+            loss = loss_at_cost([step * time for step in steps], curve, self.equal_time)
+            if loss is not None:
+                losses[seed] = loss
+        return losses
+
+
+def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Study]:
+    """The studies that have results, by name. The files NAME.*.json are one study.
+
+    Raises:
+        ValueError: files of one study have other settings or data, or the same run.
+    """
+    studies = {}
+    for name, plan in read_plans().items():
+        files = sorted(folder.glob(f"{name}.*.json"))
+        if files:
+            results = merge_results({file.name: _read_results(file) for file in files})
+            same_models = plan.options.keys() <= {"steps"}
+            of_arms = _read_speeds(speeds) if same_models else {}
+            studies[name] = Study(plan, Comparison.from_results(results, folder), of_arms)
+    return studies
+
+
+def _read_results(file: Path) -> ComparisonResults:
+    try:
+        return ComparisonResults.from_json(read_json(file, dict))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: not a comparison's results ({error})") from None
+
+
+def _read_speeds(file: Path) -> Speeds:
+    """The speeds of the recipe's arms, as shares of pre-norm's."""
+    speeds = {}
+    for row in read_rows(file):
+        if row["recipe"] == RECIPE.name:
+            speeds[row["arm"]] = {
+                call: float(row[f"{call} of PreNorm"]) for call in ("step", "forward", "decode")
+            }
+    return speeds
+
+
+def merge_results(parts: dict[str, ComparisonResults]) -> ComparisonResults:
+    """The results of several comparisons with the same settings and data as those of one.
+
+    Args:
+        parts: by the names of their files.
+
+    Raises:
+        ValueError: settings, data or an arm differ, or two files have the same run.
+    """
+    names, results = list(parts), list(parts.values())
+    merged = replace(results[0], arms={}, runs=[], diverged=[])
+    owners: dict[tuple[str, int], str] = {}
+    for name, part in zip(names, results, strict=True):
+        if (part.settings, part.data) != (merged.settings, merged.data):
+            raise ValueError(f"{name} and {names[0]} have other settings or data")
+        for arm, row in part.arms.items():
+            if merged.arms.setdefault(arm, row) != row:
+                raise ValueError(f"{name}: the arm {arm!r} has other options in another file")
+        for run in (*part.runs, *part.diverged):
+            owner = owners.setdefault((run.arm, run.seed), name)
+            if owner != name:
+                raise ValueError(f"{name} and {owner} both have {run.arm!r}, seed {run.seed}")
+        merged.runs += part.runs
+        merged.diverged += part.diverged
+    return merged
+
+
+def take_over(comparison: Path, folder: Path = RESULTS) -> Path:
+    """Copy a comparison's results.json as a file of its study, without the paths of its machine.
+
+    Args:
+        comparison: its folder.
+        folder: of the studies' files.
+
+    Raises:
+        ValueError: it is not a study of studies.yaml.
+    """
+    results = _read_results(comparison / "results.json")
+    for plan in read_plans().values():
+        settings = plan.settings()
+        local = {name: settings[name] for name in LOCAL_OPTIONS}
+        if settings == results.settings | local:
+            results.settings |= local
+            file = folder / f"{plan.name}.{comparison.name}.json"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(file, json.dumps(asdict(results), indent=1) + "\n")
+            return file
+    raise ValueError(
+        f"{comparison}: no study of {PLANS.name} has its settings; they differ from those of "
+        f"{RECIPE.name} in {', '.join(_changed_options(results.settings)) or 'nothing'}"
+    )
+
+
+def _changed_options(settings: dict[str, Any]) -> list[str]:
+    recipe = Plan("").settings()
+    return [
+        f"{name} = {value!r}"
+        for name, value in settings.items()
+        if name not in LOCAL_OPTIONS and recipe.get(name) != value
+    ]

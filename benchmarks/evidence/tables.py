@@ -1,0 +1,229 @@
+"""The tables of docs/evidence.md, as Markdown."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses
+from benchmarks.evidence.studies import BASELINE, Part, Plan, Study, read_recipe
+from crosslayer.inspect.training import estimate_multiplier, fit_power_law
+from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
+from crosslayer.intervals import Interval, mean_interval
+from crosslayer.train.rate_search import best_factor, next_factor
+from crosslayer.train.recipe import Arm
+from crosslayer.train.report import format_mean_std
+from crosslayer.train.results_table import mean_and_std
+
+NOT_RUN = "not run yet"
+UNKNOWN = "–"
+VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
+LOSS_COLUMNS = (
+    *("arm", "parameters", "rate", "seed 0, shared rate", "loss, own rate", "vs prenorm"),
+    "verdict",
+)
+COST_COLUMNS = (
+    *("arm", "training", "forward", "decoding", "loss at equal time"),
+    "vs prenorm at equal time",
+)
+CONNECTION_COLUMNS = (
+    *("arm", "loss, own rate", "vs prenorm", "verdict", "training", "forward", "decoding"),
+)
+LEGEND = (
+    "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
+    "their 95 % interval. Means over other seeds cannot be compared, differences can. Speeds are "
+    "shares of pre-norm's."
+)
+Cells = dict[str, str]
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Cells]) -> str:
+    """A table; the first column is text, the others are numbers."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" + " ---: |" * (len(columns) - 1)]
+    lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def arm_cells(study: Study, name: str) -> Cells:
+    """All that is known of an arm, by the names of the columns."""
+    speeds = study.speeds.get(name, {})
+    cells = dict.fromkeys((*LOSS_COLUMNS, *COST_COLUMNS), UNKNOWN)
+    cells |= {"arm": name, "loss, own rate": NOT_RUN}
+    for column, call in (("training", "step"), ("forward", "forward"), ("decoding", "decode")):
+        cells[column] = f"{speeds[call]:.2f}×" if call in speeds else NOT_RUN
+    runs = study.runs(name)
+    if not runs:
+        return cells
+    comparison = study.comparison
+    original = next(row for row in comparison.recipe.arms if row.name == name)
+    trials = comparison.rate_trials(original)
+    factor = best_factor(trials)
+    first = next(iter(runs.values()))
+    cells["parameters"] = f"{first.parameters:,}"
+    cells["rate"] = f"{comparison.recipe.settings(study.arms[name]).optimization.lr:g}"
+    if not math.isfinite(trials[factor]) or next_factor(trials) is not None:
+        cells["rate"] += " so far"
+    if 1.0 in trials:
+        cells["seed 0, shared rate"] = _format_loss(trials[1.0])
+    final = [run.valid_loss for run in runs.values()]
+    cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
+    early = list(study.losses_at_equal_time(name).values())
+    if early:
+        cells["loss at equal time"] = format_mean_std(mean_and_std(early), ".4f")
+    if name != BASELINE:
+        difference = difference_to_baseline(study, name)
+        if difference is not None:
+            cells["vs prenorm"] = format_interval(difference)
+            cells["verdict"] = VERDICTS[difference.sign]
+        values = sum_losses({"short": study}, {name: 1, BASELINE: -1}, "equal time")
+        if values:
+            cells["vs prenorm at equal time"] = format_interval(mean_interval(values))
+    return cells
+
+
+def difference_to_baseline(study: Study, name: str) -> Interval | None:
+    """An arm's loss minus pre-norm's, seed by seed; None without a common seed."""
+    values = sum_losses({"short": study}, {name: 1, BASELINE: -1})
+    return mean_interval(values) if values else None
+
+
+def format_interval(interval: Interval) -> str:
+    """Like "-0.0123 (-0.0150 to -0.0096)"; a single seed has no interval."""
+    if math.isnan(interval.low):
+        return f"{interval.mean:+.4f} (one seed)"
+    return f"{interval.mean:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+
+
+def _format_loss(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+
+
+def planned_arms(plan: Plan) -> list[str]:
+    """The names of a study's arms."""
+    return plan.arms or [arm.name for arm in read_recipe().arms]
+
+
+def main_tables(plan: Plan, studies: Mapping[str, Study]) -> str:
+    """The tables of one study, and what a reader must know of them."""
+    study = studies.get(plan.name)
+    if study is None:
+        return f"Not run yet.\n\n```sh\n{plan.command}\n```"
+    names = planned_arms(plan)
+    extra = [name for name in study.arms if name not in names]
+    rows = [arm_cells(study, name) for name in [*names, *extra]]
+    tables = [markdown_table(columns, rows) for columns in (LOSS_COLUMNS, COST_COLUMNS)]
+    return "\n\n".join([*tables, *_main_notes(study)])
+
+
+def _main_notes(study: Study) -> list[str]:
+    results = study.comparison.results
+    environment = results.environment
+    baseline = list(study.losses(BASELINE).values())
+    notes = [
+        f"{len(results.runs)} runs on {environment['device']}, torch {environment['torch']}.",
+        LEGEND,
+    ]
+    if len(baseline) > 1:
+        noise, seeds = statistics.stdev(baseline), len(baseline)
+        notes.append(f"Noise: pre-norm's standard deviation over {seeds} seeds is {noise:.4f}.")
+    tested = [difference_to_baseline(study, name) for name in study.arms if name != BASELINE]
+    tested = [difference for difference in tested if difference and not math.isnan(difference.low)]
+    if tested:
+        notes.append(
+            f"{len(tested)} arms have an interval. Of as many arms without any effect, about "
+            f"{0.05 * len(tested):.1f} would be called better or worse by chance."
+        )
+    for run in results.diverged:
+        notes.append(f"{run.arm}, seed {run.seed}: diverged at step {run.step}.")
+    return notes
+
+
+def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
+    """Each arm's difference to pre-norm in each study of a part."""
+    columns = ["arm", *(plan.name for plan in part.plans)]
+    names = next(plan.arms for plan in part.plans if plan.arms)
+    rows = []
+    for name in names:
+        cells = {"arm": name}
+        for plan in part.plans:
+            study = studies.get(plan.name)
+            cells[plan.name] = NOT_RUN
+            if study is None or not study.losses(name):
+                continue
+            if name == BASELINE:
+                losses = list(study.losses(name).values())
+                cells[plan.name] = "loss " + format_mean_std(mean_and_std(losses), ".4f")
+                continue
+            difference = difference_to_baseline(study, name)
+            if difference is not None:
+                cells[plan.name] = format_interval(difference)
+        rows.append(cells)
+    commands = "\n".join(plan.command for plan in part.plans if plan.options)
+    return f"{markdown_table(columns, rows)}\n\n```sh\n{commands}\n```"
+
+
+def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
+    """How much compute pre-norm would need for each arm's losses; "" with one size.
+
+    Compute is 6 × parameters × tokens.
+    """
+    names = next(plan.arms for plan in part.plans if plan.arms)
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for name in names:
+        computes, losses = points.setdefault(name, ([], []))
+        for plan in part.plans:
+            study = studies.get(plan.name)
+            for run in study.runs(name).values() if study else []:
+                _, data, optimization, _ = study.comparison.recipe.settings()
+                tokens = optimization.steps * data.batch * data.context
+                computes.append(FLOPS_PER_PARAMETER * run.parameters * tokens)
+                losses.append(run.valid_loss)
+    if len(set(points[BASELINE][0])) < 2:
+        return ""
+    law = fit_power_law(*points[BASELINE])
+    rows = []
+    for name in names:
+        computes, losses = points[name]
+        if name != BASELINE and computes and law.b > 0:
+            found = estimate_multiplier(law, computes, losses)
+            text = f"{found.value:.2f} × ({found.low:.2f} to {found.high:.2f})"
+            rows.append({"arm": name, "compute multiplier": text})
+    return "\n\n" + markdown_table(("arm", "compute multiplier"), rows)
+
+
+def claims_table(studies: Mapping[str, Study]) -> str:
+    """Every claim with the paper's number, ours, and whether they agree."""
+    columns = ("claim", "source", "paper", "arms", "ours", "verdict")
+    rows = []
+    for claim in read_claims():
+        interval, verdict = judge_claim(claim, studies)
+        arms = " ".join(f"{_format_weight(weight)} {arm}" for arm, weight in claim.sum.items())
+        if claim.at != "end":
+            arms += f", at {claim.at}"
+        ours = UNKNOWN if interval is None else format_interval(interval)
+        cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, ours, verdict)
+        rows.append(dict(zip(columns, cells, strict=True)))
+    return markdown_table(columns, rows).replace("---:", "---")
+
+
+def _format_weight(weight: float) -> str:
+    sign = "−" if weight < 0 else "+"
+    return sign if abs(weight) == 1 else f"{sign} {abs(weight):g} ×"
+
+
+def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
+    """The rows of each connection in the first study, by its name; "" where no arm has it."""
+    tables = {}
+    study, recipe = studies.get("short"), read_recipe()
+    for connection in connections:
+        arms = [arm for arm in recipe.arms if connection_name(arm) == connection]
+        if study is None or not arms:
+            tables[connection] = ""
+            continue
+        rows = [arm_cells(study, arm.name) for arm in arms]
+        tables[connection] = markdown_table(CONNECTION_COLUMNS, rows)
+    return tables
+
+
+def connection_name(arm: Arm) -> str:
+    """The connection of an arm without its options."""
+    return arm.connection.partition("(")[0]
