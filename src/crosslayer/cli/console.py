@@ -197,7 +197,8 @@ class ProgressBars:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._bars:
+        # rich 14 and earlier end bars that are disabled with an empty line too
+        if self._bars and not self._progress.disable:
             self._progress.stop()
 
     def show_step(self, name: str, steps: int, result: "StepResult") -> None:
