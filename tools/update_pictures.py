@@ -62,14 +62,14 @@ class FirstInput(nn.Linear):
 
 
 def draw_connection(name: str) -> bytes:
-    """A PNG of a connection's unfolded map: as it starts, and with other weights of its own."""
+    """A PNG of a connection's unfolded map: as it starts, and after noise on its weights."""
     torch.manual_seed(0)
     sublayers = [FirstInput(DIM, DIM, bias=False) for _ in range(2 * LAYERS)]
     stack = crosslayer.Stack(name, sublayers, DIM, norm=nn.RMSNorm)
     batches = [{"embedding": torch.randn(2, 32, DIM)}]
     maps = {"as it starts": unfold_connections(stack, batches)}
     if change_weights(stack):
-        maps["with other weights of its own"] = unfold_connections(stack, batches)
+        maps["after noise on its weights"] = unfold_connections(stack, batches)
     panels = [
         (
             title,
