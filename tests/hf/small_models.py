@@ -257,7 +257,7 @@ VISION = Kind(
     "vision",
     {
         **_classes(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
-        **_classes({family: auto.MODEL_MAPPING_NAMES[family] for family in TOWERS}),
+        **_classes({f: c for f, c in auto.MODEL_MAPPING_NAMES.items() if f in TOWERS}),
     },
     _image_inputs,
 )

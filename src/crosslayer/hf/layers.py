@@ -68,6 +68,14 @@ class ConnectedModel:
         hidden_states = list(out.hidden_states)
         # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
         if recorder.layers == 0 or isinstance(hidden_states[0], HiddenState):
+            if len(hidden_states) > 2 and not any(
+                isinstance(h, HiddenState) for h in hidden_states
+            ):
+                raise ValueError(
+                    "output_hidden_states: this version of transformers passes no further "
+                    f"arguments from {type(self).__name__} to its layers, so they cannot report "
+                    "hidden states; a later version may"
+                )
             out.hidden_states = tuple(self._read_hidden_states(hidden_states))
             return out if return_dict else out.to_tuple()
         # Some hosts record the embedding before the first layer's output.
