@@ -33,6 +33,7 @@ StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
 # The inputs that a method may feed separately, by the port of the sub-layer.
 SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
+WAYS_APART = frozenset(way for ways in SPLIT_PORTS.values() for way in ways)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -213,7 +214,8 @@ class Connection(nn.Module, Generic[StateT]):
                 f"{type(self).__name__}: its state {type(state).__name__} has no field `y`; "
                 "add `y: Tensor | None = None`, where `write` records the sub-layer's output"
             )
-        fields = dict(zip(state._fields, state, strict=True))  # type: ignore[attr-defined, call-overload]
+        names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
+        fields: dict[str, Any] = dict(zip(names, state, strict=True))  # type: ignore[call-overload]
         fields["y"] = self.to_stream_dtype(y)
         # Not `_replace`: torch 2.11 cannot compile a block that returns its result.
         return type(state)(**fields)

@@ -92,8 +92,8 @@ def norm_spec_of(norm: Any, default_eps: float | None = None) -> NormSpec | None
     return NormSpec(weight, getattr(host, "bias", None), eps, centred)
 
 
-def required_norm_spec(norm: Any) -> NormSpec | None:
-    """The norm as weights and eps; None where a host has no norm at this place.
+def stream_norm_spec(norm: Any) -> NormSpec | None:
+    """A norm of streams as weights and eps; None where a host has no norm at this place.
 
     Raises:
         ValueError: the norm is of a class that is not known.

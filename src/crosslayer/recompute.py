@@ -238,7 +238,8 @@ class RecomputedConnection:
                 return super().read(state)  # type: ignore[misc]
             state = TracedState(state)
         plain_read = super().read  # type: ignore[misc]
-        read = self.recomputed_read(self, plain_read, self.keeps_state, state)  # type: ignore[arg-type]
+        this: Any = self
+        read = self.recomputed_read(this, plain_read, self.keeps_state, state)
         with saved_tensors_hooks(read.pack_index, read.unpack_index):
             inputs, next_state = plain_read(state.state)
         return inputs, TracedState(next_state, read)

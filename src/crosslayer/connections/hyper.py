@@ -279,7 +279,7 @@ def wire_streams(
 def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor:
     """[I | beta]: the weights of a pending write to n streams, [.. n n+1 1], or I without a write.
 
-    With `outputs` = n, each stream gets a part of its own of the write: [I | diag(beta)].
+    With `outputs` = n, each stream gets another part of the write: [I | diag(beta)].
     """
     kept = identity_weights(H.shape[-2], upcast(H))
     if beta is None:

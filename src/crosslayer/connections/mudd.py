@@ -21,7 +21,7 @@ The generator's RMSNorm has no weight, as in the released code. W1 ~ N(0, 1/D),
 W2 = 0 and a is one-hot on X_l, so that training starts exactly as the plain Transformer. With
 PrePostDANorm a = 0 and n_post's weight is 1e-3. Where sources are normed, the generator's norm has
 a weight.
-q, k and v have norms of their own where they are mixed apart.
+q, k and v have a norm each where they are mixed apart.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
 Traffic: (l + 7)D a token after block l; (3l + 7)D backward.
 """
@@ -98,7 +98,7 @@ class Mudd(FusedNormConnection[History]):
             for all blocks.
         normed: PrePostDANorm (Eq. 10), for models in which plain MUDD diverges: 24 layers and more
             with a large learning rate. True norms the mixture of r alone, as the authors' JAX
-            trainer does; "every way" norms each mixture, with a weight of its own, as the text
+            trainer does; "every way" norms each mixture, each with another weight, as the text
             does. "pre" and "post" are the trainer's two switches alone: S_c = m_c of normed
             sources, or X_l added to mixtures of raw sources. These two do not start as pre-norm.
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
@@ -162,7 +162,7 @@ class Mudd(FusedNormConnection[History]):
             for stream in streams:
                 mixture_of_stream[stream] = c
 
-        # Where q, k and v are mixed apart, each is a port of the attention with a norm of its own.
+        # Where q, k and v are mixed apart, each is a port of the attention with another norm.
         qkv = [p for port in site.ports for p in SPLIT_PORTS.get(port, ())]
         qkv_differ = len({mixture_of_stream[STREAM_OF_PORT[port]] for port in qkv}) > 1
         splits_qkv = aggregates and not is_last and qkv_differ

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ..connection import Connection, autocast_disabled
-from ..fused_norms import required_norm_spec
+from ..fused_norms import stream_norm_spec
 from ..mixing import MixingWeights, identity_weights
 from ..norms import add_write
 from .prenorm import Stream
@@ -57,7 +57,7 @@ class PostNorm(Connection[Stream]):
         columns = 1 if state.y is None else 2
         write = torch.ones(ports, columns, 1, dtype=state.h.dtype, device=state.h.device)
         read = identity_weights(ports, write)
-        norms = tuple(required_norm_spec(norm) for norm in self.norms)
+        norms = tuple(stream_norm_spec(norm) for norm in self.norms)
         return MixingWeights(write, read, read[:1], norms)
 
     def memory_traffic(self) -> float:

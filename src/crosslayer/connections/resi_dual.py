@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..connection import Connection, NormFactory, Site, autocast_disabled
-from ..fused_norms import required_norm_spec
+from ..fused_norms import stream_norm_spec
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows
 from ..norms import add_write
 from .postnorm import norm_stream
@@ -65,7 +65,7 @@ class ResiDual(Connection[Dual]):
     def mixing_weights(self, state: Dual) -> MixingWeights:
         both = identity_weights(2, state.x)
         write = both if state.y is None else join_columns(both, torch.ones_like(both[:, :1]))
-        norms = tuple(required_norm_spec(norm) for norm in self.norms)
+        norms = tuple(stream_norm_spec(norm) for norm in self.norms)
         if self.is_readout:
             return MixingWeights(write, torch.ones_like(both[:1]), both, norms)
         # One normed x a port, because a parallel block applies two norms to the same sum.

@@ -119,7 +119,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
         tokenizer.decode(tokenizer("a")["input_ids"])  # A spoilt setting fails at its first use.
-    except Exception as error:  # the tokenizers library raises no class of its own
+    except Exception as error:  # tokenizers raises plain Exceptions
         if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise ValueError(
                 f"{source} has no tokenizer; copy that of the original model into it, "

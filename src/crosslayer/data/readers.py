@@ -60,7 +60,7 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
 
 
 def read_file(file: Path, name: str) -> Iterator[Document]:
-    """The documents of a file. Each file is a dataset of its own, so that an error names it."""
+    """The documents of a file. Each file is a separate dataset, so that an error names it."""
     if file.suffix == ".zst":
         _check_zstd(file)
     return _read_pattern(str(file), name, escape(str(file)))  # the library takes a pattern

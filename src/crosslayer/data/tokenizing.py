@@ -212,7 +212,7 @@ def _parse_definition(definition: str, name: str) -> Any:
 
     try:
         model = tokenizers.Tokenizer.from_str(definition)
-    except Exception as error:  # the library raises no class of its own
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{name}: not a {TOKENIZER_FILE} ({error})") from None
     model.no_truncation()
     model.no_padding()

@@ -33,7 +33,7 @@ from .registration import (
 from .weights import check_weights
 
 CONFIG_FILE = "config.json"
-_ADAPTER_FILE = "adapter_config.json"  # of PEFT, which names its base model by a path of its own
+_ADAPTER_FILE = "adapter_config.json"  # of PEFT
 _HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors"]
 _HUB_FILES += ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*.safetensors"]
 

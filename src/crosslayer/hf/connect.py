@@ -195,7 +195,7 @@ def looks_pretrained(backbone: Any, family: ModelWiring) -> bool:
 
 
 def _unshare_config(model: Any) -> None:
-    """Give a model a config of its own, because the config names this model's connection."""
+    """Give a model a separate config, because the config names this model's connection."""
     shared_config = model.config
     config = copy.deepcopy(shared_config)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Where a host keeps its parts, as data: the wiring of its layers, and no forward of its own.
+"""Where a host keeps its parts, as data: the wiring of its layers, and no copy of its code.
 
 `recognition.py` finds the wiring of a model by running its layers' code. A family whose layers it
 cannot read has a row: the key is the config's `model_type`, or the name of the class where the

@@ -88,7 +88,7 @@ class FinalNormReference(NormReference):
 
 
 class OwnedNorm:
-    """A norm with weights of its own, for k or v. Made by `copy_norm`.
+    """A norm with separate weights, for k or v. Made by `copy_norm`.
 
     Where a checkpoint has no weights for it, it takes those of the host's norm.
     """
@@ -107,7 +107,7 @@ class OwnedNorm:
 
 
 def copy_norm(host_norm: nn.Module, owner: nn.Module) -> nn.Module:
-    """A copy of a host's norm, with weights of its own.
+    """A copy of a host's norm, with separate weights.
 
     Args:
         host_norm: the norm to copy.

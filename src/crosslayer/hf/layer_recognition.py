@@ -10,14 +10,7 @@ import inspect
 
 from torch import nn
 
-from .families import (
-    NO_RESIDUAL,
-    REST,
-    SAME_INPUT,
-    Arguments,
-    LayerWiring,
-    Sublayer,
-)
+from .families import NO_RESIDUAL, REST, SAME_INPUT, Arguments, LayerWiring, Sublayer
 from .host_norms import find_module
 from .projections import describe_sublayer, has_matrix
 from .shadow import Argument, argument_parameters, residual_argument
@@ -119,9 +112,9 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerW
     while vector != STREAM:  # from the last site to the first
         norm = trace.calls[vector - 1]
         stream = min(norm.inputs)
-        is_norm = norm.path and not has_matrix(find_module(layer, norm.path))
+        ends_with_norm = norm.path and not has_matrix(find_module(layer, norm.path))
         is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
-        if not (is_norm and is_sum and factor == 1):
+        if not (ends_with_norm and is_sum and factor == 1):
             raise _NoSumError(
                 f"it returns the output of {norm.path or 'a dropout'}, and not its input plus "
                 "outputs of modules"
@@ -166,9 +159,8 @@ def _sublayer(
     norm = calls[0].path if main else None
     factors = [factor for call in calls[1:] for factor in call.inputs.values()]
     input_scale = factors.pop(0) if main else 1.0
-    if any(factor != 1 for factor in factors) or not all(
-        not call.arguments for i, call in enumerate(calls) if i != main
-    ):
+    has_arguments = any(call.arguments for i, call in enumerate(calls) if i != main)
+    if has_arguments or any(factor != 1 for factor in factors):
         raise ValueError(
             f"what {calls[main].path} returns is scaled, or passes modules with more than one input"
         )
@@ -211,7 +203,9 @@ def _sources(layer: nn.Module, call: Call) -> Arguments:
         elif name in own:
             sources.append((name, name))
         elif name not in theirs or value is not theirs[name].default:
-            raise ValueError(f"it gives {call.path} an argument of its own, {name}={value!r}")
+            raise ValueError(
+                f"it gives {call.path} an argument that it makes itself, {name}={value!r}"
+            )
     return tuple(sources)
 
 

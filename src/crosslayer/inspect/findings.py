@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..connection import WAYS_APART
 from .unfolding import UnfoldedMap
 
 # A weight counts as absent below this share of the mean weight of its row or column.
@@ -75,8 +76,8 @@ def _sources_before(input_label: str, sources: list[str]) -> int:
         return len(sources)
     layer, _, ports = input_label.partition(".")
     names = {ports, f"{ports}+mlp", f"attn+{ports}"}
-    if ports in ("q", "k", "v", "kv"):
-        names = {"attn", "attn+mlp", "latent_attn", "latent_attn+mlp"}
+    if ports in WAYS_APART:
+        names = {"attn", "attn+mlp"}
     for number, source in enumerate(sources):
         source_layer, _, source_ports = source.partition(".")
         if source_layer == layer and source_ports in names:
@@ -103,7 +104,7 @@ def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
     for label, row in zip(unfolded.inputs, weights, strict=True):
         layer = readout if label == "readout" else _layer_of(label)
         for number, source in enumerate(unfolded.sources):
-            kind = source.partition(".")[2].removeprefix("latent_")
+            kind = source.partition(".")[2]
             if kind in by_kind and layer - source_layers[number] > NEAR_LAYERS:
                 by_kind[kind].append(row[number])
     if not by_kind["attn"] or not by_kind["mlp"]:

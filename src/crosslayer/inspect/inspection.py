@@ -59,7 +59,7 @@ class InspectionSubject:
 
 
 class SingleAnalysis(NamedTuple):
-    """An analysis with passes of its own.
+    """An analysis that runs the model itself.
 
     Attributes:
         run: its result; None where it does not apply to the model. A ValueError says why it cannot

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..connection import Connection, autocast_disabled, find_connections
+from ..connection import WAYS_APART, Connection, autocast_disabled, find_connections
 from ..hf import connect, disconnect
 from ..hf.attach import find_backbone
 from ..mixing import MixingWeights
@@ -81,7 +81,7 @@ class SiteVisit:
         if not splits_ways(self.connection):
             return {"input": inputs[0]}
         stream = self.connection.state_parts(self.next_state)[-1]
-        apart = [port for port in self.connection.ports if port in ("q", "k", "v", "kv")]
+        apart = [port for port in self.connection.ports if port in WAYS_APART]
         return dict(zip(apart, inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
 
     @property
@@ -229,7 +229,7 @@ def site_label(connection: Connection[Any]) -> str:
     """Like "3.attn" for the attention of layer 3, "3.attn+mlp" for a parallel block, "readout"."""
     if connection.is_readout:
         return "readout"
-    return f"{connection.site.layer}.{'+'.join(connection.site.ports)}"
+    return f"{connection.site.layer}.{'+'.join(map(_port_label, connection.site.ports))}"
 
 
 def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
@@ -237,4 +237,9 @@ def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
     label = site_label(connection)
     if inputs == 1:
         return [label]
-    return [f"{connection.site.layer}.{port}" for port in connection.ports]
+    return [f"{connection.site.layer}.{_port_label(port)}" for port in connection.ports]
+
+
+def _port_label(port: str) -> str:
+    """An attention is called "attn" whatever it projects from."""
+    return port.removeprefix("latent_")

@@ -44,7 +44,7 @@ class RunGroup:
 def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
     """Runs with the same name, connection and settings as one group, in the given order.
 
-    A run that has not finished, or has diverged, is a group of its own.
+    A run that has not finished, or has diverged, is a group by itself.
     """
     gathered: dict[str, list[TrainingRun]] = {}
     for run in runs:

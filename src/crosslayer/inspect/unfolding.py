@@ -19,7 +19,7 @@ from ..norms import NormSpec, rstd
 from .moments import RunningMoments
 from .observation import SiteVisit, input_labels, site_label
 
-# The tokens of a batch that are unfolded where each channel has a map of its own.
+# The tokens of a batch that are unfolded where each channel has another map.
 CHANNELWISE_TOKENS = 32
 
 

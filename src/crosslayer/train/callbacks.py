@@ -84,7 +84,7 @@ class LogMetrics(Callback):
 
     Args:
         folder: of metrics.jsonl; None for Fabric's loggers alone.
-        every: steps between lines. An evaluation has a line of its own.
+        every: steps between lines. An evaluation has another line.
     """
 
     def __init__(self, folder: Path | None, every: int = 10):

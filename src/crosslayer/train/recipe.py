@@ -124,7 +124,7 @@ class Recipe:
         names = [arm.name for arm in self.arms]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"two arms are called {name!r}; give each a name of its own")
+                raise ValueError(f"two arms are called {name!r}; give each another name")
         check_choice("scale", self.scale, dict.fromkeys(get_args(Scale)))
 
     def settings(self, arm: Arm | None = None) -> Settings:

@@ -1,7 +1,7 @@
 """What a model is trained to do: its examples, its backbone, its loss and its evaluation.
 
 A `Task` is an argument of `Trainer`, `build_model` and `Recipe`. The default is `LANGUAGE`: predict
-the next token. examples/vision has tasks of its own.
+the next token. examples/vision has others.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The spread over seeds in any picture: a panel of its own for a matrix, a band for a line.
+"""The spread over seeds in any picture: another panel for a matrix, a band for a line.
 
 A picture is drawn from every seed apart, and the mean and deviation are those of what is drawn. So
 they hold for what a picture computes of a model's numbers, too.
