@@ -22,6 +22,7 @@ PLANS = Path(__file__).parent / "studies.yaml"
 RESULTS = ROOT / "docs" / "evidence"
 SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
 BASELINE = "prenorm"
+FIRST_STUDY = "short"  # the one of all connections
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")
@@ -69,9 +70,16 @@ class Plan:
 
 @dataclass
 class Part:
-    """A part of the page: studies that are read together."""
+    """A part of the page: studies that are read together.
+
+    Attributes:
+        title: its name on the page.
+        shows: names in `pages.PARTS`.
+        plans: its studies.
+    """
 
     title: str
+    shows: list[str]
     plans: list[Plan]
 
 
@@ -84,7 +92,7 @@ def read_parts() -> list[Part]:
         for plan in plans:
             if not plan.options:
                 plan.arms = []
-        parts.append(Part(row["part"], plans))
+        parts.append(Part(row["part"], row["shows"], plans))
     return parts
 
 
