@@ -9,7 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from crosslayer.train.compare import Comparison, ComparisonResults
+from crosslayer.train.compare import Comparison
+from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff, render_svg
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,8 @@ import yaml
 from benchmarks.results import read_rows
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
-from crosslayer.train.compare import Comparison, ComparisonResults
+from crosslayer.train.compare import Comparison
+from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
 
