@@ -17,9 +17,9 @@ from ..class_swap import original_class
 from ..spec import make
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer, own_connection
+from .hidden_states import HiddenState
 from .host_norms import find_module
 from .layer_recognition import paths_around, recognise_layer
-from .layers import HiddenState
 from .recognition import layer_kind
 from .shadow import (
     Argument,
