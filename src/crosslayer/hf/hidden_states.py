@@ -25,10 +25,14 @@ class HiddenState(NamedTuple):
         return self.dtype_like.dtype
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
+        raise StreamUseError(
             f"between connected layers there is a connection's state in place of the stream: the "
             f"host cannot use its {name!r} there"
         )
+
+
+class StreamUseError(AttributeError):
+    """A host uses the stream between two of its layers."""
 
 
 class HiddenStateRecorder:

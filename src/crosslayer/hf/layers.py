@@ -27,7 +27,13 @@ from .families import (
     Modulation,
     Sublayer,
 )
-from .hidden_states import HiddenState, HiddenStateRecorder, read_hidden_state, replace_recorded
+from .hidden_states import (
+    HiddenState,
+    HiddenStateRecorder,
+    StreamUseError,
+    read_hidden_state,
+    replace_recorded,
+)
 from .host_norms import FinalNormReference, ModuleReference, OwnedNorm, find_module
 from .qkv import QKVInputs
 
@@ -60,9 +66,15 @@ class ConnectedModel:
         if return_dict is None:
             return_dict = config.return_dict
         recorder = HiddenStateRecorder()
-        out = super().forward(  # type: ignore[misc]
-            *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
-        )
+        try:
+            out = super().forward(  # type: ignore[misc]
+                *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
+            )
+        except StreamUseError as error:
+            raise ValueError(
+                f"output_hidden_states: {type(self).__name__} computes with what it records, and "
+                f"cannot report hidden states while it is connected ({error})"
+            ) from None
         out.hidden_states = replace_recorded(self, out, recorder)
         return out if return_dict else out.to_tuple()
 
