@@ -71,7 +71,7 @@ class Case(NamedTuple):
 def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0) -> Case:
     """`depth_mix`: C mixtures of L sources, and the norms of the first `normed` of them.
 
-    With norms only the last mixture is an output, as well as the norms. The sources passed on have
+    With norms only the last mixture is an output, besides the norms. The sources passed on have
     gradients, as those of a later reader.
 
     Args:
@@ -83,22 +83,20 @@ def mix_case(L: int, C: int, static: bool, normed: int = 0, parameters: int = 0)
     """
 
     def run(op: Any, X: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        norms = []
+        outputs = [(c, None) for c in range(C - plain, C)]
         for c in range(normed):
-            spec = _norm_spec(weights[1 + c * parameters :][:parameters])
-            if spec is not None:
-                norms.append((c, spec))
-        outs, passed = op.depth_mix(tuple(X), weights[0], tuple(norms))
-        return (*(outs[C - 1 :] if normed else outs), *passed)
+            outputs.append((c, _norm_spec(weights[1 + c * parameters :][:parameters])))
+        outs, passed = op.depth_mix(tuple(X), weights[0], tuple(outputs))
+        return *outs, *passed
 
     w = (C, L) if static else (0, C, L)
-    gradients = 1 + normed if normed else 0
+    plain = 1 if normed else C
     return Case(
         "mix",
         run,
         lambda D: [(D,)] * L,
         lambda D: [w, *[(D,)] * (normed * parameters)],
-        lambda N, D, size: (N, D, L, C, size, static, normed, parameters, gradients),
+        lambda N, D, size: (N, D, L, C, size, static, plain, normed, parameters),
     )
 
 

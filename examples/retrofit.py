@@ -26,7 +26,7 @@ from typing import Any
 
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.train.callbacks import ConnectAtStep
-from crosslayer.train.compare import describe_environment
+from crosslayer.train.comparison_results import describe_environment
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm
 from crosslayer.train.report import COLOURS, NOT_KNOWN, format_mean_std

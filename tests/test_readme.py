@@ -177,9 +177,10 @@ def test_table_of_connections_is_true():
 
 
 def test_table_of_results_is_that_of_results_json():
-    from tools.update_results import RESULTS, read_comparison, replace_table, results_table
+    from tools.update_results import PAGE, RESULTS, read_comparison, replace_table, results_table
 
-    assert replace_table(README, results_table(read_comparison(RESULTS))) == README
+    page = PAGE.read_text("utf8")
+    assert replace_table(page, results_table(read_comparison(RESULTS))) == page
 
 
 def test_readme_is_short_and_its_links_lead_somewhere():

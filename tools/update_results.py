@@ -1,7 +1,7 @@
-"""Copies a finished comparison into docs/ and README: its numbers, its figure and its table.
+"""Copies a finished comparison into docs/: its numbers, its figure and its table.
 
-crosslayer compare --out compare-readme
-python tools/update_results.py compare-readme/results.json
+crosslayer compare --out compare-docs
+python tools/update_results.py compare-docs/results.json
 """
 
 import json
@@ -9,12 +9,14 @@ import re
 import sys
 from pathlib import Path
 
-from crosslayer.train.compare import Comparison, ComparisonResults
+from crosslayer.train.compare import Comparison
+from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff, render_svg
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results.json"
-HEADINGS = {"arm": "connection", "activations": "activation memory"}  # the report's, and README's
+PAGE = ROOT / "docs" / "training.md"
+HEADINGS = {"arm": "connection", "activations": "activation memory"}  # the report's, and the page's
 
 
 def read_comparison(file: Path) -> Comparison:
@@ -24,7 +26,7 @@ def read_comparison(file: Path) -> Comparison:
 
 
 def results_table(comparison: Comparison) -> str:
-    """README's table: that of the report, with headings in words."""
+    """The page's table: that of the report, with headings in words."""
     report = markdown_report(comparison).splitlines()
     heading, *rows = [line for line in report if line.startswith("|")]
     for name, words in HEADINGS.items():
@@ -32,9 +34,9 @@ def results_table(comparison: Comparison) -> str:
     return "\n".join([heading, *rows]) + "\n"
 
 
-def replace_table(readme: str, table: str) -> str:
-    """README with another table of results."""
-    return re.sub(r"(<!-- results -->\n)(?:\|.*\n)+", lambda match: match[1] + table, readme)
+def replace_table(page: str, table: str) -> str:
+    """The page with another table of results."""
+    return re.sub(r"(<!-- results -->\n)(?:\|.*\n)+", lambda match: match[1] + table, page)
 
 
 def main(file: Path) -> None:
@@ -42,9 +44,8 @@ def main(file: Path) -> None:
     RESULTS.write_text(file.read_text("utf8"), "utf8")
     figure = render_svg(comparison, plot_curves, plot_tradeoff)
     (ROOT / "docs" / "compare.svg").write_text(figure, "utf8")
-    readme = ROOT / "README.md"
-    text = replace_table(readme.read_text("utf8"), results_table(comparison))
-    readme.write_text(text, "utf8")
+    text = replace_table(PAGE.read_text("utf8"), results_table(comparison))
+    PAGE.write_text(text, "utf8")
 
 
 if __name__ == "__main__":

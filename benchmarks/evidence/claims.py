@@ -7,11 +7,10 @@ from typing import Literal
 
 import yaml
 
-from benchmarks.evidence.studies import Study
+from benchmarks.evidence.studies import FIRST_STUDY, Study
 from crosslayer.intervals import Interval, mean_interval
 
 CLAIMS = Path(__file__).parent / "claims.yaml"
-FIRST_STUDY = "short"  # of arms that name no study
 WORDS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
 Measure = Literal["end", "equal time"]
 

@@ -166,7 +166,7 @@ def _draw_panel(
 def _all_differences(study: Study) -> list[tuple[str, Interval]]:
     """Every arm's difference to pre-norm, the best last."""
     known = [(name, difference_to_baseline(study, name)) for name in study.arms]
-    rows = [(name, found) for name, found in known if found is not None and name != BASELINE]
+    rows = [(name, found) for name, found in known if found is not None]
     rows = [(name, found) for name, found in rows if not math.isnan(found.low)]
     return sorted(rows, key=lambda row: -row[1].mean)
 

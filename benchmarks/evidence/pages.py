@@ -1,23 +1,24 @@
-"""What the studies become: marked parts of docs/evidence.md, figures, rows of the connections."""
+"""What the studies become: parts of docs/evidence.md and README, figures, rows of the site."""
 
 import json
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import crosslayer
-from benchmarks.evidence.figures import study_figures
-from benchmarks.evidence.studies import RESULTS, ROOT, Study, read_parts
+from benchmarks.evidence.figures import MAIN_ARMS, study_figures
+from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, Part, Study, read_parts
 from benchmarks.evidence.tables import (
+    arms_tables,
     claims_table,
     connection_tables,
     difference_matrix,
-    main_tables,
     multiplier_table,
+    readme_table,
 )
 from crosslayer.files import write_text_atomic
 
 PAGE = ROOT / "docs" / "evidence.md"
+README = ROOT / "README.md"
 CAPTIONS = {
     "curves": "Validation loss by tokens and by training time, mean over seeds",
     "differences": "Difference to pre-norm by tokens and by training time, with 95 % intervals",
@@ -25,23 +26,38 @@ CAPTIONS = {
 }
 
 
+def picture_links(part: Part, studies: Mapping[str, Study]) -> str:
+    """The pictures of a part's studies that have results."""
+    return "\n\n".join(
+        f"![{CAPTIONS[name]}](evidence/{plan.name}-{name}.svg)"
+        for plan in part.plans
+        if plan.name in studies
+        for name in study_figures(studies[plan.name])
+    )
+
+
+# What a part of the page may show.
+PARTS: dict[str, Callable[[Part, Mapping[str, Study]], str]] = {
+    "pictures": picture_links,
+    "arms": arms_tables,
+    "differences": difference_matrix,
+    "multipliers": multiplier_table,
+}
+
+
 def page_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     """The text of each marked part of the page, by its name."""
-    parts = {part.title: part for part in read_parts()}
     sections = {}
-    for title, part in parts.items():
-        if len(part.plans) == 1:
-            plan = part.plans[0]
-            pictures = study_figures(studies[plan.name]) if plan.name in studies else {}
-            figures = [f"![{CAPTIONS[name]}](evidence/{plan.name}-{name}.svg)" for name in pictures]
-            text = "\n\n".join([*figures, main_tables(plan, studies)])
-        else:
-            text = difference_matrix(part, studies)
-        if title.startswith("Size"):
-            text += multiplier_table(part, studies)
-        sections[title] = text
-    sections["Claims"] = claims_table(studies)
-    return sections
+    for part in read_parts():
+        texts = [PARTS[name](part, studies) for name in part.shows]
+        sections[part.title] = "\n\n".join(text for text in texts if text)
+    return sections | {"Claims": claims_table(studies)}
+
+
+def readme_sections(studies: Mapping[str, Study]) -> dict[str, str]:
+    """The text of each marked part of README, by its name."""
+    arms = sorted(MAIN_ARMS, key=BASELINE.__ne__)  # the baseline first
+    return {"In short": readme_table(studies, arms)}
 
 
 def fill_page(page: str, sections: Mapping[str, str]) -> str:
@@ -66,11 +82,11 @@ def connections_text(studies: Mapping[str, Study]) -> str:
     return json.dumps(connection_tables(studies, crosslayer.available()), indent=1) + "\n"
 
 
-def write_pages(studies: Mapping[str, Study], page: Path = PAGE, folder: Path = RESULTS) -> None:
-    """Write the page, the figures and the rows of the connections."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(page, fill_page(page.read_text("utf8"), page_sections(studies)))
-    write_text_atomic(folder / "connections.json", connections_text(studies))
+def write_pages(studies: Mapping[str, Study]) -> None:
+    """Write the page, README's table, the figures and the rows of the connections."""
+    for page, sections in ((PAGE, page_sections(studies)), (README, readme_sections(studies))):
+        write_text_atomic(page, fill_page(page.read_text("utf8"), sections))
+    write_text_atomic(RESULTS / "connections.json", connections_text(studies))
     for study in studies.values():
         for name, figure in study_figures(study).items():
-            (folder / f"{study.plan.name}-{name}.svg").write_bytes(figure.render()["svg"])
+            (RESULTS / f"{study.plan.name}-{name}.svg").write_bytes(figure.render()["svg"])

@@ -12,7 +12,8 @@ import yaml
 from benchmarks.results import read_rows
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
-from crosslayer.train.compare import Comparison, ComparisonResults
+from crosslayer.train.compare import Comparison
+from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
 
@@ -22,6 +23,7 @@ PLANS = Path(__file__).parent / "studies.yaml"
 RESULTS = ROOT / "docs" / "evidence"
 SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
 BASELINE = "prenorm"
+FIRST_STUDY = "short"  # the one of all connections
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")
@@ -69,9 +71,16 @@ class Plan:
 
 @dataclass
 class Part:
-    """A part of the page: studies that are read together."""
+    """A part of the page: studies that are read together.
+
+    Attributes:
+        title: its name on the page.
+        shows: names in `pages.PARTS`.
+        plans: its studies.
+    """
 
     title: str
+    shows: list[str]
     plans: list[Plan]
 
 
@@ -84,7 +93,7 @@ def read_parts() -> list[Part]:
         for plan in plans:
             if not plan.options:
                 plan.arms = []
-        parts.append(Part(row["part"], plans))
+        parts.append(Part(row["part"], row["shows"], plans))
     return parts
 
 

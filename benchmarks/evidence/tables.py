@@ -4,8 +4,15 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses
-from benchmarks.evidence.studies import BASELINE, Part, Plan, Study, read_recipe
+from benchmarks.evidence.claims import Measure, judge_claim, read_claims, sum_losses
+from benchmarks.evidence.studies import (
+    BASELINE,
+    FIRST_STUDY,
+    Part,
+    Plan,
+    Study,
+    read_recipe,
+)
 from crosslayer.inspect.training import estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
 from crosslayer.intervals import Interval, mean_interval
@@ -28,6 +35,9 @@ COST_COLUMNS = (
 CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", "verdict", "training", "forward", "decoding"),
 )
+README_COLUMNS = (
+    *("connection", "loss", "vs prenorm", "at equal time", "training speed", "decoding speed"),
+)
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
     "their 95 % interval. Means over other seeds cannot be compared, differences can. Speeds are "
@@ -36,9 +46,13 @@ LEGEND = (
 Cells = dict[str, str]
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Cells]) -> str:
-    """A table; the first column is text, the others are numbers."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" + " ---: |" * (len(columns) - 1)]
+def markdown_table(
+    columns: Sequence[str], rows: Sequence[Cells], texts: Sequence[str] | None = None
+) -> str:
+    """A table. texts: the columns that are aligned as text; by default the first."""
+    texts = columns[:1] if texts is None else texts
+    alignments = ["---" if column in texts else "---:" for column in columns]
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, alignments)]
     lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
     return "\n".join(lines)
 
@@ -69,20 +83,21 @@ def arm_cells(study: Study, name: str) -> Cells:
     early = list(study.losses_at_equal_time(name).values())
     if early:
         cells["loss at equal time"] = format_mean_std(mean_and_std(early), ".4f")
-    if name != BASELINE:
-        difference = difference_to_baseline(study, name)
-        if difference is not None:
-            cells["vs prenorm"] = format_interval(difference)
-            cells["verdict"] = VERDICTS[difference.sign]
-        values = sum_losses({"short": study}, {name: 1, BASELINE: -1}, "equal time")
-        if values:
-            cells["vs prenorm at equal time"] = format_interval(mean_interval(values))
+    difference = difference_to_baseline(study, name)
+    if difference is not None:
+        cells["vs prenorm"] = format_interval(difference)
+        cells["verdict"] = VERDICTS[difference.sign]
+    difference = difference_to_baseline(study, name, "equal time")
+    if difference is not None:
+        cells["vs prenorm at equal time"] = format_interval(difference)
     return cells
 
 
-def difference_to_baseline(study: Study, name: str) -> Interval | None:
-    """An arm's loss minus pre-norm's, seed by seed; None without a common seed."""
-    values = sum_losses({"short": study}, {name: 1, BASELINE: -1})
+def difference_to_baseline(study: Study, name: str, at: Measure = "end") -> Interval | None:
+    """An arm's loss minus pre-norm's, seed by seed; None without a common seed, or for pre-norm."""
+    if name == BASELINE:
+        return None
+    values = sum_losses({FIRST_STUDY: study}, {name: 1, BASELINE: -1}, at)
     return mean_interval(values) if values else None
 
 
@@ -102,8 +117,9 @@ def planned_arms(plan: Plan) -> list[str]:
     return plan.arms or [arm.name for arm in read_recipe().arms]
 
 
-def main_tables(plan: Plan, studies: Mapping[str, Study]) -> str:
-    """The tables of one study, and what a reader must know of them."""
+def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
+    """All arms of a part's one study, and what a reader must know of them."""
+    (plan,) = part.plans
     study = studies.get(plan.name)
     if study is None:
         return f"Not run yet.\n\n```sh\n{plan.command}\n```"
@@ -112,14 +128,14 @@ def main_tables(plan: Plan, studies: Mapping[str, Study]) -> str:
     finished = [name for name in [*names, *extra] if study.runs(name)]
     rows = [arm_cells(study, name) for name in finished]
     tables = [markdown_table(columns, rows) for columns in (LOSS_COLUMNS, COST_COLUMNS)]
-    notes = _main_notes(study)
+    notes = _arms_notes(study)
     missing = [name for name in names if name not in finished]
     if missing:
         notes.append(f"Not run yet: {', '.join(missing)}.")
     return "\n\n".join([*tables, *notes])
 
 
-def _main_notes(study: Study) -> list[str]:
+def _arms_notes(study: Study) -> list[str]:
     results = study.comparison.results
     environment = results.environment
     baseline = list(study.losses(BASELINE).values())
@@ -130,7 +146,7 @@ def _main_notes(study: Study) -> list[str]:
     if len(baseline) > 1:
         noise, seeds = statistics.stdev(baseline), len(baseline)
         notes.append(f"Noise: pre-norm's standard deviation over {seeds} seeds is {noise:.4f}.")
-    tested = [difference_to_baseline(study, name) for name in study.arms if name != BASELINE]
+    tested = [difference_to_baseline(study, name) for name in study.arms]
     tested = [difference for difference in tested if difference and not math.isnan(difference.low)]
     if tested:
         notes.append(
@@ -167,7 +183,7 @@ def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
 
 
 def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
-    """How much compute pre-norm would need for each arm's losses; "" with one size.
+    """How much compute pre-norm would need for each arm's losses; "" before two sizes have run.
 
     Compute is 6 × parameters × tokens.
     """
@@ -192,7 +208,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
             found = estimate_multiplier(law, computes, losses)
             text = f"{found.value:.2f} × ({found.low:.2f} to {found.high:.2f})"
             rows.append({"arm": name, "compute multiplier": text})
-    return "\n\n" + markdown_table(("arm", "compute multiplier"), rows)
+    return markdown_table(("arm", "compute multiplier"), rows)
 
 
 def claims_table(studies: Mapping[str, Study]) -> str:
@@ -207,7 +223,7 @@ def claims_table(studies: Mapping[str, Study]) -> str:
         ours = UNKNOWN if interval is None else format_interval(interval)
         cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, ours, verdict)
         rows.append(dict(zip(columns, cells, strict=True)))
-    return markdown_table(columns, rows).replace("---:", "---")
+    return markdown_table(columns, rows, texts=columns)
 
 
 def _format_weight(weight: float) -> str:
@@ -218,7 +234,7 @@ def _format_weight(weight: float) -> str:
 def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
     """The rows of each connection in the first study, by its name; "" where no arm has it."""
     tables = {}
-    study, recipe = studies.get("short"), read_recipe()
+    study, recipe = studies.get(FIRST_STUDY), read_recipe()
     for connection in connections:
         arms = [arm for arm in recipe.arms if connection_name(arm) == connection]
         if study is None or not arms:
@@ -227,6 +243,47 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
         rows = [arm_cells(study, arm.name) for arm in arms]
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows)
     return tables
+
+
+def readme_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
+    """The arms that have a result in the first study, in short, and how they were run."""
+    study = studies[FIRST_STUDY]
+    rows = []
+    for name in arms:
+        if not study.runs(name):
+            continue
+        cells = arm_cells(study, name)
+        at_end = difference_to_baseline(study, name)
+        at_equal_time = difference_to_baseline(study, name, "equal time")
+        values = (
+            f"`{name}`",
+            format_mean_std(mean_and_std(list(study.losses(name).values())), ".3f"),
+            _format_half_width(at_end),
+            _format_half_width(at_equal_time),
+            cells["training"],
+            cells["decoding"],
+        )
+        rows.append(dict(zip(README_COLUMNS, values, strict=True)))
+    return f"{markdown_table(README_COLUMNS, rows)}\n\n{_describe_models(study)}"
+
+
+def _format_half_width(interval: Interval | None) -> str:
+    """Like "-0.58 ± 0.05"; a single seed has no interval."""
+    if interval is None:
+        return UNKNOWN
+    if math.isnan(interval.low):
+        return f"{interval.mean:+.2f} (one seed)"
+    return f"{interval.mean:+.2f} ± {interval.high - interval.mean:.2f}"
+
+
+def _describe_models(study: Study) -> str:
+    model, data, optimization, _ = study.comparison.recipe.settings()
+    tokens = optimization.steps * data.batch * data.context / 1e6
+    return (
+        f"{model.family.capitalize()}, {model.layers} layers, width {model.dim}, {tokens:.1f}M "
+        f"tokens of {' and '.join(data.valid)}, each connection at its best learning rate.\n"
+        "Loss in nats a token ± deviation over seeds; differences ± 95 % interval."
+    )
 
 
 def connection_name(arm: Arm) -> str:

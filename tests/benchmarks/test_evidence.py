@@ -44,8 +44,12 @@ def table_row(text: str, first: str) -> list[str]:
 
 def test_what_is_committed_is_what_its_results_give():
     found = read_studies()
-    page = pages.PAGE.read_text("utf8")
-    assert pages.fill_page(page, pages.page_sections(found)) == page
+    for file, sections in (
+        (pages.PAGE, pages.page_sections),
+        (pages.README, pages.readme_sections),
+    ):
+        page = file.read_text("utf8")
+        assert pages.fill_page(page, sections(found)) == page, "run python -m benchmarks.evidence"
     assert (studies.RESULTS / "connections.json").read_text("utf8") == pages.connections_text(found)
     drawn = {}
     for study in found.values():

@@ -176,6 +176,21 @@ def test_trainer_trains_a_head(tmp_path):
     assert not torch.equal(model.bert.encoder.layer[1].connections[0].a.cpu(), before)
 
 
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        ("hyper(output_scale='1/n')", {}, "cannot scale what 'attention.self' adds"),
+        ("mudd", {"reallocate": True}, "cannot widen this model's MLPs"),
+    ],
+)
+def test_what_needs_known_projections_is_refused_on_bert(spec, options, reason):
+    """Its sub-layers end within other modules than they begin."""
+    model, _ = build_head("bert", "MultipleChoice")
+    with pytest.raises(ValueError, match=reason):
+        crosslayer.connect(model, spec, **options)
+    assert "crosslayer" not in vars(model.config)
+
+
 @pytest.mark.parametrize("host", ["t5", "bart"])
 def test_an_encoder_decoder_is_refused(host):
     sizes = {

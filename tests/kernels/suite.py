@@ -310,6 +310,34 @@ def test_fused_norms(spec, kind, monkeypatch):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-4 * e.abs().max().clamp_min(1e-2).item())
 
 
+@pytest.mark.parametrize("spec", ["mudd", "mudd(ways='qkv r')", "mudd(ways='k q vr')"])
+def test_connections_save_no_mixture_that_only_feeds_a_norm(spec, monkeypatch):
+    """MUDD's q, k and v: a read saves its sources once, and nothing else of D a token."""
+    switch_kernels_on(monkeypatch)
+    D = 32  # more than any number of coefficients
+    make = crosslayer.make(spec)
+    sites = [
+        make(site, D, lambda port: nn.RMSNorm(D, eps=1e-6)).to(DEVICE)
+        for site in crosslayer.plan(3)
+    ]
+    x = chain.randn(1, 3, D).to(DEVICE).requires_grad_()
+    state = sites[0].init(x)
+    for k, site in enumerate(sites):
+        saved = {}
+
+        def save(t, saved=saved):
+            if t.shape == x.shape:
+                saved[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+            inputs, state = site.read(state)
+        if site.a is not None:
+            assert len(saved) == len(site.sources)
+        state = site.write(state, sum(chain.sublayer(k + i, x) for i, x in enumerate(inputs)))
+    assert len(site.sources) == 4
+
+
 def test_a_norm_with_a_hook_is_called(monkeypatch):
     switch_kernels_on(monkeypatch)
     make = crosslayer.make("attnres")

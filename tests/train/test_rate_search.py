@@ -6,7 +6,8 @@ import pytest
 
 from crosslayer.cli.main import main
 from crosslayer.train import compare
-from crosslayer.train.compare import DivergedRun, prepare_comparison, run_comparison
+from crosslayer.train.compare import prepare_comparison, run_comparison
+from crosslayer.train.comparison_results import DivergedRun
 from crosslayer.train.rate_search import next_factor
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.report import markdown_report

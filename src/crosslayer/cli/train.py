@@ -74,7 +74,7 @@ def _train_in_folder(
 ) -> int:
     from ..files import write_text_atomic
     from ..train.averaging import averaged_weights
-    from ..train.compare import describe_environment
+    from ..train.comparison_results import describe_environment
     from ..train.export import export_model
     from ..train.parallel import shutdown_distributed
     from ..train.run import launch_run, train_arm

@@ -90,8 +90,8 @@ class DenseFormer(FusedNormConnection[History]):
         h, _ = add_norm(state.h, state.y)
         X = self._finished_blocks(state, h)
         averaged = tuple(X[j] for j in self.sources)
-        port_norms = tuple((0, norm) for norm in norms)
-        (Y, *normed), averaged = depth_mix(averaged, self.alpha[None], port_norms)
+        outputs = ((0, None), *((0, norm) for norm in norms))
+        (Y, *normed), averaged = depth_mix(averaged, self.alpha[None], outputs)
         x = normed[0] if normed else Y
         return (x,), History(replace_blocks(X, self.sources, averaged), Y)
 

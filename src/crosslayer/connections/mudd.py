@@ -233,19 +233,32 @@ class Mudd(FusedNormConnection[History]):
         A, h = self.aggregation_weights(h, self.a)
         X = self._finished_blocks(state, h)
         mixed = tuple(X[j] for j in self.sources)
-        # The norms to fuse, each with the mixture that its port reads: none, or one a port.
-        port_mixtures = [self.mixture_of_stream[stream] for stream in self.port_streams]
-        port_norms = tuple(
-            (c, n) for c, n in zip(port_mixtures, norms, strict=False) if c is not None
-        )
-        outputs, mixed = depth_mix(mixed, A, port_norms)
-        X = replace_blocks(X, self.sources, mixed)
-        S = outputs[: len(self.a)]
         if norms:
-            inputs = outputs[len(self.a) :]
+            inputs, h, mixed = self._mix_and_norm(mixed, A, h, norms)
         else:
+            S, mixed = depth_mix(mixed, A)
             inputs = tuple(self._stream(stream, h, S) for stream in self.port_streams)
-        return inputs, History(X, self._stream("r", h, S))
+            h = self._stream("r", h, S)
+        return inputs, History(replace_blocks(X, self.sources, mixed), h)
+
+    def _mix_and_norm(
+        self, X: tuple[Tensor, ...], A: Tensor, h: Tensor, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
+        """The normed S_c of every port, S_r, and the sources X for their next reader.
+
+        A mixture that only feeds a norm is not returned, so a kernel need not store it.
+        """
+        outputs: list[tuple[int, NormSpec | None]] = []
+        for stream, norm in zip(self.port_streams, norms, strict=True):
+            c = self.mixture_of_stream[stream]
+            assert c is not None, "can_fuse_norms: every port reads a mixture"
+            outputs.append((c, norm))
+        r = self.mixture_of_stream["r"]
+        if r is None:
+            inputs, X = depth_mix(X, A, tuple(outputs))
+            return inputs, h, X
+        (*normed, h), X = depth_mix(X, A, (*outputs, (r, None)))
+        return tuple(normed), h, X
 
     def _finished_blocks(self, state: History, h: Tensor) -> tuple[Tensor, ...]:
         """The sources so far: with the block that ends here, normed by n_j for PrePostDANorm."""

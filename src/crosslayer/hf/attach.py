@@ -58,12 +58,8 @@ def attach_connections(
         connections = connections_of_layer[site.layer]
         norms = _host_norms(layers, family.of_layers, site, len(connections))
         connections.append(_make_on_device(spec, site, family.dim, norms, layer))
-    scales_outputs = connections_of_layer[0][0].output_scale != 1
-    if scales_outputs and not all(sublayer.output_projection for sublayer in family.sublayers):
-        raise ValueError(
-            f"{spec}: output_scale needs a family whose row names output projections "
-            "that no norm follows"
-        )
+    if connections_of_layer[0][0].output_scale != 1:
+        _check_output_projections(family, spec)
     norms = _readout_norms(backbone, layers[-1], family)
     readout = _make_on_device(spec, readout_site, family.dim, norms, backbone)
     if final is None:
@@ -81,6 +77,16 @@ def attach_connections(
     backbone.connection_spec = str(spec)
     backbone.family = family
     set_config_keys(backbone, crosslayer=str(spec), crosslayer_widths=mlp_widths)
+
+
+def _check_output_projections(family: ModelWiring, spec: ConnectionSpec) -> None:
+    """Raise a ValueError where a sub-layer has no weight that scales what it adds to the stream."""
+    for sublayer in family.sublayers:
+        if not sublayer.output_projection:
+            raise ValueError(
+                f"{spec} cannot scale what {sublayer.module!r} adds to the stream: connect knows "
+                "no output projection in it that no norm follows; use output_scale='1'"
+            )
 
 
 def connect_layer(layer: Any, wiring: LayerWiring, connections: list[Connection[Any]]) -> None:

@@ -7,9 +7,8 @@ layers the connection's state travels as the host's `hidden_states`.
 
 import inspect
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,13 @@ from .families import (
     ModelWiring,
     Modulation,
     Sublayer,
+)
+from .hidden_states import (
+    HiddenState,
+    HiddenStateRecorder,
+    StreamUseError,
+    read_hidden_state,
+    replace_recorded,
 )
 from .host_norms import FinalNormReference, ModuleReference, OwnedNorm, find_module
 from .qkv import QKVInputs
@@ -59,37 +65,17 @@ class ConnectedModel:
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
             return_dict = config.return_dict
-        # transformers records the layers' first outputs, which are parts of states. What the layers
-        # give to this recorder replaces that.
         recorder = HiddenStateRecorder()
-        out = super().forward(  # type: ignore[misc]
-            *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
-        )
-        hidden_states = list(out.hidden_states)
-        # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
-        if recorder.layers == 0 or isinstance(hidden_states[0], HiddenState):
-            if len(hidden_states) > 2 and not any(
-                isinstance(h, HiddenState) for h in hidden_states
-            ):
-                raise ValueError(
-                    "output_hidden_states: this version of transformers passes no further "
-                    f"arguments from {type(self).__name__} to its layers, so they cannot report "
-                    "hidden states; a later version may"
-                )
-            out.hidden_states = tuple(self._read_hidden_states(hidden_states))
-            return out if return_dict else out.to_tuple()
-        # Some hosts record the embedding before the first layer's output.
-        first = len(hidden_states) - recorder.layers
-        for i, hidden_state in enumerate(out.hidden_states):
-            if i < first or hidden_state is None or hidden_state is out.last_hidden_state:
-                continue
-            if i - first < len(recorder.hidden_states):
-                hidden_states[i] = recorder.hidden_states[i - first]
-            elif isinstance(recorder.last, HiddenState):
-                # after the last layer, where the host does not return the readout here
-                final = self.get_submodule(self.family.final)  # type: ignore[attr-defined]
-                hidden_states[i] = final(recorder.last, "hidden_state")
-        out.hidden_states = tuple(hidden_states)
+        try:
+            out = super().forward(  # type: ignore[misc]
+                *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
+            )
+        except StreamUseError as error:
+            raise ValueError(
+                f"output_hidden_states: {type(self).__name__} computes with what it records, and "
+                f"cannot report hidden states while it is connected ({error})"
+            ) from None
+        out.hidden_states = replace_recorded(self, out, recorder)
         return out if return_dict else out.to_tuple()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -116,21 +102,6 @@ class ConnectedModel:
                 if host_key in state_dict:
                     state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-    def _read_hidden_states(self, recorded: list[Any]) -> list[Tensor]:
-        """The hidden states of what a host has recorded before and after its layers."""
-        host: Any = self
-        layers = host.get_submodule(self.family.layers)
-        readers = [partial(read_hidden_state, layer) for layer in layers]
-        if self.family.final is not None:
-            readers.append(partial(host.get_submodule(self.family.final), verb="hidden_state"))
-        if recorded and isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
-            readers = readers[1:]
-        read = list(recorded)
-        for i, (reader, hidden) in enumerate(zip(readers, recorded, strict=False)):
-            if isinstance(hidden, HiddenState):
-                read[i] = reader(hidden)
-        return read
 
     def _deepstack_process(self, hidden: Any, *args: Any) -> Any:
         """What Qwen3-VL adds to the stream after a layer joins that layer's last write."""
@@ -172,37 +143,6 @@ def _reset_missing_parameters(connection: Connection[Any]) -> None:
     connection.reset_parameters()
     for name, value in loaded.items():
         parameters[name].copy_(value)
-
-
-class HiddenState(NamedTuple):
-    """What travels as the host's hidden states between layers."""
-
-    state: Any
-    dtype_like: Tensor  # [0], of the embedding's dtype, which the streams need not have
-
-    @property
-    def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
-        return self.dtype_like.dtype
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"between connected layers there is a connection's state in place of the stream: the "
-            f"host cannot use its {name!r} there"
-        )
-
-
-class HiddenStateRecorder:
-    """The hidden states of one forward pass.
-
-    Each layer reads the one before it out of the state that it gets, with its own connection, as
-    part of its own call: there its parameters are whole and on the device of the state, whoever
-    shards, offloads or adapts them.
-    """
-
-    def __init__(self) -> None:
-        self.layers = 0  # that have run
-        self.hidden_states: list[Tensor] = []  # after each of these layers but the last
-        self.last: HiddenState | Tensor  # what the last layer returns
 
 
 class OpaqueTree:
@@ -329,13 +269,6 @@ class ConnectedLayer:
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned
-
-
-def read_hidden_state(layer: ConnectedLayer, hidden: HiddenState) -> Tensor:
-    """What travels between the layers of the host: normed between post-norm layers."""
-    connection = layer.connections[0]
-    x = connection(hidden.state, "hidden_state").to(hidden.dtype)
-    return connection.norms[0](x) if layer.wiring.last_norm else x
 
 
 def _select_arguments(

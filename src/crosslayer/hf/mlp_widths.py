@@ -64,7 +64,8 @@ def _find_mlp(layer: LayerWiring) -> Sublayer:
     mlps = [sublayer for sublayer in layer.sublayers if sublayer.port == "mlp"]
     if len(mlps) != 1 or not mlps[0].up_projections or not mlps[0].output_projection:
         raise ValueError(
-            "reallocate does not know how to widen this family's MLP; its projections are not known"
+            "reallocate cannot widen this model's MLPs: it needs one MLP a layer, a module whose "
+            "projections have known names; leave reallocate out"
         )
     return mlps[0]
 

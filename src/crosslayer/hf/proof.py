@@ -17,9 +17,9 @@ from ..class_swap import original_class
 from ..spec import make
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer, own_connection
+from .hidden_states import HiddenState
 from .host_norms import find_module
 from .layer_recognition import paths_around, recognise_layer
-from .layers import HiddenState
 from .recognition import layer_kind
 from .shadow import (
     Argument,
@@ -203,7 +203,8 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices), device:
         try:
             inputs = _make_inputs(backbone, wiring.dim)
-            run_shadow(backbone, lambda: _Handover(wiring), *inputs, replaced=replaced)
+            features = _make_image_features(backbone, wiring.dim)
+            run_shadow(backbone, lambda: _Handover(wiring), *inputs, replaced=replaced, **features)
         except ChangedStreamError as error:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:
@@ -228,6 +229,17 @@ def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
         height, width = (size, size) if isinstance(size, int) else size
         return [torch.randn(1, channels, height, width, dtype=dtype)]
     return [torch.zeros(1, _TOKENS, dtype=torch.long)]
+
+
+def _make_image_features(backbone: Any, width: int) -> dict[str, Any]:
+    """The arguments of a language model's forward that join the stream before a layer."""
+    host: Any = original_class(backbone)
+    if "deepstack_features" not in inspect.signature(host.forward).parameters:
+        return {}
+    return {  # before the second layer, as Granite 4 Vision has it
+        "deepstack_features": {1: torch.zeros(_TOKENS, width)},
+        "vision_mask": torch.ones(1, _TOKENS, width, dtype=torch.bool),
+    }
 
 
 def format_wiring(wiring: LayerWiring) -> str:

@@ -1,13 +1,13 @@
 """Kernels of `ops.depth_mix`: weighted sums over depth in one pass over the sources.
 
-out_c = Σ_l w[c, l] X_l              reads L·D, writes C·D elements a token
-dX_l  = dX'_l + Σ_c w[c, l] dout_c   reads (2L + C)·D, writes L·D
-dw[c, l] = ⟨dout_c, X_l⟩             float32, for each token; summed over tokens where w is static
+m_c  = Σ_l w[c, l] X_l             reads L·D, writes D elements a token for each output
+dX_l = dX'_l + Σ_c w[c, l] dm_c    reads 2L·D, and D for each output; writes L·D
+dw[c, l] = ⟨dm_c, X_l⟩             float32, for each token; summed over tokens where w is static
 
-dX'_l is the gradient of the source passed on (`ops.mix`). A fused norm writes D more, the norm of
-out_c as rounded. Its backward reads the saved out_c and the norm's gradient, and adds the result to
-dout_c. A dout_c or a dX'_l that autograd left undefined is not read. A fused norm needs a whole row
-in one program.
+dX'_l is the gradient of the source passed on (`ops.mix`). An output is m_c, or the norm of m_c as
+rounded. A mixture that only feeds a norm is not stored: the backward recomputes it, so it takes the
+sources twice, the second time from registers or from cache. A gradient that autograd left undefined
+is not read. A fused norm needs a whole row in one program.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from .. import ops
 from ..norms import NormSpec, apply_norm
 from ..ops.dispatch import reference_of
 from ..ops.manual_backward import definition_gradients, run_function
-from ..ops.mix import pass_sources_on
+from ..ops.mix import MixOutputs, pass_sources_on
 from . import launch
 from .fused_norm import (
     add_affine_partial_sums,
@@ -40,21 +40,31 @@ from .fused_norm import (
 
 
 def depth_mix(
-    X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, NormSpec], ...] = ()
+    X: tuple[Tensor, ...], w: Tensor, outputs: MixOutputs | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """`ops.depth_mix`."""
     if len(X) != w.shape[-1]:
         raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")
     if w.dim() > 2:
         w = w.expand(*X[0].shape[:-1], *w.shape[-2:])
-    fused = norms if _can_fuse(X[0].shape[-1], w.shape[-2], [norm for _, norm in norms]) else ()
+    if outputs is None:
+        outputs = tuple((c, None) for c in range(w.shape[-2]))
+    fused = [(c, norm) for c, norm in outputs if norm is not None]
+    if not _can_fuse(X[0].shape[-1], w.shape[-2], [norm for _, norm in fused]):
+        fused = []
+    # The mixtures that the kernel stores.
+    plain = tuple(dict.fromkeys(c for c, norm in outputs if norm is None or not fused))
     _, eps, centred = norm_arguments(fused[0][1] if fused else None)
     affine = [parameter for _, norm in fused for parameter in norm_arguments(norm)[0]]
     ways = tuple(c for c, _ in fused)
-    outputs = run_function(_DepthMix, w.float(), ways, eps, centred, len(X), *X, *affine)
-    out, passed = outputs[: -len(X)], outputs[-len(X) :]
-    normed = [apply_norm(out[c], norm) for c, norm in norms[len(fused) :]]
-    return (*out, *normed), pass_sources_on(X, passed)
+    results = run_function(_DepthMix, w.float(), plain, ways, eps, centred, len(X), *X, *affine)
+    mixed = dict(zip(plain, results, strict=False))
+    normed = iter(results[len(plain) :])
+    returned = []
+    for c, norm in outputs:
+        is_fused = norm is not None and bool(fused)
+        returned.append(next(normed) if is_fused else apply_norm(mixed[c], norm))
+    return tuple(returned), pass_sources_on(X, results[-len(X) :])
 
 
 def _can_fuse(D: int, C: int, norms: Sequence[NormSpec]) -> bool:
@@ -73,11 +83,12 @@ def memory_traffic_bytes(
     C: int,
     size: int,
     static: bool = False,
+    plain: int = 0,
     normed: int = 0,
     parameters: int = 0,
-    gradients: int = 0,
 ) -> tuple[int, int]:
-    """Bytes that forward and backward must move. Every source has a later reader.
+    """Bytes that forward and backward must move. Every source has a later reader, and every output
+    a gradient.
 
     Args:
         N: tokens.
@@ -86,13 +97,13 @@ def memory_traffic_bytes(
         C: mixtures.
         size: bytes an element.
         static: all tokens share the weights.
-        normed: the number of fused norms.
+        plain: the number of outputs that are mixtures.
+        normed: the number of outputs that are norms of mixtures.
         parameters: tensors of each norm: 1 (weight) or 2 (and bias).
-        gradients: the number of outputs that have a gradient; 0 for all.
     """
     w = 4 * C * L * (1 if static else N)
-    forward = N * D * (L + C + normed) * size + w + 4 * D * normed * parameters
-    backward = N * D * (3 * L + normed + (gradients or C + normed)) * size + 2 * w
+    forward = N * D * (L + plain + normed) * size + w + 4 * D * normed * parameters
+    backward = N * D * (3 * L + plain + normed) * size + 2 * w
     return forward, backward + normed * norm_backward_bytes(D, parameters)
 
 
@@ -127,7 +138,8 @@ def depth_mix_forward(
                 more = more + (sums[c] + tl.load(w + t * step + c * L + l) * x,)
             sums = more
         for c in tl.static_range(C):
-            tl.store(out[c] + t * D + d, sums[c].to(out[c].dtype.element_ty), mask=d < D)
+            if out[c] is not None:
+                tl.store(out[c] + t * D + d, sums[c].to(out[c].dtype.element_ty), mask=d < D)
         for i in tl.static_range(len(WAYS)):
             x = sums[WAYS[i]].to(normed[i].dtype.element_ty).to(tl.float32)
             x, _ = normalise_row(x, d, D, eps, CENTRED)
@@ -137,9 +149,9 @@ def depth_mix_forward(
 
 @triton.jit
 def depth_mix_backward(
-    X, w, weight, mixed, dout, dnormed, later, dX, dw, dweight, dbias, N, D, step, eps,
-    WAYS: tl.constexpr, CENTRED: tl.constexpr, L: tl.constexpr, C: tl.constexpr, BLOCK:
-        tl.constexpr,
+    X, w, weight, dout, dnormed, later, dX, dw, dweight, dbias, N, D, step, eps,
+    WAYS: tl.constexpr, CENTRED: tl.constexpr, KEEP_ROWS: tl.constexpr, L: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weights, dweights, dbiases = (), (), ()
@@ -150,9 +162,23 @@ def depth_mix_backward(
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         dw_t = dw + (tl.program_id(1) * tl.cast(N, tl.int64) + t) * C * L
+        rows_kept, mixed = (), ()
+        for _ in tl.static_range(len(WAYS)):
+            mixed = mixed + (tl.zeros([BLOCK], tl.float32),)
+        if len(WAYS) > 0:
+            for l in tl.static_range(L):
+                x = tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
+                if KEEP_ROWS:
+                    rows_kept = rows_kept + (x,)
+                more = ()
+                for i in tl.static_range(len(WAYS)):
+                    w_l = tl.load(w + t * step + WAYS[i] * L + l)
+                    more = more + (mixed[i] + w_l * x.to(tl.float32),)
+                mixed = more
         dmixed, more, more_b, douts = (), (), (), ()
         for i in tl.static_range(len(WAYS)):
-            x, r = normalise_row(_load_row(mixed[i], t, d, D, BLOCK), d, D, eps, CENTRED)
+            x = mixed[i].to(X[0].dtype.element_ty).to(tl.float32)
+            x, r = normalise_row(x, d, D, eps, CENTRED)
             dn = _load_row(dnormed[i], t, d, D, BLOCK)
             more, more_b = more + (dweights[i] + dn * x,), more_b + (dbiases[i] + dn,)
             dmixed = dmixed + (norm_row_backward(dn * weights[i], x, r, d, D, CENTRED),)
@@ -164,7 +190,7 @@ def depth_mix_backward(
                     dout_c += dmixed[i]
             douts = douts + (dout_c,)
         for l in tl.static_range(L):
-            x = _load_row(X[l], t, d, D, BLOCK)
+            x = rows_kept[l].to(tl.float32) if KEEP_ROWS else _load_row(X[l], t, d, D, BLOCK)
             dx = tl.zeros([BLOCK], tl.float32)
             for c in tl.static_range(C):
                 dx += tl.load(w + t * step + c * L + l) * douts[c]
@@ -195,11 +221,22 @@ def _launch_sizes(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], in
     return (programs, triton.cdiv(D, block)), 0 if w.dim() == 2 else C * L, constants
 
 
+def _of_every_mixture(
+    tensors: Sequence[Tensor | None], plain: Sequence[int], w: Tensor
+) -> list[Tensor | None]:
+    """A tensor for each mixture, where `tensors` begins with those of the stored ones, `plain`."""
+    placed: list[Tensor | None] = [None] * w.shape[-2]
+    for c, x in zip(plain, tensors, strict=False):
+        placed[c] = x
+    return placed
+
+
 @torch.library.custom_op("crosslayer::depth_mix", mutates_args=())
 def _depth_mix(
     X: Sequence[Tensor],
     w: Tensor,
     affine: Sequence[Tensor],
+    plain: Sequence[int],
     ways: Sequence[int],
     eps: float,
     centred: bool,
@@ -207,15 +244,17 @@ def _depth_mix(
     X = [x.contiguous() for x in X]
     w = w.contiguous()
     affine = [p.contiguous() for p in affine]
-    N, D, C = launch.token_count(X[0]), X[0].shape[-1], w.shape[-2]
-    out = [torch.empty_like(X[0]) for _ in range(C + len(ways))]
+    N, D = launch.token_count(X[0]), X[0].shape[-1]
+    mixed = [torch.empty_like(X[0]) for _ in plain]
+    normed = [torch.empty_like(X[0]) for _ in ways]
     grid, step, constants = _launch_sizes(X[0], w, len(ways))
     launch.launch_kernel(
         depth_mix_forward, grid,
-        X, w, *_weights_and_biases(affine, len(ways)), out[:C], out[C:], N, D, step, eps,
+        X, w, *_weights_and_biases(affine, len(ways)),
+        _of_every_mixture(mixed, plain, w), normed, N, D, step, eps,
         WAYS=tuple(ways), CENTRED=centred, **constants,
     )  # fmt: skip
-    return out
+    return [*mixed, *normed]
 
 
 @_depth_mix.register_fake
@@ -223,11 +262,12 @@ def _(
     X: Sequence[Tensor],
     w: Tensor,
     affine: Sequence[Tensor],
+    plain: Sequence[int],
     ways: Sequence[int],
     eps: float,
     centred: bool,
 ) -> list[Tensor]:
-    return [X[0].new_empty(X[0].shape) for _ in range(w.shape[-2] + len(ways))]
+    return [X[0].new_empty(X[0].shape) for _ in (*plain, *ways)]
 
 
 @torch.library.custom_op("crosslayer::depth_mix_backward", mutates_args=())
@@ -236,8 +276,8 @@ def _depth_mix_backward(
     later: Sequence[Tensor | None],
     X: Sequence[Tensor],
     w: Tensor,
-    mixed: Sequence[Tensor],
     affine: Sequence[Tensor],
+    plain: Sequence[int],
     ways: Sequence[int],
     eps: float,
     centred: bool,
@@ -247,17 +287,19 @@ def _depth_mix_backward(
     affine = [p.contiguous() for p in affine]
     dout = [None if d is None else d.contiguous() for d in dout]
     later = [None if d is None else d.contiguous() for d in later]
-    mixed = [x.contiguous() for x in mixed]
     N, D, C = launch.token_count(X[0]), X[0].shape[-1], w.shape[-2]
     grid, step, constants = _launch_sizes(X[0], w, len(ways))
     dX = [torch.empty_like(x) for x in X]
     dw = launch.empty_partial_sums(w, *grid[1:], N, *w.shape[-2:])
     daffine = empty_affine_partial_sums(affine, grid[0])
+    rows = C + 2 * (len(ways) + len(affine))
+    keep_rows = bool(ways) and launch.fits_in_registers(X, constants["BLOCK"], rows)
     launch.launch_kernel(
         depth_mix_backward, grid,
-        X, w, _weights_and_biases(affine, len(ways))[0], mixed, dout[:C], dout[C:],
+        X, w, _weights_and_biases(affine, len(ways))[0],
+        _of_every_mixture(dout, plain, w), dout[len(plain) :],
         later, dX, dw, *_weights_and_biases(daffine, len(ways)), N, D, step, eps,
-        WAYS=tuple(ways), CENTRED=centred, **constants,
+        WAYS=tuple(ways), CENTRED=centred, KEEP_ROWS=keep_rows, **constants,
     )  # fmt: skip
     axes = (0, 1) if w.dim() == 2 else (0,)
     dw = launch.add_partial_sums(dw, *axes).view(w.shape)
@@ -270,8 +312,8 @@ def _(
     later: Sequence[Tensor | None],
     X: Sequence[Tensor],
     w: Tensor,
-    mixed: Sequence[Tensor],
     affine: Sequence[Tensor],
+    plain: Sequence[int],
     ways: Sequence[int],
     eps: float,
     centred: bool,
@@ -285,39 +327,43 @@ class _DepthMix(Function):
 
     @staticmethod
     def definition(
-        w: Tensor, ways: Sequence[int], eps: float, centred: bool, L: int, *tensors: Tensor
+        w: Tensor,
+        plain: Sequence[int],
+        ways: Sequence[int],
+        eps: float,
+        centred: bool,
+        L: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         X, affine = tensors[:L], tensors[L:]
         step = len(affine) // max(1, len(ways))
-        norms = []
+        outputs: list[tuple[int, NormSpec | None]] = [(c, None) for c in plain]
         for i, c in enumerate(ways):
-            norms.append((c, norm_of_arguments(affine[i * step : (i + 1) * step], eps, centred)))
-        out, X = reference_of(ops.depth_mix)(X, w, tuple(norms))
+            outputs.append((c, norm_of_arguments(affine[i * step : (i + 1) * step], eps, centred)))
+        out, X = reference_of(ops.depth_mix)(X, w, tuple(outputs))
         return *out, *X
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: see `ops.mix._DepthMix`.
-        ctx, w, ways, eps, centred, L, *tensors = args
+        ctx, w, plain, ways, eps, centred, L, *tensors = args
         X, affine = tensors[:L], tensors[L:]
-        out = torch.ops.crosslayer.depth_mix(X, w, affine, ways, eps, centred)
-        ctx.ways, ctx.eps, ctx.centred, ctx.L = ways, eps, centred, L
+        out = torch.ops.crosslayer.depth_mix(X, w, affine, plain, ways, eps, centred)
+        ctx.options, ctx.L = (plain, ways, eps, centred), L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
-        ctx.save_for_backward(w, *tensors, *(out[c] for c in ways))
+        ctx.save_for_backward(w, *tensors)
         return *out, *X
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        w, *saved = ctx.saved_tensors
-        options = (ctx.ways, ctx.eps, ctx.centred)
-        tensors, mixed = saved[: len(saved) - len(ctx.ways)], saved[len(saved) - len(ctx.ways) :]
+        w, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-            inputs = (w, *options, ctx.L, *tensors)
-            dw, _, *others = definition_gradients(_DepthMix.definition, inputs, *gradients)
-            return dw, None, *others  # `ways` is a tuple, for which it returns a tuple
+            inputs = (w, *ctx.options, ctx.L, *tensors)
+            dw, _, _, *others = definition_gradients(_DepthMix.definition, inputs, *gradients)
+            return dw, None, None, *others  # for a tuple of numbers it returns a tuple
         dout, later = gradients[: -ctx.L], gradients[-ctx.L :]
         X, affine = tensors[: ctx.L], tensors[ctx.L :]
         dX, dw, daffine = torch.ops.crosslayer.depth_mix_backward(
-            dout, later, X, w, mixed, affine, *options
+            dout, later, X, w, affine, *ctx.options
         )
-        return dw, None, None, None, None, *dX, *daffine
+        return dw, None, None, None, None, None, *dX, *daffine

@@ -19,30 +19,35 @@ from .dispatch import kernel_op
 from .manual_backward import run_function, separate_outputs
 from .products import row_dot
 
+# The index of a mixture and its norm, or None for the mixture itself.
+MixOutputs = tuple[tuple[int, NormSpec | None], ...]
+
 
 @kernel_op
 def depth_mix(
-    X: tuple[Tensor, ...], w: Tensor, norms: tuple[tuple[int, NormSpec], ...] = ()
+    X: tuple[Tensor, ...], w: Tensor, outputs: MixOutputs | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """C mixtures of L sources, out_c = Σ_l w[…, c, l] · X_l, and the norms of some of them.
+    """C mixtures of L sources, m_c = Σ_l w[…, c, l] · X_l, or their norms.
 
-    Moves (L + C)·D elements a token, D more a norm, and the weights; (3L + C)·D backward.
+    Moves (L + O)·D elements a token for O outputs, and the weights; (3L + O)·D backward.
 
     Args:
         X: the L sources, [B T D] each.
         w: [C L] static, or [B T C L] for each token; float32. The sums are computed in its dtype.
-        norms: pairs of the index of a mixture and its norm.
+        outputs: what to return: pairs of c and the norm of m_c, or None for m_c itself. All
+            mixtures by default.
 
     Returns:
-        C mixtures and len(norms) normed mixtures, [B T D] each in X's dtype; and the sources for
-        their next reader.
+        The outputs, [B T D] each in X's dtype; and the sources for their next reader.
     """
     if len(X) != w.shape[-1]:
         raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")
-    outputs = run_function(_DepthMix, w, *X)
     C = w.shape[-2]
-    normed = [apply_norm(outputs[c], norm) for c, norm in norms]
-    return (*outputs[:C], *normed), pass_sources_on(X, outputs[C:])
+    results = run_function(_DepthMix, w, *X)
+    mixed, passed = results[:C], results[C:]
+    if outputs is None:
+        return mixed, pass_sources_on(X, passed)
+    return tuple(apply_norm(mixed[c], norm) for c, norm in outputs), pass_sources_on(X, passed)
 
 
 class _DepthMix(Function):

@@ -8,20 +8,23 @@ import gc
 import hashlib
 import json
 import math
-import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Self
 
 import torch
 
-from .. import __version__
-from ..files import LOCK_FILE, read_json, write_text_atomic
+from ..files import write_text_atomic
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
-from ..validation import check_option_type
 from .checkpoint import remove_checkpoint
+from .comparison_results import (
+    ComparisonResults,
+    DivergedRun,
+    describe_environment,
+    load_results,
+)
 from .parallel import launch_fabric
 from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates, scaled_name
 from .recipe import Arm, Recipe
@@ -30,69 +33,6 @@ from .run_state import RunResult, StepResult
 from .signals import StopSignals
 from .task import Examples, build_model
 from .trainer import Diverged
-
-
-@dataclass
-class DivergedRun:
-    """A run that ended with a non-finite or spiking loss. The loss is text, as JSON has no NaN."""
-
-    arm: str
-    seed: int
-    step: int
-    loss: str
-
-
-@dataclass
-class ComparisonResults:
-    """The content of results.json.
-
-    Args:
-        environment: device and versions.
-        settings: options that decide what is learned, shared by the arms.
-        data: sizes and digest of the data.
-        scale: of the recipe.
-        entropy: order-0 entropy of the first validation set, in bits per byte.
-        arms: connection, options and the paper's results of each arm.
-        runs: finished runs.
-        diverged: runs without a result.
-    """
-
-    environment: dict[str, str]
-    settings: dict[str, Any]
-    data: dict[str, Any]
-    scale: str
-    entropy: float | None
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    runs: list[RunResult] = field(default_factory=list)
-    diverged: list[DivergedRun] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "ComparisonResults":
-        """The inverse of `dataclasses.asdict`.
-
-        Raises:
-            ValueError, KeyError, TypeError: the content has not the fields of these classes, or
-                other values.
-        """
-        runs, diverged = content["runs"], content["diverged"]
-        for run in runs:
-            _check_fields(RunResult, run)
-            if not run["curve"] or any(len(point) != 2 for point in run["curve"]):
-                raise ValueError("a curve must have points of a step and a loss")
-        for run in diverged:
-            _check_fields(DivergedRun, run)
-        _check_fields(cls, {**content, "runs": [], "diverged": []})
-        runs = [RunResult(**run) for run in runs]
-        diverged = [DivergedRun(**run) for run in diverged]
-        return cls(**{**content, "runs": runs, "diverged": diverged})
-
-
-def _check_fields(row_class: type, content: dict[str, Any]) -> None:
-    """Raise a ValueError where a value does not fit its field. Numbers need not be finite."""
-    kinds = get_type_hints(row_class)
-    for name, value in dict(content).items():
-        finite = json.loads(json.dumps(value), parse_constant=lambda _: 0.0)
-        check_option_type(name, finite, kinds[name])
 
 
 @dataclass
@@ -141,7 +81,7 @@ class Comparison:
         Raises:
             ValueError: the folder is not a comparison's, or that of another one.
         """
-        previous = _load_results(self.folder, self.results)
+        previous = load_results(self.folder, self.results)
         if previous is not None:
             self.results.arms = {**previous.arms, **self.results.arms}
             self.results.runs, self.results.diverged = previous.runs, previous.diverged
@@ -268,66 +208,6 @@ def _load_examples(recipe: Recipe) -> dict[str, Examples]:
             loaded[key] = recipe.task.load_examples(data, model.model_config)
         examples[arm.name] = loaded[key]
     return examples
-
-
-def describe_environment() -> dict[str, str]:
-    """Device and versions."""
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-    else:
-        device = f"CPU, {torch.get_num_threads()} threads"
-    return {
-        "crosslayer": __version__,
-        "device": device,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _load_results(folder: Path, current: ComparisonResults) -> ComparisonResults | None:
-    """The results of a folder, or None if it has none.
-
-    Raises:
-        ValueError: the folder is not a comparison's, or that of a comparison with other settings or
-            data.
-    """
-    path = folder / RESULTS_FILE
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: a file is in the way of the output folder")
-    if not path.exists():
-        # what a comparison that was killed before its first result leaves
-        own_names = {RUNS_FOLDER, LOCK_FILE, f"{RESULTS_FILE}.part"}
-        if folder.exists() and any(file.name not in own_names for file in folder.iterdir()):
-            raise ValueError(
-                f"{folder}: not empty and without {RESULTS_FILE}, so not a comparison's; "
-                "choose another --out"
-            )
-        return None
-    try:
-        previous = ComparisonResults.from_json(read_json(path, dict))
-        pairs = [(previous.settings, current.settings), (previous.data, current.data)]
-        for name, arm in current.arms.items():
-            if name in previous.arms:
-                pairs.append((previous.arms[name], arm))
-        differences = [_first_difference(before, now) for before, now in pairs]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
-        ) from None
-    for difference in differences:
-        if difference:
-            raise ValueError(
-                f"{folder}: belongs to another comparison, {difference}; choose another --out"
-            )
-    return previous
-
-
-def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first key with another value, in words; empty if there is none."""
-    for key, value in json.loads(json.dumps(now)).items():
-        if before.get(key) != value:
-            return f"whose {key} is {before.get(key)!r}; here it is {value!r}"
-    return ""
 
 
 def run_folder(comparison: Comparison, arm: str, seed: int) -> Path:

@@ -1,0 +1,119 @@
+"""What travels between connected layers, and the hidden states that a user asks for.
+
+A `HiddenState` holds a connection's state where the host has its stream. transformers records what
+its layers get or return, so a connected backbone puts what it reads from the states in that place.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layers import ConnectedLayer
+
+
+class HiddenState(NamedTuple):
+    """What travels as the host's hidden states between layers."""
+
+    state: Any
+    dtype_like: Tensor  # [0], of the embedding's dtype, which the streams need not have
+
+    @property
+    def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
+        return self.dtype_like.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        raise StreamUseError(
+            f"between connected layers there is a connection's state in place of the stream: the "
+            f"host cannot use its {name!r} there"
+        )
+
+
+class StreamUseError(AttributeError):
+    """A host uses the stream between two of its layers."""
+
+
+class HiddenStateRecorder:
+    """The hidden states of one forward pass.
+
+    Each layer reads the one before it out of the state that it gets, with its own connection, as
+    part of its own call: there its parameters are whole and on the device of the state, whoever
+    shards, offloads or adapts them.
+    """
+
+    def __init__(self) -> None:
+        self.layers = 0  # that have run
+        self.hidden_states: list[Tensor] = []  # after each of these layers but the last
+        self.last: HiddenState | Tensor  # what the last layer returns
+
+
+def read_hidden_state(layer: "ConnectedLayer", hidden: HiddenState) -> Tensor:
+    """The hidden state before a layer: normed between post-norm layers."""
+    connection = layer.connections[0]
+    x = connection(hidden.state, "hidden_state").to(hidden.dtype)
+    return connection.norms[0](x) if layer.wiring.last_norm else x
+
+
+def replace_recorded(backbone: Any, outputs: Any, recorder: HiddenStateRecorder) -> tuple[Any, ...]:
+    """The hidden states of a forward pass in place of those that transformers has recorded.
+
+    Args:
+        backbone: the connected model.
+        outputs: what its host's forward returned.
+        recorder: what the layers recorded during this forward.
+
+    Raises:
+        ValueError: the host has recorded parts of states, and its layers got no recorder.
+    """
+    recorded = outputs.hidden_states
+    # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
+    if recorder.layers > 0 and not isinstance(recorded[0], HiddenState):
+        return _take_from_recorder(backbone, outputs, recorder)
+    if len(recorded) > 2 and not any(isinstance(hidden, HiddenState) for hidden in recorded):
+        raise ValueError(
+            "output_hidden_states: this version of transformers passes no further arguments from "
+            f"{type(backbone).__name__} to its layers, so they cannot report hidden states; a "
+            "later version may"
+        )
+    return _read_from_states(backbone, recorded)
+
+
+def _read_from_states(backbone: Any, recorded: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The hidden states, where the host has recorded whole states before and after its layers."""
+    readers = [
+        partial(read_hidden_state, layer)
+        for layer in backbone.get_submodule(backbone.family.layers)
+    ]
+    if backbone.family.final is not None:
+        final = backbone.get_submodule(backbone.family.final)
+        readers.append(partial(final, verb="hidden_state"))
+    if isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
+        readers = readers[1:]
+    hidden_states = list(recorded)
+    for i, (reader, hidden) in enumerate(zip(readers, recorded, strict=False)):
+        if isinstance(hidden, HiddenState):
+            hidden_states[i] = reader(hidden)
+    return tuple(hidden_states)
+
+
+def _take_from_recorder(
+    backbone: Any, outputs: Any, recorder: HiddenStateRecorder
+) -> tuple[Any, ...]:
+    """The hidden states, where the host has recorded its layers' first outputs, which are parts of
+    states.
+    """
+    hidden_states = list(outputs.hidden_states)
+    # Some hosts record the embedding before the first layer's output.
+    first = len(hidden_states) - recorder.layers
+    for i, hidden in enumerate(outputs.hidden_states):
+        if i < first or hidden is None or hidden is outputs.last_hidden_state:
+            continue
+        if i - first < len(recorder.hidden_states):
+            hidden_states[i] = recorder.hidden_states[i - first]
+        elif isinstance(recorder.last, HiddenState):
+            # after the last layer, where the host does not return the readout here
+            final = backbone.get_submodule(backbone.family.final)
+            hidden_states[i] = final(recorder.last, "hidden_state")
+    return tuple(hidden_states)
