@@ -44,6 +44,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def depth_attention(
@@ -155,7 +156,7 @@ def depth_attention_backward(
         store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
-@torch.library.custom_op("crosslayer::depth_attention", mutates_args=())
+@LibraryOp
 def _depth_attention(
     X: Sequence[Tensor],
     q: Tensor,
@@ -195,7 +196,7 @@ def _empty_outputs(X: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tens
     return X[0].new_empty(X[0].shape), q.new_empty(*lead, L), q.new_empty(*lead, L)
 
 
-@torch.library.custom_op("crosslayer::depth_attention_backward", mutates_args=())
+@LibraryOp
 def _depth_attention_backward(
     dout: Tensor,
     later: Sequence[Tensor | None],

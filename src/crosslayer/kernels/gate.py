@@ -43,6 +43,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def gate_pool(
@@ -199,7 +200,7 @@ def gate_pool_backward(
         store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
-@torch.library.custom_op("crosslayer::gate_pool", mutates_args=())
+@LibraryOp
 def _gate_pool(
     S: Sequence[Tensor],
     y: Tensor,
@@ -249,7 +250,7 @@ def _(
     return out, h, q, beta.new_empty(beta.shape), beta.new_empty(beta.shape)
 
 
-@torch.library.custom_op("crosslayer::gate_pool_backward", mutates_args=())
+@LibraryOp
 def _gate_pool_backward(
     dout: Sequence[Tensor],
     dh: Tensor,

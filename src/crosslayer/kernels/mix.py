@@ -37,6 +37,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def depth_mix(
@@ -231,7 +232,7 @@ def _of_every_mixture(
     return placed
 
 
-@torch.library.custom_op("crosslayer::depth_mix", mutates_args=())
+@LibraryOp
 def _depth_mix(
     X: Sequence[Tensor],
     w: Tensor,
@@ -270,7 +271,7 @@ def _(
     return [X[0].new_empty(X[0].shape) for _ in (*plain, *ways)]
 
 
-@torch.library.custom_op("crosslayer::depth_mix_backward", mutates_args=())
+@LibraryOp
 def _depth_mix_backward(
     dout: Sequence[Tensor | None],
     later: Sequence[Tensor | None],

@@ -27,6 +27,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ def add_norm_backward(
     store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
-@torch.library.custom_op("crosslayer::add_norm", mutates_args=())
+@LibraryOp
 def _add_norm(
     h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ def _(
     return h.new_empty(h.shape), h.new_empty(h.shape)
 
 
-@torch.library.custom_op("crosslayer::add_norm_backward", mutates_args=())
+@LibraryOp
 def _add_norm_backward(
     dnew: Tensor, dout: Tensor, new: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, list[Tensor]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..ops.project import differentiable_backward
 from . import launch
+from .library_op import LibraryOp
 
 # Columns of W of which a piece fits a program. mHC has more from 7 streams on; torch computes its
 # product.
@@ -219,7 +220,7 @@ def _tile_sizes(
     }  # fmt: skip
 
 
-@torch.library.custom_op("crosslayer::write_norm_project", mutates_args=())
+@LibraryOp
 def _write_norm_project(
     H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -254,7 +255,7 @@ def _(
     return _empty_outputs(H, W, centred)
 
 
-@torch.library.custom_op("crosslayer::write_norm_project_backward", mutates_args=())
+@LibraryOp
 def _write_norm_project_backward(
     dnew: Tensor,
     dz: Tensor,

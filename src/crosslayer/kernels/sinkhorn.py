@@ -19,6 +19,7 @@ from .. import ops
 from ..ops.dispatch import reference_of
 from ..ops.manual_backward import definition_gradients
 from . import launch
+from .library_op import LibraryOp
 
 ROUNDS_IN_REGISTERS = 4  # rounds of which the backward keeps the matrices at once
 
@@ -116,7 +117,7 @@ def _tile_sizes(n: int) -> tuple[int, int]:
     return max(1, 1024 // side**2), side
 
 
-@torch.library.custom_op("crosslayer::sinkhorn", mutates_args=())
+@LibraryOp
 def _sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
     logits = logits.contiguous()
     out = torch.empty_like(logits)
@@ -135,7 +136,7 @@ def _(logits: Tensor, rounds: int, eps: float) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@torch.library.custom_op("crosslayer::sinkhorn_backward", mutates_args=())
+@LibraryOp
 def _sinkhorn_backward(dout: Tensor, logits: Tensor, rounds: int, eps: float) -> Tensor:
     logits, dout = logits.contiguous(), dout.contiguous()
     dz = torch.empty_like(logits)

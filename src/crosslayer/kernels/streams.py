@@ -35,6 +35,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def width_connection(
@@ -141,7 +142,7 @@ def _program_count(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
     return launch.program_count(N, like) if affine else N
 
 
-@torch.library.custom_op("crosslayer::width_connection", mutates_args=())
+@LibraryOp
 def _width_connection(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,7 @@ def _(
     return H.new_empty(*H.shape[:-2], H.shape[-1]), H.new_empty(H.shape)
 
 
-@torch.library.custom_op("crosslayer::width_connection_backward", mutates_args=())
+@LibraryOp
 def _width_connection_backward(
     dx: Tensor,
     dout: Tensor,
