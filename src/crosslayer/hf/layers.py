@@ -60,7 +60,10 @@ class ConnectedModel:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
-        if not kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
+        is_asked = kwargs.get("output_hidden_states")
+        if is_asked is None:  # which some heads pass
+            is_asked = getattr(config, "output_hidden_states", False)
+        if not is_asked:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
@@ -75,7 +78,8 @@ class ConnectedModel:
                 f"output_hidden_states: {type(self).__name__} computes with what it records, and "
                 f"cannot report hidden states while it is connected ({error})"
             ) from None
-        out.hidden_states = replace_recorded(self, out, recorder)
+        if out.hidden_states is not None:  # Llama takes a None as False, whatever its config says.
+            out.hidden_states = replace_recorded(self, out, recorder)
         return out if return_dict else out.to_tuple()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -130,17 +130,18 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
         twins = functions.arguments.get(path, {})
         if any(twins.get(name) is not value for name, value in received.items()):
             return float("inf")
-    differences = [_relative_difference(actual, expected.as_subclass(Tensor))]
+    output_difference = _relative_difference(actual, expected.as_subclass(Tensor))
     weight = torch.linspace(-1, 1, actual.numel(), dtype=torch.float64).view_as(actual)
     gradients = [
         torch.autograd.grad((output.as_subclass(Tensor) * weight).sum(), stream)[0]
         for output, stream in ((actual, functions.stream), (expected, host.stream))
     ]
-    return max(*differences, _relative_difference(*gradients))
+    # Unlike Python's max, torch's is NaN where one of them is.
+    return torch.stack((output_difference, _relative_difference(*gradients))).max().item()
 
 
-def _relative_difference(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm()).item()
+def _relative_difference(actual: Tensor, expected: Tensor) -> Tensor:
+    return (actual - expected).norm() / expected.norm()
 
 
 class _Travelling(Tensor):
