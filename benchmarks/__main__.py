@@ -2,15 +2,16 @@
 
     python -m benchmarks chain --specs prenorm hyper --dims 512
 
-ops      each op's kernel, its torch reference (eager and compiled) and peers
-chain    connections alone, around sub-layers that copy; also other packages
-step     a whole training step of a llama
-decode   one token with a static cache
-memory   peak activation memory of a training step, stored or recomputed
-arms     every arm of a recipe: a training step, a forward pass, decoding
+ops           each op's kernel, its torch reference (eager and compiled) and peers
+chain         connections alone, around sub-layers that copy; also other packages
+step          a whole training step of a llama
+decode        one token with a static cache
+memory        peak activation memory of a training step, stored or recomputed
+arms          every arm of a recipe: a training step, a forward pass, decoding
+machine_code  kernels compiled for a GPU, which need not be here: waits and a model of their speed
 
-All but ops compare with pre-norm in the same process. Each row is appended to OUT/NAME.csv as soon
-as it is measured.
+All but ops and machine_code compare with pre-norm in the same process. Each row is appended to
+OUT/NAME.csv as soon as it is measured.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from crosslayer.cli.console import (
 )
 from crosslayer.validation import DTYPES
 
-BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms")
+BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms", "machine_code")
 RESULTS = Path(__file__).parent / "results"
 # columns with the same value in every row; they are in the title of the printed table
 TITLE_COLUMNS = ("device", "threads", "layers", "tokens", "dtype", "cache", "copy GB/s")
@@ -57,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ops", nargs="+", choices=OPS, help="ops to measure; all by default")
     add("--variants", nargs="+", choices=VARIANTS, help="what to measure")
     add("--dims", nargs="+", type=int, help="widths D, one after the other")
-    add("--streams", nargs="+", type=int, help="for ops: numbers of streams or sources")
+    add("--streams", nargs="+", type=int, help="of ops: numbers of streams or sources")
     add("--layers", type=int, help="layers of the model, or of the chain (two sub-layers each)")
     add("--batch", type=int, help="sequences at once; decode has one")
     add("--context", type=int, help="tokens a sequence; for decode, length of the cache")

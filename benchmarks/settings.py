@@ -37,6 +37,7 @@ CPU_SIZES: dict[str, Any] = {
     "vocab": 256,
     "dtype": "float32",
 }
+MACHINE_CODE_SIZES: dict[str, Any] = {**GPU_SIZES, "dims": [2048, 4096]}
 # device -> benchmark -> options that are not given
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "cuda": {
@@ -51,6 +52,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},
         "arms": GPU_SIZES,
+        "machine_code": MACHINE_CODE_SIZES,
     },
     "cpu": {
         "ops": {**CPU_SIZES, "dims": [512]},
@@ -65,6 +67,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "decode": {**CPU_SIZES, "specs": STEP_SPECS, "variants": ["eager"]},
         "arms": {**CPU_SIZES, "seconds": 5.0},
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},  # on the meta device
+        "machine_code": MACHINE_CODE_SIZES,
     },
 }
 

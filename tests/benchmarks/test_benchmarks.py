@@ -41,6 +41,7 @@ OPTIONS = {  # benchmark -> its options besides TOY
     "step": {**SPECS, "variants": ["eager"]},
     "decode": {**SPECS, "variants": ["eager"]},
     "memory": SPECS,
+    "machine_code": {"ops": ["add_norm"]},
     "arms": {"recipe": str(Path(__file__).parent / "toy.yaml")},
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and the compiler

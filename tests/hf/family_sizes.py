@@ -144,7 +144,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "qwen3_vl_vision": {"deepstack_visual_indexes": [0, 1]},
     # multi-modal
     "diffusion_gemma": {"text_config": _GEMMA4_TEXT},
-    "granite4_vision": {"deepstack_layer_map": [[0, 1]]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 1]], "spatial_target_layers": [2], "downsample_rate": "1/2",
+        "image_grid_pinpoints": [[16, 16]], "vision_config": {"hidden_size": 64},
+    },
     "glm5_next": {
         "text_config": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0},
     },

@@ -366,7 +366,7 @@ def test_models_that_cannot_be_connected():
     cross = GPT2LMHeadModel(GPT2Config(**sizes, add_cross_attention=True))
     with pytest.raises(ValueError, match="it attends to an encoder"):
         crosslayer.connect(cross, "mudd")
-    with pytest.raises(ValueError, match="does not know how to widen this family's MLP"):
+    with pytest.raises(ValueError, match="cannot widen this model's MLPs"):
         crosslayer.connect(build("mixtral"), "mudd", reallocate=True)
 
 

@@ -150,6 +150,19 @@ def test_another_connection_than_its_own_changes_a_post_norm_model(spec):
     )
 
 
+@pytest.mark.parametrize("host", ["deberta", "llama"])
+def test_hidden_states_that_the_config_asks_for(host):
+    """DeBERTa's head passes on `output_hidden_states=None`. Llama takes that as False."""
+    plain, inputs = build_head(host, "SequenceClassification")
+    plain.config.output_hidden_states = True
+    model = connect_as_it_is(plain)
+    expected = plain(**inputs).hidden_states
+    assert all(map(torch.equal, model(**inputs).hidden_states, expected))
+    backbones = plain.base_model, model.base_model
+    without, connected_without = (b(ids(), output_hidden_states=None) for b in backbones)
+    assert (without.hidden_states is None) == (connected_without.hidden_states is None)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:connecting mudd changes the outputs")
 def test_a_post_norm_decoder_generates():
@@ -174,6 +187,21 @@ def test_trainer_trains_a_head(tmp_path):
     )
     transformers.Trainer(model, settings, train_dataset=rows).train()
     assert not torch.equal(model.bert.encoder.layer[1].connections[0].a.cpu(), before)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        ("hyper(output_scale='1/n')", {}, "cannot scale what 'attention.self' adds"),
+        ("mudd", {"reallocate": True}, "cannot widen this model's MLPs"),
+    ],
+)
+def test_what_needs_known_projections_is_refused_on_bert(spec, options, reason):
+    """Its sub-layers end within other modules than they begin."""
+    model, _ = build_head("bert", "MultipleChoice")
+    with pytest.raises(ValueError, match=reason):
+        crosslayer.connect(model, spec, **options)
+    assert "crosslayer" not in vars(model.config)
 
 
 @pytest.mark.parametrize("host", ["t5", "bart"])

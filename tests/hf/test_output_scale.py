@@ -48,7 +48,7 @@ def test_options_that_change_a_pretrained_model_warn(spec):
 
 
 def test_output_scale_is_refused_where_nothing_would_be_scaled():
-    with pytest.raises(ValueError, match="output_scale needs a family"):
+    with pytest.raises(ValueError, match=r"cannot scale what 'self_attn' adds .* no norm follows"):
         crosslayer.connect(build("gemma2"), "hyper(output_scale='1/n')")
     with pytest.raises(ValueError, match="Stack does not know"):
         crosslayer.Stack("hyper(output_scale='1/n')", [nn.Linear(8, 8), nn.Linear(8, 8)], dim=8)

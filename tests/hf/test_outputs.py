@@ -2,8 +2,11 @@
 kernels.
 """
 
+import copy
+
 import pytest
 import torch
+import transformers
 
 import crosslayer
 from tests.hf.backbones import (
@@ -55,6 +58,18 @@ def test_hidden_states_are_what_the_next_attention_reads(family, spec):
         model(**inputs(family))
         hook.remove()
         assert torch.equal(read[0], hidden_state)
+
+
+def test_a_host_that_computes_with_recorded_hidden_states_is_told_so():
+    config = transformers.LongformerConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, attention_window=[4, 4], max_position_embeddings=32,
+    )  # fmt: skip
+    plain = transformers.LongformerModel(config).eval()
+    model = crosslayer.connect(copy.deepcopy(plain), "postnorm")
+    assert torch.equal(model(ids()).last_hidden_state, plain(ids()).last_hidden_state)
+    with pytest.raises(ValueError, match="output_hidden_states: LongformerModel computes with"):
+        model(ids(), output_hidden_states=True)
 
 
 def test_selected_hidden_states():

@@ -111,6 +111,15 @@ def test_what_is_added_between_layers_joins_the_write_before():
 
 
 @pytest.mark.slow
+def test_image_features_that_join_the_stream_between_layers_are_refused():
+    plain, inputs, expected, _ = build_small(MULTI_MODAL, "granite4_vision")
+    with pytest.raises(ValueError, match=r"reads or changes the stream after layers\.0"):
+        crosslayer.connect(plain, "mudd")
+    text_alone = crosslayer.connect(plain, "mudd", verify=False)
+    assert torch.equal(read_output(text_alone, inputs), expected)
+
+
+@pytest.mark.slow
 def test_the_page_of_families():
     """It has a row for every family, and those of some families are as the command prints them."""
     page = PAGE.read_text()

@@ -25,10 +25,14 @@ class HiddenState(NamedTuple):
         return self.dtype_like.dtype
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
+        raise StreamUseError(
             f"between connected layers there is a connection's state in place of the stream: the "
             f"host cannot use its {name!r} there"
         )
+
+
+class StreamUseError(AttributeError):
+    """A host uses the stream between two of its layers."""
 
 
 class HiddenStateRecorder:
@@ -80,10 +84,10 @@ def _read_from_states(backbone: Any, recorded: tuple[Any, ...]) -> tuple[Any, ..
     """The hidden states, where the host has recorded whole states before and after its layers."""
     readers = [
         partial(read_hidden_state, layer)
-        for layer in backbone.get_submodule(backbone.family.layers)
+        for layer in backbone.get_submodule(backbone.wiring.layers)
     ]
-    if backbone.family.final is not None:
-        final = backbone.get_submodule(backbone.family.final)
+    if backbone.wiring.final is not None:
+        final = backbone.get_submodule(backbone.wiring.final)
         readers.append(partial(final, verb="hidden_state"))
     if isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
         readers = readers[1:]
@@ -110,6 +114,6 @@ def _take_from_recorder(
             hidden_states[i] = recorder.hidden_states[i - first]
         elif isinstance(recorder.last, HiddenState):
             # after the last layer, where the host does not return the readout here
-            final = backbone.get_submodule(backbone.family.final)
+            final = backbone.get_submodule(backbone.wiring.final)
             hidden_states[i] = final(recorder.last, "hidden_state")
     return tuple(hidden_states)

@@ -1,0 +1,136 @@
+"""Compile the kernels that an op launches for a GPU, on a machine without one.
+
+for kernel in compile_launches(width_connection_case(n=4), N=16, D=2048, dtype=torch.bfloat16):
+    print(kernel.name, kernel.num_warps, kernel.binary.metadata.shared)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from benchmarks.cases import Case, kernel_ops
+
+TRITON_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+}
+HOPPER = 90
+
+
+class CompiledKernel(NamedTuple):
+    """A kernel as it was launched.
+
+    Args:
+        name: of the triton function.
+        grid: numbers of programs.
+        constants: the constexpr arguments.
+        num_warps: warps of a program.
+        binary: what `triton.compile` returned.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    binary: Any
+
+
+def compile_launches(
+    case: Case, N: int, D: int, dtype: torch.dtype, capability: int = HOPPER
+) -> list[CompiledKernel]:
+    """The kernels of an op's forward and backward, in the order of their launches.
+
+    Args:
+        case: the op's inputs.
+        N: number of tokens.
+        D: width.
+        dtype: of the rows.
+        capability: of the GPU, 90 for Hopper.
+    """
+    compiled: list[CompiledKernel] = []
+
+    def compile_launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        compiled.append(_compile_kernel(capability, kernel, grid, *args, **options))
+
+    with replaced_launches(compile_launch):
+        run_forward_and_backward(case, N, D, dtype)
+    return compiled
+
+
+@contextmanager
+def replaced_launches(launch_kernel: Callable[..., None]) -> Iterator[None]:
+    """Call this instead of `launch.launch_kernel`."""
+    from crosslayer.kernels import launch
+
+    with mock.patch.object(launch, "launch_kernel", launch_kernel):
+        yield
+
+
+def run_forward_and_backward(case: Case, N: int, D: int, dtype: torch.dtype) -> None:
+    """Run an op's kernels on random numbers."""
+    rows, weights = case.make_tensors(N, D, torch.float32)
+    leaves = [x.to(dtype).requires_grad_() for x in rows]
+    leaves += [w.float().requires_grad_() for w in weights]
+    outs = case.run(kernel_ops(), leaves[: len(rows)], leaves[len(rows) :])
+    torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+
+
+def launch_signature(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
+    """What triton compiles a kernel for: the types of its arguments, and which of them are
+    multiples of 16. Launches for which both and the constants are the same run one binary.
+    """
+    signature = dict(zip(kernel.arg_names, map(_triton_type, args), strict=False))
+    signature |= dict.fromkeys(constants, "constexpr")
+    if list(signature) != kernel.arg_names:
+        raise TypeError(f"{kernel.__name__}: launched with {list(signature)}")
+    # Without this attribute no load is wider than an element.
+    divisible = [["tt.divisibility", 16]]
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, (argument, parameter) in enumerate(zip(args, kernel.params, strict=False)):
+        if isinstance(argument, tuple | list):
+            for j, element in enumerate(argument):
+                if element is not None:
+                    attributes[(i, j)] = divisible
+        elif isinstance(argument, torch.Tensor) or (
+            isinstance(argument, int) and argument % 16 == 0 and not parameter.do_not_specialize
+        ):
+            attributes[(i,)] = divisible
+    return signature, attributes
+
+
+def _compile_kernel(
+    capability: int,
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int,
+    num_stages: int = 3,
+    **constants: Any,
+) -> CompiledKernel:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, attributes = launch_signature(kernel, args, constants)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options=options)
+    return CompiledKernel(kernel.__name__, grid, constants, num_warps, binary)
+
+
+def _triton_type(argument: Any) -> Any:
+    if isinstance(argument, tuple | list):
+        return tuple(_triton_type(a) for a in argument)
+    if isinstance(argument, torch.Tensor):
+        return TRITON_TYPES[argument.dtype]
+    if argument is None:
+        return "constexpr"
+    return "fp32" if isinstance(argument, float) else "i32"

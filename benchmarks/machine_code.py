@@ -1,0 +1,92 @@
+"""Each kernel compiled for a Hopper GPU: what its machine code says of its speed, without a GPU.
+
+`of copy` is a model and no measurement. A token takes a block the latency of its rounds of loads
+and its barriers, or an SM the time to issue the instructions, or to move the bytes at the bandwidth
+of a copy, whichever is longest. It is left out for kernels that hold several tokens or walk a row.
+"""
+
+import math
+from collections.abc import Iterator
+
+from benchmarks.cases import OPS, Case
+from benchmarks.compilation import CompiledKernel, compile_launches
+from benchmarks.results import Row
+from benchmarks.sass import MachineCode, read_machine_code
+from benchmarks.settings import Settings
+from benchmarks.timing import describe_error
+
+COLUMNS = (
+    *("op", "n", "D", "dtype", "kernel", "warps", "registers", "spilled bytes", "load rounds"),
+    *("barriers", "instructions", "blocks an SM", "modelled of copy"),
+)
+TOKENS = 16  # more than the programs that share tokens without a GPU
+# An H200: multiprocessors, bytes/s of a copy, clock. Seconds are estimates.
+PROCESSORS, COPY_BANDWIDTH, CLOCK = 132, 4.3e12, 1.98e9
+LATENCY, BARRIER, OVERHEAD = 650e-9, 30e-9, 100e-9
+PROGRAMS_PER_PROCESSOR = 4  # `launch.program_count`
+# Of an SM of compute capability 9.0. A block takes 1 KiB of shared memory more than it asks for.
+REGISTERS, WARPS, SHARED_MEMORY, BLOCKS, SCHEDULERS = 65536, 64, 233472, 32, 4
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """The rows of the benchmark."""
+    for name in settings.ops or OPS:
+        op = OPS[name]
+        for D in settings.dims:
+            for n in (settings.streams or op.counts) if op.counts else [1]:
+                shape = {"op": name, "n": n if op.counts else "", "D": D, "dtype": settings.dtype}
+                try:
+                    kernels = compile_launches(op.case(n), TOKENS, D, settings.torch_dtype)
+                except ValueError as error:
+                    yield shape | {"kernel": "none", "note": describe_error(error)}
+                    continue
+                for kernel in kernels:
+                    yield shape | describe_kernel(kernel, op.case(n), D, settings)
+
+
+def describe_kernel(kernel: CompiledKernel, case: Case, D: int, settings: Settings) -> Row:
+    """The columns of one kernel."""
+    code = read_machine_code(kernel.binary)
+    forward, backward = case.memory_traffic_bytes(2**20, D, settings.torch_dtype.itemsize)
+    token_bytes = (backward if kernel.name.endswith("_backward") else forward) / 2**20
+    blocks = blocks_per_processor(code.registers, kernel.num_warps, kernel.binary.metadata.shared)
+    return {
+        "kernel": kernel.name,
+        "warps": kernel.num_warps,
+        "registers": code.registers,
+        "spilled bytes": code.spilled_bytes,
+        "load rounds": code.load_rounds,
+        "barriers": code.barriers,
+        "instructions": code.instructions,
+        "blocks an SM": blocks,
+        "modelled of copy": share_of_copy(kernel, code, token_bytes, blocks),
+    }
+
+
+def blocks_per_processor(registers: int, num_warps: int, shared: int) -> int:
+    """How many programs an SM runs at once; a warp's registers are allocated 256 at a time."""
+    warps_by_registers = REGISTERS // (math.ceil(registers * 32 / 256) * 256)
+    return min(
+        warps_by_registers // num_warps,
+        WARPS // num_warps,
+        SHARED_MEMORY // (shared + 1024),
+        BLOCKS,
+    )
+
+
+def share_of_copy(
+    kernel: CompiledKernel, code: MachineCode, token_bytes: float, blocks: int
+) -> float | None:
+    """The modelled bandwidth, as a share of that of a copy; None where the model does not hold."""
+    if "TILE" in kernel.constants or kernel.name.startswith("sinkhorn"):
+        return None
+    program_bytes = token_bytes / math.prod(kernel.grid[1:])
+    full_waves = 1.0
+    if kernel.grid[0] < TOKENS:  # programs share the tokens
+        waves = PROGRAMS_PER_PROCESSOR / blocks
+        full_waves = waves / math.ceil(waves) if waves > 1 else 1.0
+        blocks = min(blocks, PROGRAMS_PER_PROCESSOR)
+    waiting = (code.load_rounds * LATENCY + code.barriers * BARRIER + OVERHEAD) / blocks
+    issuing = code.instructions * kernel.num_warps / SCHEDULERS / CLOCK
+    moving = program_bytes / (COPY_BANDWIDTH / PROCESSORS)
+    return moving / max(waiting, issuing, moving) * full_waves
