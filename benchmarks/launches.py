@@ -61,7 +61,7 @@ def scale_ops() -> dict[str, Callable[..., Tensor]]:
         op.register_autograd(lambda ctx, d: ([d] * ctx.count,), setup_context=count_inputs)
     return {
         "addition": lambda *X: X[0] + X[1],
-        "nothing": lambda *X: torch.ops.crosslayer.benchmark_nothing(X),
+        "nothing": lambda *X: ours(X),
         "nothing, by custom_op": lambda *X: torch.ops.crosslayer_benchmark.nothing(X),
     }
 

@@ -22,6 +22,7 @@ class LibraryOp:
     """`torch.ops.crosslayer.NAME`, which runs the function `_NAME` that this class decorates.
 
     The function's annotations are the op's schema. It changes no argument, and returns new tensors.
+    Calling `_NAME` calls the op.
 
         @LibraryOp
         def _double(x: Tensor) -> Tensor: ...
@@ -36,6 +37,14 @@ class LibraryOp:
         schema = torch.library.infer_schema(run, mutates_args=())
         _LIBRARY.define(self.name + schema, tags=torch.Tag.pt2_compliant_tag)
         self._implement(run, "CompositeExplicitAutograd")
+        self.overload = getattr(getattr(torch.ops, _NAMESPACE), self.name).default
+        # What torch calls first. Eager callers reach it without torch's detour.
+        self._run_eagerly: Callable[..., Any] = self.overload
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.overload(*inputs)
+        return self._run_eagerly(*inputs)
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
         """Register a function that returns empty tensors like those that the op returns."""
@@ -53,21 +62,23 @@ class LibraryOp:
             setup_context: takes the context, a tuple of the inputs, and the output. It saves what
                 `backward` needs.
         """
-        overload = getattr(getattr(torch.ops, _NAMESPACE), self.name).default
+        overload = self.overload
         function = _make_function(overload, backward, setup_context)
 
         def run_with_gradient(*inputs: Any) -> Any:
-            flat, structure = _flatten(inputs)
-            if torch.is_grad_enabled() and _any_requires_grad(flat):
-                output_structure: _Structure = []
-                flat_outputs = function.apply(output_structure, structure, *flat)
-                if isinstance(flat_outputs, Tensor):
-                    return flat_outputs
-                return tuple(_unflatten(flat_outputs, output_structure))
+            if torch.is_grad_enabled():
+                flat, structure = _flatten(inputs)
+                if _any_requires_grad(flat):
+                    output_structure: _Structure = []
+                    flat_outputs = function.apply(output_structure, structure, *flat)
+                    if isinstance(flat_outputs, Tensor):
+                        return flat_outputs
+                    return tuple(_unflatten(flat_outputs, output_structure))
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*inputs)
 
         self._implement(run_with_gradient, "Autograd")
+        self._run_eagerly = run_with_gradient
 
     def _implement(self, function: Callable[..., Any], dispatch_key: str) -> None:
         # Called from a frame that torch.compile watches, the function is none to compile.

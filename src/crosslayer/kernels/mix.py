@@ -349,7 +349,7 @@ class _DepthMix(Function):
         # One *args: see `ops.mix._DepthMix`.
         ctx, w, plain, ways, eps, centred, L, *tensors = args
         X, affine = tensors[:L], tensors[L:]
-        out = torch.ops.crosslayer.depth_mix(X, w, affine, plain, ways, eps, centred)
+        out = _depth_mix(X, w, affine, plain, ways, eps, centred)
         ctx.options, ctx.L = (plain, ways, eps, centred), L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
         ctx.save_for_backward(w, *tensors)
@@ -364,7 +364,5 @@ class _DepthMix(Function):
             return dw, None, None, *others  # for a tuple of numbers it returns a tuple
         dout, later = gradients[: -ctx.L], gradients[-ctx.L :]
         X, affine = tensors[: ctx.L], tensors[ctx.L :]
-        dX, dw, daffine = torch.ops.crosslayer.depth_mix_backward(
-            dout, later, X, w, affine, *ctx.options
-        )
+        dX, dw, daffine = _depth_mix_backward(dout, later, X, w, affine, *ctx.options)
         return dw, None, None, None, None, None, *dX, *daffine

@@ -26,7 +26,7 @@ ROUNDS_IN_REGISTERS = 4  # rounds of which the backward keeps the matrices at on
 
 def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     """`ops.sinkhorn`."""
-    return torch.ops.crosslayer.sinkhorn(logits, rounds, eps)
+    return _sinkhorn(logits, rounds, eps)
 
 
 def memory_traffic_bytes(N: int, n: int, size: int = 4) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # create_graph
         inputs = (*ctx.saved_tensors, ctx.rounds, ctx.eps)
         return definition_gradients(reference_of(ops.sinkhorn), inputs, dout)
-    dlogits = torch.ops.crosslayer.sinkhorn_backward(dout, *ctx.saved_tensors, ctx.rounds, ctx.eps)
+    dlogits = _sinkhorn_backward(dout, *ctx.saved_tensors, ctx.rounds, ctx.eps)
     return dlogits, None, None
 
 

@@ -47,7 +47,7 @@ def width_connection(
     pre = pre.float().expand(*lead, n)
     res = res.float().expand(*lead, n, n)
     fused_norm = norm_arguments(norm if can_fuse else None)
-    x, H = torch.ops.crosslayer.width_connection(H, pre, res, *fused_norm)
+    x, H = _width_connection(H, pre, res, *fused_norm)
     return apply_norm(x, None if can_fuse else norm), H
 
 
@@ -231,9 +231,7 @@ def _backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # create_graph
         inputs = (H, pre, res, affine, *ctx.norm_options)
         return definition_gradients(_define, inputs, dx, dout)
-    gradients = torch.ops.crosslayer.width_connection_backward(
-        dx, dout, H, pre, res, affine, *ctx.norm_options
-    )
+    gradients = _width_connection_backward(dx, dout, H, pre, res, affine, *ctx.norm_options)
     return *gradients, None, None
 
 
