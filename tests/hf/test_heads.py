@@ -150,6 +150,19 @@ def test_another_connection_than_its_own_changes_a_post_norm_model(spec):
     )
 
 
+@pytest.mark.parametrize("host", ["deberta", "llama"])
+def test_hidden_states_that_the_config_asks_for(host):
+    """DeBERTa's head passes on `output_hidden_states=None`. Llama takes that as False."""
+    plain, inputs = build_head(host, "SequenceClassification")
+    plain.config.output_hidden_states = True
+    model = connect_as_it_is(plain)
+    expected = plain(**inputs).hidden_states
+    assert all(map(torch.equal, model(**inputs).hidden_states, expected))
+    backbones = plain.base_model, model.base_model
+    without, connected_without = (b(ids(), output_hidden_states=None) for b in backbones)
+    assert (without.hidden_states is None) == (connected_without.hidden_states is None)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:connecting mudd changes the outputs")
 def test_a_post_norm_decoder_generates():

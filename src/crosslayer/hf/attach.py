@@ -8,13 +8,14 @@ from torch import nn
 from ..class_swap import swap_class
 from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
 from ..spec import ConnectionSpec
+from .arguments import argument_parameters
+from .connected_model import ConnectedModel
 from .families import FAMILIES, LayerWiring, ModelWiring
 from .host_norms import FinalNormReference, NormReference, copy_norm
-from .layers import ConnectedLayer, ConnectedModel, make_readout
+from .layers import ConnectedLayer, make_readout
 from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
 from .recognition import recognise_model
-from .shadow import argument_parameters
 
 FAMILY_TEMPLATE = """
     from crosslayer.hf.families import FAMILIES, Family, Sublayer
@@ -31,13 +32,13 @@ FAMILY_TEMPLATE = """
 
 
 def attach_connections(
-    backbone: Any, family: ModelWiring, spec: ConnectionSpec, mlp_widths: list[int] | None
+    backbone: Any, wiring: ModelWiring, spec: ConnectionSpec, mlp_widths: list[int] | None
 ) -> None:
     """Connect the layers of a backbone, in place.
 
     Args:
         backbone: the module that owns the layers.
-        family: its wiring.
+        wiring: of its layers.
         spec: the connection.
         mlp_widths: a hidden width for each layer's MLP, with new weights; None to leave the MLPs
             alone.
@@ -46,42 +47,42 @@ def attach_connections(
         ValueError: an option has a wrong value, or the model is dispatched by accelerate. The
             backbone is then unchanged.
     """
-    layers = backbone.get_submodule(family.layers)
-    final = None if family.final is None else backbone.get_submodule(family.final)
+    layers = backbone.get_submodule(wiring.layers)
+    final = None if wiring.final is None else backbone.get_submodule(wiring.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
     check_not_dispatched(*layers, *([] if final is None else [final]))
-    *sites, readout_site = plan_layers([_ports_of_sites(layer) for layer in family.of_layers])
+    *sites, readout_site = plan_layers([_ports_of_sites(layer) for layer in wiring.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:
         layer = layers[site.layer]
         connections = connections_of_layer[site.layer]
-        norms = _host_norms(layers, family.of_layers, site, len(connections))
-        connections.append(_make_on_device(spec, site, family.dim, norms, layer))
+        norms = _host_norms(layers, wiring.of_layers, site, len(connections))
+        connections.append(_make_on_device(spec, site, wiring.dim, norms, layer))
     if connections_of_layer[0][0].output_scale != 1:
-        _check_output_projections(family, spec)
-    norms = _readout_norms(backbone, layers[-1], family)
-    readout = _make_on_device(spec, readout_site, family.dim, norms, backbone)
+        _check_output_projections(wiring, spec)
+    norms = _readout_norms(backbone, layers[-1], wiring)
+    readout = _make_on_device(spec, readout_site, wiring.dim, norms, backbone)
     if final is None:
         connections_of_layer[-1].append(readout)
 
     if mlp_widths is not None:
-        set_mlp_widths(backbone, family, mlp_widths)
-    for layer, wiring, connections in zip(
-        layers, family.of_layers, connections_of_layer, strict=True
+        set_mlp_widths(backbone, wiring, mlp_widths)
+    for layer, layer_wiring, connections in zip(
+        layers, wiring.of_layers, connections_of_layer, strict=True
     ):
-        connect_layer(layer, wiring, connections)
+        connect_layer(layer, layer_wiring, connections)
     if final is not None:
         make_readout(final, readout)
     swap_class(backbone, ConnectedModel)
     backbone.connection_spec = str(spec)
-    backbone.family = family
+    backbone.wiring = wiring
     set_config_keys(backbone, crosslayer=str(spec), crosslayer_widths=mlp_widths)
 
 
-def _check_output_projections(family: ModelWiring, spec: ConnectionSpec) -> None:
+def _check_output_projections(wiring: ModelWiring, spec: ConnectionSpec) -> None:
     """Raise a ValueError where a sub-layer has no weight that scales what it adds to the stream."""
-    for sublayer in family.sublayers:
+    for sublayer in wiring.sublayers:
         if not sublayer.output_projection:
             raise ValueError(
                 f"{spec} cannot scale what {sublayer.module!r} adds to the stream: connect knows "
@@ -89,19 +90,21 @@ def _check_output_projections(family: ModelWiring, spec: ConnectionSpec) -> None
             )
 
 
-def connect_layer(layer: Any, wiring: LayerWiring, connections: list[Connection[Any]]) -> None:
+def connect_layer(
+    layer: Any, layer_wiring: LayerWiring, connections: list[Connection[Any]]
+) -> None:
     """Let a layer's stream pass through connections, in place.
 
     Args:
         layer: of the host.
-        wiring: of this layer.
+        layer_wiring: of this layer.
         connections: one a site, and then the readout where this layer returns the hidden state.
     """
     layer.connections = nn.ModuleList(connections).train(layer.training)
-    layer.wiring = wiring
+    layer.wiring = layer_wiring
     layer.argument_names = tuple(argument_parameters(layer))
     swap_class(layer, ConnectedLayer)
-    for connection, sublayers in zip(connections, wiring.sites, strict=False):
+    for connection, sublayers in zip(connections, layer_wiring.sites, strict=False):
         for sublayer in sublayers:
             if "q" in connection.ports and sublayer.qkv:
                 attention = layer.get_submodule(sublayer.module)
@@ -118,9 +121,9 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
     host = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
     backbone: Any = getattr(host, "base_model", host)
     for module in backbone.modules():
-        # A class that is loaded gets its family with its connections.
-        if is_connected(module) and "family" in vars(module):
-            return module, module.family
+        # While a saved model is built, its class comes before its connections and their wiring.
+        if is_connected(module) and "wiring" in vars(module):
+            return module, module.wiring
     name = getattr(getattr(backbone, "config", None), "model_type", None)
     name = name or type(backbone).__name__
     family = FAMILIES.get(name)
@@ -137,14 +140,14 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
         ) from None
 
 
-def final_norm(backbone: nn.Module, family: ModelWiring) -> Any:
+def final_norm(backbone: nn.Module, wiring: ModelWiring) -> Any:
     """The norm before the head: beside the layers, or at the end of the last post-norm layer; None
     where there is neither.
     """
-    if family.final is not None:
-        return backbone.get_submodule(family.final)
-    last_norm = family.of_layers[-1].last_norm
-    last_layer = f"{family.layers}.{len(family.of_layers) - 1}"
+    if wiring.final is not None:
+        return backbone.get_submodule(wiring.final)
+    last_norm = wiring.of_layers[-1].last_norm
+    last_layer = f"{wiring.layers}.{len(wiring.of_layers) - 1}"
     return backbone.get_submodule(f"{last_layer}.{last_norm}") if last_norm else None
 
 
@@ -194,22 +197,22 @@ def _ports_of_sites(layer: LayerWiring) -> list[tuple[str, ...]]:
 
 
 def _host_norms(
-    layers: Any, wirings: tuple[LayerWiring, ...], site: Site, number: int
+    layers: Any, layer_wirings: tuple[LayerWiring, ...], site: Site, number: int
 ) -> NormFactory:
     """The norms of a site's ports: references to the host's, and copies of it for k and v.
 
     Args:
         layers: of the host.
-        wirings: of these layers.
+        layer_wirings: of these layers.
         site: of the ports.
         number: of the site in its layer.
     """
     owner = layers[site.layer]
     norm_of_port: dict[str, str | None] = {}
-    for sublayer in wirings[site.layer].sites[number]:
+    for sublayer in layer_wirings[site.layer].sites[number]:
         ports = (sublayer.port, *SPLIT_PORTS.get(sublayer.port, ()))
         norm_of_port |= dict.fromkeys(ports, sublayer.norm)
-    last_norm = wirings[site.layer - 1].last_norm
+    last_norm = layer_wirings[site.layer - 1].last_norm
     if number == 0 and site.layer > 0 and last_norm:
         # A post-norm layer reads what the norm at the end of the layer before it would return.
         owner = layers[site.layer - 1]
@@ -224,16 +227,16 @@ def _host_norms(
     return norm
 
 
-def _readout_norms(backbone: nn.Module, last_layer: nn.Module, family: ModelWiring) -> NormFactory:
+def _readout_norms(backbone: nn.Module, last_layer: nn.Module, wiring: ModelWiring) -> NormFactory:
     """The norms of the readout: a reference to the host's final norm; copies for more ports."""
-    final = final_norm(backbone, family)
+    final = final_norm(backbone, wiring)
 
     def norm(port: str) -> nn.Module:
         if final is not None and port != "out":
             return copy_norm(final, backbone)
-        if family.final is not None:
+        if wiring.final is not None:
             return FinalNormReference(backbone, final)
-        return NormReference(last_layer, family.of_layers[-1].last_norm or None)
+        return NormReference(last_layer, wiring.of_layers[-1].last_norm or None)
 
     return norm
 

@@ -48,8 +48,9 @@ def connect(
         reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
             with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
             changes by at most half a percent.
-        verify: prove first that the layers' wiring is known: connected with pre-norm, one layer of
-            each kind computes what it did. It costs milliseconds at any size, as no weight is used.
+        verify: prove first that the layers' wiring is known: connected with the residual connection
+            that it has, one layer of each kind computes what it did. It costs milliseconds at any
+            size, as no weight of a layer is used.
 
     Returns:
         The same model.
@@ -63,34 +64,34 @@ def connect(
             "connect takes a model, got a string; load it with AutoModelForCausalLM.from_pretrained"
         )
     spec = make(spec)
-    backbone, family = find_backbone(model)
+    backbone, wiring = find_backbone(model)
     if is_connected(backbone):
         raise ValueError(f"the model is already connected, with {backbone.connection_spec!r}")
     if verify:
-        prove_wiring(backbone, family)
-    if spec.method.norms_its_stream and not family.norms_inputs:
+        prove_wiring(backbone, wiring)
+    if spec.method.norms_its_stream and not wiring.norms_inputs:
         raise ValueError(
             f"{spec} applies the norms before sub-layers to its streams, "
             "and this family has no such norms"
         )
-    if spec.method.norms_its_stream and final_norm(backbone, family) is None:
+    if spec.method.norms_its_stream and final_norm(backbone, wiring) is None:
         raise ValueError(
             f"{spec} ends with a norm of its streams, and {type(backbone).__name__} has no norm "
             "after its layers"
         )
     mlp_widths = None
     if reallocate:
-        layers = backbone.get_submodule(family.layers)
-        mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, family))
+        layers = backbone.get_submodule(wiring.layers)
+        mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, wiring))
     with _restored_on_error(model):
-        _connect_backbone(model, backbone, family, spec, mlp_widths)
+        _connect_backbone(model, backbone, wiring, spec, mlp_widths)
     return model
 
 
 def _connect_backbone(
     model: Any,
     backbone: Any,
-    family: ModelWiring,
+    wiring: ModelWiring,
     spec: ConnectionSpec,
     mlp_widths: list[int] | None,
 ) -> None:
@@ -99,21 +100,21 @@ def _connect_backbone(
         register_with_diffusers()
     elif model is not backbone and _has_config_of(model, backbone):
         _unshare_config(model)
-    attach_connections(backbone, family, spec, mlp_widths)
+    attach_connections(backbone, wiring, spec, mlp_widths)
     set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     for part in (backbone, model):
         keep_parameters_apart(part)
     if is_adapted(model):
         register_with_peft()
-    first = backbone.get_submodule(family.layers)[0].connections[0]
-    reason = inequivalence_reason(first, family)
-    if reason and looks_pretrained(backbone, family):
+    first = backbone.get_submodule(wiring.layers)[0].connections[0]
+    reason = inequivalence_reason(first, wiring)
+    if reason and looks_pretrained(backbone, wiring):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
             "fine-tune it before use",
             stacklevel=3,
         )
-    scale_output_weights(backbone, family)
+    scale_output_weights(backbone, wiring)
 
 
 @contextmanager
@@ -148,13 +149,13 @@ def _has_config_of(model: Any, backbone: Any) -> bool:
 
 
 @torch.no_grad()
-def scale_output_weights(backbone: Any, family: ModelWiring) -> None:
+def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
     """Multiply the weights of each sub-layer's output projection by its `output_scale`, in place.
 
     `connect` does so once. What is loaded afterwards replaces the weights.
     """
     weights = []
-    for layer in backbone.get_submodule(family.layers):
+    for layer in backbone.get_submodule(wiring.layers):
         for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=False):
             if connection.output_scale == 1:
                 continue
@@ -167,28 +168,28 @@ def scale_output_weights(backbone: Any, family: ModelWiring) -> None:
         weight.mul_(scale)
 
 
-def inequivalence_reason(connection: Connection[Any], family: ModelWiring) -> str:
+def inequivalence_reason(connection: Connection[Any], wiring: ModelWiring) -> str:
     """Why connecting changes what a model computes; empty where it does not."""
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
-    if family.is_post_norm:
+    if wiring.is_post_norm:
         is_same = connection.bitwise_postnorm
         return "" if is_same else "its layers are post-norm: postnorm alone computes the same"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
-    if connection.prenorm_up_to_scale and family.final is None:
+    if connection.prenorm_up_to_scale and wiring.final is None:
         return "it scales the hidden state, and no norm beside the layers removes that"
-    if connection.prenorm_up_to_scale and not family.norms_inputs:
+    if connection.prenorm_up_to_scale and not wiring.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
 
 
-def looks_pretrained(backbone: Any, family: ModelWiring) -> bool:
+def looks_pretrained(backbone: Any, wiring: ModelWiring) -> bool:
     """Whether the final norm has left its initial value.
 
     Where the norm has no weight: whether the model was loaded from somewhere.
     """
-    weight = getattr(final_norm(backbone, family), "weight", None)
+    weight = getattr(final_norm(backbone, wiring), "weight", None)
     if weight is None:
         return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
     return not weight.is_meta and bool((weight != weight.flatten()[0]).any())

@@ -42,7 +42,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
         ValueError: the model is not connected, or the host model computes another function. The
             model is then unchanged.
     """
-    backbone, family = find_backbone(model)
+    backbone, wiring = find_backbone(model)
     if not is_connected(backbone):
         raise ValueError("the model is not connected")
     config = getattr(backbone, "config", None)
@@ -51,14 +51,14 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
             raise ValueError(
                 f"the model's {property_name}, which the plain model's config cannot express"
             )
-    layers = backbone.get_submodule(family.layers)
-    finals = [] if family.final is None else [backbone.get_submodule(family.final)]
+    layers = backbone.get_submodule(wiring.layers)
+    finals = [] if wiring.final is None else [backbone.get_submodule(wiring.final)]
     check_not_dispatched(*layers, *finals)
     like = next(backbone.parameters())
     if like.is_meta:
         raise ValueError("the model has no weights yet; load them first")
     connections = find_connections(backbone)
-    difference = _max_input_difference(connections, like, family.is_post_norm)
+    difference = _max_input_difference(connections, like, wiring.is_post_norm)
     if not difference <= tolerance:
         raise ValueError(
             f"{backbone.connection_spec} computes another function than the plain residual: "
@@ -74,7 +74,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
         restore_class(final)
         del final.connection
     restore_class(backbone)
-    del backbone.connection_spec, backbone.family
+    del backbone.connection_spec, backbone.wiring
     for owner in (model, backbone):
         set_config_keys(owner, crosslayer=None)
     return model

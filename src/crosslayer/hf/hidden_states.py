@@ -84,10 +84,10 @@ def _read_from_states(backbone: Any, recorded: tuple[Any, ...]) -> tuple[Any, ..
     """The hidden states, where the host has recorded whole states before and after its layers."""
     readers = [
         partial(read_hidden_state, layer)
-        for layer in backbone.get_submodule(backbone.family.layers)
+        for layer in backbone.get_submodule(backbone.wiring.layers)
     ]
-    if backbone.family.final is not None:
-        final = backbone.get_submodule(backbone.family.final)
+    if backbone.wiring.final is not None:
+        final = backbone.get_submodule(backbone.wiring.final)
         readers.append(partial(final, verb="hidden_state"))
     if isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
         readers = readers[1:]
@@ -114,6 +114,6 @@ def _take_from_recorder(
             hidden_states[i] = recorder.hidden_states[i - first]
         elif isinstance(recorder.last, HiddenState):
             # after the last layer, where the host does not return the readout here
-            final = backbone.get_submodule(backbone.family.final)
+            final = backbone.get_submodule(backbone.wiring.final)
             hidden_states[i] = final(recorder.last, "hidden_state")
     return tuple(hidden_states)

@@ -10,10 +10,10 @@ import inspect
 
 from torch import nn
 
+from .arguments import Argument, argument_parameters, residual_argument
 from .families import NO_RESIDUAL, REST, SAME_INPUT, Arguments, LayerWiring, Sublayer
 from .host_norms import find_module
 from .projections import describe_sublayer, has_matrix
-from .shadow import Argument, argument_parameters, residual_argument
 from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
 
 _TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
@@ -171,15 +171,15 @@ def _sublayer(
             calls[main].path,
             norm,
             after,
-            scale=_exact(layer, scale),
-            input_scale=_exact(layer, input_scale),
+            scale=_exact_factor(layer, scale),
+            input_scale=_exact_factor(layer, input_scale),
             arguments=_sources(layer, calls[main]),
         ),
         width,
     )
 
 
-def _exact(layer: nn.Module, factor: float) -> float:
+def _exact_factor(layer: nn.Module, factor: float) -> float:
     """The number in the layer that a measured factor is."""
     for value in vars(layer).values():
         if isinstance(value, float | int) and abs(value - factor) <= 1e-6 * abs(factor):
@@ -189,20 +189,21 @@ def _exact(layer: nn.Module, factor: float) -> float:
 
 def _sources(layer: nn.Module, call: Call) -> Arguments:
     """From which of the layer's arguments those of a call come."""
-    own = argument_parameters(layer)
-    theirs = argument_parameters(layer.get_submodule(call.path))
+    of_layer = argument_parameters(layer)
+    module = layer.get_submodule(call.path)
+    of_module = argument_parameters(module)
     sources = []
-    if residual := residual_argument(layer.get_submodule(call.path)):
+    if residual := residual_argument(module):
         sources.append((residual, NO_RESIDUAL))
     for name, value in call.arguments.items():
-        is_required = name in theirs and theirs[name].default is inspect.Parameter.empty
+        is_required = name in of_module and of_module[name].default is inspect.Parameter.empty
         if value is None and is_required and name.startswith("encoder_"):
             raise ValueError(_TWO_INPUTS)
-        if isinstance(value, Argument) and (value.name in own or value.name in (REST, SAME_INPUT)):
+        if isinstance(value, Argument) and value.name in (*of_layer, REST, SAME_INPUT):
             sources.append((name, value.name))
-        elif name in own:
+        elif name in of_layer:
             sources.append((name, name))
-        elif name not in theirs or value is not theirs[name].default:
+        elif name not in of_module or value is not of_module[name].default:
             raise ValueError(
                 f"it gives {call.path} an argument that it makes itself, {name}={value!r}"
             )

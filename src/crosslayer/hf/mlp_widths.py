@@ -45,15 +45,14 @@ def growing_widths(layers: int, width: int) -> list[int]:
     raise AssertionError("rounding to one keeps any total")
 
 
-def mlp_hidden_width(backbone: Any, family: ModelWiring) -> int:
+def mlp_hidden_width(backbone: Any, wiring: ModelWiring) -> int:
     """The hidden width of the first layer's MLP.
 
     Raises:
-        ValueError: the family's row does not name the projections of its MLP, for example a mixture
-            of experts.
+        ValueError: the names of an MLP's projections are not known, as in a mixture of experts.
     """
-    mlps = [_find_mlp(layer) for layer in family.of_layers]
-    first_layer = backbone.get_submodule(family.layers)[0]
+    mlps = [_find_mlp(layer) for layer in wiring.of_layers]
+    first_layer = backbone.get_submodule(wiring.layers)[0]
     module = first_layer.get_submodule(mlps[0].module)
     hidden_width, _ = _linear_shape(getattr(module, mlps[0].output_projection))
     return hidden_width
@@ -70,25 +69,25 @@ def _find_mlp(layer: LayerWiring) -> Sublayer:
     return mlps[0]
 
 
-def set_mlp_widths(backbone: Any, family: ModelWiring, widths: list[int]) -> None:
+def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> None:
     """Give each layer's MLP its hidden width, with new weights from the model's own initialisation.
 
     Args:
         backbone: the host's backbone, changed in place.
-        family: its row, which names the MLP's projections.
+        wiring: of its layers, which names the MLPs' projections.
         widths: one hidden width a layer.
 
     Raises:
         ValueError: the number of widths is not that of the layers.
     """
-    old_width = mlp_hidden_width(backbone, family)
-    layers = backbone.get_submodule(family.layers)
+    old_width = mlp_hidden_width(backbone, wiring)
+    layers = backbone.get_submodule(wiring.layers)
     if len(widths) != len(layers):
         raise ValueError(
             f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}"
         )
-    for layer, wiring, width in zip(layers, family.of_layers, widths, strict=True):
-        sublayer = _find_mlp(wiring)
+    for layer, layer_wiring, width in zip(layers, wiring.of_layers, widths, strict=True):
+        sublayer = _find_mlp(layer_wiring)
         mlp = layer.get_submodule(sublayer.module)
         for name in (*sublayer.up_projections, sublayer.output_projection):
             projection = getattr(mlp, name)

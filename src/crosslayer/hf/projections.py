@@ -48,21 +48,18 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Subla
         port = "latent_attn" if qkv[:2] in _LATENT else "attn"
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
-    normed = any(
-        isinstance(step, str) and _has_parameters(find_module(layer, step))
-        for step in sublayer.after
-    )
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
-    if any(
-        isinstance(step, str) and has_matrix(find_module(layer, step)) for step in sublayer.after
-    ):
+    steps = [find_module(layer, step) for step in sublayer.after if isinstance(step, str)]
+    if any(has_matrix(step) for step in steps):
         output = ""  # It is one of these steps.
+    if not is_mlp and any(_has_parameters(step) for step in steps):
+        output = ""  # A norm follows it.
     return sublayer._replace(
         port=port,
         qkv=() if is_mlp else qkv,
         fused=None if is_mlp else fused,
         up_projections=up if is_mlp else (),
-        output_projection="" if normed and not is_mlp else output,
+        output_projection=output,
     )
 
 

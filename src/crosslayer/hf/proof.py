@@ -15,23 +15,14 @@ from torch import Tensor, nn
 
 from ..class_swap import original_class
 from ..spec import make
+from .arguments import Argument, layer_arguments, name_arguments, residual_argument
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer, own_connection
 from .hidden_states import HiddenState
 from .host_norms import find_module
 from .layer_recognition import paths_around, recognise_layer
 from .recognition import layer_kind
-from .shadow import (
-    Argument,
-    ChangedStreamError,
-    DropoutMode,
-    layer_arguments,
-    make_shadow,
-    name_arguments,
-    on_cpu,
-    residual_argument,
-    run_shadow,
-)
+from .shadow import ChangedStreamError, DropoutMode, make_shadow, on_cpu, run_shadow
 
 _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
@@ -108,39 +99,52 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     arguments = layer_arguments(layer)
     opened = {outer for path in wiring.modules for outer in paths_around(path)}
     host, expected = run_shadow(layer, lambda: _Functions(width), opened=opened, **arguments)
-    functions = _Functions(width)
-    shadow = make_shadow(layer, functions, host.lengths, opened=opened)
-    anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    shadow.register_parameter("anchor", anchor)  # tells connections their device and dtype
-    twin: Any = nn.Module()
-    twin.register_parameter("anchor", anchor)
-    twin.layers = nn.ModuleList([shadow])
-    twin.norm = nn.Identity()
-    model_wiring = ModelWiring("layers", "norm", width, (wiring,))
-    attach_connections(twin, model_wiring, make(own_connection(wiring)), None)
-    with DropoutMode(functions):
-        outputs = twin.layers[0](functions.stream, **arguments)
-    hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
-    actual = twin.norm.connection.hidden_state(hidden.state)
-    if wiring.last_norm:
-        actual = find_module(shadow, wiring.last_norm)(actual)
     if isinstance(expected, tuple | list):
         expected = expected[0]
+    expected = expected.as_subclass(Tensor)
+    functions = _Functions(width)
+    shadow = make_shadow(layer, functions, host.lengths, opened=opened)
+    actual = _run_connected(shadow, wiring, functions, arguments)
     for path, received in host.arguments.items():
-        twins = functions.arguments.get(path, {})
-        if any(twins.get(name) is not value for name, value in received.items()):
+        received_connected = functions.arguments.get(path, {})
+        if any(received_connected.get(name) is not value for name, value in received.items()):
             return float("inf")
-    differences = [_relative_difference(actual, expected.as_subclass(Tensor))]
     weight = torch.linspace(-1, 1, actual.numel(), dtype=torch.float64).view_as(actual)
     gradients = [
-        torch.autograd.grad((output.as_subclass(Tensor) * weight).sum(), stream)[0]
+        torch.autograd.grad((output * weight).sum(), stream)[0]
         for output, stream in ((actual, functions.stream), (expected, host.stream))
     ]
-    return max(*differences, _relative_difference(*gradients))
+    differences = (_relative_difference(actual, expected), _relative_difference(*gradients))
+    return torch.stack(differences).max().item()  # NaN where one is NaN
 
 
-def _relative_difference(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm()).item()
+def _run_connected(
+    shadow: Any, wiring: LayerWiring, functions: _Functions, arguments: dict[str, Any]
+) -> Tensor:
+    """Connect a layer's shadow with the residual connection that it has, and run it.
+
+    Returns:
+        The hidden state after it.
+    """
+    anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    shadow.register_parameter("anchor", anchor)  # tells connections their device and dtype
+    backbone: Any = nn.Module()
+    backbone.register_parameter("anchor", anchor)
+    backbone.layers = nn.ModuleList([shadow])
+    backbone.norm = nn.Identity()
+    model_wiring = ModelWiring("layers", "norm", functions.stream.shape[-1], (wiring,))
+    attach_connections(backbone, model_wiring, make(own_connection(wiring)), None)
+    with DropoutMode(functions):
+        outputs = backbone.layers[0](functions.stream, **arguments)
+    hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
+    hidden_state = backbone.norm.connection.hidden_state(hidden.state)
+    if wiring.last_norm:
+        hidden_state = find_module(shadow, wiring.last_norm)(hidden_state)
+    return hidden_state
+
+
+def _relative_difference(actual: Tensor, expected: Tensor) -> Tensor:
+    return (actual - expected).norm() / expected.norm()
 
 
 class _Travelling(Tensor):

@@ -2,7 +2,7 @@
 layers' own code does (`layer_recognition.py`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -97,21 +97,28 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
     if not found:
         raise ValueError("it has no list of layers")
     count = getattr(config, "num_hidden_layers", None)
-    of_count = [place for place in found if len(getattr(place[0], place[1])) == count]
-    owner, name, model, path = (of_count or found)[0]
+    of_count = [place for place in found if len(getattr(place.owner, place.name)) == count]
+    chosen = (of_count or found)[0]
     # Two stacks that a model runs by turns, each with a norm of its own, are connected apart.
-    stacks = [place for place in found if place[2] is model and _norm_names(place[0])]
-    is_stack = len(stacks) > 1 and _norm_names(owner)
-    if isinstance(model, PreTrainedModel) and not is_stack:
-        return model, path
-    return owner, name
+    stacks = [p for p in found if p.model is chosen.model and _norm_names(p.owner)]
+    is_stack = len(stacks) > 1 and _norm_names(chosen.owner)
+    if isinstance(chosen.model, PreTrainedModel) and not is_stack:
+        return chosen.model, chosen.path
+    return chosen.owner, chosen.name
 
 
-def _find_lists(backbone: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """The lists of modules in a backbone: the module that owns each and its name there, and the
-    model around it, which reports hidden states, and its path there.
-    """
-    found: list[tuple[nn.Module, str, nn.Module, str]] = []
+class _ListPlace(NamedTuple):
+    """Where a list of modules is."""
+
+    owner: nn.Module  # of the list
+    name: str  # of the list in its owner
+    model: nn.Module  # around the owner, which reports hidden states
+    path: str  # of the list in this model
+
+
+def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
+    """The lists of modules in a backbone."""
+    found: list[_ListPlace] = []
     owners = [(backbone, backbone, "")]  # a module, the model around it, the module's path in it
     while owners:
         owner, model, prefix = owners.pop(0)
@@ -121,7 +128,7 @@ def _find_lists(backbone: nn.Module) -> list[tuple[nn.Module, str, nn.Module, st
             elif not isinstance(child, nn.ModuleList):
                 owners.append((child, model, f"{prefix}{name}."))
             elif len(child):
-                found.append((owner, name, model, prefix + name))
+                found.append(_ListPlace(owner, name, model, prefix + name))
     return found
 
 

@@ -115,7 +115,7 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
         raise ValueError(f"crosslayer_widths must be a list of one width a layer, got {widths!r}")
     check_positive(**{f"crosslayer_widths[{i}]": width for i, width in enumerate(widths or [])})
     owner, wiring = find_backbone(backbone)
-    if "family" in vars(owner):  # A module within this one owns the layers, and is built before it.
+    if "wiring" in vars(owner):  # A module within this one owns the layers, and is built before it.
         return
     attach_connections(owner, wiring, spec, widths)
     if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..class_swap import original_class, swapped_class
-from .families import RESIDUAL_ARGUMENTS, REST
+from .arguments import Argument
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -35,16 +35,6 @@ class Observer(Protocol):
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         """What a call of `torch.nn.functional.dropout` returns."""
-
-
-class Argument:
-    """Stands for an argument of a layer, such as its attention mask: modules receive it as is."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"the argument {self.name!r}"
 
 
 class OtherOutput:
@@ -278,53 +268,3 @@ def _copy_without_modules(module: nn.Module, cls: Any) -> Any:
     for key in ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         vars(copy)[key] = {}
     return copy
-
-
-def layer_arguments(layer: nn.Module) -> dict[str, Any]:
-    """What a layer's shadow is called with besides the stream. Switches keep their defaults, but
-    attention weights are asked for: where they come from tells what the layer returns.
-    """
-    arguments: dict[str, Any] = {}
-    for name, parameter in argument_parameters(layer).items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments[REST] = Argument(REST)
-        elif name == "output_attentions":
-            arguments[name] = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_switch(parameter):
-            arguments[name] = Argument(name)
-    return arguments
-
-
-def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """The parameters of a module's forward after self and the hidden state, by name."""
-    host: Any = original_class(module)
-    return dict(list(inspect.signature(host.forward).parameters.items())[2:])
-
-
-def residual_argument(module: nn.Module) -> str:
-    """The argument that a module adds to its output; empty where it has none."""
-    return RESIDUAL_ARGUMENTS.get(original_class(module).__name__, "")
-
-
-def _is_switch(parameter: inspect.Parameter) -> bool:
-    """Whether an argument chooses what the forward does."""
-    name = parameter.name  # DeBERTa's query_states are another stream, which it never has.
-    is_stream = name.startswith("encoder_") or name == "query_states"
-    return isinstance(parameter.default, bool) or is_stream
-
-
-def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names in the module's forward, the first one first."""
-    host: Any = original_class(module)
-    signature = inspect.signature(host.forward)
-    named: dict[str, Any] = {}
-    # Not all arguments are named: some may be among those that the layer passes on.
-    for name, value in list(signature.bind_partial(module, *args, **kwargs).arguments.items())[1:]:
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            named.update({f"{name}[{i}]": item for i, item in enumerate(value)})
-        else:
-            named[name] = value
-    return named

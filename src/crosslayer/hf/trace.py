@@ -11,16 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .arguments import Argument, layer_arguments, name_arguments, residual_argument
 from .families import SAME_INPUT
-from .shadow import (
-    Argument,
-    OtherOutput,
-    SeveralStreamsError,
-    layer_arguments,
-    name_arguments,
-    residual_argument,
-    run_shadow,
-)
+from .shadow import OtherOutput, SeveralStreamsError, run_shadow
 
 STREAM = 0
 _TOKENS = 2

@@ -130,13 +130,13 @@ def count_sublayers(model: nn.Module) -> int:
 
 def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The label of each sub-layer, and the last module that its output alone passes."""
-    backbone, family = find_backbone(model)
+    backbone, wiring = find_backbone(model)
     appended = _appended_writes(model)
     site = 0
-    for number, layer in enumerate(backbone.get_submodule(family.layers)):
-        wiring = family.of_layers[number]
-        steps = Counter(step for sublayer in wiring.sublayers for step in sublayer.after)
-        for sublayers in wiring.sites:
+    for number, layer in enumerate(backbone.get_submodule(wiring.layers)):
+        layer_wiring = wiring.of_layers[number]
+        steps = Counter(step for sublayer in layer_wiring.sublayers for step in sublayer.after)
+        for sublayers in layer_wiring.sites:
             for sublayer in sublayers if site not in appended else ():
                 path = sublayer.module
                 for step in sublayer.after:

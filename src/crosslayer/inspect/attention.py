@@ -58,9 +58,9 @@ def measure_head_activations(
         ValueError: the model's attention gives no weights, it has no such layer, or the batches
             are no texts.
     """
-    backbone, family = find_backbone(model)
+    backbone, wiring = find_backbone(model)
     device = next(model.parameters()).device
-    layers = backbone.get_submodule(family.layers)
+    layers = backbone.get_submodule(wiring.layers)
     if pattern_layer is None:
         pattern_layer = 3 * len(layers) // 4
     if not 0 <= pattern_layer < len(layers):
@@ -68,8 +68,8 @@ def measure_head_activations(
     recorder = _HeadRecorder(len(layers), pattern_layer)
     sinks = torch.tensor(sorted(sink_ids), device=device)
     attentions = []
-    for layer, wiring in zip(layers, family.of_layers, strict=True):
-        mixers = [sublayer.module for sublayer in wiring.sublayers if sublayer.port != "mlp"]
+    for layer, layer_wiring in zip(layers, wiring.of_layers, strict=True):
+        mixers = [sublayer.module for sublayer in layer_wiring.sublayers if sublayer.port != "mlp"]
         if len(mixers) != 1:
             raise ValueError(f"expected one attention in each layer, got {mixers}")
         attentions.append(layer.get_submodule(mixers[0]))

@@ -105,7 +105,7 @@ def measure_block_gradients(model: Any, batches: Iterable[Batch]) -> BlockGradie
         batches: with `input_ids`, and an `attention_mask` where some are padded; or with
             `pixel_values` and `labels`.
     """
-    backbone, family = find_backbone(model)
+    backbone, wiring = find_backbone(model)
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
@@ -116,7 +116,7 @@ def measure_block_gradients(model: Any, batches: Iterable[Batch]) -> BlockGradie
                 logits, targets = score_logits(model, batch)
                 F.cross_entropy(logits, targets, reduction="sum").backward()
                 count += len(targets)
-        layers = backbone.get_submodule(family.layers)
+        layers = backbone.get_submodule(wiring.layers)
         return BlockGradients([_gradient_rms(layer) / max(count, 1) for layer in layers])
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):

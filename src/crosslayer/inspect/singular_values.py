@@ -32,9 +32,9 @@ def measure_singular_values(model: nn.Module) -> SingularValues:
     Args:
         model: of a family that `connect` knows, connected or not. It is not run.
     """
-    backbone, family = find_backbone(model)
+    backbone, wiring = find_backbone(model)
     matrices: dict[str, list[Tensor]] = {}
-    layers = backbone.get_submodule(family.layers)
+    layers = backbone.get_submodule(wiring.layers)
     for layer in layers:
         for name, parameter in layer.named_parameters():
             if parameter.dim() == 2 and not name.startswith("connections."):

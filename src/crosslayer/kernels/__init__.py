@@ -3,7 +3,7 @@
 The torch references in `ops` are the definition. `ops.dispatch` calls a kernel where it is in use
 and supports the arguments. Rules that hold for every kernel:
 
-- Each op is a `torch.library` op with a fake and an autograd formula, so a compiled model has no
+- Each op is an op of torch with a fake and a hand-written backward, so a compiled model has no
   graph break.
 - All arithmetic is float32, every address is 64-bit.
 - No atomics: where a gradient is summed over tokens, each program writes its partial sum and torch
@@ -14,9 +14,9 @@ and supports the arguments. Rules that hold for every kernel:
   are not specialised: a model of 24 layers compiles ten kernels and not a kernel for each site.
 - The norm of an op's output is fused where a program has a whole row (`NormSpec`).
 
-Shared by all: `launch` (block sizes, number of programs, the launch), `fused_norm` (a norm in a
-kernel), `row_sums` and `sources`. Nothing imports this package, or triton, before `use_kernels`
-does.
+Shared by all: `library_op` (the ops of torch), `launch` (block sizes, number of programs, the
+launch), `fused_norm` (a norm in a kernel), `row_sums` and `sources`. Nothing imports this package,
+or triton, before `use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel

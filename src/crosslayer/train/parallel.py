@@ -153,7 +153,7 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
         mesh: device mesh of the data-parallel ranks.
         half: dtype in which the layers compute; None for that of their parameters.
     """
-    backbone, family = find_backbone(model)
+    backbone, wiring = find_backbone(model)
     layer_policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
     full_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
 
@@ -164,7 +164,7 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
         _shard_together(norms, mesh, norm_policy)
         _shard_together(connections, mesh, full_policy)
 
-    for layer in backbone.get_submodule(family.layers):
+    for layer in backbone.get_submodule(wiring.layers):
         shard_connections(layer.connections, layer_policy)
         if layer.wiring.last_norm:  # The next layer reads through this norm.
             last_norm = layer.get_submodule(layer.wiring.last_norm)
@@ -172,8 +172,8 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
     # embedding, final norm, readout and head compute in the dtype of their parameters, like the
     # stream
-    if family.final is not None:
-        shard_connections([backbone.get_submodule(family.final).connection], full_policy)
+    if wiring.final is not None:
+        shard_connections([backbone.get_submodule(wiring.final).connection], full_policy)
     fully_shard(model, mesh=mesh, mp_policy=full_policy)
     return model
 
@@ -206,8 +206,8 @@ def prepare_model(model: Any, engine: Engine) -> Any:
     if engine.compile == "none":
         return model
     torch.compiler.reset()  # graphs of an arm before count towards the limit below
-    backbone, family = find_backbone(model)
-    layers = backbone.get_submodule(family.layers)
+    backbone, wiring = find_backbone(model)
+    layers = backbone.get_submodule(wiring.layers)
     # each layer of a dense method has a graph of its own, as its state has another number of
     # tensors
     dynamo: Any = torch._dynamo.config

@@ -1,0 +1,125 @@
+"""What a host's backbone becomes when `connect` connects it."""
+
+import inspect
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..connection import Connection
+from .families import ModelWiring
+from .hidden_states import HiddenState, HiddenStateRecorder, StreamUseError, replace_recorded
+from .host_norms import OwnedNorm
+from .layers import ReadoutNorm, make_readout
+
+
+class ConnectedModel:
+    """The backbone, which owns the layers.
+
+    transformers calls its `_init_weights` for parameters that a checkpoint lacks.
+    """
+
+    connection_spec: str  # the connection's name and options
+    wiring: ModelWiring
+    # vLLM lets the host's `__init__` decide whether to compile. It has run before `connect`.
+    do_not_compile = True
+
+    def __init_subclass__(cls) -> None:
+        """Give the class of a connected host the signature of its host, which trainers read."""
+        forward: Any = ConnectedModel.forward
+        copied: Any = FunctionType(
+            forward.__code__, forward.__globals__, "forward", None, forward.__closure__
+        )
+        copied.__signature__ = inspect.signature(vars(cls)["host"].forward)
+        cls.forward = copied  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = getattr(self, "config", None)
+        is_asked = kwargs.get("output_hidden_states")
+        if is_asked is None:  # which some heads pass
+            is_asked = getattr(config, "output_hidden_states", False)
+        if not is_asked:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = config.return_dict
+        recorder = HiddenStateRecorder()
+        try:
+            out = super().forward(  # type: ignore[misc]
+                *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
+            )
+        except StreamUseError as error:
+            raise ValueError(
+                f"output_hidden_states: {type(self).__name__} computes with what it records, and "
+                f"cannot report hidden states while it is connected ({error})"
+            ) from None
+        if out.hidden_states is not None:  # Llama takes a None as False, whatever its config says.
+            out.hidden_states = replace_recorded(self, out, recorder)
+        return out if return_dict else out.to_tuple()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Let a module that replaces the final norm read out too, as SGLang's norms must.
+
+        A wrapper around the norm, like PEFT's, calls it.
+        """
+        readout = vars(self).get("_modules", {}).get(name)
+        super().__setattr__(name, value)
+        if not isinstance(readout, ReadoutNorm) or not isinstance(value, nn.Module):
+            return
+        if all(module is not readout for module in value.modules()):
+            make_readout(value, readout.connection)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Let a host's checkpoint fill the norms that connections own, too."""
+        modules = dict(self.named_modules())  # type: ignore[attr-defined]
+        names = {module: name for name, module in modules.items()}
+        for name, norm in modules.items():
+            if not isinstance(norm, OwnedNorm):
+                continue
+            for key in norm.state_dict():  # type: ignore[attr-defined]
+                host_key = f"{prefix}{names[norm.origin[0]]}.{key}"
+                if host_key in state_dict:
+                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def _deepstack_process(self, hidden: Any, *args: Any) -> Any:
+        """What Qwen3-VL adds to the stream after a layer joins that layer's last write."""
+        add_to_stream = super()._deepstack_process  # type: ignore[misc]
+        if not isinstance(hidden, HiddenState):
+            return add_to_stream(hidden, *args)
+        state = hidden.state._replace(y=add_to_stream(hidden.state.y, *args))
+        return hidden._replace(state=state)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, OwnedNorm):
+            self._init_owned_norm(module)
+        elif isinstance(module, Connection):
+            _reset_missing_parameters(module)
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def _init_owned_norm(self, norm: Any) -> None:
+        """Copy from the host's norm what the checkpoint lacks, if the checkpoint has the host's
+        norm.
+        """
+        host_parameters = dict(norm.origin[0].named_parameters())
+        missing = [name for name, p in norm.named_parameters() if not _is_loaded(p)]
+        if all(_is_loaded(host_parameters[name]) for name in missing):
+            norm.copy_from_host(missing)
+        else:  # The host's norm is not initialised yet: the final norm comes after its submodules.
+            super()._init_weights(norm)  # type: ignore[misc]
+
+
+def _is_loaded(parameter: Tensor) -> bool:
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
+@torch.no_grad()
+def _reset_missing_parameters(connection: Connection[Any]) -> None:
+    """Initialise the connection's parameters but those that transformers has loaded."""
+    parameters = dict(connection.named_parameters(recurse=False))
+    loaded = {name: p.detach().clone() for name, p in parameters.items() if _is_loaded(p)}
+    connection.reset_parameters()
+    for name, value in loaded.items():
+        parameters[name].copy_(value)
