@@ -22,12 +22,25 @@ def block_size(D: int, longest: int = 1 << 30) -> int:
     return min(triton.next_power_of_2(D), longest)
 
 
+def processor_count(like: Tensor) -> int:
+    """The number of processors that run programs side by side."""
+    if not like.is_cuda:
+        return 1
+    return torch.cuda.get_device_properties(like.device).multi_processor_count
+
+
 def program_count(tokens: int, like: Tensor) -> int:
     """How many programs share the tokens where each has a partial sum: enough to fill the GPU."""
-    processors = 1
-    if like.is_cuda:
-        processors = torch.cuda.get_device_properties(like.device).multi_processor_count
-    return min(tokens, 4 * processors)
+    return min(tokens, 4 * processor_count(like))
+
+
+def split_count(programs: int, pieces: int, like: Tensor) -> int:
+    """In how many splits a row of so many pieces is processed, if there are few programs.
+
+    One, if the programs fill the GPU. While tokens are decoded there are few, and each would
+    process one piece after another.
+    """
+    return max(1, min(pieces, processor_count(like) // max(1, programs)))
 
 
 def fits_in_registers(sources: list[Tensor], block: int, rows: int) -> bool:
