@@ -9,9 +9,10 @@ decode        one token with a static cache
 memory        peak activation memory of a training step, stored or recomputed
 arms          every arm of a recipe: a training step, a forward pass, decoding
 machine_code  kernels compiled for a GPU, which need not be here: waits and a model of their speed
+launches      Python's time for a call of each op, which needs no GPU
 
-All but ops and machine_code compare with pre-norm in the same process. Each row is appended to
-OUT/NAME.csv as soon as it is measured.
+All but ops, machine_code and launches compare with pre-norm in the same process. Each row is
+appended to OUT/NAME.csv as soon as it is measured.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from crosslayer.cli.console import (
 )
 from crosslayer.validation import DTYPES
 
-BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms", "machine_code")
+BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms", "machine_code", "launches")
 RESULTS = Path(__file__).parent / "results"
 # columns with the same value in every row; they are in the title of the printed table
 TITLE_COLUMNS = ("device", "threads", "layers", "tokens", "dtype", "cache", "copy GB/s")

@@ -38,6 +38,14 @@ CPU_SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 MACHINE_CODE_SIZES: dict[str, Any] = {**GPU_SIZES, "dims": [2048, 4096]}
+LAUNCH_SIZES: dict[str, Any] = {
+    "layers": 1,
+    "batch": 1,
+    "context": 1,
+    "dims": [2048],
+    "dtype": "bfloat16",
+    "rounds": 500,
+}
 # device -> benchmark -> options that are not given
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "cuda": {
@@ -53,6 +61,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},
         "arms": GPU_SIZES,
         "machine_code": MACHINE_CODE_SIZES,
+        "launches": LAUNCH_SIZES,
     },
     "cpu": {
         "ops": {**CPU_SIZES, "dims": [512]},
@@ -68,6 +77,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "arms": {**CPU_SIZES, "seconds": 5.0},
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},  # on the meta device
         "machine_code": MACHINE_CODE_SIZES,
+        "launches": LAUNCH_SIZES,
     },
 }
 

@@ -42,6 +42,7 @@ OPTIONS = {  # benchmark -> its options besides TOY
     "decode": {**SPECS, "variants": ["eager"]},
     "memory": SPECS,
     "machine_code": {"ops": ["add_norm"]},
+    "launches": {"ops": ["add_norm"]},
     "arms": {"recipe": str(Path(__file__).parent / "toy.yaml")},
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and the compiler
@@ -59,7 +60,12 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.mark.parametrize("name", command_line.BENCHMARKS)
+FAST_BENCHMARKS = [name for name in command_line.BENCHMARKS if name != "launches"]
+
+
+@pytest.mark.parametrize(
+    "name", [*FAST_BENCHMARKS, pytest.param("launches", marks=pytest.mark.slow)]
+)
 def test_every_benchmark_writes_and_prints_its_rows(name, tmp_path, capsys):
     assert command_line.main(command_words(name, tmp_path)) == 0
     rows = read_rows(tmp_path / f"{name}.csv")

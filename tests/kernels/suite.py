@@ -15,7 +15,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch._library.custom_ops import OPDEFS
 
 import crosslayer
 from benchmarks.cases import kernel_ops
@@ -127,7 +126,7 @@ def test_accuracy_of_a_long_row(case):
 def test_accuracy_of_rows_that_programs_share(name, dtype, monkeypatch, launched):
     """As where tokens are decoded. 3 programs do not divide the pieces of a row."""
     monkeypatch.setattr(launch, "split_count", lambda programs, pieces, like: min(3, pieces))
-    assert_accurate(CASES[name], 2, 1000, DTYPES[dtype], DEVICE, 8)
+    assert_accurate(CASES[name], 2, 300, DTYPES[dtype], DEVICE, 8)
     assert "join_splits" in launched
 
 
@@ -156,7 +155,7 @@ def test_library_op(case, monkeypatch):
     for func, args in called.items():
         args = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)
         # The others are called by a Function, or in a backward.
-        if OPDEFS[func.name().removesuffix(".default")]._backward_fn is not None:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutogradCPU"):
             args = torch.utils._pytree.tree_map_only(
                 torch.Tensor, lambda t: t.requires_grad_(), args
             )

@@ -3,7 +3,7 @@
 The torch references in `ops` are the definition. `ops.dispatch` calls a kernel where it is in use
 and supports the arguments. Rules that hold for every kernel:
 
-- Each op is a `torch.library` op with a fake and an autograd formula, so a compiled model has no
+- Each op is an op of torch with a fake and a hand-written backward, so a compiled model has no
   graph break.
 - All arithmetic is float32, every address is 64-bit.
 - No atomics: where a gradient is summed over tokens, each program writes its partial sum and torch
@@ -11,9 +11,10 @@ and supports the arguments. Rules that hold for every kernel:
 - `memory_traffic_bytes` returns the least number of bytes that forward and backward must move.
 - The norm of an op's output is fused where a program has a whole row (`NormSpec`).
 
-Shared by several: `launch` (block sizes, number of programs, the launch), `fused_norm` (a norm in a
-kernel), `products` (float32 products on tensor cores) and `row_splits` (rows that programs share).
-Nothing imports this package, or triton, before `use_kernels` does.
+Shared by all: `library_op` (the ops of torch) and `launch` (block sizes, number of programs, the
+launch). By several: `fused_norm` (a norm in a kernel), `products` (float32 products on tensor
+cores) and `row_splits` (rows that programs share). Nothing imports this package, or triton, before
+`use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel

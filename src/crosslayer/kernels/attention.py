@@ -44,6 +44,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def depth_attention(
@@ -155,7 +156,7 @@ def depth_attention_backward(
         store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
-@torch.library.custom_op("crosslayer::depth_attention", mutates_args=())
+@LibraryOp
 def _depth_attention(
     X: Sequence[Tensor],
     q: Tensor,
@@ -195,7 +196,7 @@ def _empty_outputs(X: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tens
     return X[0].new_empty(X[0].shape), q.new_empty(*lead, L), q.new_empty(*lead, L)
 
 
-@torch.library.custom_op("crosslayer::depth_attention_backward", mutates_args=())
+@LibraryOp
 def _depth_attention_backward(
     dout: Tensor,
     later: Sequence[Tensor | None],
@@ -259,7 +260,7 @@ class _DepthAttention(Function):
         # One *args: see `ops.mix._DepthMix`.
         ctx, q, eps, norm_eps, centred, L, *tensors = args
         X, affine = tensors[:L], tensors[L:]
-        out, z, rstd = torch.ops.crosslayer.depth_attention(X, q, eps, affine, norm_eps, centred)
+        out, z, rstd = _depth_attention(X, q, eps, affine, norm_eps, centred)
         ctx.eps, ctx.norm_eps, ctx.centred, ctx.L = eps, norm_eps, centred, L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
         ctx.save_for_backward(q, z, rstd, *tensors)
@@ -275,7 +276,5 @@ class _DepthAttention(Function):
         X, affine = tensors[: ctx.L], tensors[ctx.L :]
         if dout is None:
             return None, None, None, None, None, *later, *[None] * len(affine)
-        dX, dq, daffine = torch.ops.crosslayer.depth_attention_backward(
-            dout, later, X, q, z, rstd, affine, *options
-        )
+        dX, dq, daffine = _depth_attention_backward(dout, later, X, q, z, rstd, affine, *options)
         return dq, None, None, None, None, *dX, *daffine

@@ -43,6 +43,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def gate_pool(
@@ -57,9 +58,7 @@ def gate_pool(
     """`ops.gate_pool`."""
     beta = beta.float().expand(*y.shape[:-1], len(S))
     score = None if score is None else score.float()
-    gated, h, q, *_ = torch.ops.crosslayer.gate_pool(
-        S, y, beta, pool.float(), score, eps, *norm_arguments(norm)
-    )
+    gated, h, q, *_ = _gate_pool(S, y, beta, pool.float(), score, eps, *norm_arguments(norm))
     return tuple(gated), h, None if score is None else q
 
 
@@ -199,7 +198,7 @@ def gate_pool_backward(
         store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
-@torch.library.custom_op("crosslayer::gate_pool", mutates_args=())
+@LibraryOp
 def _gate_pool(
     S: Sequence[Tensor],
     y: Tensor,
@@ -249,7 +248,7 @@ def _(
     return out, h, q, beta.new_empty(beta.shape), beta.new_empty(beta.shape)
 
 
-@torch.library.custom_op("crosslayer::gate_pool_backward", mutates_args=())
+@LibraryOp
 def _gate_pool_backward(
     dout: Sequence[Tensor],
     dh: Tensor,
@@ -348,7 +347,7 @@ def _backward(ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any) -> 
     if torch.is_grad_enabled():  # create_graph
         inputs = (S, y, beta, pool, score, ctx.eps, affine, *ctx.norm_options)
         return definition_gradients(_define, inputs, *dout, dh, *([dq] if ctx.scored else []))
-    dS, dy, dbeta, dpool, dscore, daffine = torch.ops.crosslayer.gate_pool_backward(
+    dS, dy, dbeta, dpool, dscore, daffine = _gate_pool_backward(
         dout, dh, dq, S, y, beta, pool, score, q, z, rstd, affine, *ctx.norm_options
     )
     return dS, dy, dbeta, dpool, dscore if ctx.scored else None, None, daffine, None, None

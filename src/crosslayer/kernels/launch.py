@@ -1,13 +1,16 @@
 """How kernels are launched: block sizes, numbers of programs and of warps, the launch itself."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 # The longest piece of a row that a kernel without a sum over D processes at once.
 MAX_ROW_BLOCK = 4096
+# What triton compiled, by the kernel and everything that it was compiled for.
+_compiled_kernels: dict[tuple[Any, ...], Any] = {}
 # Bytes of rows that one program may keep in registers: measured to compile with hardly a spill.
 REGISTER_BYTES = 160 * 1024
 
@@ -19,14 +22,17 @@ def token_count(x: Tensor) -> int:
 
 def block_size(D: int, longest: int = 1 << 30) -> int:
     """Elements of a row that a program processes at once: all of them, but at most `longest`."""
-    return min(triton.next_power_of_2(D), longest)
+    return min(_next_power_of_2(D), longest)
+
+
+def _next_power_of_2(n: int) -> int:
+    # triton's takes as long as a launch. A compiler may have a symbol for n.
+    return 1 << (int(n) - 1).bit_length()
 
 
 def processor_count(like: Tensor) -> int:
     """The number of processors that run programs side by side."""
-    if not like.is_cuda:
-        return 1
-    return torch.cuda.get_device_properties(like.device).multi_processor_count
+    return _processors_of_device(like.get_device()) if like.is_cuda else 1
 
 
 def program_count(tokens: int, like: Tensor) -> int:
@@ -43,6 +49,11 @@ def split_count(programs: int, pieces: int, like: Tensor) -> int:
     return max(1, min(pieces, processor_count(like) // max(1, programs)))
 
 
+@functools.cache
+def _processors_of_device(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def fits_in_registers(sources: list[Tensor], block: int, rows: int) -> bool:
     """Whether a program can keep a token's sources in registers between two passes.
 
@@ -56,7 +67,7 @@ def fits_in_registers(sources: list[Tensor], block: int, rows: int) -> bool:
 
 def warp_count(elements: int) -> int:
     """Warps of a program with this number of elements in registers: 16 elements a thread."""
-    return max(1, min(16, triton.next_power_of_2(elements) // 512))
+    return max(1, min(16, _next_power_of_2(elements) // 512))
 
 
 def empty_partial_sums(like: Tensor, *shape: int) -> Tensor:
@@ -77,13 +88,59 @@ def launch_kernel(
     num_stages: int = 3,
     **constants: Any,
 ) -> None:
-    """Run a kernel on the device of its first tensor; do nothing where there are no tokens."""
+    """Run a kernel on the device of its first tensor; do nothing where there are no tokens.
+
+    Args:
+        kernel: a triton function.
+        grid: the number of programs along one or two axes.
+        args: what the kernel takes: tensors, numbers, None, and lists of tensors and None.
+        num_warps: of each program.
+        num_stages: of a pipelined loop.
+        constants: the kernel's compile-time constants, in its order.
+    """
     if 0 in grid:
         return
-    args = tuple(tuple(a) if isinstance(a, list) else a for a in args)
-    first = args[0][0] if isinstance(args[0], tuple) else args[0]
-    with torch.cuda.device_of(first):
-        # The default of enable_fp_fusion, written out because triton 3.9 warns where it is not.
-        kernel[grid](
-            *args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
-        )
+    first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+    device = first.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch_kernel(
+                kernel, grid, *args, num_warps=num_warps, num_stages=num_stages, **constants
+            )
+        return
+    # triton takes longer to find a compiled kernel than to launch it, so it is asked once.
+    types: list[Any] = [id(kernel), device, num_warps, num_stages, *constants.values()]
+    addresses = _describe_arguments(args, types)
+    key = tuple(types)
+    compiled = _compiled_kernels.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*addresses, *constants.values())
+        return
+    # The default of enable_fp_fusion, written out because triton 3.9 warns where it is not.
+    compiled = kernel[grid](
+        *[tuple(a) if isinstance(a, list) else a for a in args],
+        **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    # Its interpreter compiles nothing. On AMD it also looks at the size of a tensor's memory.
+    if compiled is not None and torch.version.hip is None:
+        _compiled_kernels[key] = compiled
+
+
+def _describe_arguments(args: Sequence[Any], types: list[Any]) -> list[Any]:
+    """The arguments with addresses for tensors. Appends to `types` what triton compiles for."""
+    values: list[Any] = []
+    for a in args:
+        if isinstance(a, Tensor):
+            address = a.data_ptr()
+            values.append(address)
+            types.append((a.dtype, a.get_device(), address % 16 == 0))
+        elif a is None or isinstance(a, float):
+            values.append(a)
+            types.append(type(a))
+        elif isinstance(a, int):
+            values.append(a)
+            types.append((a == 1, a % 16 == 0, a >= 2**31))
+        else:
+            types.append((len(a),))
+            values.append(tuple(_describe_arguments(a, types)))
+    return values

@@ -37,6 +37,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def depth_mix(
@@ -231,7 +232,7 @@ def _of_every_mixture(
     return placed
 
 
-@torch.library.custom_op("crosslayer::depth_mix", mutates_args=())
+@LibraryOp
 def _depth_mix(
     X: Sequence[Tensor],
     w: Tensor,
@@ -270,7 +271,7 @@ def _(
     return [X[0].new_empty(X[0].shape) for _ in (*plain, *ways)]
 
 
-@torch.library.custom_op("crosslayer::depth_mix_backward", mutates_args=())
+@LibraryOp
 def _depth_mix_backward(
     dout: Sequence[Tensor | None],
     later: Sequence[Tensor | None],
@@ -348,7 +349,7 @@ class _DepthMix(Function):
         # One *args: see `ops.mix._DepthMix`.
         ctx, w, plain, ways, eps, centred, L, *tensors = args
         X, affine = tensors[:L], tensors[L:]
-        out = torch.ops.crosslayer.depth_mix(X, w, affine, plain, ways, eps, centred)
+        out = _depth_mix(X, w, affine, plain, ways, eps, centred)
         ctx.options, ctx.L = (plain, ways, eps, centred), L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
         ctx.save_for_backward(w, *tensors)
@@ -363,7 +364,5 @@ class _DepthMix(Function):
             return dw, None, None, *others  # for a tuple of numbers it returns a tuple
         dout, later = gradients[: -ctx.L], gradients[-ctx.L :]
         X, affine = tensors[: ctx.L], tensors[ctx.L :]
-        dX, dw, daffine = torch.ops.crosslayer.depth_mix_backward(
-            dout, later, X, w, affine, *ctx.options
-        )
+        dX, dw, daffine = _depth_mix_backward(dout, later, X, w, affine, *ctx.options)
         return dw, None, None, None, None, None, *dX, *daffine

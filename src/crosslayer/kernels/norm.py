@@ -27,6 +27,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple
     if y is None or norm is None or y.dtype != h.dtype:
         h = add_write(h, y)
         return h, apply_norm(h, norm)
-    return torch.ops.crosslayer.add_norm(h, y, *norm_arguments(norm))
+    return _add_norm(h, y, *norm_arguments(norm))
 
 
 def memory_traffic_bytes(N: int, D: int, size: int, parameters: int) -> tuple[int, int]:
@@ -88,7 +89,7 @@ def add_norm_backward(
     store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
-@torch.library.custom_op("crosslayer::add_norm", mutates_args=())
+@LibraryOp
 def _add_norm(
     h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ def _(
     return h.new_empty(h.shape), h.new_empty(h.shape)
 
 
-@torch.library.custom_op("crosslayer::add_norm_backward", mutates_args=())
+@LibraryOp
 def _add_norm_backward(
     dnew: Tensor, dout: Tensor, new: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, list[Tensor]]:
@@ -156,7 +157,7 @@ def _backward(ctx: Any, dnew: Tensor, dout: Tensor) -> tuple[Any, ...]:
         dh, daffine, *_ = definition_gradients(_define_norm, inputs, dout)
         dh = dh + dnew
         return dh, dh, daffine, None, None
-    dh, daffine = torch.ops.crosslayer.add_norm_backward(dnew, dout, new, affine, *ctx.norm_options)
+    dh, daffine = _add_norm_backward(dnew, dout, new, affine, *ctx.norm_options)
     return dh, dh, daffine, None, None
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..ops.project import differentiable_backward
 from . import launch
+from .library_op import LibraryOp
 from .products import multiply_parts, padded_columns, split_parts, weight_bytes, weight_operand
 from .row_splits import empty_sums, launch_join, split_rows
 
@@ -43,7 +44,7 @@ def write_norm_project(
 ) -> tuple[Tensor, Tensor]:
     """`ops.write_norm_project`."""
     beta = None if beta is None else beta.float().expand(H.shape[:-1])
-    H, z, *_ = torch.ops.crosslayer.write_norm_project(H, Y, beta, W.float(), eps, centred)
+    H, z, *_ = _write_norm_project(H, Y, beta, W.float(), eps, centred)
     return H, z
 
 
@@ -261,7 +262,7 @@ def _tile_sizes(
     }  # fmt: skip
 
 
-@torch.library.custom_op("crosslayer::write_norm_project", mutates_args=())
+@LibraryOp
 def _write_norm_project(
     H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -304,7 +305,7 @@ def _(
     return _empty_outputs(H, W, centred)
 
 
-@torch.library.custom_op("crosslayer::write_norm_project_backward", mutates_args=())
+@LibraryOp
 def _write_norm_project_backward(
     dnew: Tensor,
     dz: Tensor,
@@ -384,9 +385,7 @@ def _backward(ctx: Any, dnew: Tensor, dz: Tensor, *_: Any) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # create_graph
         new, Y, beta, W, *_ = ctx.saved_tensors
         return differentiable_backward(ctx, new, Y, beta, W, dnew, dz)
-    dH, dY, dbeta, dW = torch.ops.crosslayer.write_norm_project_backward(
-        dnew, dz, *ctx.saved_tensors
-    )
+    dH, dY, dbeta, dW = _write_norm_project_backward(dnew, dz, *ctx.saved_tensors)
     pending = ctx.saved_tensors[1] is not None
     return dH, dY if pending else None, dbeta if pending else None, dW, None, None
 

@@ -25,6 +25,7 @@ from ..norms import NormSpec, apply_norm
 from ..ops.dispatch import reference_of
 from ..ops.manual_backward import definition_gradients
 from . import launch
+from .library_op import LibraryOp
 from .products import (
     multiply_parts,
     padded_columns,
@@ -49,9 +50,7 @@ def single_pass_connection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.single_pass_connection`."""
     res = None if res is None else res.float()
-    x, H, z, _ = torch.ops.crosslayer.single_pass_connection(
-        H, y, beta.float(), res, pre.float(), W.float(), eps
-    )
+    x, H, z, _ = _single_pass_connection(H, y, beta.float(), res, pre.float(), W.float(), eps)
     return apply_norm(x, norm), H, z
 
 
@@ -266,7 +265,7 @@ def _tile_sizes(H: Tensor, K: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-@torch.library.custom_op("crosslayer::single_pass_connection", mutates_args=())
+@LibraryOp
 def _single_pass_connection(
     H: Tensor, y: Tensor, beta: Tensor, res: Tensor | None, pre: Tensor, W: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -302,7 +301,7 @@ def _(
     return _empty_outputs(H, W)
 
 
-@torch.library.custom_op("crosslayer::single_pass_connection_backward", mutates_args=())
+@LibraryOp
 def _single_pass_connection_backward(
     dx: Tensor,
     dnew: Tensor,
@@ -376,9 +375,7 @@ def _backward(ctx: Any, dx: Tensor, dnew: Tensor, dz: Tensor, _: Any) -> tuple[A
     if torch.is_grad_enabled():  # create_graph
         definition = reference_of(ops.single_pass_connection)
         return definition_gradients(definition, (*tensors, ctx.eps), dx, dnew, dz)
-    dH, dy, sums, dW = torch.ops.crosslayer.single_pass_connection_backward(
-        dx, dnew, dz, *tensors, new, z, rstd
-    )
+    dH, dy, sums, dW = _single_pass_connection_backward(dx, dnew, dz, *tensors, new, z, rstd)
     dbeta, dpre = sums[0].movedim(0, -1), sums[1].movedim(0, -1)
     dres = sums[2:].movedim((0, 1), (-2, -1)) if len(sums) > 2 else None
     return dH, dy, dbeta, dres, dpre, dW, None

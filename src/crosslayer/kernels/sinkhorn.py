@@ -19,13 +19,14 @@ from .. import ops
 from ..ops.dispatch import reference_of
 from ..ops.manual_backward import definition_gradients
 from . import launch
+from .library_op import LibraryOp
 
 ROUNDS_IN_REGISTERS = 4  # rounds of which the backward keeps the matrices at once
 
 
 def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
     """`ops.sinkhorn`."""
-    return torch.ops.crosslayer.sinkhorn(logits, rounds, eps)
+    return _sinkhorn(logits, rounds, eps)
 
 
 def memory_traffic_bytes(N: int, n: int, size: int = 4) -> tuple[int, int]:
@@ -116,7 +117,7 @@ def _tile_sizes(n: int) -> tuple[int, int]:
     return max(1, 1024 // side**2), side
 
 
-@torch.library.custom_op("crosslayer::sinkhorn", mutates_args=())
+@LibraryOp
 def _sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
     logits = logits.contiguous()
     out = torch.empty_like(logits)
@@ -135,7 +136,7 @@ def _(logits: Tensor, rounds: int, eps: float) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@torch.library.custom_op("crosslayer::sinkhorn_backward", mutates_args=())
+@LibraryOp
 def _sinkhorn_backward(dout: Tensor, logits: Tensor, rounds: int, eps: float) -> Tensor:
     logits, dout = logits.contiguous(), dout.contiguous()
     dz = torch.empty_like(logits)
@@ -164,7 +165,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # create_graph
         inputs = (*ctx.saved_tensors, ctx.rounds, ctx.eps)
         return definition_gradients(reference_of(ops.sinkhorn), inputs, dout)
-    dlogits = torch.ops.crosslayer.sinkhorn_backward(dout, *ctx.saved_tensors, ctx.rounds, ctx.eps)
+    dlogits = _sinkhorn_backward(dout, *ctx.saved_tensors, ctx.rounds, ctx.eps)
     return dlogits, None, None
 
 

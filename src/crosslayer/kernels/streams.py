@@ -35,6 +35,7 @@ from .fused_norm import (
     store_affine_gradients,
     weight_and_bias,
 )
+from .library_op import LibraryOp
 
 
 def width_connection(
@@ -46,7 +47,7 @@ def width_connection(
     pre = pre.float().expand(*lead, n)
     res = res.float().expand(*lead, n, n)
     fused_norm = norm_arguments(norm if can_fuse else None)
-    x, H = torch.ops.crosslayer.width_connection(H, pre, res, *fused_norm)
+    x, H = _width_connection(H, pre, res, *fused_norm)
     return apply_norm(x, None if can_fuse else norm), H
 
 
@@ -141,7 +142,7 @@ def _program_count(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
     return launch.program_count(N, like) if affine else N
 
 
-@torch.library.custom_op("crosslayer::width_connection", mutates_args=())
+@LibraryOp
 def _width_connection(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,7 @@ def _(
     return H.new_empty(*H.shape[:-2], H.shape[-1]), H.new_empty(H.shape)
 
 
-@torch.library.custom_op("crosslayer::width_connection_backward", mutates_args=())
+@LibraryOp
 def _width_connection_backward(
     dx: Tensor,
     dout: Tensor,
@@ -230,9 +231,7 @@ def _backward(ctx: Any, dx: Tensor, dout: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # create_graph
         inputs = (H, pre, res, affine, *ctx.norm_options)
         return definition_gradients(_define, inputs, dx, dout)
-    gradients = torch.ops.crosslayer.width_connection_backward(
-        dx, dout, H, pre, res, affine, *ctx.norm_options
-    )
+    gradients = _width_connection_backward(dx, dout, H, pre, res, affine, *ctx.norm_options)
     return *gradients, None, None
 
 

@@ -31,8 +31,21 @@ class DefinedFunction(Protocol):
     def definition(*args: Any) -> Any:
         """What `apply` returns, in plain torch."""
 
+    @staticmethod
+    def forward(*args: Any) -> Any: ...
+
     @classmethod
     def apply(cls, *args: Any) -> Any: ...
+
+
+class _NoBackward:
+    """The context of a forward without a backward: it saves nothing."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
 
 
 def is_transformed() -> bool:
@@ -46,6 +59,8 @@ def run_function(function: type[DefinedFunction], *args: Any) -> Any:
     """`function.apply`, or its definition where autograd must see plain torch."""
     if is_transformed():
         return function.definition(*args)
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return function.forward(_NoBackward(), *args)  # `apply` takes longer
     # With dynamic shapes a float is an input of the graph in which dynamo first meets it. Met
     # within a Function, it would be one of the Function's graph alone (torch 2.13).
     numbers = [float(x) if isinstance(x, float) else x for x in args]

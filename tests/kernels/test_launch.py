@@ -1,0 +1,187 @@
+"""How Python reaches a kernel: operations of torch, and what is cached of a launch."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from crosslayer.kernels import launch  # noqa: E402
+from crosslayer.kernels.library_op import LibraryOp  # noqa: E402
+
+
+@LibraryOp
+def _test_scale_rows(
+    rows: Sequence[Tensor], scale: Tensor | None, factor: float
+) -> tuple[list[Tensor], Tensor]:
+    """What the ops have among them: lists, None, numbers, several outputs."""
+    scale = rows[0].new_ones(()) if scale is None else scale
+    scaled = [factor * scale * x for x in rows]
+    return scaled, torch.stack(scaled).sum(0)
+
+
+@_test_scale_rows.register_fake
+def _(rows, scale, factor):
+    return [x.new_empty(x.shape) for x in rows], rows[0].new_empty(rows[0].shape)
+
+
+def _save(ctx, inputs, output):
+    rows, scale, ctx.factor = inputs
+    ctx.save_for_backward(scale, *rows)
+
+
+def _backward(ctx, dscaled, dsum):
+    scale, *rows = ctx.saved_tensors
+    dscaled = [ctx.factor * (d + dsum) for d in dscaled]
+    if scale is None:
+        return dscaled, None, None
+    dscale = sum((d * x).sum() for d, x in zip(dscaled, rows, strict=True))
+    return [scale * d for d in dscaled], dscale, None
+
+
+_test_scale_rows.register_autograd(_backward, _save)
+scale_rows = torch.ops.crosslayer.test_scale_rows
+
+
+def rows_and_scale(requires_grad: bool) -> tuple[list[Tensor], Tensor]:
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 3), (2, 3), ())]
+    *rows, scale = [x.requires_grad_(requires_grad) for x in tensors]
+    return rows, scale
+
+
+def test_library_op_differentiates_lists():
+    rows, scale = rows_and_scale(requires_grad=True)
+
+    def call(*tensors):
+        scaled, total = scale_rows(tensors[:2], tensors[2] if len(tensors) > 2 else None, 0.5)
+        assert isinstance(scaled, list) and len(scaled) == 2
+        return *scaled, total
+
+    assert torch.autograd.gradcheck(call, (*rows, scale))
+    assert torch.autograd.gradcheck(call, tuple(rows))
+    torch.testing.assert_close(call(*rows)[2], 0.5 * (rows[0] + rows[1]))
+
+
+def test_library_op_without_gradients():
+    rows, scale = rows_and_scale(requires_grad=True)
+    with torch.no_grad():
+        scaled, total = scale_rows(rows, scale, 2.0)
+    assert not total.requires_grad and not any(x.requires_grad for x in scaled)
+    with torch.inference_mode():
+        assert torch.equal(scale_rows(rows, scale, 2.0)[1], total)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_library_op_passes_torchs_checks(requires_grad):
+    torch.library.opcheck(scale_rows.default, (*rows_and_scale(requires_grad), 0.5))
+
+
+def test_library_op_is_one_node_of_a_compiled_graph():
+    rows, scale = rows_and_scale(requires_grad=True)
+    nodes = []
+
+    def count_nodes(module, inputs):
+        nodes.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    def call(*rows):
+        return scale_rows(rows, scale, 3.0)[1]
+
+    compiled = torch.compile(call, fullgraph=True, backend=count_nodes)
+    (gradient,) = torch.autograd.grad(compiled(*rows).sum(), scale)
+    (expected,) = torch.autograd.grad(call(*rows).sum(), scale)
+    assert torch.equal(gradient, expected)
+    assert nodes.count(scale_rows) + nodes.count(scale_rows.default) == 1
+
+
+def test_library_op_is_not_compiled_where_a_graph_breaks():
+    """Its function launches a kernel, which a compiler must not look into."""
+    compiled_frames = []
+
+    def record(module, inputs):
+        compiled_frames.append(module)
+        return module
+
+    rows, scale = rows_and_scale(requires_grad=True)
+    frame = torch._dynamo.optimize(record)(lambda: call_op(rows, scale))
+
+    @torch.compiler.disable(recursive=False)
+    def call_op(rows, scale):
+        return scale_rows(rows, scale, 3.0)
+
+    frame()
+    assert not compiled_frames
+
+
+class FakeKernel:
+    """Records the launches of a triton function, and what was compiled for them."""
+
+    def __init__(self):
+        self.compiled_for = []
+        self.launched = []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*args, num_warps, num_stages, enable_fp_fusion, **constants):
+            self.compiled_for.append((args, constants, num_warps))
+            return FakeCompiled(self)
+
+        return compile_and_launch
+
+
+class FakeCompiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.launched.append((grid, args))
+
+
+def test_a_kernel_is_compiled_once_for_arguments_of_the_same_types():
+    kernel = FakeKernel()
+    x, y = torch.zeros(4, 16), torch.zeros(4, 16)
+    for first, rows, eps in ((x, [x, None], 1e-6), (y, [x, None], 1e-5)):
+        launch.launch_kernel(kernel, (4,), first, rows, 7, eps, n=2, num_warps=4)
+    assert [args for args, _, _ in kernel.compiled_for] == [(x, (x, None), 7, 1e-6)]
+    assert kernel.launched == [((4, 1, 1), (y.data_ptr(), (x.data_ptr(), None), 7, 1e-5, 2))]
+    others = [
+        ((x.bfloat16(), [x, None], 7, 1e-6), {"n": 2, "num_warps": 4}),
+        ((x.view(-1)[1:], [x, None], 7, 1e-6), {"n": 2, "num_warps": 4}),
+        ((x, [x], 7, 1e-6), {"n": 2, "num_warps": 4}),
+        ((x, [x, x], 7, 1e-6), {"n": 2, "num_warps": 4}),
+        ((x, [x, None], 16, 1e-6), {"n": 2, "num_warps": 4}),
+        ((x, [x, None], 7, 1e-6), {"n": 3, "num_warps": 4}),
+        ((x, [x, None], 7, 1e-6), {"n": 2, "num_warps": 8}),
+    ]
+    for args, options in others:
+        launch.launch_kernel(kernel, (4,), *args, **options)
+    assert len(kernel.compiled_for) == 1 + len(others) and len(kernel.launched) == 1
+    launch.launch_kernel(kernel, (0,), x, [x, None], 7, 1e-6, n=2, num_warps=4)
+    assert len(kernel.launched) == 1
+
+
+def test_what_triton_compiles_apart_is_told_apart():
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    x = torch.zeros(64)
+    values = [
+        *(0, 1, 2, 15, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40),
+        *(0.0, 1.0, None, x, x[1:], x[4:], x.bfloat16(), x.half(), x.long()),
+        *((x, None), (None, x), (x, x), (x,), (), (x[1:], x)),
+    ]
+
+    def triton_type(value):
+        return str(native_specialize_impl(CUDABackend, value, False, True, True))
+
+    def our_type(value):
+        types = []
+        launch._describe_arguments([value], types)
+        return types
+
+    for a, b in itertools.combinations(values, 2):
+        if triton_type(a) != triton_type(b):
+            assert our_type(a) != our_type(b), (a, b)
