@@ -50,20 +50,19 @@ def depth_mix(
         w = w.expand(*X[0].shape[:-1], *w.shape[-2:])
     if outputs is None:
         outputs = tuple((c, None) for c in range(w.shape[-2]))
-    fused = [(c, norm) for c, norm in outputs if norm is not None]
-    if not _can_fuse(X[0].shape[-1], w.shape[-2], [norm for _, norm in fused]):
-        fused = []
+    norms = [norm for _, norm in outputs if norm is not None]
+    fuses = _can_fuse(X[0].shape[-1], w.shape[-2], norms)
+    ways = tuple(c for c, norm in outputs if fuses and norm is not None)
+    _, eps, centred = norm_arguments(norms[0] if fuses else None)
+    affine = [parameter for norm in norms if fuses for parameter in norm_arguments(norm)[0]]
     # The mixtures that the kernel stores.
-    plain = tuple(dict.fromkeys(c for c, norm in outputs if norm is None or not fused))
-    _, eps, centred = norm_arguments(fused[0][1] if fused else None)
-    affine = [parameter for _, norm in fused for parameter in norm_arguments(norm)[0]]
-    ways = tuple(c for c, _ in fused)
+    plain = tuple(dict.fromkeys(c for c, norm in outputs if norm is None or not fuses))
     results = run_function(_DepthMix, w.float(), plain, ways, eps, centred, len(X), *X, *affine)
     mixed = dict(zip(plain, results, strict=False))
     normed = iter(results[len(plain) :])
     returned = []
     for c, norm in outputs:
-        is_fused = norm is not None and bool(fused)
+        is_fused = fuses and norm is not None
         returned.append(next(normed) if is_fused else apply_norm(mixed[c], norm))
     return tuple(returned), pass_sources_on(X, results[-len(X) :])
 
