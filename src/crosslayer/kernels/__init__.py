@@ -14,9 +14,10 @@ and supports the arguments. Rules that hold for every kernel:
   are not specialised: a model of 24 layers compiles ten kernels and not a kernel for each site.
 - The norm of an op's output is fused where a program has a whole row (`NormSpec`).
 
-Shared by all: `library_op` (the ops of torch), `launch` (block sizes, number of programs, the
-launch), `fused_norm` (a norm in a kernel), `row_sums` and `sources`. Nothing imports this package,
-or triton, before `use_kernels` does.
+Shared by all: `library_op` (the ops of torch) and `launch` (block sizes, number of programs, the
+launch). By several: `fused_norm` (a norm in a kernel), `row_sums` (sums over rows), `sources` (what
+an op over depth reads), `products` (float32 products on tensor cores) and `row_splits` (rows that
+programs share). Nothing imports this package, or triton, before `use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel
@@ -26,6 +27,7 @@ from .gate import gate_pool
 from .mix import depth_mix
 from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
+from .single_pass import fits_program_and_dtype, single_pass_connection
 from .sinkhorn import sinkhorn
 from .streams import width_connection
 
@@ -33,6 +35,7 @@ register_kernel("add_norm", add_norm)
 register_kernel("depth_attention", depth_attention)
 register_kernel("depth_mix", depth_mix)
 register_kernel("gate_pool", gate_pool)
+register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)
 register_kernel("width_connection", width_connection)
 register_kernel("write_norm_project", write_norm_project, supports=columns_fit_program)
