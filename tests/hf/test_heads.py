@@ -1,6 +1,7 @@
 """Encoders, heads and post-norm hosts: what a connected model of each kind computes and keeps."""
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -161,6 +162,16 @@ def test_hidden_states_that_the_config_asks_for(host):
     backbones = plain.base_model, model.base_model
     without, connected_without = (b(ids(), output_hidden_states=None) for b in backbones)
     assert (without.hidden_states is None) == (connected_without.hidden_states is None)
+
+
+def test_hidden_states_that_are_asked_for_by_position():
+    plain, _ = build_head("deberta", "SequenceClassification")
+    model = connect_as_it_is(plain)
+    arguments = (ids(), *[None] * 5, True)
+    names = list(inspect.signature(plain.base_model.forward).parameters)
+    assert names.index("output_hidden_states") == len(arguments) - 1
+    expected = plain.base_model(*arguments).hidden_states
+    assert all(map(torch.equal, model.base_model(*arguments).hidden_states, expected))
 
 
 @pytest.mark.slow

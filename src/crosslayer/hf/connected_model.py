@@ -22,6 +22,7 @@ class ConnectedModel:
 
     connection_spec: str  # the connection's name and options
     wiring: ModelWiring
+    argument_names: tuple[str, ...]  # of the host's forward
     # vLLM lets the host's `__init__` decide whether to compile. It has run before `connect`.
     do_not_compile = True
 
@@ -31,11 +32,14 @@ class ConnectedModel:
         copied: Any = FunctionType(
             forward.__code__, forward.__globals__, "forward", None, forward.__closure__
         )
-        copied.__signature__ = inspect.signature(vars(cls)["host"].forward)
+        signature = copied.__signature__ = inspect.signature(vars(cls)["host"].forward)
         cls.forward = copied  # type: ignore[method-assign]
+        cls.argument_names = tuple(signature.parameters)[1:]  # without self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
+        kwargs |= zip(self.argument_names, args, strict=False)
+        args = args[len(self.argument_names) :]  # too many, which the host's forward tells
         is_asked = kwargs.get("output_hidden_states")
         if is_asked is None:  # which some heads pass
             is_asked = getattr(config, "output_hidden_states", False)
