@@ -185,6 +185,32 @@ def project_case(
     )
 
 
+def single_pass_case(n: int, K: int, mixes: bool = True, parameters: int = 0) -> Case:
+    """`single_pass_connection` of n streams to K columns, and a norm of 0, 1 or 2 parameters.
+
+    Args:
+        n: the number of streams.
+        K: the number of columns.
+        mixes: the pending mixture of streams is a matrix; else the identity.
+        parameters: tensors of the norm.
+    """
+    coefficients = [(0, n), (0, n), (0, n, n)][: 2 + mixes]
+
+    def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        W, beta, pre = weights[:3]
+        res = weights[3] if mixes else None
+        norm = _norm_spec(weights[3 + mixes :])
+        return op.single_pass_connection(*rows, beta, res, pre, W, EPS, norm)
+
+    return Case(
+        "single_pass",
+        run,
+        lambda D: [(n, D), (D,)],
+        lambda D: [(n * D, K), *coefficients, *[(D,)] * parameters],
+        lambda N, D, size: (N, D, n, K, size, mixes),
+    )
+
+
 def sinkhorn_case(n: int, rounds: int) -> Case:
     return Case(
         "sinkhorn",
@@ -245,6 +271,7 @@ OPS = {
     "write_norm_project joint": Op(lambda n: project_case(n, n * n + 2 * n, joint=True), STREAMS),
     "width_connection": Op(width_connection_case, STREAMS),
     "width_connection normed": Op(lambda n: width_connection_case(n, parameters=1), STREAMS),
+    "single_pass_connection": Op(lambda n: single_pass_case(n, n * n + 2 * n), STREAMS),
     "gate_pool": Op(lambda n: gate_case(n, True), STREAMS),
     "gate_pool normed": Op(lambda n: gate_case(n, True, 1), STREAMS),
     "sinkhorn": Op(lambda n: sinkhorn_case(n, 20), STREAMS),

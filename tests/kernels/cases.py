@@ -6,6 +6,7 @@ from benchmarks.cases import (
     mix_case,
     norm_case,
     project_case,
+    single_pass_case,
     sinkhorn_case,
     width_connection_case,
 )
@@ -41,6 +42,10 @@ CASES = {
     "project-2-first": project_case(2, 8, joint=True, pending=0),
     "project-6-joint": project_case(6, 48, joint=True),
     "project-16-each": project_case(16, 18, centred=True),
+    "single-pass-2": single_pass_case(2, 8),
+    "single-pass-3-rms": single_pass_case(3, 15, parameters=1),
+    "single-pass-4": single_pass_case(4, 24),
+    "single-pass-4-identity": single_pass_case(4, 8, mixes=False),
     "sinkhorn-2": sinkhorn_case(2, 3),
     "sinkhorn-3": sinkhorn_case(3, 6),
     "sinkhorn-4": sinkhorn_case(4, 20),
@@ -64,6 +69,8 @@ PATHS = (
     "sinkhorn-4",
     "project-2-each",
     "project-3-joint",
+    "single-pass-2",
+    "single-pass-4-identity",
     "norm-rms",
     "norm-layer",
 )
@@ -74,6 +81,7 @@ FAST = (
     "attention-2-layer",
     "streams-2",
     "project-2-each",
+    "single-pass-2",
     "sinkhorn-2",
     "norm-rms",
 )

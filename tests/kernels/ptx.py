@@ -5,6 +5,7 @@ python ptx.py <compute capability> [case …]
 Prints a line for each kernel: name, warps, bytes of shared memory.
 """
 
+import re
 import sys
 import warnings
 
@@ -17,6 +18,30 @@ from tests.kernels.cases import CASES
 SHARED_MEMORY = 99 * 1024
 
 
+# In triton's intermediate code: what a value is computed from, for a product its accumulator.
+SOURCES = (
+    r"(%\w+)\S* = (?:tt\.dot|ttng\.warp_group_dot) \S+, \S+, (%\w+)",
+    r"(%\w+)\S* = (?:ttg\.convert_layout|ttng\.warp_group_dot_wait) (%\w+)",
+)
+
+
+def assert_sums_added_outside(ttgir: str) -> None:
+    """Assert that no product on tensor cores has the accumulator of a loop.
+
+    A tensor core truncates as it adds, so the error of such a sum grows with the loop's length.
+    """
+    carried = set()
+    for arguments in re.findall(r"iter_args\((.*?)\) ->", ttgir):
+        carried.update(re.findall(r"(%\w+) = ", arguments))
+    products = dict(re.findall(SOURCES[0], ttgir))
+    sources = products | dict(re.findall(SOURCES[1], ttgir))
+    for product in products:
+        value = product
+        while value in sources:
+            value = sources[value]
+        assert value not in carried, f"{product} is added to {value}, which a loop carries"
+
+
 def compile_for(capability: int, names: list[str]) -> None:
     """Compile the kernels of the named cases, with bf16 streams of width 4096."""
     for name in names:
@@ -25,6 +50,7 @@ def compile_for(capability: int, names: list[str]) -> None:
         for kernel in kernels:
             shared = kernel.binary.metadata.shared
             assert f".target sm_{capability}" in kernel.binary.asm["ptx"]
+            assert_sums_added_outside(kernel.binary.asm["ttgir"])
             assert shared <= SHARED_MEMORY, f"{kernel.name}: {shared} bytes of shared memory"
             print(kernel.name, kernel.num_warps, shared, flush=True)
 

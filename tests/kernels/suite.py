@@ -31,7 +31,7 @@ from tests.support.tiny import shake
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# The ops of which connections launch kernels.
+# The kernels that connections launch, without "_forward" and "_backward".
 LAUNCHED = {
     "denseformer": {"depth_mix"},
     "mudd": {"depth_mix"},
@@ -42,8 +42,9 @@ LAUNCHED = {
     "frac": {"write_norm_project"},
     "mhc(streams=2, iterations=3)": {"write_norm_project", "width_connection", "sinkhorn"},
     "mhc(streams=2, single_pass=True, iterations=2)": {
-        "write_norm_project",
-        "width_connection",
+        "write_norm_project",  # of the first site
+        "single_pass_connection",
+        "sum_weight_gradient",
         "sinkhorn",
     },
     "mhc_lite(streams=2)": {"write_norm_project", "width_connection"},
@@ -116,6 +117,17 @@ def test_accuracy(case, shape, dtype):
 @all_paths
 def test_accuracy_of_a_long_row(case):
     assert_accurate(case, 3, 7186, torch.bfloat16, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "name", ["project-2-each", "project-4-each-apart", "project-4-joint-centred", "single-pass-4"]
+)
+def test_accuracy_of_rows_that_programs_share(name, dtype, monkeypatch, launched):
+    """As where tokens are decoded. 3 programs do not divide the pieces of a row."""
+    monkeypatch.setattr(launch, "split_count", lambda programs, pieces, like: min(3, pieces))
+    assert_accurate(CASES[name], 2, 300, DTYPES[dtype], DEVICE, 8)
+    assert "join_splits" in launched
 
 
 @all_paths

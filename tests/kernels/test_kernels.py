@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kernels.cases import CASES, FAST, PATHS
 
@@ -37,6 +38,18 @@ def run_suite(expression: str) -> None:
 def test_every_kernel_in_the_interpreter():
     """Forward and backward of a case for each kernel."""
     run_suite(f"test_accuracy and (3x63 or sinkhorn and 1x63) and ({' or '.join(FAST)})")
+
+
+def test_programs_share_rows_where_tokens_are_few(monkeypatch):
+    from crosslayer.kernels import launch
+
+    like = torch.empty(0)
+    monkeypatch.setattr(launch, "processor_count", lambda like: 132)
+    assert launch.split_count(1, 64, like) == 64  # a token
+    assert launch.split_count(1, 200, like) == 132
+    assert launch.split_count(66, 64, like) == 2
+    assert launch.split_count(256, 64, like) == 1  # 8 sequences of 2,048 tokens
+    assert launch.split_count(0, 64, like) >= 1
 
 
 def test_fast_cases_cover_every_module():

@@ -14,9 +14,9 @@ the readout and the eps. A model run with the wrong ones still gives fluent text
 option. At initialisation it is pre-norm up to eps: fn = 0, scale 0.01, post 1; base is 0 on the
 diagonal of z_res and −8 off it, and for pre it is 1 at the stream k mod n of sub-layer k and −1 at
 the others. Mixer parameters stay float32.
-State: n streams, post of the pending write, and pre when single-pass. Parameters a sub-layer:
-(n²+2n)(nD + 1) + 3, and n(nD + 1) + 1 for the head. Traffic: at least (2n + 2)D a token and
-boundary.
+State: n streams, post of the pending write, and when single-pass pre and the pending R. Parameters
+a sub-layer: (n²+2n)(nD + 1) + 3, and n(nD + 1) + 1 for the head. Traffic: at least (2n + 2)D a
+token and boundary.
 """
 
 import math
@@ -33,6 +33,8 @@ from ..ops import (
     collapse_streams,
     depth_connection,
     expand_to_streams,
+    mix_streams,
+    single_pass_connection,
     sinkhorn,
     width_connection,
     write_norm_project,
@@ -50,7 +52,10 @@ class Manifold(NamedTuple):
     H: Tensor  # [B T n D]
     y: Tensor | None = None  # pending write ...
     post: Tensor | None = None  # ... and its weight in each stream, [B T n]
-    pre: Tensor | None = None  # single pass: the weights of the next collapse, [B T n]
+    # Single pass: the weights of the next collapse [B T n], and R [B T n n], which the next site
+    # applies to H together with the write.
+    pre: Tensor | None = None
+    res: Tensor | None = None
 
 
 class MHC(FusedNormConnection[Manifold]):
@@ -67,8 +72,8 @@ class MHC(FusedNormConnection[Manifold]):
         readout: "head": learned (DeepSeek-V4); "sum"; "mean" (GLM).
         residual: "sinkhorn"; "identity": R = I and no z_res (iHC).
         single_pass: the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes
-            the streams. The first collapse takes stream 0 and the readout uses the last pre
-            (DeepSeek-V4.1).
+            the streams: it mixes them with R of H_k, adds the write and collapses them. The first
+            collapse takes stream 0 and the readout uses the last pre (DeepSeek-V4.1).
         eps: eps of pre and of Sinkhorn. 0 is computed with logarithms in torch, as sums underflow.
         norm_eps: eps of the norm of v; 1e-5 in GLM and Hy4.
         magnitude: post = magnitude · σ(z_post) + post_eps. 2 in the paper.
@@ -170,22 +175,60 @@ class MHC(FusedNormConnection[Manifold]):
     def fused_read(
         self, state: Manifold, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], Manifold]:
-        H, y, post, pre = state
+        if self.single_pass:
+            return self._read_in_one_pass(state, norms)
+        H, y, post, *_ = state
         Y = None if y is None else y[..., None, :]
         if self.fn is None:  # a readout without a head
             H = depth_connection(H, Y, post)
-            return (self.read_streams(H, pre, *norms),), Manifold(H)
+            return (self.read_streams(H, None, *norms),), Manifold(H)
         H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
-        new_pre, *logits = self.coefficients(z[..., 0, :])
+        pre, post, R = self._wire_streams(z[..., 0, :])
         if self.is_readout:
-            return (self.read_streams(H, new_pre, *norms),), Manifold(H)
-        new_post = self.magnitude * logits[0].sigmoid() + self.post_eps
-        pre_here = new_pre if pre is None else pre
-        if self.mixes_streams:
-            x, H = width_connection(H, pre_here, self.residual_matrix(logits[1]), *norms)
+            return (self.read_streams(H, pre, *norms),), Manifold(H)
+        if R is None:
+            x = self.read_streams(H, pre, *norms)
         else:
-            x = self.read_streams(H, pre_here, *norms)
-        return (x,), Manifold(H, post=new_post, pre=new_pre if self.single_pass else None)
+            x, H = width_connection(H, pre, R, *norms)
+        return (x,), Manifold(H, post=post)
+
+    def _read_in_one_pass(
+        self, state: Manifold, norms: tuple[NormSpec, ...]
+    ) -> tuple[tuple[Tensor, ...], Manifold]:
+        H, y, post, pre, res = state
+        assert pre is not None
+        if self.fn is None:  # the readout
+            H = self._written_streams(state)
+            return (self.read_streams(H, pre, *norms),), Manifold(H)
+        if y is None or post is None:  # the first site
+            H, z = write_norm_project(H, None, None, self.fn.mT, self.norm_eps)
+            x = self.read_streams(H, pre, *norms)
+            z = z[..., 0, :]
+        else:
+            x, H, z = single_pass_connection(
+                H, y, post, res, pre, self.fn.mT, self.norm_eps, *norms
+            )
+        pre, post, R = self._wire_streams(z)
+        return (x,), Manifold(H, post=post, pre=pre, res=R)
+
+    def _mixed_streams(self, state: Manifold) -> Tensor:
+        """The streams with the pending R applied, but without the pending write."""
+        return state.H if state.res is None else mix_streams(state.H, state.res)
+
+    def _written_streams(self, state: Manifold) -> Tensor:
+        """The streams with all that is pending applied."""
+        H, y, post, _, res = state
+        Y = None if y is None else y[..., None, :]
+        mixed = H if res is None else mix_streams(upcast(H), res)
+        return depth_connection(mixed, Y, post).to(H.dtype)
+
+    def _wire_streams(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """pre and post [B T n], and R [B T src dst], where the site has them."""
+        pre, *logits = self.coefficients(z)
+        if self.is_readout:
+            return pre, None, None
+        post = self.magnitude * logits[0].sigmoid() + self.post_eps
+        return pre, post, self.residual_matrix(logits[1]) if self.mixes_streams else None
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, ...]:
         """pre [B T n], then the logits of post [B T n] and R [B T n·n] where the site has them."""
@@ -213,22 +256,27 @@ class MHC(FusedNormConnection[Manifold]):
         return collapse_streams(H, pre, norm)
 
     def state_parts(self, state: Manifold) -> tuple[Tensor, ...]:
-        return state.H.unbind(-2)
+        return self._mixed_streams(state).unbind(-2)
 
     def mixing_weights(self, state: Manifold) -> MixingWeights:
-        H, y, post, pre = state
-        write = write_to_streams(H, post)
+        write = write_to_streams(state.H, state.post)
         carry = identity_weights(self.n, write)
+        pre = state.pre
         if self.fn is not None:
-            Y = None if y is None else y[..., None, :]
-            H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
-            new_pre, *logits = self.coefficients(z[..., 0, :])
-            pre = new_pre if pre is None or self.is_readout else pre
-            if self.mixes_streams and not self.is_readout:
-                carry = self.residual_matrix(logits[1]).mT[..., None]
+            H = self._written_streams(state)
+            _, z = write_norm_project(H, None, None, self.fn.mT, self.norm_eps)
+            new_pre, _, R = self._wire_streams(z[..., 0, :])
+            pre = new_pre if pre is None else pre
+            carry = carry if R is None else R.mT[..., None]
         if pre is None:
             pre = write.new_full((self.n,), 1 / self.n if self.reads_mean else 1)
         return MixingWeights(write, pre[..., None, :, None], carry)
 
     def memory_traffic(self) -> float:
-        return streams_memory_traffic(self, self.n)
+        traffic = streams_memory_traffic(self, self.n)
+        if not self.single_pass:
+            return traffic
+        # The equal copies of the embedding are mixed at the second site; the first writes none.
+        if self.site.index == 0:
+            return traffic - self.n
+        return traffic - (self.n - 1 if self.site.index == 1 else 0)

@@ -11,8 +11,9 @@ and supports the arguments. Rules that hold for every kernel:
 - `memory_traffic_bytes` returns the least number of bytes that forward and backward must move.
 - The norm of an op's output is fused where a program has a whole row (`NormSpec`).
 
-Shared by all: `library_op` (the ops of torch), `launch` (block sizes, number of programs, the
-launch) and `fused_norm` (a norm in a kernel). Nothing imports this package, or triton, before
+Shared by all: `library_op` (the ops of torch) and `launch` (block sizes, number of programs, the
+launch). By several: `fused_norm` (a norm in a kernel), `products` (float32 products on tensor
+cores) and `row_splits` (rows that programs share). Nothing imports this package, or triton, before
 `use_kernels` does.
 """
 
@@ -23,6 +24,7 @@ from .gate import gate_pool
 from .mix import depth_mix
 from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
+from .single_pass import fits_program_and_dtype, single_pass_connection
 from .sinkhorn import sinkhorn
 from .streams import width_connection
 
@@ -30,6 +32,7 @@ register_kernel("add_norm", add_norm)
 register_kernel("depth_attention", depth_attention)
 register_kernel("depth_mix", depth_mix)
 register_kernel("gate_pool", gate_pool)
+register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)
 register_kernel("width_connection", width_connection)
 register_kernel("write_norm_project", write_norm_project, supports=columns_fit_program)

@@ -30,13 +30,27 @@ def _next_power_of_2(n: int) -> int:
     return 1 << (int(n) - 1).bit_length()
 
 
+def processor_count(like: Tensor) -> int:
+    """The number of processors that run programs side by side."""
+    return _processors_of_device(like.get_device()) if like.is_cuda else 1
+
+
 def program_count(tokens: int, like: Tensor) -> int:
     """How many programs share the tokens where each has a partial sum: enough to fill the GPU."""
-    return min(tokens, 4 * (_processor_count(like.get_device()) if like.is_cuda else 1))
+    return min(tokens, 4 * processor_count(like))
+
+
+def split_count(programs: int, pieces: int, like: Tensor) -> int:
+    """In how many splits a row of so many pieces is processed, if there are few programs.
+
+    One, if the programs fill the GPU. While tokens are decoded there are few, and each would
+    process one piece after another.
+    """
+    return max(1, min(pieces, processor_count(like) // max(1, programs)))
 
 
 @functools.cache
-def _processor_count(device: int) -> int:
+def _processors_of_device(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

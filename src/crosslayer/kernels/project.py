@@ -5,10 +5,15 @@ v is one stream of H', or all streams of a token as one vector; μ is its mean i
 (v − μ) W equals v times W minus the mean of W's columns, so W is centred instead of v.
 reads (n + 1)·D, writes n·D elements a token; each tile of tokens reads W from cache
 
+A program processes a row piece by piece. Where there are few tokens, programs share a row: see
+`row_splits`.
+
 backward:   g = dz r,   c = ⟨dz, z⟩ r²/width,   dH = dH' + g Wᵀ − c (v − μ)
 dW = Σ_tokens vᵀ g, centred as W;   dY = Σ_s β_s dH_s,   dβ_s = ⟨dH_s, Y⟩
 reads (2n + 1)·D, writes (n + 1)·D: a program processes a piece of the width for all its tokens,
-with that piece of W and dW in registers
+with that piece of W and dW on chip
+
+Where the streams are bfloat16, W is split into three bfloat16 parts beforehand: see `products`.
 """
 
 from typing import Any
@@ -21,6 +26,8 @@ from torch import Tensor
 from ..ops.project import differentiable_backward
 from . import launch
 from .library_op import LibraryOp
+from .products import multiply_parts, padded_columns, split_parts, weight_bytes, weight_operand
+from .row_splits import empty_sums, launch_join, split_rows
 
 # Columns of W of which a piece fits a program. mHC has more from 7 streams on; torch computes its
 # product.
@@ -62,23 +69,26 @@ def memory_traffic_bytes(
         size: bytes an element.
         pending: rows of Y a token: n, 1 where all streams share it, 0 where no write is pending.
     """
-    W = 4 * K * D * (n if joint else 1)
+    W_rows = D * (n if joint else 1)
+    W, dW = weight_bytes(W_rows, K, size), 4 * K * W_rows
     rows = N if joint else N * n
     beta = 4 * N * n * (pending > 0)
     forward = N * D * (2 * n + pending) * size + beta + 4 * rows * (K + 1) + W
-    backward = N * D * (3 * n + 2 * pending) * size + 2 * beta + 4 * rows * (K + 1) + 2 * W
+    backward = N * D * (3 * n + 2 * pending) * size + 2 * beta + 4 * rows * (K + 1) + W + dW
     return forward, backward
 
 
 @triton.jit
 def write_norm_project_forward(
-    H, Y, beta, W, new, z, rstd, mu, N, D, eps,
-    CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, n: tl.constexpr,
-    K: tl.constexpr, JOINT: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    H, Y, beta, W, new, z, rstd, mu, N, D, eps, pieces_a_split,
+    CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, IS_SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, W_COLUMNS: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+    JOINT: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = TILE if JOINT else TILE * SIDE
     C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
+    VECTORS: tl.constexpr = n if JOINT else 1  # of D numbers in a row
     first = tl.program_id(0).to(tl.int64) * TILE
     t, s = first + tl.arange(0, TILE)[:, None, None], tl.arange(0, SIDE)[None, :, None]
     k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
@@ -86,7 +96,9 @@ def write_norm_project_forward(
         b = tl.load(beta + t * n + s, mask=(t < N) & (s < n), other=0.0)
     dots = tl.zeros([R, WIDE], tl.float32)
     mean, spread = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
-    for start in range(0, D, BLOCK):
+    begin = tl.program_id(1) * pieces_a_split * BLOCK
+    end = tl.minimum(D, begin + pieces_a_split * BLOCK)
+    for start in range(begin, end, BLOCK):
         d = start + tl.arange(0, BLOCK)[None, None, :]
         on = (t < N) & (s < n) & (d < D)
         h = tl.load(H + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32)
@@ -98,20 +110,23 @@ def write_norm_project_forward(
             h = h + b * y
         h = h.to(new.dtype.element_ty)
         tl.store(new + (t * n + s) * D + d, h, mask=on)
-        v = tl.reshape(h.to(tl.float32), [R, C])
+        rows = tl.reshape(h, [R, C])
+        v = rows.to(tl.float32)
         at = start + column % BLOCK
-        w = tl.load(
-            W + (column // BLOCK * D + at) * K + k,
-            mask=(column // BLOCK < n) & (at < D) & (k < K),
-            other=0.0,
-        )
-        dots += tl.dot(v, w, input_precision="tf32x3")
+        w_at = W + (column // BLOCK * D + at) * W_COLUMNS + k
+        in_W = (column // BLOCK < n) & (at < D) & (k < W_COLUMNS)
+        if PARTS == 1:
+            dots += tl.dot(v, tl.load(w_at, mask=in_W, other=0.0), input_precision="tf32x3")
+        else:
+            piece_dots = tl.zeros([R, WIDE], tl.float32)
+            for part in tl.static_range(PARTS):
+                skipped = (PARTS - 1 - part) * VECTORS * D * W_COLUMNS  # the smallest part first
+                w = tl.load(w_at + skipped, mask=in_W, other=0.0)
+                piece_dots = multiply_parts(rows, w, piece_dots)
+            dots += piece_dots
         if CENTRED:
             # Welford: join this piece's mean and squared deviations to those of the pieces before.
-            before, count = (
-                start * (n if JOINT else 1),
-                tl.minimum(D - start, BLOCK) * (n if JOINT else 1),
-            )
+            before, count = (start - begin) * VECTORS, tl.minimum(D - start, BLOCK) * VECTORS
             piece = tl.sum(v, 1) / count
             off = tl.where(tl.reshape(on.to(tl.int32), [R, C]) > 0, v - piece[:, None], 0.0)
             step = piece - mean
@@ -119,7 +134,6 @@ def write_norm_project_forward(
             spread += tl.sum(off * off, 1) + step * step * (before / (before + count) * count)
         else:
             spread += tl.sum(v * v, 1)
-    r = tl.rsqrt(spread / (D * (n if JOINT else 1)) + eps)
     row = tl.arange(0, R)
     if JOINT:
         row, real = first + row, first + row < N
@@ -128,29 +142,41 @@ def write_norm_project_forward(
             (first + row // SIDE) * n + row % SIDE,
             (first + row // SIDE < N) & (row % SIDE < n),
         )
+    if IS_SPLIT:
+        # `join_splits` continues.
+        row += tl.program_id(1) * tl.cast(N, tl.int64) * (1 if JOINT else n)
+        r = spread
+    else:
+        r = tl.rsqrt(spread / (D * VECTORS) + eps)
+        dots = dots * r[:, None]
     if CENTRED:
         tl.store(mu + row, mean, mask=real)
     tl.store(rstd + row, r, mask=real)
-    tl.store(z + row[:, None] * K + k, dots * r[:, None], mask=real[:, None] & (k < K))
+    tl.store(z + row[:, None] * K + k, dots, mask=real[:, None] & (k < K))
 
 
 @triton.jit
 def write_norm_project_backward(
     new, Y, beta, W, g, c, mu, dnew, dH, dY, dbeta, dW, N, D,
-    CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, n: tl.constexpr,
-    K: tl.constexpr, JOINT: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr,
+    W_COLUMNS: tl.constexpr, n: tl.constexpr, K: tl.constexpr, JOINT: tl.constexpr,
+    TILE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = TILE if JOINT else TILE * SIDE
     C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
+    VECTORS: tl.constexpr = n if JOINT else 1
     d, s = (
         tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :],
         tl.arange(0, SIDE)[None, :, None],
     )
     k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
     at = tl.program_id(0) * BLOCK + column % BLOCK
-    in_W = (column // BLOCK < n) & (at < D) & (k < K)
-    w = tl.load(W + (column // BLOCK * D + at) * K + k, mask=in_W, other=0.0)
+    in_W = (column // BLOCK < n) & (at < D) & (k < W_COLUMNS)
+    w_at = W + (column // BLOCK * D + at) * W_COLUMNS + k
+    w = tl.load(w_at, mask=in_W, other=0.0)
+    if PARTS > 1:
+        w_2 = tl.load(w_at + VECTORS * D * W_COLUMNS, mask=in_W, other=0.0)
+        w_3 = tl.load(w_at + 2 * VECTORS * D * W_COLUMNS, mask=in_W, other=0.0)
     dw = tl.zeros([C, WIDE], tl.float32)
     for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
         first = tl.cast(tile, tl.int64) * TILE
@@ -163,14 +189,26 @@ def write_norm_project_backward(
                 (first + row // SIDE < N) & (row % SIDE < n),
             )
         on = (t < N) & (s < n) & (d < D)
-        v = tl.reshape(
-            tl.load(new + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32), [R, C]
-        )
+        rows = tl.reshape(tl.load(new + (t * n + s) * D + d, mask=on, other=0.0), [R, C])
+        v = rows.to(tl.float32)
         g_t = tl.load(g + row[:, None] * K + k, mask=real[:, None] & (k < K), other=0.0)
-        dw += tl.dot(tl.trans(v), g_t, input_precision="tf32x3")
+        if PARTS == 1:
+            dw += tl.dot(tl.trans(v), g_t, input_precision="tf32x3")
+            dh = tl.dot(g_t, tl.trans(w), input_precision="tf32x3")
+        else:
+            g_1, g_2, g_3 = split_parts(g_t)
+            tile_dw = multiply_parts(tl.trans(rows), g_3, tl.zeros([C, WIDE], tl.float32))
+            tile_dw = multiply_parts(tl.trans(rows), g_2, tile_dw)
+            dw += multiply_parts(tl.trans(rows), g_1, tile_dw)
+            # The products that float32 can hold, the smallest first.
+            dh = multiply_parts(g_3, tl.trans(w), tl.zeros([R, C], tl.float32))
+            dh = multiply_parts(g_2, tl.trans(w_2), dh)
+            dh = multiply_parts(g_1, tl.trans(w_3), dh)
+            dh = multiply_parts(g_2, tl.trans(w), dh)
+            dh = multiply_parts(g_1, tl.trans(w_2), dh)
+            dh = multiply_parts(g_1, tl.trans(w), dh)
         if CENTRED:
             v -= tl.load(mu + row, mask=real, other=0.0)[:, None]
-        dh = tl.dot(g_t, tl.trans(w), input_precision="tf32x3")
         dh -= tl.load(c + row, mask=real, other=0.0)[:, None] * v
         dh = tl.reshape(dh, [TILE, SIDE, BLOCK])
         dh += tl.load(dnew + (t * n + s) * D + d, mask=on, other=0.0).to(tl.float32)
@@ -189,12 +227,13 @@ def write_norm_project_backward(
             tl.store(
                 piece_row + t * n + s, tl.sum(dh * y, 2, keep_dims=True), mask=(t < N) & (s < n)
             )
-    split_row = dW + tl.program_id(1).to(tl.int64) * K * D * (n if JOINT else 1)
-    tl.store(split_row + (column // BLOCK * D + at) * K + k, dw, mask=in_W)
+    split_row = dW + tl.program_id(1).to(tl.int64) * K * D * VECTORS
+    dw_at = split_row + (column // BLOCK * D + at) * K + k
+    tl.store(dw_at, dw, mask=in_W & (k < K))
 
 
 def _tile_sizes(
-    H: Tensor, W: Tensor, joint_tokens: int, tokens: int, elements: int
+    H: Tensor, W: Tensor, joint_tokens: int, tokens: int, elements: int, keeps_W: bool
 ) -> dict[str, Any]:
     """The constants of a launch.
 
@@ -204,16 +243,19 @@ def _tile_sizes(
         joint_tokens: tokens of a tile where all streams of a token are one vector.
         tokens: tokens of a tile otherwise.
         elements: of H in a tile.
+        keeps_W: a program needs one piece of W alone.
     """
     n, D = H.shape[-2:]
     K = W.shape[1]
     joint = W.shape[0] > D
     side = triton.next_power_of_2(n)
-    wide = max(16, triton.next_power_of_2(K))
+    wide = padded_columns(K)
     tile = joint_tokens if joint else tokens
     W_rows = (side if joint else 1) * wide  # elements of W for each element of D
     piece = max(16, min(triton.next_power_of_2(D), elements // (tile * side), 8192 // W_rows))
-    stages = 1 if W_rows * piece > 4096 else 2
+    # Two pieces of a large W do not fit in shared memory; neither does W while it is split there.
+    keeps_parts = keeps_W and H.dtype == torch.bfloat16
+    stages = 1 if W_rows * piece > 4096 and not keeps_parts else 2
     return {
         "n": n, "K": K, "JOINT": joint, "TILE": tile, "SIDE": side, "BLOCK": piece, "WIDE": wide,
         "num_warps": 8, "num_stages": stages,
@@ -224,16 +266,24 @@ def _tile_sizes(
 def _write_norm_project(
     H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    H, W = H.contiguous(), W.contiguous()
+    H = H.contiguous()
     new, z, rstd, mu = _empty_outputs(H, W, centred)
     W = _centre_columns(W) if centred else W
-    sizes = _tile_sizes(H, W, joint_tokens=64, tokens=32, elements=8192)
+    tokens = max(32, 128 // triton.next_power_of_2(H.shape[-2]))
+    sizes = _tile_sizes(H, W, joint_tokens=64, tokens=tokens, elements=8192, keeps_W=False)
     D, N = H.shape[-1], H.shape[:-2].numel()
+    tiles = triton.cdiv(N, sizes["TILE"])
+    splits = split_rows(tiles, triton.cdiv(D, sizes["BLOCK"]), H)
+    sums = empty_sums(splits, z, rstd, mu)
+    operand, constants = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
-        write_norm_project_forward, (triton.cdiv(N, sizes["TILE"]),),
-        H, *_pending_write(H, Y, beta), W, new, z, rstd, mu, N, D, eps,
-        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **sizes,
+        write_norm_project_forward, (tiles, splits.count),
+        H, *_pending_write(H, Y, beta), operand, new, *sums, N, D, eps, splits.pieces,
+        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
+        IS_SPLIT=splits.count > 1, **constants, **sizes,
     )  # fmt: skip
+    split_width = splits.pieces * sizes["BLOCK"] * (len(W) // D)
+    launch_join(sums, [z, rstd, mu], len(W), split_width, eps)
     return new, z, rstd, mu
 
 
@@ -267,11 +317,11 @@ def _write_norm_project_backward(
     rstd: Tensor,
     mu: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dnew, W = dnew.contiguous(), W.contiguous()
+    dnew = dnew.contiguous()
     n, D, N = new.shape[-2], new.shape[-1], new.shape[:-2].numel()
     # Each piece of D reads a token's g and c again, so pieces are long and tiles have few tokens.
     tokens = max(1, 16 // triton.next_power_of_2(n))
-    sizes = _tile_sizes(new, W, joint_tokens=16, tokens=tokens, elements=4096)
+    sizes = _tile_sizes(new, W, joint_tokens=16, tokens=tokens, elements=4096, keeps_W=True)
     centred = mu.numel() > 0
     W = _centre_columns(W) if centred else W
     g = dz * rstd[..., None]
@@ -284,11 +334,13 @@ def _write_norm_project_backward(
     dY, dbeta = _empty_pending_gradients(Y, new)
     dbeta_parts = launch.empty_partial_sums(W, pieces, *dbeta.shape)
     dW_parts = launch.empty_partial_sums(W, splits, *W.shape)
+    operand, constants = weight_operand(W, new)
     launch.launch_kernel(
         write_norm_project_backward, (pieces, splits),
-        new, *_pending_write(new, Y, beta), W, g, c, mu if centred else c, dnew,
+        new, *_pending_write(new, Y, beta), operand, g, c, mu if centred else c, dnew,
         dH, dY, dbeta_parts, dW_parts, N, D,
-        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1, **sizes,
+        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
+        **constants, **sizes,
     )  # fmt: skip
     dW = launch.add_partial_sums(dW_parts, 0)
     dbeta = launch.add_partial_sums(dbeta_parts, 0)

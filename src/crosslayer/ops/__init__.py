@@ -7,6 +7,7 @@ from .mix import depth_mix
 from .norm import add_norm
 from .products import mix_streams, project_tall
 from .project import norm_project, write_norm_project
+from .single_pass import single_pass_connection
 from .sinkhorn import sinkhorn
 from .streams import collapse_streams, depth_connection, expand_to_streams, width_connection
 
@@ -23,6 +24,7 @@ __all__ = [
     "mix_streams",
     "norm_project",
     "project_tall",
+    "single_pass_connection",
     "sinkhorn",
     "uses_kernel",
     "width_connection",

@@ -1,0 +1,146 @@
+"""Products on tensor cores with the precision of float32.
+
+A bfloat16 number has 8 significant bits, so a float32 number is a sum of three. Products of
+bfloat16 numbers are exact on a tensor core, and twice as fast as those of TF32. Where the streams
+are bfloat16, the other operand alone is split: three products for the six of `tf32x3`.
+
+A tensor core truncates every sum to float32. Long sums are therefore added outside: each piece
+starts from zero, with the smallest parts first.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+
+# The interpreter of triton multiplies the bits of bfloat16 numbers, not their values.
+WIDENS = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def multiply_parts(a, b, acc):
+    """acc + a b of two bfloat16 tensors."""
+    if WIDENS:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def split_parts(x):
+    """Three bfloat16 tensors whose sum is x, the largest first."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    return first, second, third
+
+
+@triton.jit
+def split_weight_rows(
+    W, parts, rows, row_stride, column_stride, K: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    k = tl.arange(0, WIDE)[None, :]
+    w = tl.load(W + row * row_stride + k * column_stride, mask=(row < rows) & (k < K), other=0.0)
+    first, second, third = split_parts(w)
+    at, size = parts + row * COLUMNS + k, rows.to(tl.int64) * COLUMNS
+    stored = (row < rows) & (k < COLUMNS)
+    tl.store(at, first, mask=stored)
+    tl.store(at + size, second, mask=stored)
+    tl.store(at + 2 * size, third, mask=stored)
+
+
+def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor, dict[str, int]]:
+    """A matrix of weights as a kernel reads it, and the constants that describe it.
+
+    For bfloat16 streams, three bfloat16 tensors [rows W_COLUMNS] whose sum is W, the largest first.
+    Their rows are multiples of 16 bytes: columns beyond K are 0.
+
+    Args:
+        W: [rows K] float32.
+        H: the streams.
+        is_reused: many programs read the same rows of W. Else it is not split.
+    """
+    rows, K = W.shape
+    if not is_reused or H.dtype != torch.bfloat16:
+        return W.contiguous(), {"PARTS": 1, "W_COLUMNS": K}
+    columns, tile = aligned_columns(K), 64
+    parts = torch.empty(3, rows, columns, dtype=torch.bfloat16, device=W.device)
+    launch.launch_kernel(
+        split_weight_rows, (triton.cdiv(rows, tile),),
+        W, parts, rows, W.stride(0), W.stride(1), K=K, COLUMNS=columns, WIDE=padded_columns(K),
+        TILE=tile, num_warps=4,
+    )  # fmt: skip
+    return parts, {"PARTS": 3, "W_COLUMNS": columns}
+
+
+def aligned_columns(K: int) -> int:
+    """The number of columns that are stored of a part."""
+    return 8 * triton.cdiv(K, 8)
+
+
+def padded_columns(K: int) -> int:
+    """The number of columns that products are computed with."""
+    return max(16, triton.next_power_of_2(K))
+
+
+def weight_bytes(rows: int, K: int, size: int) -> int:
+    """Bytes that the use of W [rows K] moves: W and, for bfloat16 streams, its parts twice.
+
+    Args:
+        rows, K: of W.
+        size: bytes an element of the streams.
+    """
+    parts = 3 * 2 * rows * aligned_columns(K)
+    return 4 * rows * K + (2 * parts if size == 2 else 0)
+
+
+def weight_gradient(rows: Tensor, g: Tensor) -> Tensor:
+    """Σ_tokens rowᵀ g, the gradient of weights W in row W.
+
+    Args:
+        rows: of each token all streams, [B T n D].
+        g: [B T K] float32.
+
+    Returns:
+        [nD K] float32.
+    """
+    width, K = rows.shape[-2:].numel(), g.shape[-1]
+    N, tile, block = g.shape[:-1].numel(), 64, 128
+    pieces, tiles = triton.cdiv(width, block), triton.cdiv(N, tile)
+    splits = max(1, min(tiles, launch.program_count(tiles, rows) // pieces))
+    partial = launch.empty_partial_sums(g, splits, width, K)
+    launch.launch_kernel(
+        sum_weight_gradient, (pieces, splits),
+        rows, g, partial, N, width, PARTS=3 if rows.dtype == torch.bfloat16 else 1, K=K,
+        WIDE=padded_columns(K), TILE=tile, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return launch.add_partial_sums(partial, 0)
+
+
+@triton.jit
+def sum_weight_gradient(
+    rows, g, dW, N, width, PARTS: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :]
+    dw = tl.zeros([BLOCK, WIDE], tl.float32)
+    for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
+        t = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+        on = (t < N) & (column < width)[None, :]
+        v = tl.trans(tl.load(rows + t * width + column[None, :], mask=on, other=0.0))
+        g_t = tl.load(g + t * K + k, mask=(t < N) & (k < K), other=0.0)
+        if PARTS == 1:
+            dw += tl.dot(v.to(tl.float32), g_t, input_precision="tf32x3")
+        else:
+            g_1, g_2, g_3 = split_parts(g_t)
+            tile_dw = multiply_parts(v, g_3, tl.zeros([BLOCK, WIDE], tl.float32))
+            tile_dw = multiply_parts(v, g_2, tile_dw)
+            dw += multiply_parts(v, g_1, tile_dw)
+    at = tl.program_id(1).to(tl.int64) * width * K + column[:, None] * K + k
+    tl.store(dW + at, dw, mask=(column < width)[:, None] & (k < K))

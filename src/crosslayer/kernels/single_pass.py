@@ -1,0 +1,384 @@
+"""Kernels of `ops.single_pass_connection`: a site of n streams in one pass each way.
+
+H'_c = Σ_s res[s, c] H_s + β_c y, rounded to H's dtype;   x = Σ_c pre_c H'_c
+z = r Σ_c H'_c W_c,   r = rsqrt(mean(H'²) + eps)
+reads (n + 1)·D, writes (n + 1)·D elements a token; each tile of tokens reads W from cache
+
+backward:   g = dz r,   c = ⟨dz, z⟩ r²/nD,   G_c = dH'_c + pre_c dx + g W_cᵀ − c H'_c
+dH_s = Σ_c res[s, c] G_c,   dy = Σ_c β_c G_c,   dW_c = Σ_tokens H'_cᵀ g
+dβ_c = ⟨y, G_c⟩,   dpre_c = ⟨dx, H'_c⟩,   dres[s, c] = ⟨H_s, G_c⟩
+reads (3n + 2)·D, writes (n + 1)·D. One kernel has a tile of tokens, so that its sums over D stay in
+registers, and computes H' again. dW is a sum over tokens: a second kernel reads H' for it.
+
+A norm of x needs all of x: it follows the kernel.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import ops
+from ..norms import NormSpec, apply_norm
+from ..ops.dispatch import reference_of
+from ..ops.manual_backward import definition_gradients
+from . import launch
+from .library_op import LibraryOp
+from .products import (
+    multiply_parts,
+    padded_columns,
+    split_parts,
+    weight_bytes,
+    weight_gradient,
+    weight_operand,
+)
+from .project import MAX_COLUMNS
+from .row_splits import empty_sums, launch_join, split_rows
+
+
+def single_pass_connection(
+    H: Tensor,
+    y: Tensor,
+    beta: Tensor,
+    res: Tensor | None,
+    pre: Tensor,
+    W: Tensor,
+    eps: float = 1e-6,
+    norm: NormSpec | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.single_pass_connection`."""
+    res = None if res is None else res.float()
+    x, H, z, _ = _single_pass_connection(H, y, beta.float(), res, pre.float(), W.float(), eps)
+    return apply_norm(x, norm), H, z
+
+
+def fits_program_and_dtype(
+    H: Tensor,
+    y: Tensor,
+    beta: Tensor,
+    res: Tensor | None,
+    pre: Tensor,
+    W: Tensor,
+    eps: float = 1e-6,
+    norm: NormSpec | None = None,
+) -> bool:
+    """Whether the kernel supports these arguments of `single_pass_connection`.
+
+    A sum of float16 streams that is normed stays in float32 until then, and the kernel rounds it.
+    """
+    rounds_too_early = norm is not None and H.dtype == torch.float16
+    return W.shape[1] <= MAX_COLUMNS and not rounds_too_early
+
+
+def memory_traffic_bytes(
+    N: int, D: int, n: int, K: int, size: int, mixes: bool = True
+) -> tuple[int, int]:
+    """Bytes that forward and backward must move, without a norm.
+
+    Args:
+        N: tokens.
+        D: width.
+        n: streams.
+        K: columns of W.
+        size: bytes an element.
+        mixes: there is a `res`.
+    """
+    W, dW = weight_bytes(n * D, K, size), 4 * n * D * K
+    coefficients = 4 * N * (2 * n + n * n * mixes)
+    projection = 4 * N * (K + 1)
+    forward = N * D * (2 * n + 2) * size + coefficients + projection + W
+    backward = N * D * (4 * n + 3) * size + 2 * coefficients + 2 * projection + W + dW
+    return forward, backward
+
+
+@triton.jit
+def load_coefficients(coefficients, t, live, count: tl.constexpr):
+    """The coefficients of a tile's tokens: a tuple of `count` tensors shaped like t."""
+    loaded = ()
+    for i in tl.static_range(count):
+        loaded = loaded + (tl.load(coefficients + t * count + i, mask=live, other=0.0),)
+    return loaded
+
+
+@triton.jit
+def mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
+    """H'_c before it is rounded."""
+    v = b[c] * y
+    if MIXES:
+        for s in tl.static_range(n):
+            v += R[s * n + c] * streams[s].to(tl.float32)
+    else:
+        v += streams[c].to(tl.float32)
+    return v
+
+
+@triton.jit
+def single_pass_connection_forward(
+    H, Y, beta, res, pre, W, new, x, z, rstd, N, D, eps, pieces_a_split,
+    MIXES: tl.constexpr, IS_SPLIT: tl.constexpr, PARTS: tl.constexpr, W_COLUMNS: tl.constexpr,
+    n: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    live, k = t < N, tl.arange(0, WIDE)[None, :]
+    t_2 = t[:, None]
+    b, p = load_coefficients(beta, t_2, t_2 < N, n), load_coefficients(pre, t_2, t_2 < N, n)
+    R = load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
+    dots = tl.zeros([TILE, WIDE], tl.float32)
+    squares = tl.zeros([TILE, BLOCK], tl.float32)
+    begin = tl.program_id(1) * pieces_a_split * BLOCK
+    end = tl.minimum(D, begin + pieces_a_split * BLOCK)
+    for start in range(begin, end, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        on = live[:, None] & (d < D)[None, :]
+        token_at = t[:, None] * D + d[None, :]
+        y = tl.load(Y + token_at, mask=on, other=0.0).to(tl.float32)
+        streams, read = (), tl.zeros([TILE, BLOCK], tl.float32)
+        for s in tl.static_range(n):
+            at = (t * n + s)[:, None] * D + d[None, :]
+            streams = streams + (tl.load(H + at, mask=on, other=0.0),)
+        for c in tl.static_range(n):
+            v = mix_and_write(streams, y, R, b, c, MIXES, n).to(new.dtype.element_ty)
+            tl.store(new + (t * n + c)[:, None] * D + d[None, :], v, mask=on)
+            v_wide = v.to(tl.float32)
+            squares += v_wide * v_wide
+            read += p[c] * v_wide
+            w_at = W + (c * D + d)[:, None] * W_COLUMNS + k
+            in_W = (d < D)[:, None] & (k < W_COLUMNS)
+            if PARTS == 1:
+                w = tl.load(w_at, mask=in_W, other=0.0)
+                dots += tl.dot(v_wide, w, input_precision="tf32x3")
+            else:
+                stream_dots = tl.zeros([TILE, WIDE], tl.float32)
+                for part in tl.static_range(PARTS):
+                    skipped = (PARTS - 1 - part) * n * D * W_COLUMNS  # the smallest part first
+                    w = tl.load(w_at + skipped, mask=in_W, other=0.0)
+                    stream_dots = multiply_parts(v, w, stream_dots)
+                dots += stream_dots
+        tl.store(x + token_at, read.to(x.dtype.element_ty), mask=on)
+    r = tl.sum(squares, 1)
+    if IS_SPLIT:
+        # `join_splits` continues.
+        row = t + tl.program_id(1) * tl.cast(N, tl.int64)
+    else:
+        row = t
+        r = tl.rsqrt(r / (n * D) + eps)
+        dots = dots * r[:, None]
+    tl.store(rstd + row, r, mask=live)
+    tl.store(z + row[:, None] * K + k, dots, mask=live[:, None] & (k < K))
+
+
+@triton.jit
+def single_pass_connection_backward(
+    H, Y, beta, res, pre, W, g, c, dx, dnew, dH, dY, sums, N, D, pieces_a_split,
+    MIXES: tl.constexpr, PARTS: tl.constexpr, W_COLUMNS: tl.constexpr, n: tl.constexpr,
+    K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    COLUMNS: tl.constexpr = n + 2 if MIXES else 2  # of `sums`, for each stream
+    t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    live, k = t < N, tl.arange(0, WIDE)[None, :]
+    t_2 = t[:, None]
+    b, p = load_coefficients(beta, t_2, t_2 < N, n), load_coefficients(pre, t_2, t_2 < N, n)
+    R = load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
+    g_t = tl.load(g + t_2 * K + k, mask=live[:, None] & (k < K), other=0.0)
+    c_t = tl.load(c + t_2, mask=t_2 < N, other=0.0)
+    g_1, g_2, g_3 = split_parts(g_t)
+    totals = ()
+    for _ in tl.static_range(n * COLUMNS):
+        totals = totals + (tl.zeros([TILE], tl.float32),)
+    begin = tl.program_id(1) * pieces_a_split * BLOCK
+    end = tl.minimum(D, begin + pieces_a_split * BLOCK)
+    for start in range(begin, end, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        on = live[:, None] & (d < D)[None, :]
+        token_at = t_2 * D + d[None, :]
+        streams, dhs = (), ()
+        for s in tl.static_range(n):
+            at = (t_2 * n + s) * D + d[None, :]
+            streams = streams + (tl.load(H + at, mask=on, other=0.0).to(tl.float32),)
+            dhs = dhs + (tl.zeros([TILE, BLOCK], tl.float32),)
+        y = tl.load(Y + token_at, mask=on, other=0.0).to(tl.float32)
+        dx_t = tl.load(dx + token_at, mask=on, other=0.0).to(tl.float32)
+        dy = tl.zeros([TILE, BLOCK], tl.float32)
+        new_totals = ()
+        for i in tl.static_range(n):
+            v = mix_and_write(streams, y, R, b, i, MIXES, n).to(H.dtype.element_ty)
+            v = v.to(tl.float32)
+            w_at = W + (i * D + d)[:, None] * W_COLUMNS + k
+            in_W = (d < D)[:, None] & (k < W_COLUMNS)
+            w_1 = tl.trans(tl.load(w_at, mask=in_W, other=0.0))
+            if PARTS == 1:
+                G = tl.dot(g_t, w_1, input_precision="tf32x3")
+            else:
+                w_2 = tl.trans(tl.load(w_at + n * D * W_COLUMNS, mask=in_W, other=0.0))
+                w_3 = tl.trans(tl.load(w_at + 2 * n * D * W_COLUMNS, mask=in_W, other=0.0))
+                # The products that float32 can hold, the smallest first.
+                G = multiply_parts(g_3, w_1, tl.zeros([TILE, BLOCK], tl.float32))
+                G = multiply_parts(g_2, w_2, G)
+                G = multiply_parts(g_1, w_3, G)
+                G = multiply_parts(g_2, w_1, G)
+                G = multiply_parts(g_1, w_2, G)
+                G = multiply_parts(g_1, w_1, G)
+            # A sum over one number takes the result to the layout of the rows that were loaded, at
+            # once. Else the compiler takes every product below to it, and registers are spilled.
+            G = tl.sum(tl.reshape(G, [TILE, BLOCK, 1]), 2)
+            at = (t_2 * n + i) * D + d[None, :]
+            G += tl.load(dnew + at, mask=on, other=0.0).to(tl.float32)
+            G += p[i] * dx_t - c_t * v
+            dy += b[i] * G
+            dbeta = totals[i * COLUMNS] + tl.sum(y * G, 1)
+            dpre = totals[i * COLUMNS + 1] + tl.sum(dx_t * v, 1)
+            new_totals = new_totals + (dbeta, dpre)
+            new_dhs = ()
+            for s in tl.static_range(n):
+                if MIXES:
+                    dres = tl.sum(streams[s] * G, 1)
+                    new_totals = new_totals + (totals[i * COLUMNS + 2 + s] + dres,)
+                    new_dhs = new_dhs + (dhs[s] + R[s * n + i] * G,)
+                elif s == i:
+                    new_dhs = new_dhs + (G,)
+                else:
+                    new_dhs = new_dhs + (dhs[s],)
+            dhs = new_dhs
+        totals = new_totals
+        for s in tl.static_range(n):
+            at = (t_2 * n + s) * D + d[None, :]
+            tl.store(dH + at, dhs[s].to(dH.dtype.element_ty), mask=on)
+        tl.store(dY + token_at, dy.to(dY.dtype.element_ty), mask=on)
+    # [split, column, stream, token]
+    sum_at = sums + tl.program_id(1).to(tl.int64) * (COLUMNS * n) * N + t
+    for i in tl.static_range(n):
+        for j in tl.static_range(COLUMNS):
+            tl.store(sum_at + (j * n + i) * N, totals[i * COLUMNS + j], mask=live)
+
+
+def _tile_sizes(H: Tensor, K: int) -> dict[str, int]:
+    """The constants of a launch. H: [B T n D].  K: columns of W."""
+    n, D = H.shape[-2:]
+    block = max(16, min(triton.next_power_of_2(D), 64 // triton.next_power_of_2(n)))
+    # The rows of a tile are as many as a product's of four warps, so each row is in one warp.
+    return {
+        "n": n, "K": K, "TILE": 64, "BLOCK": block, "WIDE": padded_columns(K),
+        "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+
+
+@LibraryOp
+def _single_pass_connection(
+    H: Tensor, y: Tensor, beta: Tensor, res: Tensor | None, pre: Tensor, W: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    H, y, beta, pre = (t.contiguous() for t in (H, y, beta, pre))
+    outputs = x, new, z, rstd = _empty_outputs(H, W)
+    sizes = _tile_sizes(H, W.shape[1])
+    D, N = H.shape[-1], H.shape[:-2].numel()
+    tiles = triton.cdiv(N, sizes["TILE"])
+    splits = split_rows(tiles, triton.cdiv(D, sizes["BLOCK"]), H)
+    sums = empty_sums(splits, z, rstd, rstd.new_empty(0))
+    operand, constants = weight_operand(W, H, is_reused=splits.count == 1)
+    launch.launch_kernel(
+        single_pass_connection_forward, (tiles, splits.count),
+        H, y, beta, pre if res is None else res.contiguous(), pre, operand, new, x, *sums[:2],
+        N, D, eps, splits.pieces,
+        MIXES=res is not None, IS_SPLIT=splits.count > 1, **constants, **sizes,
+    )  # fmt: skip
+    split_width = splits.pieces * sizes["BLOCK"] * sizes["n"]
+    launch_join(sums, [z, rstd, rstd.new_empty(0)], len(W), split_width, eps)
+    return outputs
+
+
+def _empty_outputs(H: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *lead, _, D = H.shape
+    z = W.new_empty(*lead, W.shape[1])
+    return H.new_empty(*lead, D), H.new_empty(H.shape), z, z.new_empty(lead)
+
+
+@_single_pass_connection.register_fake
+def _(
+    H: Tensor, y: Tensor, beta: Tensor, res: Tensor | None, pre: Tensor, W: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_outputs(H, W)
+
+
+@LibraryOp
+def _single_pass_connection_backward(
+    dx: Tensor,
+    dnew: Tensor,
+    dz: Tensor,
+    H: Tensor,
+    y: Tensor,
+    beta: Tensor,
+    res: Tensor | None,
+    pre: Tensor,
+    W: Tensor,
+    new: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, dnew, H, y, beta, pre = (t.contiguous() for t in (dx, dnew, H, y, beta, pre))
+    sizes = _tile_sizes(H, W.shape[1])
+    D, N = H.shape[-1], H.shape[:-2].numel()
+    g = dz * rstd[..., None]
+    c = (dz * z).sum(-1) * rstd * rstd / len(W)
+    tiles = triton.cdiv(N, sizes["TILE"])
+    splits = split_rows(tiles, triton.cdiv(D, sizes["BLOCK"]), H)
+    operand, constants = weight_operand(W, H)
+    dH, dy, sums, _ = _empty_gradients(H, y, res, W)
+    sums_parts = launch.empty_partial_sums(W, splits.count, *sums.shape)
+    launch.launch_kernel(
+        single_pass_connection_backward, (tiles, splits.count),
+        H, y, beta, pre if res is None else res.contiguous(), pre, operand, g, c, dx, dnew,
+        dH, dy, sums_parts, N, D, splits.pieces, MIXES=res is not None, **constants, **sizes,
+    )  # fmt: skip
+    dW = weight_gradient(new, g)
+    return dH, dy, launch.add_partial_sums(sums_parts, 0), dW
+
+
+def _empty_gradients(
+    H: Tensor, y: Tensor, res: Tensor | None, W: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for dH, dy, dW and, beneath each other, dbeta, dpre and dres: [columns n B T]."""
+    *lead, n, _ = H.shape
+    columns = 2 if res is None else 2 + n
+    sums = H.new_empty(columns, n, *lead, dtype=torch.float32)
+    return H.new_empty(H.shape), y.new_empty(y.shape), sums, W.new_empty(W.shape)
+
+
+@_single_pass_connection_backward.register_fake
+def _(
+    dx: Tensor,
+    dnew: Tensor,
+    dz: Tensor,
+    H: Tensor,
+    y: Tensor,
+    beta: Tensor,
+    res: Tensor | None,
+    pre: Tensor,
+    W: Tensor,
+    new: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_gradients(H, y, res, W)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    *tensors, ctx.eps = inputs
+    _, new, z, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(*tensors, new, z, rstd)
+
+
+def _backward(ctx: Any, dx: Tensor, dnew: Tensor, dz: Tensor, _: Any) -> tuple[Any, ...]:
+    *tensors, new, z, rstd = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph
+        definition = reference_of(ops.single_pass_connection)
+        return definition_gradients(definition, (*tensors, ctx.eps), dx, dnew, dz)
+    dH, dy, sums, dW = _single_pass_connection_backward(dx, dnew, dz, *tensors, new, z, rstd)
+    dbeta, dpre = sums[0].movedim(0, -1), sums[1].movedim(0, -1)
+    dres = sums[2:].movedim((0, 1), (-2, -1)) if len(sums) > 2 else None
+    return dH, dy, dbeta, dres, dpre, dW, None
+
+
+_single_pass_connection.register_autograd(_backward, setup_context=_save_for_backward)
