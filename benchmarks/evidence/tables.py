@@ -281,7 +281,7 @@ def _describe_models(study: Study) -> str:
     tokens = optimization.steps * data.batch * data.context / 1e6
     return (
         f"{model.family.capitalize()}, {model.layers} layers, width {model.dim}, {tokens:.1f}M "
-        f"tokens of {' and '.join(data.valid)}, each connection at its best learning rate.\n"
+        f"tokens of {' and '.join(data.valid)}, each connection at its best learning rate. "
         "Loss in nats a token ± deviation over seeds; differences ± 95 % interval."
     )
 
