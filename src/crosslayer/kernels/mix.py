@@ -218,7 +218,7 @@ def _launch_sizes(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], in
     # One program a token, unless programs have partial sums of a norm's gradient.
     programs = launch.program_count(N, x) if norms else N
     constants = {"L": L, "C": C, "BLOCK": block, "num_warps": launch.warp_count(block)}
-    return (programs, triton.cdiv(D, block)), 0 if w.dim() == 2 else C * L, constants
+    return (programs, launch.ceil_div(D, block)), 0 if w.dim() == 2 else C * L, constants
 
 
 def _of_every_mixture(
