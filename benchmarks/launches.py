@@ -20,7 +20,7 @@ from benchmarks.cases import OPS, kernel_ops
 from benchmarks.compilation import HOPPER
 from benchmarks.results import Row
 from benchmarks.settings import Settings
-from benchmarks.timing import Calls, forward_and_backward
+from benchmarks.timing import Calls, describe_error, forward_and_backward
 
 COLUMNS = ("op", "n", "D", "dtype", "no gradient us", "forward us", "forward+backward us", "driver")
 
@@ -39,7 +39,11 @@ def measure(settings: Settings) -> Iterator[Row]:
                 for n in (settings.streams or op.counts) if op.counts else [1]:
                     shape = {"op": name, "n": n if op.counts else "", "D": D}
                     run, leaves = kernel_call(name, n, D, settings)
-                    yield conditions | shape | _row(run, leaves, settings.rounds)
+                    try:
+                        times = _row(run, leaves, settings.rounds)
+                    except ValueError as error:  # there is no kernel for these sizes
+                        times = {"note": describe_error(error)}
+                    yield conditions | shape | times
 
 
 def scale_ops() -> dict[str, Callable[..., Tensor]]:

@@ -42,7 +42,7 @@ OPTIONS = {  # benchmark -> its options besides TOY
     "decode": {**SPECS, "variants": ["eager"]},
     "memory": SPECS,
     "machine_code": {"ops": ["add_norm"]},
-    "launches": {"ops": ["add_norm"]},
+    "launches": {"ops": ["add_norm", "write_norm_project joint"], "streams": [8]},
     "arms": {"recipe": str(Path(__file__).parent / "toy.yaml")},
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and the compiler

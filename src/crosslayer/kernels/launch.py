@@ -22,12 +22,17 @@ def token_count(x: Tensor) -> int:
 
 def block_size(D: int, longest: int = 1 << 30) -> int:
     """Elements of a row that a program processes at once: all of them, but at most `longest`."""
-    return min(_next_power_of_2(D), longest)
+    return min(next_power_of_2(D), longest)
 
 
-def _next_power_of_2(n: int) -> int:
-    # triton's takes as long as a launch. A compiler may have a symbol for n.
-    return 1 << (int(n) - 1).bit_length()
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 that is at least n. triton's takes 2 µs, and its `cdiv` 4 µs."""
+    return 1 << (int(n) - 1).bit_length()  # a compiler may have a symbol for n
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def processor_count(like: Tensor) -> int:
@@ -67,7 +72,7 @@ def fits_in_registers(sources: list[Tensor], block: int, rows: int) -> bool:
 
 def warp_count(elements: int) -> int:
     """Warps of a program with this number of elements in registers: 16 elements a thread."""
-    return max(1, min(16, _next_power_of_2(elements) // 512))
+    return max(1, min(16, next_power_of_2(elements) // 512))
 
 
 def empty_partial_sums(like: Tensor, *shape: int) -> Tensor:

@@ -253,7 +253,7 @@ def _launch_sizes(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], in
     programs = launch.program_count(N, x) if norms else N
     bucket = bucket_size(L)
     constants = {"L": bucket, "LOADED": min(8, bucket), "C": C, "BLOCK": block}
-    return (programs, triton.cdiv(D, block)), 0 if w.dim() == 2 else C * L, constants
+    return (programs, launch.ceil_div(D, block)), 0 if w.dim() == 2 else C * L, constants
 
 
 def _of_every_mixture(

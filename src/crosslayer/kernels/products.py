@@ -72,7 +72,7 @@ def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor
     columns, tile = aligned_columns(K), 64
     parts = torch.empty(3, rows, columns, dtype=torch.bfloat16, device=W.device)
     launch.launch_kernel(
-        split_weight_rows, (triton.cdiv(rows, tile),),
+        split_weight_rows, (launch.ceil_div(rows, tile),),
         W, parts, rows, W.stride(0), W.stride(1), K=K, COLUMNS=columns, WIDE=padded_columns(K),
         TILE=tile, num_warps=4,
     )  # fmt: skip
@@ -81,12 +81,12 @@ def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor
 
 def aligned_columns(K: int) -> int:
     """The number of columns that are stored of a part."""
-    return 8 * triton.cdiv(K, 8)
+    return 8 * launch.ceil_div(K, 8)
 
 
 def padded_columns(K: int) -> int:
     """The number of columns that products are computed with."""
-    return max(16, triton.next_power_of_2(K))
+    return max(16, launch.next_power_of_2(K))
 
 
 def weight_bytes(rows: int, K: int, size: int) -> int:
@@ -112,7 +112,7 @@ def weight_gradient(rows: Tensor, g: Tensor) -> Tensor:
     """
     width, K = rows.shape[-2:].numel(), g.shape[-1]
     N, tile, block = g.shape[:-1].numel(), 64, 128
-    pieces, tiles = triton.cdiv(width, block), triton.cdiv(N, tile)
+    pieces, tiles = launch.ceil_div(width, block), launch.ceil_div(N, tile)
     splits = max(1, min(tiles, launch.program_count(tiles, rows) // pieces))
     partial = launch.empty_partial_sums(g, splits, width, K)
     launch.launch_kernel(

@@ -248,11 +248,11 @@ def _tile_sizes(
     n, D = H.shape[-2:]
     K = W.shape[1]
     joint = W.shape[0] > D
-    side = triton.next_power_of_2(n)
+    side = launch.next_power_of_2(n)
     wide = padded_columns(K)
     tile = joint_tokens if joint else tokens
     W_rows = (side if joint else 1) * wide  # elements of W for each element of D
-    piece = max(16, min(triton.next_power_of_2(D), elements // (tile * side), 8192 // W_rows))
+    piece = max(16, min(launch.next_power_of_2(D), elements // (tile * side), 8192 // W_rows))
     # Two pieces of a large W do not fit in shared memory; neither does W while it is split there.
     keeps_parts = keeps_W and H.dtype == torch.bfloat16
     stages = 1 if W_rows * piece > 4096 and not keeps_parts else 2
@@ -269,11 +269,11 @@ def _write_norm_project(
     H = H.contiguous()
     new, z, rstd, mu = _empty_outputs(H, W, centred)
     W = _centre_columns(W) if centred else W
-    tokens = max(32, 128 // triton.next_power_of_2(H.shape[-2]))
+    tokens = max(32, 128 // launch.next_power_of_2(H.shape[-2]))
     sizes = _tile_sizes(H, W, joint_tokens=64, tokens=tokens, elements=8192, keeps_W=False)
     D, N = H.shape[-1], H.shape[:-2].numel()
-    tiles = triton.cdiv(N, sizes["TILE"])
-    splits = split_rows(tiles, triton.cdiv(D, sizes["BLOCK"]), H)
+    tiles = launch.ceil_div(N, sizes["TILE"])
+    splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
     sums = empty_sums(splits, z, rstd, mu)
     operand, constants = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
@@ -320,13 +320,13 @@ def _write_norm_project_backward(
     dnew = dnew.contiguous()
     n, D, N = new.shape[-2], new.shape[-1], new.shape[:-2].numel()
     # Each piece of D reads a token's g and c again, so pieces are long and tiles have few tokens.
-    tokens = max(1, 16 // triton.next_power_of_2(n))
+    tokens = max(1, 16 // launch.next_power_of_2(n))
     sizes = _tile_sizes(new, W, joint_tokens=16, tokens=tokens, elements=4096, keeps_W=True)
     centred = mu.numel() > 0
     W = _centre_columns(W) if centred else W
     g = dz * rstd[..., None]
     c = (dz * z).sum(-1) * rstd * rstd / len(W)
-    pieces, tiles = triton.cdiv(D, sizes["BLOCK"]), triton.cdiv(N, sizes["TILE"])
+    pieces, tiles = launch.ceil_div(D, sizes["BLOCK"]), launch.ceil_div(N, sizes["TILE"])
     splits = min(tiles, 1)
     if new.is_cuda:
         splits = min(tiles, max(1, launch.program_count(4 * N, new) // pieces))

@@ -29,8 +29,8 @@ def split_rows(programs: int, pieces: int, like: Tensor) -> RowSplits:
         like: a tensor on the device.
     """
     wanted = launch.split_count(programs, pieces, like)
-    pieces_a_split = triton.cdiv(pieces, wanted)
-    return RowSplits(triton.cdiv(pieces, pieces_a_split), pieces_a_split)
+    pieces_a_split = launch.ceil_div(pieces, wanted)
+    return RowSplits(launch.ceil_div(pieces, pieces_a_split), pieces_a_split)
 
 
 def empty_sums(splits: RowSplits, *outputs: Tensor) -> list[Tensor]:
@@ -61,8 +61,8 @@ def launch_join(
     launch.launch_kernel(
         join_splits, (rows,),
         dots, spreads, means, z, rstd, mu, rows, width, split_width, splits, eps,
-        CENTRED=mu.numel() > 0, K=K, WIDE=triton.next_power_of_2(K),
-        SIDE=triton.next_power_of_2(splits), num_warps=4,
+        CENTRED=mu.numel() > 0, K=K, WIDE=launch.next_power_of_2(K),
+        SIDE=launch.next_power_of_2(splits), num_warps=4,
     )  # fmt: skip
 
 

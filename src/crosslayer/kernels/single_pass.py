@@ -257,7 +257,7 @@ def single_pass_connection_backward(
 def _tile_sizes(H: Tensor, K: int) -> dict[str, int]:
     """The constants of a launch. H: [B T n D].  K: columns of W."""
     n, D = H.shape[-2:]
-    block = max(16, min(triton.next_power_of_2(D), 64 // triton.next_power_of_2(n)))
+    block = max(16, min(launch.next_power_of_2(D), 64 // launch.next_power_of_2(n)))
     # The rows of a tile are as many as a product's of four warps, so each row is in one warp.
     return {
         "n": n, "K": K, "TILE": 64, "BLOCK": block, "WIDE": padded_columns(K),
@@ -273,8 +273,8 @@ def _single_pass_connection(
     outputs = x, new, z, rstd = _empty_outputs(H, W)
     sizes = _tile_sizes(H, W.shape[1])
     D, N = H.shape[-1], H.shape[:-2].numel()
-    tiles = triton.cdiv(N, sizes["TILE"])
-    splits = split_rows(tiles, triton.cdiv(D, sizes["BLOCK"]), H)
+    tiles = launch.ceil_div(N, sizes["TILE"])
+    splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
     sums = empty_sums(splits, z, rstd, rstd.new_empty(0))
     operand, constants = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
@@ -321,8 +321,8 @@ def _single_pass_connection_backward(
     D, N = H.shape[-1], H.shape[:-2].numel()
     g = dz * rstd[..., None]
     c = (dz * z).sum(-1) * rstd * rstd / len(W)
-    tiles = triton.cdiv(N, sizes["TILE"])
-    splits = split_rows(tiles, triton.cdiv(D, sizes["BLOCK"]), H)
+    tiles = launch.ceil_div(N, sizes["TILE"])
+    splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
     operand, constants = weight_operand(W, H)
     dH, dy, sums, _ = _empty_gradients(H, y, res, W)
     sums_parts = launch.empty_partial_sums(W, splits.count, *sums.shape)

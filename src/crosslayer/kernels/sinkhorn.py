@@ -113,7 +113,7 @@ def sinkhorn_backward(
 
 def _tile_sizes(n: int) -> tuple[int, int]:
     """Matrices in each program, and the lanes of a side."""
-    side = triton.next_power_of_2(n)
+    side = launch.next_power_of_2(n)
     return max(1, 1024 // side**2), side
 
 
@@ -125,7 +125,7 @@ def _sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
     N = logits.numel() // n**2
     tile, side = _tile_sizes(n)
     launch.launch_kernel(
-        sinkhorn_forward, (triton.cdiv(N, tile),),
+        sinkhorn_forward, (launch.ceil_div(N, tile),),
         logits, out, N, rounds, eps, n=n, TILE=tile, SIDE=side, num_warps=4,
     )  # fmt: skip
     return out
@@ -144,7 +144,7 @@ def _sinkhorn_backward(dout: Tensor, logits: Tensor, rounds: int, eps: float) ->
     N = logits.numel() // n**2
     tile, side = _tile_sizes(n)
     launch.launch_kernel(
-        sinkhorn_backward, (triton.cdiv(N, tile),),
+        sinkhorn_backward, (launch.ceil_div(N, tile),),
         logits, dout, dz, N, rounds, eps, n=n, TILE=tile, SIDE=side, CHUNK=ROUNDS_IN_REGISTERS,
         num_warps=8,
     )  # fmt: skip

@@ -153,7 +153,7 @@ def width_connection_backward(
 
 def _piece_size(n: int, D: int) -> int:
     """Elements of D that a program processes at once: n streams of them fit in registers."""
-    return launch.block_size(D, max(256, launch.MAX_ROW_BLOCK * 4 // triton.next_power_of_2(n)))
+    return launch.block_size(D, max(256, launch.MAX_ROW_BLOCK * 4 // launch.next_power_of_2(n)))
 
 
 def _program_count(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
@@ -172,7 +172,7 @@ def _width_connection(
     out = torch.empty_like(H)
     N, block = launch.token_count(x), _piece_size(n, D)
     launch.launch_kernel(
-        width_connection_forward, (_program_count(N, affine, H), triton.cdiv(D, block)),
+        width_connection_forward, (_program_count(N, affine, H), launch.ceil_div(D, block)),
         H, pre, res, *weight_and_bias(affine), x, out, N, D, eps,
         n=n, CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(n * block // 2),
     )  # fmt: skip
@@ -202,7 +202,7 @@ def _width_connection_backward(
     affine = [p.contiguous() for p in affine]
     n, D = H.shape[-2:]
     N, block = launch.token_count(dx), _piece_size(n, D)
-    programs, pieces = _program_count(N, affine, H), triton.cdiv(D, block)
+    programs, pieces = _program_count(N, affine, H), launch.ceil_div(D, block)
     dH = torch.empty_like(H)
     dpre = launch.empty_partial_sums(pre, pieces, *pre.shape)
     dres = launch.empty_partial_sums(res, pieces, *res.shape)
