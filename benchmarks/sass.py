@@ -17,8 +17,8 @@ class MachineCode(NamedTuple):
     Args:
         registers: of a thread.
         spilled_bytes: of a thread, in local memory because registers do not suffice.
-        load_rounds: how many times the program waits for memory a token. Loads between which it
-            waits for none are one round.
+        load_rounds: how many times the program waits for rows from memory, a token. Loads between
+            which it waits for none are one round.
         barriers: how many times the warps of a program wait for each other, a token.
         instructions: that a warp runs a token.
     """
@@ -98,7 +98,9 @@ def count_load_rounds(code: list[Instruction]) -> int:
     """How many latencies of memory a warp waits for, if all else takes no time.
 
     A warp runs its instructions in order. It waits at the first instruction that reads or writes a
-    register that a load has yet to fill. What was loaded before that wait arrives meanwhile.
+    register that a load has yet to fill. What was loaded before that wait arrives meanwhile. Rows
+    are loaded 8 or 16 bytes at once. Single numbers do not count: those of a token share a line of
+    the cache, and most are there.
     """
     now = 0
     arrival: dict[int, int] = {}  # of the registers that wait for memory
@@ -106,12 +108,11 @@ def count_load_rounds(code: list[Instruction]) -> int:
         registers = [int(number) for number in REGISTER.findall(operands)]
         if name.startswith("ST"):  # the last operand is as wide as the store
             registers += _wide_register(registers, opcode)
-        loaded = name in ("LDG", "LDGSTS")
-        if loaded:
+        if name == "LDG":
             registers += _wide_register(registers[:1], opcode)
         for register in registers:
             now = max(now, arrival.pop(register, 0))
-        if name == "LDG":
+        if name == "LDG" and (".64" in opcode or ".128" in opcode):
             for register in _wide_register(registers[:1], opcode):
                 arrival[register] = now + 1
     return max([now, *arrival.values()])

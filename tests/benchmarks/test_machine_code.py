@@ -14,6 +14,8 @@ FIRST = "/*0010*/ @!P1 LDG.E.128 R4, desc[UR4][R2.64] ;"
 SECOND = "/*0020*/ @!P1 LDG.E.64 R8, desc[UR4][R2.64+0x10] ;"
 USE_FIRST = "/*0030*/ FADD R20, R7, R20 ;"  # R7 is the last of the four that FIRST loads
 USE_SECOND = "/*0040*/ FADD R20, R9, R20 ;"
+NUMBER = "/*0060*/ LDG.E R30, desc[UR4][R2.64+0x20] ;"
+USE_NUMBER = "/*0070*/ FADD R20, R30, R20 ;"
 STORE_FIRST = "/*0050*/ STG.E.128 desc[UR4][R40.64], R4 ;"
 
 
@@ -22,6 +24,7 @@ def test_rounds_of_loads():
         return count_load_rounds(outermost_loop(LOOP.format(body="\n".join(body))))
 
     assert rounds(USE_FIRST) == 0
+    assert rounds(NUMBER, USE_NUMBER, FIRST, USE_FIRST) == 1
     assert rounds(FIRST, SECOND, USE_FIRST, USE_SECOND) == 1
     assert rounds(FIRST, USE_FIRST, SECOND, USE_SECOND) == 2
     assert rounds(FIRST, STORE_FIRST, SECOND, USE_SECOND) == 2

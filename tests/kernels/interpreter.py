@@ -1,4 +1,4 @@
-"""Triton's interpreter: rounding as GPUs do, and counting the bytes that kernels load and store."""
+"""Triton's interpreter: rounding and adding as GPUs do; the bytes that kernels load and store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +28,33 @@ def round_to_nearest() -> Iterator[None]:
         yield
     finally:
         interpreter._convert_float = convert
+
+
+@contextmanager
+def add_in_trees() -> Iterator[None]:
+    """Make sums along any axis pairwise; the interpreter adds rows of a matrix one by one.
+
+    A GPU adds what a thread has, and then the threads' sums in a tree.
+    """
+    from triton.runtime.interpreter import ReduceOps
+
+    add = ReduceOps.sum
+
+    def add_pairwise(self: Any, x: Any) -> Any:
+        if self.axis is None:
+            return add(self, x)
+        # numpy adds pairwise along an axis that is contiguous.
+        rows = np.ascontiguousarray(np.moveaxis(x.handle.data, self.axis, -1))
+        sums = rows.sum(-1)
+        if self.keep_dims:
+            sums = np.expand_dims(sums, self.axis)
+        return self.to_tensor(sums, x.dtype)
+
+    ReduceOps.sum = add_pairwise
+    try:
+        yield
+    finally:
+        ReduceOps.sum = add
 
 
 @contextmanager

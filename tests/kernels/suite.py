@@ -9,7 +9,7 @@
 import copy
 import os
 import statistics
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -25,7 +25,7 @@ from crosslayer.ops import dispatch
 from tests.hf.backbones import build
 from tests.kernels.accuracy import assert_accurate
 from tests.kernels.cases import CASES, PATHS
-from tests.kernels.interpreter import count_traffic, round_to_nearest
+from tests.kernels.interpreter import add_in_trees, count_traffic, round_to_nearest
 from tests.support import chain
 from tests.support.tiny import shake
 
@@ -81,7 +81,10 @@ def poison(monkeypatch):
         monkeypatch.setattr(launch, "program_count", lambda tokens, like: min(tokens, 2))
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
-    with round_to_nearest() if INTERPRETED else nullcontext():
+    with ExitStack() as stack:
+        if INTERPRETED:
+            stack.enter_context(round_to_nearest())
+            stack.enter_context(add_in_trees())
         yield
     torch.use_deterministic_algorithms(False)
 

@@ -9,12 +9,15 @@ and supports the arguments. Rules that hold for every kernel:
 - No atomics: where a gradient is summed over tokens, each program writes its partial sum and torch
   adds the partial sums in a fixed order.
 - `memory_traffic_bytes` returns the least number of bytes that forward and backward must move.
+- A kernel asks for the rows of a token before it waits for a sum over one, and computes
+  independent sums together (`row_sums`). Sources come in buckets (`sources`), and numbers of tokens
+  are not specialised: a model of 24 layers compiles ten kernels and not a kernel for each site.
 - The norm of an op's output is fused where a program has a whole row (`NormSpec`).
 
 Shared by all: `library_op` (the ops of torch) and `launch` (block sizes, number of programs, the
-launch). By several: `fused_norm` (a norm in a kernel), `products` (float32 products on tensor
-cores) and `row_splits` (rows that programs share). Nothing imports this package, or triton, before
-`use_kernels` does.
+launch). By several: `fused_norm` (a norm in a kernel), `row_sums` (sums over rows), `sources` (what
+an op over depth reads), `products` (float32 products on tensor cores) and `row_splits` (rows that
+programs share). Nothing imports this package, or triton, before `use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel

@@ -1,7 +1,7 @@
 """Kernels of `ops.depth_attention`: attention over depth in one pass over the sources.
 
 r_l = rsqrt(mean(X_l²) + eps),   z_l = r_l ⟨q, X_l⟩,   p = softmax_l(z),   out = Σ_l p_l X_l
-reads L·D, writes D elements a token: the softmax is updated source by source
+reads L·D, writes D elements a token: the softmax is updated by a group of sources at a time
 
 backward:   a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
 dX_l = dX'_l + p_l dout + dz_l r_l (q − z_l r_l X_l/D),   dq = Σ_tokens Σ_l dz_l r_l X_l
@@ -10,11 +10,10 @@ reads (2L + 1)·D, writes L·D; saves r and z, 2L numbers a token
 dX'_l is the gradient of the source passed on (`ops.mix`), which is not read where autograd left it
 undefined.
 
-With a fused norm dout is the gradient of the normed output, and the norm's backward needs all of
-out. So the first pass of the backward recomputes out, and the second uses a_l − Σ_j p_j a_j =
-⟨dout, X_l − out⟩. out is not saved, and the sources are not read more often. Where a token's rows
-do not fit in registers (`launch.REGISTER_BYTES`) the backward reads the sources twice, the second
-time from cache.
+The backward begins with out, which is not saved: with a fused norm, dout is the gradient of the
+normed output, and the norm's backward needs all of out. Then Σ_j p_j a_j = ⟨dout, out⟩, and the
+gradients of a group of sources are computed at once. From 9 sources on, the rows are read twice,
+the second time from cache.
 """
 
 from collections.abc import Sequence
@@ -39,12 +38,14 @@ from .fused_norm import (
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
-    norm_row_backward,
+    norm_rows_backward,
     normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
 from .library_op import LibraryOp
+from .row_sums import repeat_conversion, row_sum, sum_rows
+from .sources import bucket_size, load_numbers, load_rows, pad_sources
 
 
 def depth_attention(
@@ -73,27 +74,37 @@ def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0)
     return forward, backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "count"])
 def depth_attention_forward(
-    X, q, weight, bias, out, z, rstd, N, D, eps, norm_eps,
-    L: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    X, q, weight, bias, out, z, rstd, N, D, count, eps, norm_eps,
+    L: tl.constexpr, GROUP: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
+    k = tl.arange(0, GROUP)
     query = tl.load(q + d, mask=d < D, other=0.0)
     if weight is not None:
         w, b = load_affine(weight, bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
+        row = t * D + d
         top, mass, mean = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
-        for l in tl.static_range(L):
-            x = tl.load(X[l] + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-            z_l = r * tl.sum(query * x, 0)
-            tl.store(rstd + t * L + l, r)
-            tl.store(z + t * L + l, z_l)
-            higher = tl.maximum(top, z_l)
-            fade, p = tl.exp(top - higher), tl.exp(z_l - higher)
-            top, mass, mean = higher, mass * fade + p, mean * fade + p * x
+        for first in tl.static_range(0, L, GROUP):
+            if first == 0 or first < count:
+                rows = load_rows(X, first, GROUP, count, row, d, D)
+                products = ()
+                for i in tl.static_range(GROUP):
+                    x = rows[i].to(tl.float32)
+                    products = products + (x * x, query * x)
+                squares, dots = tl.split(tl.reshape(sum_rows(products, BLOCK), [GROUP, 2]))
+                r = tl.rsqrt(squares / D + eps)
+                scores = tl.where(first + k < count, r * dots, -float("inf"))
+                tl.store(rstd + t * count + first + k, r, mask=first + k < count)
+                tl.store(z + t * count + first + k, scores, mask=first + k < count)
+                higher = tl.maximum(top, tl.max(scores, 0))
+                fade, p = tl.exp(top - higher), tl.exp(scores - higher)
+                top, mass, mean = higher, mass * fade + tl.sum(p, 0), mean * fade
+                for i in tl.static_range(GROUP):
+                    mean += row_sum(p, i) * repeat_conversion(rows[i])
         mean = mean / mass
         if weight is not None:
             mean, _ = normalise_row(mean, d, D, norm_eps, CENTRED)
@@ -101,10 +112,11 @@ def depth_attention_forward(
         tl.store(out + t * D + d, mean.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "count"])
 def depth_attention_backward(
-    X, q, weight, z, rstd, dout, later, dX, dq, dweight, dbias, N, D, norm_eps,
-    L: tl.constexpr, CENTRED: tl.constexpr, KEEP_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X, q, weight, z, rstd, dout, later, dX, dq, dweight, dbias, N, D, count, norm_eps,
+    L: tl.constexpr, LOADED: tl.constexpr, GROUP: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     query = tl.load(q + d, mask=d < D, other=0.0)
@@ -114,43 +126,54 @@ def depth_attention_backward(
         dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        dout_t = tl.load(dout + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-        top, mass = -float("inf"), 0.0
-        for l in tl.static_range(L):
-            top = tl.maximum(top, tl.load(z + t * L + l))
-        for l in tl.static_range(L):
-            mass += tl.exp(tl.load(z + t * L + l) - top)
-        rows_kept, a, mean = (), (), 0.0
+        row = t * D + d
+        passed = load_rows(later, 0, GROUP, count, row, d, D)
+        dout_t = tl.load(dout + row, mask=d < D, other=0.0).to(tl.float32)
+        top, mass, out = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
+        for first in tl.static_range(0, L, LOADED):
+            rows = load_rows(X, first, LOADED, count, row, d, D)
+            scores = load_numbers(z + t * count, first, LOADED, count, -float("inf"))
+            higher = top
+            for i in tl.static_range(LOADED):
+                higher = tl.maximum(higher, scores[i])
+            fade = tl.exp(top - higher)
+            top, mass, out = higher, mass * fade, out * fade
+            for i in tl.static_range(LOADED):
+                p = tl.exp(scores[i] - top)
+                mass += p
+                out += p * rows[i].to(tl.float32)
+        out = out / mass
         if weight is not None:
-            out = tl.zeros([BLOCK], tl.float32)
-        for l in tl.static_range(L):
-            x = tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
-            if KEEP_ROWS:
-                rows_kept = rows_kept + (x,)
-            x = x.to(tl.float32)
-            p = tl.exp(tl.load(z + t * L + l) - top) / mass
-            if weight is not None:
-                out += p * x
-            else:
-                a_l = tl.sum(dout_t * x, 0)
-                a = a + (a_l,)
-                mean += p * a_l
-        if weight is not None:
-            normed, r = normalise_row(out, d, D, norm_eps, CENTRED)
-            dw += dout_t * normed
+            normed, gradients = norm_rows_backward(
+                (out,), (dout_t,), (w,), d, D, norm_eps, CENTRED, BLOCK
+            )
+            dw += dout_t * normed[0]
             db += dout_t
-            dout_t = norm_row_backward(dout_t * w, normed, r, d, D, CENTRED)
-        for l in tl.static_range(L):
-            x = rows_kept[l] if KEEP_ROWS else tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
-            x = x.to(tl.float32)
-            r, z_l = tl.load(rstd + t * L + l), tl.load(z + t * L + l)
-            p = tl.exp(z_l - top) / mass
-            dz = p * (a[l] - mean if weight is None else tl.sum(dout_t * (x - out), 0))
-            dx = p * dout_t + (dz * r) * (query - (z_l * r / D) * x)
-            if later[l] is not None:
-                dx += tl.load(later[l] + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-            dquery += (dz * r) * x
-            tl.store(dX[l] + t * D + d, dx.to(dX[l].dtype.element_ty), mask=d < D)
+            dout_t = gradients[0]
+        mean = row_sum(sum_rows((dout_t * out,), BLOCK), 0)  # summed as a_l is
+        for first in tl.static_range(0, L, GROUP):
+            if first == 0 or first < count:
+                if first > 0:
+                    passed = load_rows(later, first, GROUP, count, row, d, D)
+                if L > LOADED:  # once more, from cache
+                    rows = load_rows(X, first, GROUP, count, row, d, D)
+                r_group = load_numbers(rstd + t * count, first, GROUP, count, 0.0)
+                scores = load_numbers(z + t * count, first, GROUP, count, -float("inf"))
+                products = ()
+                for i in tl.static_range(GROUP):
+                    x = repeat_conversion(rows[first * (L == LOADED) + i])
+                    products = products + (dout_t * x,)
+                a = sum_rows(products, BLOCK)
+                for i in tl.static_range(GROUP):
+                    x = repeat_conversion(rows[first * (L == LOADED) + i])
+                    p = tl.exp(scores[i] - top) / mass
+                    u = p * (row_sum(a, i) - mean) * r_group[i]
+                    dx = p * dout_t + u * (query - (scores[i] * r_group[i] / D) * x)
+                    if later[first + i] is not None:
+                        dx += passed[i].to(tl.float32)
+                    dquery += u * x
+                    mask = d < D * (first + i < count)
+                    tl.store(dX[first + i] + row, dx.to(dX[first + i].dtype.element_ty), mask=mask)
     tl.store(dq + tl.program_id(0).to(tl.int64) * D + d, dquery, mask=d < D)
     if weight is not None:
         store_affine_gradients(dw, db, dweight, dbias, d, D)
@@ -173,8 +196,9 @@ def _depth_attention(
     block = launch.block_size(D)
     launch.launch_kernel(
         depth_attention_forward, (launch.program_count(N, q),),
-        X, q, *weight_and_bias(affine), out, z, rstd, N, D, eps, norm_eps,
-        L=len(X), CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(2 * block),
+        pad_sources(X), q, *weight_and_bias(affine), out, z, rstd, N, D, len(X), eps, norm_eps,
+        L=bucket_size(len(X)), GROUP=min(8, bucket_size(len(X))), CENTRED=centred, BLOCK=block,
+        num_warps=launch.warp_count(block),
     )  # fmt: skip
     return out, z, rstd
 
@@ -218,12 +242,13 @@ def _depth_attention_backward(
     dX = [torch.empty_like(x) for x in X]
     dq = launch.empty_partial_sums(q, programs, D)
     daffine = empty_affine_partial_sums(affine, programs)
-    keep_rows = launch.fits_in_registers(X, block, rows=6 + 2 * len(affine))
+    bucket = bucket_size(len(X))
     launch.launch_kernel(
         depth_attention_backward, (programs,),
-        X, q, weight_and_bias(affine)[0], z, rstd, dout, later, dX, dq, *weight_and_bias(daffine),
-        N, D, norm_eps, L=len(X), CENTRED=centred, KEEP_ROWS=keep_rows, BLOCK=block,
-        num_warps=launch.warp_count(4 * block),
+        pad_sources(X), q, weight_and_bias(affine)[0], z, rstd, dout, pad_sources(later),
+        pad_sources(dX), dq, *weight_and_bias(daffine), N, D, len(X), norm_eps,
+        L=bucket, LOADED=min(8, bucket), GROUP=4, CENTRED=centred, BLOCK=block,
+        num_warps=launch.warp_count(block),
     )  # fmt: skip
     return dX, launch.add_partial_sums(dq, 0), add_affine_partial_sums(daffine, affine)
 

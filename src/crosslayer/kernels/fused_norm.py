@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..norms import NormSpec
 from . import launch
+from .row_sums import row_sum, sum_rows
 
 
 def norm_backward_bytes(D: int, parameters: int) -> int:
@@ -46,12 +47,34 @@ def load_affine(weight, bias, d, D):
 
 
 @triton.jit
-def norm_row_backward(g, x, r, d, D, CENTRED: tl.constexpr):
-    """dx of a row, given g = dout·weight, x̂ and r."""
-    dx = g - x * (tl.sum(g * x, 0) / D)
+def norm_rows_backward(rows, douts, weights, d, D, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    """x̂ and dx of each of a tuple of rows x, given the gradients of their norms.
+
+    The sums of all rows are computed together.
+    """
+    centred, means = rows, ()
     if CENTRED:
-        dx = tl.where(d < D, dx - tl.sum(g, 0) / D, 0.0)
-    return r * dx
+        products = ()
+        for i in tl.static_range(len(rows)):
+            products = products + (rows[i], douts[i] * weights[i])
+        sums = sum_rows(products, BLOCK)
+        centred = ()
+        for i in tl.static_range(len(rows)):
+            centred = centred + (tl.where(d < D, rows[i] - row_sum(sums, 2 * i) / D, 0.0),)
+            means = means + (row_sum(sums, 2 * i + 1) / D,)
+    products = ()
+    for i in tl.static_range(len(rows)):
+        products = products + (centred[i] * centred[i], douts[i] * weights[i] * centred[i])
+    sums = sum_rows(products, BLOCK)
+    normed, gradients = (), ()
+    for i in tl.static_range(len(rows)):
+        r = tl.rsqrt(row_sum(sums, 2 * i) / D + eps)
+        x = centred[i] * r
+        dx = douts[i] * weights[i] - x * (r * row_sum(sums, 2 * i + 1) / D)
+        if CENTRED:
+            dx = tl.where(d < D, dx - means[i], 0.0)
+        normed, gradients = normed + (x,), gradients + (r * dx,)
+    return normed, gradients
 
 
 @triton.jit

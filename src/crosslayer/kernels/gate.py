@@ -4,7 +4,7 @@ It writes, pools, and computes the scores of the next gate:
 
 s'_i = s_i + β_i (y − s_i),   rounded to s's dtype;   r_i = rsqrt(mean(s'_i²) + eps)
 z_i  = r_i ⟨pool, s'_i⟩,   p = softmax(z),   h = Σ p_i s'_i,   q_i = r_i ⟨score, s'_i⟩
-reads (n + 1)·D, writes (n + 1)·D elements a token: the softmax is updated stream by stream
+reads (n + 1)·D, writes (n + 1)·D elements a token; the sums of all streams are computed at once
 
 backward, from s and y alone, with s' recomputed:   a_i = ⟨dh, s'_i⟩,   dz_i = p_i (a_i − Σ p_j a_j)
 ds'_i += p_i dh + r_i dz_i (pool − z_i r_i s'_i/D) + r_i dq_i (score − q_i r_i s'_i/D)
@@ -12,10 +12,9 @@ ds_i = (1 − β_i) ds'_i,   dy = Σ β_i ds'_i,   dβ_i = ⟨ds'_i, y − s_i�
 dpool = Σ dz_i r_i s'_i,   dscore likewise
 reads (2n + 2)·D, writes (n + 1)·D; saves r and z, 2n numbers a token
 
-With a fused norm dh is the gradient of the normed output, and the norm's backward needs all of h.
-So the first pass of the backward recomputes h, and the second uses a_i − Σ p_j a_j = ⟨dh, s'_i −
-h⟩. Where a token's rows do not fit in registers (`launch.REGISTER_BYTES`) the backward reads the
-streams twice, the second time from cache.
+With a fused norm dh is the gradient of the normed output, and the norm's backward needs all of h,
+which the backward recomputes. Where a token's rows do not fit in registers
+(`launch.REGISTER_BYTES`) it reads the streams again, from cache.
 """
 
 from collections.abc import Sequence
@@ -38,12 +37,20 @@ from .fused_norm import (
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
-    norm_row_backward,
+    norm_rows_backward,
     normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
 from .library_op import LibraryOp
+from .row_sums import (
+    repeat_conversion,
+    row_sum,
+    sum_in_thread,
+    sum_partial_sums,
+    sum_rows,
+)
+from .sources import load_numbers, load_rows
 
 
 def gate_pool(
@@ -89,6 +96,12 @@ def _lerp(s, y, b):
 
 
 @triton.jit
+def _gate_row(s, y, b):
+    """s' of a row s in float32, rounded to its dtype."""
+    return _lerp(repeat_conversion(s), y, b).to(s.dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["N"])
 def gate_pool_forward(
     S, y, beta, pool, score, weight, bias, out, h, q, z, rstd, N, D, eps, norm_eps,
     n: tl.constexpr, SCORED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,35 +114,46 @@ def gate_pool_forward(
         w, b = load_affine(weight, bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        y_t = tl.load(y + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-        top, mass, pooled = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
+        row = t * D + d
+        y_t = tl.load(y + row, mask=d < D, other=0.0).to(tl.float32)
+        rows = load_rows(S, 0, n, n, row, d, D)
+        betas = load_numbers(beta + t * n, 0, n, n, 0.0)
+        gated, products = (), ()
         for i in tl.static_range(n):
-            s = tl.load(S[i] + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-            new = _lerp(s, y_t, tl.load(beta + t * n + i)).to(out[i].dtype.element_ty)
-            tl.store(out[i] + t * D + d, new, mask=d < D)
-            new = new.to(tl.float32)
-            r = tl.rsqrt(tl.sum(new * new, 0) / D + eps)
-            z_i = r * tl.sum(w2 * new, 0)
-            tl.store(z + t * n + i, z_i)
-            tl.store(rstd + t * n + i, r)
+            new = _lerp(rows[i].to(tl.float32), y_t, betas[i]).to(out[i].dtype.element_ty)
+            tl.store(out[i] + row, new, mask=d < D)
+            x = new.to(tl.float32)
+            gated, products = gated + (new,), products + (x * x, w2 * x)
             if SCORED:
-                tl.store(q + t * n + i, r * tl.sum(w1 * new, 0))
-            higher = tl.maximum(top, z_i)
-            fade, p = tl.exp(top - higher), tl.exp(z_i - higher)
-            top, mass, pooled = higher, mass * fade + p, pooled * fade + p * new
+                products = products + (w1 * x,)
+        sums = sum_rows(products, BLOCK)
+        EACH: tl.constexpr = 2 + SCORED
+        top, mass, pooled, scores = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32), ()
+        for i in tl.static_range(n):
+            r = tl.rsqrt(row_sum(sums, i * EACH) / D + eps)
+            z_i = r * row_sum(sums, i * EACH + 1)
+            tl.store(rstd + t * n + i, r)
+            tl.store(z + t * n + i, z_i)
+            if SCORED:
+                tl.store(q + t * n + i, r * row_sum(sums, i * EACH + 2))
+            top, scores = tl.maximum(top, z_i), scores + (z_i,)
+        for i in tl.static_range(n):
+            p = tl.exp(scores[i] - top)
+            mass += p
+            pooled += p * repeat_conversion(gated[i])
         pooled = pooled / mass
         if weight is not None:
             pooled, _ = normalise_row(pooled, d, D, norm_eps, CENTRED)
             pooled = pooled * w + b
-        tl.store(h + t * D + d, pooled.to(h.dtype.element_ty), mask=d < D)
+        tl.store(h + row, pooled.to(h.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def gate_pool_backward(
     S, y, beta, pool, score, weight, q, z, rstd, dout, dh, dq,
     dS, dy, dbeta, dpool, dscore, dweight, dbias, N, D, norm_eps,
     n: tl.constexpr, SCORED: tl.constexpr, CENTRED: tl.constexpr, KEEP_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     w2 = tl.load(pool + d, mask=d < D, other=0.0)
@@ -142,54 +166,67 @@ def gate_pool_backward(
         dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        y_t = tl.load(y + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-        dh_t = tl.load(dh + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-        top, mass = -float("inf"), 0.0
+        row = t * D + d
+        if KEEP_ROWS:
+            rows = load_rows(S, 0, n, n, row, d, D)
+        y_t = tl.load(y + row, mask=d < D, other=0.0).to(tl.float32)
+        dh_t = tl.load(dh + row, mask=d < D, other=0.0).to(tl.float32)
+        betas = load_numbers(beta + t * n, 0, n, n, 0.0)
+        scores = load_numbers(z + t * n, 0, n, n, 0.0)
+        rs = load_numbers(rstd + t * n, 0, n, n, 0.0)
+        if SCORED:
+            qs = load_numbers(q + t * n, 0, n, n, 0.0)
+            dqs = load_numbers(dq + t * n, 0, n, n, 0.0)
+        top, mass, p = -float("inf"), 0.0, ()
         for i in tl.static_range(n):
-            top = tl.maximum(top, tl.load(z + t * n + i))
+            top = tl.maximum(top, scores[i])
         for i in tl.static_range(n):
-            mass += tl.exp(tl.load(z + t * n + i) - top)
-        rows_kept, a, mean = (), (), 0.0
+            mass += tl.exp(scores[i] - top)
+        for i in tl.static_range(n):
+            p = p + (tl.exp(scores[i] - top) / mass,)
         if weight is not None:
             pooled = tl.zeros([BLOCK], tl.float32)
-        for i in tl.static_range(n):
-            s = tl.load(S[i] + t * D + d, mask=d < D, other=0.0)
-            if KEEP_ROWS:
-                rows_kept = rows_kept + (s,)
-            s = s.to(tl.float32)
-            new = _lerp(s, y_t, tl.load(beta + t * n + i)).to(S[i].dtype.element_ty).to(tl.float32)
-            p = tl.exp(tl.load(z + t * n + i) - top) / mass
-            if weight is not None:
-                pooled += p * new
-            else:
-                a_i = tl.sum(dh_t * new, 0)
-                a = a + (a_i,)
-                mean += p * a_i
-        if weight is not None:
-            x, r = normalise_row(pooled, d, D, norm_eps, CENTRED)
-            dw += dh_t * x
+            for i in tl.static_range(n):
+                s = rows[i] if KEEP_ROWS else tl.load(S[i] + row, mask=d < D, other=0.0)
+                pooled += p[i] * _gate_row(s, y_t, betas[i])
+            normed, gradients = norm_rows_backward(
+                (pooled,), (dh_t,), (w,), d, D, norm_eps, CENTRED, BLOCK
+            )
+            dw += dh_t * normed[0]
             db += dh_t
-            dh_t = norm_row_backward(dh_t * w, x, r, d, D, CENTRED)
-        dy_t = tl.zeros([BLOCK], tl.float32)
+            dh_t = gradients[0]
+        products = ()
         for i in tl.static_range(n):
-            s = rows_kept[i] if KEEP_ROWS else tl.load(S[i] + t * D + d, mask=d < D, other=0.0)
-            s = s.to(tl.float32)
-            b = tl.load(beta + t * n + i)
-            new = _lerp(s, y_t, b).to(S[i].dtype.element_ty).to(tl.float32)
-            r, z_i = tl.load(rstd + t * n + i), tl.load(z + t * n + i)
-            p = tl.exp(z_i - top) / mass
-            dz = p * (a[i] - mean if weight is None else tl.sum(dh_t * (new - pooled), 0))
-            dnew = tl.load(dout[i] + t * D + d, mask=d < D, other=0.0).to(tl.float32) + p * dh_t
-            dnew += (dz * r) * (w2 - (z_i * r / D) * new)
-            dw2 += (dz * r) * new
-            if SCORED:
-                dq_i = tl.load(dq + t * n + i)
-                dnew += (dq_i * r) * (w1 - (tl.load(q + t * n + i) * r / D) * new)
-                dw1 += (dq_i * r) * new
-            dy_t += b * dnew
-            tl.store(dbeta + t * n + i, tl.sum(dnew * (y_t - s), 0))
-            tl.store(dS[i] + t * D + d, ((1 - b) * dnew).to(dS[i].dtype.element_ty), mask=d < D)
-        tl.store(dy + t * D + d, dy_t.to(dy.dtype.element_ty), mask=d < D)
+            s = rows[i] if KEEP_ROWS else tl.load(S[i] + row, mask=d < D, other=0.0)
+            products = products + (dh_t * _gate_row(s, y_t, betas[i]),)
+        a, mean = sum_rows(products, BLOCK), 0.0
+        for i in tl.static_range(n):
+            mean += p[i] * row_sum(a, i)
+        dy_t, dbetas = tl.zeros([BLOCK], tl.float32), ()
+        for first in tl.static_range(0, n, GROUP):
+            douts = load_rows(dout, first, min(GROUP, n - first), n, row, d, D)
+            if not KEEP_ROWS:  # once more, from cache
+                rows = load_rows(S, first, min(GROUP, n - first), n, row, d, D)
+            for j in tl.static_range(min(GROUP, n - first)):
+                s = rows[first * KEEP_ROWS + j]
+                new = _gate_row(s, y_t, betas[first + j])
+                dnew = douts[j].to(tl.float32) + p[first + j] * dh_t
+                u = p[first + j] * (row_sum(a, first + j) - mean) * rs[first + j]
+                dnew += u * (w2 - (scores[first + j] * rs[first + j] / D) * new)
+                dw2 += u * new
+                if SCORED:
+                    u = dqs[first + j] * rs[first + j]
+                    dnew += u * (w1 - (qs[first + j] * rs[first + j] / D) * new)
+                    dw1 += u * new
+                dy_t += betas[first + j] * dnew
+                dbeta_j = dnew * (y_t - repeat_conversion(s))
+                dbetas = dbetas + (sum_in_thread(dbeta_j, BLOCK),)
+                ds = (1 - betas[first + j]) * dnew
+                tl.store(dS[first + j] + row, ds.to(dS[first + j].dtype.element_ty), mask=d < D)
+        tl.store(dy + row, dy_t.to(dy.dtype.element_ty), mask=d < D)
+        sums = sum_partial_sums(dbetas)
+        k = tl.arange(0, sums.numel)
+        tl.store(dbeta + t * n + k, sums, mask=k < n)
     row = tl.program_id(0).to(tl.int64) * D
     tl.store(dpool + row + d, dw2, mask=d < D)
     if SCORED:
@@ -225,7 +262,7 @@ def _gate_pool(
         S, y, beta, pool, pool if score is None else score.contiguous(), *weight_and_bias(affine),
         out, h, q, z, rstd, N, D, eps, norm_eps,
         n=n, SCORED=score is not None, CENTRED=centred, BLOCK=block,
-        num_warps=launch.warp_count(2 * block),
+        num_warps=launch.warp_count(block),
     )  # fmt: skip
     return out, h, q, z, rstd
 
@@ -285,8 +322,8 @@ def _gate_pool_backward(
         S, y, beta, pool, pool if score is None else score.contiguous(),
         weight_and_bias(affine)[0], q, z, rstd, dout, dh, dq,
         dS, dy, dbeta, dpool, dscore, *weight_and_bias(daffine), N, D, norm_eps,
-        n=n, SCORED=score is not None, CENTRED=centred, KEEP_ROWS=keep_rows, BLOCK=block,
-        num_warps=launch.warp_count(4 * block),
+        n=n, SCORED=score is not None, CENTRED=centred, KEEP_ROWS=keep_rows, GROUP=4,
+        BLOCK=block, num_warps=launch.warp_count(2 * block),
     )  # fmt: skip
     dpool = launch.add_partial_sums(dpool, 0)
     dscore = launch.add_partial_sums(dscore, 0)

@@ -32,12 +32,14 @@ from .fused_norm import (
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
-    norm_row_backward,
+    norm_rows_backward,
     normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
 from .library_op import LibraryOp
+from .row_sums import repeat_conversion, sum_rows
+from .sources import bucket_size, load_numbers, load_rows, pad_sources
 
 
 def depth_mix(
@@ -117,10 +119,26 @@ def _load_row(x, t, d, D, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _add_sources(sums, X, first: tl.constexpr, number: tl.constexpr, mixtures, w, count, row, d, D):
+    """sums_i + Σ_l w[mixtures_i, l] X_l, over a number of sources from the first on."""
+    weights = ()
+    for i in tl.static_range(len(sums)):
+        weights = weights + (load_numbers(w + mixtures[i] * count, first, number, count, 0.0),)
+    rows = load_rows(X, first, number, count, row, d, D)
+    for l in tl.static_range(number):
+        x = rows[l].to(tl.float32)
+        more = ()
+        for i in tl.static_range(len(sums)):
+            more = more + (sums[i] + weights[i][l] * x,)
+        sums = more
+    return sums, rows
+
+
+@triton.jit(do_not_specialize=["N", "count", "step"])
 def depth_mix_forward(
-    X, w, weight, bias, out, normed, N, D, step, eps,
-    WAYS: tl.constexpr, CENTRED: tl.constexpr, L: tl.constexpr, C: tl.constexpr, BLOCK:
-        tl.constexpr,
+    X, w, weight, bias, out, normed, N, D, count, step, eps,
+    WAYS: tl.constexpr, CENTRED: tl.constexpr, L: tl.constexpr, LOADED: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     affines = ()
@@ -128,31 +146,30 @@ def depth_mix_forward(
         affines = affines + (load_affine(weight[i], bias[i], d, D),)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        sums = ()
-        for _ in tl.static_range(C):
-            sums = sums + (tl.zeros([BLOCK], tl.float32),)
-        for l in tl.static_range(L):
-            x = _load_row(X[l], t, d, D, BLOCK)
-            more = ()
-            for c in tl.static_range(C):
-                more = more + (sums[c] + tl.load(w + t * step + c * L + l) * x,)
-            sums = more
+        row = t * D + d
+        sums, every = (), ()
+        for c in tl.static_range(C):
+            sums, every = sums + (tl.zeros([BLOCK], tl.float32),), every + (c,)
+        for first in tl.static_range(0, L, LOADED):
+            sums, _ = _add_sources(sums, X, first, LOADED, every, w + t * step, count, row, d, D)
         for c in tl.static_range(C):
             if out[c] is not None:
-                tl.store(out[c] + t * D + d, sums[c].to(out[c].dtype.element_ty), mask=d < D)
+                tl.store(out[c] + row, sums[c].to(out[c].dtype.element_ty), mask=d < D)
         for i in tl.static_range(len(WAYS)):
             x = sums[WAYS[i]].to(normed[i].dtype.element_ty).to(tl.float32)
             x, _ = normalise_row(x, d, D, eps, CENTRED)
             x = x * affines[i][0] + affines[i][1]
-            tl.store(normed[i] + t * D + d, x.to(normed[i].dtype.element_ty), mask=d < D)
+            tl.store(normed[i] + row, x.to(normed[i].dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "count", "step"])
 def depth_mix_backward(
-    X, w, weight, dout, dnormed, later, dX, dw, dweight, dbias, N, D, step, eps,
-    WAYS: tl.constexpr, CENTRED: tl.constexpr, KEEP_ROWS: tl.constexpr, L: tl.constexpr,
-    C: tl.constexpr, BLOCK: tl.constexpr,
+    X, w, weight, dout, dnormed, later, dX, dw, dweight, dbias, N, D, count, step, eps,
+    WAYS: tl.constexpr, CENTRED: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr,
+    LOADED: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Whether the rows that were read for the norms' backward are still in registers.
+    KEPT: tl.constexpr = len(WAYS) > 0 and L == LOADED
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weights, dweights, dbiases = (), (), ()
     for i in tl.static_range(len(WAYS)):
@@ -161,42 +178,59 @@ def depth_mix_backward(
         dbiases = dbiases + (tl.zeros([BLOCK], tl.float32),)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        dw_t = dw + (tl.program_id(1) * tl.cast(N, tl.int64) + t) * C * L
-        rows_kept, mixed = (), ()
-        for _ in tl.static_range(len(WAYS)):
-            mixed = mixed + (tl.zeros([BLOCK], tl.float32),)
-        if len(WAYS) > 0:
-            for l in tl.static_range(L):
-                x = tl.load(X[l] + t * D + d, mask=d < D, other=0.0)
-                if KEEP_ROWS:
-                    rows_kept = rows_kept + (x,)
-                more = ()
-                for i in tl.static_range(len(WAYS)):
-                    w_l = tl.load(w + t * step + WAYS[i] * L + l)
-                    more = more + (mixed[i] + w_l * x.to(tl.float32),)
-                mixed = more
-        dmixed, more, more_b, douts = (), (), (), ()
-        for i in tl.static_range(len(WAYS)):
-            x = mixed[i].to(X[0].dtype.element_ty).to(tl.float32)
-            x, r = normalise_row(x, d, D, eps, CENTRED)
-            dn = _load_row(dnormed[i], t, d, D, BLOCK)
-            more, more_b = more + (dweights[i] + dn * x,), more_b + (dbiases[i] + dn,)
-            dmixed = dmixed + (norm_row_backward(dn * weights[i], x, r, d, D, CENTRED),)
-        dweights, dbiases = more, more_b
+        row = t * D + d
+        w_t = w + t * step
+        dw_t = dw + (tl.program_id(1) * tl.cast(N, tl.int64) + t) * C * count
+        douts = ()
         for c in tl.static_range(C):
-            dout_c = _load_row(dout[c], t, d, D, BLOCK)
+            douts = douts + (_load_row(dout[c], t, d, D, BLOCK),)
+        if len(WAYS) > 0:
+            mixed, dnorms, gradients = (), (), ()
             for i in tl.static_range(len(WAYS)):
-                if WAYS[i] == c:
-                    dout_c += dmixed[i]
-            douts = douts + (dout_c,)
-        for l in tl.static_range(L):
-            x = rows_kept[l].to(tl.float32) if KEEP_ROWS else _load_row(X[l], t, d, D, BLOCK)
-            dx = tl.zeros([BLOCK], tl.float32)
+                mixed = mixed + (tl.zeros([BLOCK], tl.float32),)
+                dnorms = dnorms + (_load_row(dnormed[i], t, d, D, BLOCK),)
+            for first in tl.static_range(0, L, LOADED):
+                mixed, rows = _add_sources(mixed, X, first, LOADED, WAYS, w_t, count, row, d, D)
+            rounded = ()
+            for i in tl.static_range(len(WAYS)):
+                rounded = rounded + (mixed[i].to(X[0].dtype.element_ty).to(tl.float32),)
+            normed, dmixed = norm_rows_backward(rounded, dnorms, weights, d, D, eps, CENTRED, BLOCK)
+            more, more_b = (), ()
+            for i in tl.static_range(len(WAYS)):
+                more = more + (dweights[i] + dnorms[i] * normed[i],)
+                more_b = more_b + (dbiases[i] + dnorms[i],)
+            dweights, dbiases = more, more_b
             for c in tl.static_range(C):
-                dx += tl.load(w + t * step + c * L + l) * douts[c]
-                tl.store(dw_t + c * L + l, tl.sum(douts[c] * x, 0))
-            dx += _load_row(later[l], t, d, D, BLOCK)
-            tl.store(dX[l] + t * D + d, dx.to(dX[l].dtype.element_ty), mask=d < D)
+                dout_c = douts[c]
+                for i in tl.static_range(len(WAYS)):
+                    if WAYS[i] == c:
+                        dout_c += dmixed[i]
+                gradients = gradients + (dout_c,)
+            douts = gradients
+        for first in tl.static_range(0, L, GROUP):
+            if first == 0 or first < count:
+                passed = load_rows(later, first, GROUP, count, row, d, D)
+                if not KEPT:  # a second time where there are norms, then from cache
+                    rows = load_rows(X, first, GROUP, count, row, d, D)
+                w_group, products = (), ()
+                for c in tl.static_range(C):
+                    w_group = w_group + (load_numbers(w_t + c * count, first, GROUP, count, 0.0),)
+                    for i in tl.static_range(GROUP):
+                        x = repeat_conversion(rows[first * KEPT + i])
+                        products = products + (douts[c] * x,)
+                sums = sum_rows(products, BLOCK)
+                k = tl.arange(0, sums.numel)
+                l = first + k % GROUP
+                mask = (k < C * GROUP) & (l < count)
+                tl.store(dw_t + k // GROUP * count + l, sums, mask=mask)
+                for i in tl.static_range(GROUP):
+                    dx = tl.zeros([BLOCK], tl.float32)
+                    for c in tl.static_range(C):
+                        dx += w_group[c][i] * douts[c]
+                    if later[first + i] is not None:
+                        dx += passed[i].to(tl.float32)
+                    mask = d < D * (first + i < count)
+                    tl.store(dX[first + i] + row, dx.to(dX[first + i].dtype.element_ty), mask=mask)
     for i in tl.static_range(len(WAYS)):
         store_affine_gradients(dweights[i], dbiases[i], dweight[i], dbias[i], d, D)
 
@@ -217,7 +251,8 @@ def _launch_sizes(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], in
     block = launch.block_size(D, launch.MAX_ROW_BLOCK)
     # One program a token, unless programs have partial sums of a norm's gradient.
     programs = launch.program_count(N, x) if norms else N
-    constants = {"L": L, "C": C, "BLOCK": block, "num_warps": launch.warp_count(block)}
+    bucket = bucket_size(L)
+    constants = {"L": bucket, "LOADED": min(8, bucket), "C": C, "BLOCK": block}
     return (programs, launch.ceil_div(D, block)), 0 if w.dim() == 2 else C * L, constants
 
 
@@ -250,9 +285,10 @@ def _depth_mix(
     grid, step, constants = _launch_sizes(X[0], w, len(ways))
     launch.launch_kernel(
         depth_mix_forward, grid,
-        X, w, *_weights_and_biases(affine, len(ways)),
-        _of_every_mixture(mixed, plain, w), normed, N, D, step, eps,
-        WAYS=tuple(ways), CENTRED=centred, **constants,
+        pad_sources(X), w, *_weights_and_biases(affine, len(ways)),
+        _of_every_mixture(mixed, plain, w), normed, N, D, len(X), step, eps,
+        WAYS=tuple(ways), CENTRED=centred, num_warps=launch.warp_count(constants["BLOCK"]),
+        **constants,
     )  # fmt: skip
     return [*mixed, *normed]
 
@@ -287,19 +323,18 @@ def _depth_mix_backward(
     affine = [p.contiguous() for p in affine]
     dout = [None if d is None else d.contiguous() for d in dout]
     later = [None if d is None else d.contiguous() for d in later]
-    N, D, C = launch.token_count(X[0]), X[0].shape[-1], w.shape[-2]
+    N, D = launch.token_count(X[0]), X[0].shape[-1]
     grid, step, constants = _launch_sizes(X[0], w, len(ways))
     dX = [torch.empty_like(x) for x in X]
     dw = launch.empty_partial_sums(w, *grid[1:], N, *w.shape[-2:])
     daffine = empty_affine_partial_sums(affine, grid[0])
-    rows = C + 2 * (len(ways) + len(affine))
-    keep_rows = bool(ways) and launch.fits_in_registers(X, constants["BLOCK"], rows)
+    warps = launch.warp_count(constants["BLOCK"] * (2 if ways else 1))
     launch.launch_kernel(
         depth_mix_backward, grid,
-        X, w, _weights_and_biases(affine, len(ways))[0],
-        _of_every_mixture(dout, plain, w), dout[len(plain) :],
-        later, dX, dw, *_weights_and_biases(daffine, len(ways)), N, D, step, eps,
-        WAYS=tuple(ways), CENTRED=centred, KEEP_ROWS=keep_rows, **constants,
+        pad_sources(X), w, _weights_and_biases(affine, len(ways))[0],
+        _of_every_mixture(dout, plain, w), dout[len(plain) :], pad_sources(later), pad_sources(dX),
+        dw, *_weights_and_biases(daffine, len(ways)), N, D, len(X), step, eps,
+        WAYS=tuple(ways), CENTRED=centred, GROUP=4, num_warps=warps, **constants,
     )  # fmt: skip
     axes = (0, 1) if w.dim() == 2 else (0,)
     dw = launch.add_partial_sums(dw, *axes).view(w.shape)

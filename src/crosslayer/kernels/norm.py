@@ -22,7 +22,7 @@ from .fused_norm import (
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
-    norm_row_backward,
+    norm_rows_backward,
     normalise_row,
     store_affine_gradients,
     weight_and_bias,
@@ -52,7 +52,7 @@ def memory_traffic_bytes(N: int, D: int, size: int, parameters: int) -> tuple[in
     return forward, backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def add_norm_forward(
     h, y, weight, bias, new, out, N, D, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -68,7 +68,7 @@ def add_norm_forward(
         tl.store(out + t * D + d, (x * w + b).to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def add_norm_backward(
     new, weight, dnew, dout, dh, dweight, dbias, N, D, eps,
     CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -80,11 +80,11 @@ def add_norm_backward(
         t = tl.cast(token, tl.int64)
         x = tl.load(new + t * D + d, mask=d < D, other=0.0).to(tl.float32)
         dn = tl.load(dout + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-        x, r = normalise_row(x, d, D, eps, CENTRED)
-        dw += dn * x
-        db += dn
         dx = tl.load(dnew + t * D + d, mask=d < D, other=0.0).to(tl.float32)
-        dx += norm_row_backward(dn * w, x, r, d, D, CENTRED)
+        normed, gradients = norm_rows_backward((x,), (dn,), (w,), d, D, eps, CENTRED, BLOCK)
+        dw += dn * normed[0]
+        db += dn
+        dx += gradients[0]
         tl.store(dh + t * D + d, dx.to(dh.dtype.element_ty), mask=d < D)
     store_affine_gradients(dw, db, dweight, dbias, d, D)
 
@@ -129,7 +129,7 @@ def _add_norm_backward(
     launch.launch_kernel(
         add_norm_backward, (programs,),
         new, affine[0], dnew, dout, dh, *weight_and_bias(daffine), N, D, eps,
-        CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(2 * block),
+        CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(block),
     )  # fmt: skip
     return dh, add_affine_partial_sums(daffine, affine)
 

@@ -30,12 +30,14 @@ from .fused_norm import (
     norm_arguments,
     norm_backward_bytes,
     norm_of_arguments,
-    norm_row_backward,
+    norm_rows_backward,
     normalise_row,
     store_affine_gradients,
     weight_and_bias,
 )
 from .library_op import LibraryOp
+from .row_sums import repeat_conversion, sum_rows
+from .sources import load_numbers
 
 
 def width_connection(
@@ -67,7 +69,7 @@ def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int = 0)
     return forward, backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def width_connection_forward(
     H, pre, res, weight, bias, x, out, N, D, eps,
     n: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -93,10 +95,10 @@ def width_connection_forward(
             tl.store(out + (t * n + c) * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def width_connection_backward(
     H, pre, res, weight, dx, dout, dH, dpre, dres, dweight, dbias, N, D, eps,
-    n: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    n: tl.constexpr, GROUP: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if weight is not None:
@@ -106,28 +108,45 @@ def width_connection_backward(
         t = tl.cast(token, tl.int64)
         row = tl.program_id(1) * tl.cast(N, tl.int64) + t
         dx_t = tl.load(dx + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+        pre_t = load_numbers(pre + t * n, 0, n, n, 0.0)
         streams, douts = (), ()
         for s in tl.static_range(n):
             streams = streams + (tl.load(H + (t * n + s) * D + d, mask=d < D, other=0.0),)
+        for c in tl.static_range(n):
+            douts = douts + (tl.load(dout + (t * n + c) * D + d, mask=d < D, other=0.0),)
         if weight is not None:
             read = tl.zeros([BLOCK], tl.float32)
             for s in tl.static_range(n):
-                read += tl.load(pre + t * n + s) * streams[s].to(tl.float32)
-            read, r = normalise_row(read, d, D, eps, CENTRED)
-            dw += dx_t * read
+                read += pre_t[s] * streams[s].to(tl.float32)
+            normed, gradients = norm_rows_backward(
+                (read,), (dx_t,), (w,), d, D, eps, CENTRED, BLOCK
+            )
+            dw += dx_t * normed[0]
             db += dx_t
-            dx_t = norm_row_backward(dx_t * w, read, r, d, D, CENTRED)
-        for c in tl.static_range(n):
-            douts = douts + (tl.load(dout + (t * n + c) * D + d, mask=d < D, other=0.0),)
+            dx_t = gradients[0]
+        products = ()
         for s in tl.static_range(n):
-            h = streams[s].to(tl.float32)
-            dh = tl.load(pre + t * n + s) * dx_t
-            tl.store(dpre + row * n + s, tl.sum(dx_t * h, 0))
-            for c in tl.static_range(n):
-                dh_c = douts[c].to(tl.float32)
-                dh += tl.load(res + (t * n + s) * n + c) * dh_c
-                tl.store(dres + (row * n + s) * n + c, tl.sum(dh_c * h, 0))
-            tl.store(dH + (t * n + s) * D + d, dh.to(dH.dtype.element_ty), mask=d < D)
+            products = products + (dx_t * streams[s].to(tl.float32),)
+        sums = sum_rows(products, BLOCK)
+        k = tl.arange(0, sums.numel)
+        tl.store(dpre + row * n + k, sums, mask=k < n)
+        for first in tl.static_range(0, n, GROUP):
+            res_group = load_numbers(res + t * n * n, first * n, GROUP * n, n * n, 0.0)
+            products = ()
+            for i in tl.static_range(GROUP * n):
+                if first * n + i < n * n:
+                    h = repeat_conversion(streams[first + i // n])
+                    products = products + (repeat_conversion(douts[i % n]) * h,)
+            sums = sum_rows(products, BLOCK)
+            k = first * n + tl.arange(0, sums.numel)
+            tl.store(dres + row * n * n + k, sums, mask=k < min(first + GROUP, n) * n)
+            for i in tl.static_range(GROUP):
+                if first + i < n:
+                    dh = pre_t[first + i] * dx_t
+                    for c in tl.static_range(n):
+                        dh += res_group[i * n + c] * repeat_conversion(douts[c])
+                    at = dH + (t * n + first + i) * D + d
+                    tl.store(at, dh.to(dH.dtype.element_ty), mask=d < D)
     if weight is not None:
         store_affine_gradients(dw, db, dweight, dbias, d, D)
 
@@ -192,7 +211,8 @@ def _width_connection_backward(
         width_connection_backward, (programs, pieces),
         H, pre, res, weight_and_bias(affine)[0], dx, dout,
         dH, dpre, dres, *weight_and_bias(daffine), N, D, eps,
-        n=n, CENTRED=centred, BLOCK=block, num_warps=launch.warp_count(n * block // 2),
+        n=n, GROUP=min(n, 4), CENTRED=centred, BLOCK=block,
+        num_warps=launch.warp_count(2 * block),
     )  # fmt: skip
     dpre = launch.add_partial_sums(dpre, 0)
     dres = launch.add_partial_sums(dres, 0)

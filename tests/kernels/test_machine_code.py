@@ -1,0 +1,79 @@
+"""What kernels wait for by their machine code, and how many a model compiles; without a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+import crosslayer
+from benchmarks.cases import (
+    Case,
+    attention_case,
+    gate_case,
+    mix_case,
+    norm_case,
+    width_connection_case,
+)
+from benchmarks.compilation import compile_launches, launch_signature, replaced_launches
+from benchmarks.sass import read_machine_code
+from crosslayer.ops import dispatch
+from tests.support import chain
+
+pytest.importorskip("triton")
+
+# Rounds of loads and barriers that forward and backward may have, a token of width 2048. Where each
+# load waits for a sum, or each sum for the one before, there are twice as many. Versions of triton
+# differ by a few.
+LIMITS: dict[str, tuple[Case, tuple[int, int], tuple[int, int]]] = {
+    "gate": (gate_case(4, True), (2, 4), (4, 10)),
+    "attention": (attention_case(12), (4, 11), (16, 18)),
+    "mix": (mix_case(12, 4, False), (8, 14), (0, 24)),
+    "streams": (width_connection_case(4), (1, 3), (0, 16)),
+}
+# Of a thread; it has 64 bytes of a row in float32.
+SPILLED_BYTES = 64
+
+
+def assert_no_chain(case: Case, rounds: tuple[int, int], barriers: tuple[int, int]) -> None:
+    kernels = compile_launches(case, 16, 2048, torch.bfloat16)
+    assert len(kernels) == 2
+    for kernel, most_rounds, most_barriers in zip(kernels, rounds, barriers, strict=True):
+        code = read_machine_code(kernel.binary)
+        assert code.load_rounds <= most_rounds, kernel.name
+        assert code.barriers <= most_barriers, kernel.name
+        assert code.spilled_bytes <= SPILLED_BYTES, kernel.name
+
+
+def test_sums_over_rows_wait_once():
+    assert_no_chain(norm_case(1), (1, 2), (3, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIMITS)
+def test_loads_do_not_wait_for_sums(name):
+    assert_no_chain(*LIMITS[name])
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"), [("mudd", 10), ("attnres", 11), ("attnres(block_size=4)", 7)]
+)
+def test_number_of_compiled_kernels(spec, most, monkeypatch):
+    """24 layers compile a kernel for each bucket of sources; another number of tokens, none."""
+    compiled = set()
+
+    def record_launch(kernel, grid, *args, num_warps, num_stages=3, **constants):
+        signature = launch_signature(kernel, args, constants)
+        compiled.add((kernel.__name__, str(signature), str(constants), num_warps))
+
+    make = crosslayer.make(spec)
+    sites = nn.ModuleList(
+        make(site, chain.D, lambda port: nn.RMSNorm(chain.D)) for site in crosslayer.plan(24)
+    )
+    monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
+    counts = []
+    with replaced_launches(record_launch):
+        for batch, tokens in ((2, 8), (1, 3), (1, 1)):
+            x = torch.randn(batch, tokens, chain.D, requires_grad=True)
+            chain.run(sites, x).sum().backward()
+            counts.append(len(compiled))
+    assert counts[0] <= most
+    assert counts == counts[:1] * 3
