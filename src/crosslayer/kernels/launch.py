@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+# Whether triton's interpreter runs the kernels.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # The longest piece of a row that a kernel without a sum over D processes at once.
 MAX_ROW_BLOCK = 4096
 # What triton compiled, by the kernel and everything that it was compiled for.

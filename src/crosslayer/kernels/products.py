@@ -8,23 +8,19 @@ A tensor core truncates every sum to float32. Long sums are therefore added outs
 starts from zero, with the smallest parts first.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import launch
-
-# The interpreter of triton multiplies the bits of bfloat16 numbers, not their values.
-WIDENS = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from .launch import INTERPRETED
 
 
 @triton.jit
 def multiply_parts(a, b, acc):
     """acc + a b of two bfloat16 tensors."""
-    if WIDENS:
+    if INTERPRETED:  # It multiplies the bits of bfloat16 numbers, not their values.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc)
 

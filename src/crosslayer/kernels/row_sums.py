@@ -5,11 +5,14 @@ for a sum, and computes independent sums together: each thread adds up its own e
 is left of all rows is reduced once.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-# The interpreter has no inline assembly, and needs none.
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+from .launch import INTERPRETED
+
+# Where PTX may be written inline: the interpreter has no assembly, and AMD another one.
+TAKES_PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
 
 
 @triton.constexpr_function
@@ -71,7 +74,7 @@ def repeat_conversion(x):
     Otherwise it keeps the float32 row in registers instead of the row, which takes half of them.
     """
     PAIRS: tl.constexpr = x.numel >= 64  # in each thread of a warp
-    if COMPILED and PAIRS and x.dtype.primitive_bitwidth == 16:
+    if TAKES_PTX and PAIRS and x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
         )
