@@ -39,7 +39,7 @@ _HUB_FILES += ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Any:
-    """Load a saved connected model, of its own class: complete, or not at all.
+    """Load a saved connected model with its class: complete, or not at all.
 
     It differs from the class's own `from_pretrained`, which works too, in three ways: missing
     weights are an error, only safetensors are read, and no code of the folder is run.

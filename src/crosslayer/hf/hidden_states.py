@@ -38,8 +38,8 @@ class StreamUseError(AttributeError):
 class HiddenStateRecorder:
     """The hidden states of one forward pass.
 
-    Each layer reads the one before it out of the state that it gets, with its own connection, as
-    part of its own call: there its parameters are whole and on the device of the state, whoever
+    Each layer reads the one before it out of the state that it gets, with its own connection and
+    within its own call: there its parameters are whole and on the device of the state, whoever
     shards, offloads or adapts them.
     """
 

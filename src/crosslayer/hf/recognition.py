@@ -99,7 +99,7 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
     count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(getattr(place.owner, place.name)) == count]
     chosen = (of_count or found)[0]
-    # Two stacks that a model runs by turns, each with a norm of its own, are connected apart.
+    # Two stacks that a model runs by turns, each with its norm, are connected apart.
     stacks = [p for p in found if p.model is chosen.model and _norm_names(p.owner)]
     is_stack = len(stacks) > 1 and _norm_names(chosen.owner)
     if isinstance(chosen.model, PreTrainedModel) and not is_stack:

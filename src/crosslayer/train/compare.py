@@ -90,7 +90,7 @@ class Comparison:
     def arms(self) -> list[Arm]:
         """The compared arms: those of the recipe, each at its best rate where rates are searched.
 
-        While an arm's search goes on, it is at the best rate so far.
+        Until an arm's search ends, it is at the best rate so far.
         """
         if not self.search_rates:
             return self.recipe.arms
@@ -110,7 +110,7 @@ class Comparison:
     def missing_runs(self) -> list[tuple[Arm, int]]:
         """Arms and seeds without a result, the first seed of every arm before the second of any.
 
-        Where rates are searched, the next trial of each arm whose search goes on.
+        Where rates are searched, the next trial of each arm whose search has not ended.
         """
         done = {(run.arm, run.seed) for run in self.results.runs}
         done |= {(run.arm, run.seed) for run in self.results.diverged}

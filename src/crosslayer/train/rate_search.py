@@ -1,4 +1,4 @@
-"""The search of an arm's learning rate: a grid of factors, on whose edges it goes on.
+"""The search of an arm's learning rate: a grid of factors, extended at its edges.
 
 A connection may train best at another rate than its baseline. Each arm's rates are tried at 1/2, 1
 and 2 times those of the recipe. While the best factor is at an edge of those tried, the next one
