@@ -43,7 +43,7 @@ def parser() -> Any:
         "--search-rates",
         type=bool,
         default=False,
-        help="find each arm's best learning rate first, among 1/2, 1, 2, … times the recipe's, "
+        help="find each arm's best learning rate first, among the recipe's times powers of two, "
         "with the first seed",
     )
     command.add_argument(

@@ -1,17 +1,15 @@
-"""The search of an arm's learning rate: a grid of factors, extended at its edges.
+"""The search of an arm's learning rate, on a grid of powers of two.
 
-A connection may train best at another rate than its baseline. Each arm's rates are tried at 1/2, 1
-and 2 times those of the recipe. While the best factor is at an edge of those tried, the next one
-beyond it is tried.
+A connection may train best at another rate than its baseline. Each arm's rates are tried at those
+of the recipe first, then at twice and at half the best ones so far. The search ends when both
+neighbours of the best rates have been tried, so after three trials or more.
 """
 
 import dataclasses
-import math
 
 from .recipe import Arm
 from .settings import Optimization
 
-FIRST_FACTORS = (0.5, 1.0, 2.0)
 # All that a search may try.
 FACTORS = tuple(2.0**power for power in range(-5, 6))
 RATES = ("lr", "muon_lr")
@@ -40,18 +38,17 @@ def scaled_name(name: str, factor: float) -> str:
 
 
 def next_factor(losses: dict[float, float]) -> float | None:
-    """The factor to try next, or None where the best one is between two others.
+    """The factor to try next, or None where both neighbours of the best one have been tried.
 
     Args:
         losses: of the factors that were tried; infinite where training diverged.
     """
-    for factor in FIRST_FACTORS:
-        if factor not in losses:
-            return factor
+    if not losses:
+        return 1.0
     best = best_factor(losses)
-    for beyond in (best / 2, best * 2):
-        if beyond not in losses and beyond in FACTORS and math.isfinite(losses[best]):
-            return beyond
+    for neighbour in (best * 2, best / 2):
+        if neighbour in FACTORS and neighbour not in losses:
+            return neighbour
     return None
 
 
