@@ -65,9 +65,7 @@ def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
     assert [row.loss_at_same_rate for row in rows] == pytest.approx([3, 3.2, 3.3])
     assert [row.difference and row.difference.mean for row in rows] == [None, 0, 0]
     report = markdown_report(comparison)
-    assert (
-        "mudd: 3.2000 at 1 ×, 3.1000 at 2 ×, 3.0000 at 4 ×, inf at 8 ×" in report
-    )
+    assert "mudd: 3.2000 at 1 ×, 3.1000 at 2 ×, 3.0000 at 4 ×, inf at 8 ×" in report
 
 
 def test_a_search_resumes(text_file, tmp_path, monkeypatch):
