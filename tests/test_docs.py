@@ -62,6 +62,15 @@ def test_arms_of_commands_exist():
         assert arm in [row.name for row in load_recipe(ROOT / recipe).arms], f"{page.name}: {arm}"
 
 
+def test_tables_are_whole():
+    """A blank line within a table makes text of the rows after it."""
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+        for paragraph in re.split(r"\n\s*\n", page.read_text("utf8")):
+            rows = [line for line in paragraph.splitlines() if line.startswith("|")]
+            if rows:
+                assert re.fullmatch(r"[|: -]+", rows[1] if rows[1:] else ""), rows[0]
+
+
 @pytest.fixture
 def laurel(tmp_path, monkeypatch):
     """The tutorial's file, as if it lay in src/crosslayer/connections."""

@@ -44,11 +44,13 @@ class Plan:
         name: of its files.
         options: in which it differs from the recipe.
         arms: names; empty for all of the recipe's.
+        search_rates: each arm has its best rate; otherwise all have that of the options.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     arms: list[str] = field(default_factory=list)
+    search_rates: bool = True
 
     @property
     def command(self) -> str:
@@ -59,7 +61,9 @@ class Plan:
             words += ["--" + option.replace("_", "-"), text]
         if self.arms:
             words += ["--arms", *self.arms]
-        words += ["--search-rates", "true", "--seeds", str(SEEDS)]
+        if self.search_rates:
+            words += ["--search-rates", "true"]
+        words += ["--seeds", str(SEEDS)]
         return shlex.join([*words, "--out", f"evidence-{self.name}"])
 
     def settings(self) -> dict[str, Any]:
@@ -88,8 +92,10 @@ def read_parts() -> list[Part]:
     """The parts of studies.yaml."""
     parts = []
     for row in yaml.safe_load(PLANS.read_text("utf8")):
-        arms = row.get("arms", [])
-        plans = [Plan(name, options, arms) for name, options in row["studies"].items()]
+        arms, search_rates = row.get("arms", []), row.get("search_rates", True)
+        plans = [
+            Plan(name, options, arms, search_rates) for name, options in row["studies"].items()
+        ]
         for plan in plans:
             if not plan.options:
                 plan.arms = []
@@ -173,7 +179,7 @@ def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Stu
         files = sorted(folder.glob(f"{name}.*.json"))
         if files:
             results = merge_results({file.name: _read_results(file) for file in files})
-            same_models = plan.options.keys() <= {"steps"}
+            same_models = plan.options.keys() <= {"steps", "lr"}
             of_arms = _read_speeds(speeds) if same_models else {}
             studies[name] = Study(plan, Comparison.from_results(results, folder), of_arms)
     return studies

@@ -74,7 +74,8 @@ def arm_cells(study: Study, name: str) -> Cells:
     first = next(iter(runs.values()))
     cells["parameters"] = f"{first.parameters:,}"
     cells["rate"] = f"{comparison.recipe.settings(study.arms[name]).optimization.lr:g}"
-    if not math.isfinite(trials[factor]) or next_factor(trials) is not None:
+    searches = study.plan.search_rates
+    if searches and (not math.isfinite(trials[factor]) or next_factor(trials) is not None):
         cells["rate"] += " so far"
     if 1.0 in trials:
         cells["seed 0, shared rate"] = _format_loss(trials[1.0])

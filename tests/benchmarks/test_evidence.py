@@ -10,6 +10,7 @@ from benchmarks.evidence.claims import judge_claim, read_claims
 from benchmarks.evidence.figures import study_figures
 from benchmarks.evidence.studies import (
     RECIPE,
+    SEEDS,
     read_parts,
     read_plans,
     read_recipe,
@@ -139,5 +140,7 @@ def test_every_planned_study_starts(tmp_path):
         data = {"data": str(text), "valid": {"text": str(text)}, "tokenizer": "bytes"}
         recipe = load_recipe(RECIPE, **plan.options, **data)
         recipe.arms = [arm for arm in recipe.arms if arm.name in (plan.arms or ARMS)]
-        comparison = prepare_comparison(recipe, 3, tmp_path / plan.name, search_rates=True)
-        assert len(comparison.missing_runs()) == len(plan.arms or ARMS)
+        folder = tmp_path / plan.name
+        comparison = prepare_comparison(recipe, SEEDS, folder, plan.search_rates)
+        runs_an_arm = 1 if plan.search_rates else SEEDS  # a search has a first trial
+        assert len(comparison.missing_runs()) == len(plan.arms or ARMS) * runs_an_arm
