@@ -148,6 +148,56 @@ def gate_pool_forward(
         tl.store(h + row, pooled.to(h.dtype.element_ty), mask=d < D)
 
 
+@triton.jit
+def _softmax(scores, n: tl.constexpr):
+    """The softmax of n numbers, as a tuple."""
+    top, mass, p = -float("inf"), 0.0, ()
+    for i in tl.static_range(n):
+        top = tl.maximum(top, scores[i])
+    for i in tl.static_range(n):
+        mass += tl.exp(scores[i] - top)
+    for i in tl.static_range(n):
+        p = p + (tl.exp(scores[i] - top) / mass,)
+    return p
+
+
+@triton.jit
+def _load_gated(rows, S, row, i: tl.constexpr, y_t, betas, d, D):
+    """s'_i of the `rows` in registers, or where there are none of S, from cache."""
+    if len(rows) > 0:
+        s = rows[i]
+    else:
+        s = tl.load(S[i] + row, mask=d < D, other=0.0)
+    return _gate_row(s, y_t, betas[i])
+
+
+@triton.jit
+def _pool(rows, S, row, p, y_t, betas, d, D, BLOCK: tl.constexpr):
+    """h before its norm, Σ p_i s'_i."""
+    pooled = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(len(p)):
+        pooled += p[i] * _load_gated(rows, S, row, i, y_t, betas, d, D)
+    return pooled
+
+
+@triton.jit
+def _score_dots(rows, S, row, p, dh_t, y_t, betas, d, D, BLOCK: tl.constexpr):
+    """a_i = ⟨dh, s'_i⟩, and their mean Σ p_i a_i."""
+    products, mean = (), 0.0
+    for i in tl.static_range(len(p)):
+        products = products + (dh_t * _load_gated(rows, S, row, i, y_t, betas, d, D),)
+    a = sum_rows(products, BLOCK)
+    for i in tl.static_range(len(p)):
+        mean += p[i] * row_sum(a, i)
+    return a, mean
+
+
+@triton.jit
+def _score_gradient(u, query, score, r, x, D):
+    """The gradient of x where that of score = r ⟨query, x⟩ is u / r."""
+    return u * (query - (score * r / D) * x)
+
+
 @triton.jit(do_not_specialize=["N"])
 def gate_pool_backward(
     S, y, beta, pool, score, weight, q, z, rstd, dout, dh, dq,
@@ -167,8 +217,7 @@ def gate_pool_backward(
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         row = t * D + d
-        if KEEP_ROWS:
-            rows = load_rows(S, 0, n, n, row, d, D)
+        rows = load_rows(S, 0, n if KEEP_ROWS else 0, n, row, d, D)
         y_t = tl.load(y + row, mask=d < D, other=0.0).to(tl.float32)
         dh_t = tl.load(dh + row, mask=d < D, other=0.0).to(tl.float32)
         betas = load_numbers(beta + t * n, 0, n, n, 0.0)
@@ -177,52 +226,36 @@ def gate_pool_backward(
         if SCORED:
             qs = load_numbers(q + t * n, 0, n, n, 0.0)
             dqs = load_numbers(dq + t * n, 0, n, n, 0.0)
-        top, mass, p = -float("inf"), 0.0, ()
-        for i in tl.static_range(n):
-            top = tl.maximum(top, scores[i])
-        for i in tl.static_range(n):
-            mass += tl.exp(scores[i] - top)
-        for i in tl.static_range(n):
-            p = p + (tl.exp(scores[i] - top) / mass,)
+        p = _softmax(scores, n)
         if weight is not None:
-            pooled = tl.zeros([BLOCK], tl.float32)
-            for i in tl.static_range(n):
-                s = rows[i] if KEEP_ROWS else tl.load(S[i] + row, mask=d < D, other=0.0)
-                pooled += p[i] * _gate_row(s, y_t, betas[i])
+            pooled = _pool(rows, S, row, p, y_t, betas, d, D, BLOCK)
             normed, gradients = norm_rows_backward(
                 (pooled,), (dh_t,), (w,), d, D, norm_eps, CENTRED, BLOCK
             )
             dw += dh_t * normed[0]
             db += dh_t
             dh_t = gradients[0]
-        products = ()
-        for i in tl.static_range(n):
-            s = rows[i] if KEEP_ROWS else tl.load(S[i] + row, mask=d < D, other=0.0)
-            products = products + (dh_t * _gate_row(s, y_t, betas[i]),)
-        a, mean = sum_rows(products, BLOCK), 0.0
-        for i in tl.static_range(n):
-            mean += p[i] * row_sum(a, i)
+        a, mean = _score_dots(rows, S, row, p, dh_t, y_t, betas, d, D, BLOCK)
         dy_t, dbetas = tl.zeros([BLOCK], tl.float32), ()
         for first in tl.static_range(0, n, GROUP):
             douts = load_rows(dout, first, min(GROUP, n - first), n, row, d, D)
             if not KEEP_ROWS:  # once more, from cache
-                rows = load_rows(S, first, min(GROUP, n - first), n, row, d, D)
-            for j in tl.static_range(min(GROUP, n - first)):
-                s = rows[first * KEEP_ROWS + j]
-                new = _gate_row(s, y_t, betas[first + j])
-                dnew = douts[j].to(tl.float32) + p[first + j] * dh_t
-                u = p[first + j] * (row_sum(a, first + j) - mean) * rs[first + j]
-                dnew += u * (w2 - (scores[first + j] * rs[first + j] / D) * new)
+                group = load_rows(S, first, min(GROUP, n - first), n, row, d, D)
+            for i in tl.static_range(first, min(first + GROUP, n)):
+                s = rows[i] if KEEP_ROWS else group[i - first]
+                new = _gate_row(s, y_t, betas[i])
+                dnew = douts[i - first].to(tl.float32) + p[i] * dh_t
+                u = p[i] * (row_sum(a, i) - mean) * rs[i]
+                dnew += _score_gradient(u, w2, scores[i], rs[i], new, D)
                 dw2 += u * new
                 if SCORED:
-                    u = dqs[first + j] * rs[first + j]
-                    dnew += u * (w1 - (qs[first + j] * rs[first + j] / D) * new)
+                    u = dqs[i] * rs[i]
+                    dnew += _score_gradient(u, w1, qs[i], rs[i], new, D)
                     dw1 += u * new
-                dy_t += betas[first + j] * dnew
-                dbeta_j = dnew * (y_t - repeat_conversion(s))
-                dbetas = dbetas + (sum_in_thread(dbeta_j, BLOCK),)
-                ds = (1 - betas[first + j]) * dnew
-                tl.store(dS[first + j] + row, ds.to(dS[first + j].dtype.element_ty), mask=d < D)
+                dy_t += betas[i] * dnew
+                dbetas = dbetas + (sum_in_thread(dnew * (y_t - repeat_conversion(s)), BLOCK),)
+                ds = (1 - betas[i]) * dnew
+                tl.store(dS[i] + row, ds.to(dS[i].dtype.element_ty), mask=d < D)
         tl.store(dy + row, dy_t.to(dy.dtype.element_ty), mask=d < D)
         sums = sum_partial_sums(dbetas)
         k = tl.arange(0, sums.numel)

@@ -36,6 +36,56 @@ def split_parts(x):
 
 
 @triton.jit
+def split_operand(x, PARTS: tl.constexpr):
+    """x in one part, itself, or in three."""
+    if PARTS == 1:
+        return (x,)
+    return split_parts(x)
+
+
+@triton.jit
+def load_parts(at, mask, size, PARTS: tl.constexpr):
+    """The parts of a piece of `weight_operand`, the largest first.
+
+    Args:
+        at: where the piece of the first part is.
+        mask: which of its elements exist.
+        size: elements of a part.
+    """
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts = parts + (tl.load(at + part * size, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def multiply_by_parts(rows, parts):
+    """rows × the sum of the parts. Rows that are multiplied by three parts are bfloat16."""
+    COUNT: tl.constexpr = len(parts)
+    if COUNT == 1:
+        return tl.dot(rows.to(tl.float32), parts[0], input_precision="tf32x3")
+    product = tl.zeros([rows.shape[0], parts[0].shape[1]], tl.float32)
+    for i in tl.static_range(COUNT):
+        product = multiply_parts(rows, parts[COUNT - 1 - i], product)
+    return product
+
+
+@triton.jit
+def multiply_split(a, b):
+    """a bᵀ of two tensors in the same number of parts."""
+    if len(a) == 1:
+        return tl.dot(a[0], tl.trans(b[0]), input_precision="tf32x3")
+    # The products that float32 can hold, the smallest first.
+    product = tl.zeros([a[0].shape[0], b[0].shape[0]], tl.float32)
+    product = multiply_parts(a[2], tl.trans(b[0]), product)
+    product = multiply_parts(a[1], tl.trans(b[1]), product)
+    product = multiply_parts(a[0], tl.trans(b[2]), product)
+    product = multiply_parts(a[1], tl.trans(b[0]), product)
+    product = multiply_parts(a[0], tl.trans(b[1]), product)
+    return multiply_parts(a[0], tl.trans(b[0]), product)
+
+
+@triton.jit
 def split_weight_rows(
     W, parts, rows, row_stride, column_stride, K: tl.constexpr, COLUMNS: tl.constexpr,
     WIDE: tl.constexpr, TILE: tl.constexpr,
@@ -131,12 +181,6 @@ def sum_weight_gradient(
         on = (t < N) & (column < width)[None, :]
         v = tl.trans(tl.load(rows + t * width + column[None, :], mask=on, other=0.0))
         g_t = tl.load(g + t * K + k, mask=(t < N) & (k < K), other=0.0)
-        if PARTS == 1:
-            dw += tl.dot(v.to(tl.float32), g_t, input_precision="tf32x3")
-        else:
-            g_1, g_2, g_3 = split_parts(g_t)
-            tile_dw = multiply_parts(v, g_3, tl.zeros([BLOCK, WIDE], tl.float32))
-            tile_dw = multiply_parts(v, g_2, tile_dw)
-            dw += multiply_parts(v, g_1, tile_dw)
+        dw += multiply_by_parts(v, split_operand(g_t, PARTS))
     at = tl.program_id(1).to(tl.int64) * width * K + column[:, None] * K + k
     tl.store(dW + at, dw, mask=(column < width)[:, None] & (k < K))

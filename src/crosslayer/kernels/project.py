@@ -26,7 +26,15 @@ from torch import Tensor
 from ..ops.project import differentiable_backward
 from . import launch
 from .library_op import LibraryOp
-from .products import multiply_parts, padded_columns, split_parts, weight_bytes, weight_operand
+from .products import (
+    load_parts,
+    multiply_by_parts,
+    multiply_split,
+    padded_columns,
+    split_operand,
+    weight_bytes,
+    weight_operand,
+)
 from .row_splits import empty_sums, launch_join, split_rows
 
 # Columns of W of which a piece fits a program. mHC has more from 7 streams on; torch computes its
@@ -115,15 +123,7 @@ def write_norm_project_forward(
         at = start + column % BLOCK
         w_at = W + (column // BLOCK * D + at) * W_COLUMNS + k
         in_W = (column // BLOCK < n) & (at < D) & (k < W_COLUMNS)
-        if PARTS == 1:
-            dots += tl.dot(v, tl.load(w_at, mask=in_W, other=0.0), input_precision="tf32x3")
-        else:
-            piece_dots = tl.zeros([R, WIDE], tl.float32)
-            for part in tl.static_range(PARTS):
-                skipped = (PARTS - 1 - part) * VECTORS * D * W_COLUMNS  # the smallest part first
-                w = tl.load(w_at + skipped, mask=in_W, other=0.0)
-                piece_dots = multiply_parts(rows, w, piece_dots)
-            dots += piece_dots
+        dots += multiply_by_parts(rows, load_parts(w_at, in_W, VECTORS * D * W_COLUMNS, PARTS))
         if CENTRED:
             # Welford: join this piece's mean and squared deviations to those of the pieces before.
             before, count = (start - begin) * VECTORS, tl.minimum(D - start, BLOCK) * VECTORS
@@ -173,10 +173,7 @@ def write_norm_project_backward(
     at = tl.program_id(0) * BLOCK + column % BLOCK
     in_W = (column // BLOCK < n) & (at < D) & (k < W_COLUMNS)
     w_at = W + (column // BLOCK * D + at) * W_COLUMNS + k
-    w = tl.load(w_at, mask=in_W, other=0.0)
-    if PARTS > 1:
-        w_2 = tl.load(w_at + VECTORS * D * W_COLUMNS, mask=in_W, other=0.0)
-        w_3 = tl.load(w_at + 2 * VECTORS * D * W_COLUMNS, mask=in_W, other=0.0)
+    w = load_parts(w_at, in_W, VECTORS * D * W_COLUMNS, PARTS)
     dw = tl.zeros([C, WIDE], tl.float32)
     for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
         first = tl.cast(tile, tl.int64) * TILE
@@ -192,21 +189,9 @@ def write_norm_project_backward(
         rows = tl.reshape(tl.load(new + (t * n + s) * D + d, mask=on, other=0.0), [R, C])
         v = rows.to(tl.float32)
         g_t = tl.load(g + row[:, None] * K + k, mask=real[:, None] & (k < K), other=0.0)
-        if PARTS == 1:
-            dw += tl.dot(tl.trans(v), g_t, input_precision="tf32x3")
-            dh = tl.dot(g_t, tl.trans(w), input_precision="tf32x3")
-        else:
-            g_1, g_2, g_3 = split_parts(g_t)
-            tile_dw = multiply_parts(tl.trans(rows), g_3, tl.zeros([C, WIDE], tl.float32))
-            tile_dw = multiply_parts(tl.trans(rows), g_2, tile_dw)
-            dw += multiply_parts(tl.trans(rows), g_1, tile_dw)
-            # The products that float32 can hold, the smallest first.
-            dh = multiply_parts(g_3, tl.trans(w), tl.zeros([R, C], tl.float32))
-            dh = multiply_parts(g_2, tl.trans(w_2), dh)
-            dh = multiply_parts(g_1, tl.trans(w_3), dh)
-            dh = multiply_parts(g_2, tl.trans(w), dh)
-            dh = multiply_parts(g_1, tl.trans(w_2), dh)
-            dh = multiply_parts(g_1, tl.trans(w), dh)
+        g_parts = split_operand(g_t, PARTS)
+        dw += multiply_by_parts(tl.trans(rows), g_parts)
+        dh = multiply_split(g_parts, w)
         if CENTRED:
             v -= tl.load(mu + row, mask=real, other=0.0)[:, None]
         dh -= tl.load(c + row, mask=real, other=0.0)[:, None] * v

@@ -27,9 +27,11 @@ from ..ops.manual_backward import definition_gradients
 from . import launch
 from .library_op import LibraryOp
 from .products import (
-    multiply_parts,
+    load_parts,
+    multiply_by_parts,
+    multiply_split,
     padded_columns,
-    split_parts,
+    split_operand,
     weight_bytes,
     weight_gradient,
     weight_operand,
@@ -103,6 +105,15 @@ def load_coefficients(coefficients, t, live, count: tl.constexpr):
 
 
 @triton.jit
+def load_streams(H, t, d, D, on, n: tl.constexpr):
+    """A piece of each stream of a tile's tokens."""
+    streams = ()
+    for s in tl.static_range(n):
+        streams = streams + (tl.load(H + (t * n + s) * D + d[None, :], mask=on, other=0.0),)
+    return streams
+
+
+@triton.jit
 def mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
     """H'_c before it is rounded."""
     v = b[c] * y
@@ -135,10 +146,8 @@ def single_pass_connection_forward(
         on = live[:, None] & (d < D)[None, :]
         token_at = t[:, None] * D + d[None, :]
         y = tl.load(Y + token_at, mask=on, other=0.0).to(tl.float32)
-        streams, read = (), tl.zeros([TILE, BLOCK], tl.float32)
-        for s in tl.static_range(n):
-            at = (t * n + s)[:, None] * D + d[None, :]
-            streams = streams + (tl.load(H + at, mask=on, other=0.0),)
+        streams = load_streams(H, t_2, d, D, on, n)
+        read = tl.zeros([TILE, BLOCK], tl.float32)
         for c in tl.static_range(n):
             v = mix_and_write(streams, y, R, b, c, MIXES, n).to(new.dtype.element_ty)
             tl.store(new + (t * n + c)[:, None] * D + d[None, :], v, mask=on)
@@ -147,16 +156,7 @@ def single_pass_connection_forward(
             read += p[c] * v_wide
             w_at = W + (c * D + d)[:, None] * W_COLUMNS + k
             in_W = (d < D)[:, None] & (k < W_COLUMNS)
-            if PARTS == 1:
-                w = tl.load(w_at, mask=in_W, other=0.0)
-                dots += tl.dot(v_wide, w, input_precision="tf32x3")
-            else:
-                stream_dots = tl.zeros([TILE, WIDE], tl.float32)
-                for part in tl.static_range(PARTS):
-                    skipped = (PARTS - 1 - part) * n * D * W_COLUMNS  # the smallest part first
-                    w = tl.load(w_at + skipped, mask=in_W, other=0.0)
-                    stream_dots = multiply_parts(v, w, stream_dots)
-                dots += stream_dots
+            dots += multiply_by_parts(v, load_parts(w_at, in_W, n * D * W_COLUMNS, PARTS))
         tl.store(x + token_at, read.to(x.dtype.element_ty), mask=on)
     r = tl.sum(squares, 1)
     if IS_SPLIT:
@@ -168,6 +168,43 @@ def single_pass_connection_forward(
         dots = dots * r[:, None]
     tl.store(rstd + row, r, mask=live)
     tl.store(z + row[:, None] * K + k, dots, mask=live[:, None] & (k < K))
+
+
+@triton.jit
+def multiply_gradient(
+    g_parts, W, i: tl.constexpr, d, k, D, n: tl.constexpr, PARTS: tl.constexpr,
+    W_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """g W_iᵀ of a piece of stream i."""
+    w_at = W + (i * D + d)[:, None] * W_COLUMNS + k
+    in_W = (d < D)[:, None] & (k < W_COLUMNS)
+    product = multiply_split(g_parts, load_parts(w_at, in_W, n * D * W_COLUMNS, PARTS))
+    # A sum over one number takes the result to the layout of the rows that were loaded, at once.
+    # Else the compiler takes every product below to it, and registers are spilled.
+    return tl.sum(tl.reshape(product, [product.shape[0], product.shape[1], 1]), 2)
+
+
+@triton.jit
+def coefficient_sums(streams, y, dx_t, v, G):
+    """A piece's share of dbeta_i and dpre_i, and of dres[s, i] for each of the `streams` s."""
+    sums = (tl.sum(y * G, 1), tl.sum(dx_t * v, 1))
+    for s in tl.static_range(len(streams)):
+        sums = sums + (tl.sum(streams[s] * G, 1),)
+    return sums
+
+
+@triton.jit
+def mix_back(dhs, R, G, i: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
+    """The gradients of the streams with what G, that of H'_i, adds to each."""
+    added = ()
+    for s in tl.static_range(n):
+        if MIXES:
+            added = added + (dhs[s] + R[s * n + i] * G,)
+        elif s == i:
+            added = added + (G,)
+        else:
+            added = added + (dhs[s],)
+    return added
 
 
 @triton.jit
@@ -184,7 +221,7 @@ def single_pass_connection_backward(
     R = load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
     g_t = tl.load(g + t_2 * K + k, mask=live[:, None] & (k < K), other=0.0)
     c_t = tl.load(c + t_2, mask=t_2 < N, other=0.0)
-    g_1, g_2, g_3 = split_parts(g_t)
+    g_parts = split_operand(g_t, PARTS)
     totals = ()
     for _ in tl.static_range(n * COLUMNS):
         totals = totals + (tl.zeros([TILE], tl.float32),)
@@ -195,9 +232,9 @@ def single_pass_connection_backward(
         on = live[:, None] & (d < D)[None, :]
         token_at = t_2 * D + d[None, :]
         streams, dhs = (), ()
+        rows = load_streams(H, t_2, d, D, on, n)
         for s in tl.static_range(n):
-            at = (t_2 * n + s) * D + d[None, :]
-            streams = streams + (tl.load(H + at, mask=on, other=0.0).to(tl.float32),)
+            streams = streams + (rows[s].to(tl.float32),)
             dhs = dhs + (tl.zeros([TILE, BLOCK], tl.float32),)
         y = tl.load(Y + token_at, mask=on, other=0.0).to(tl.float32)
         dx_t = tl.load(dx + token_at, mask=on, other=0.0).to(tl.float32)
@@ -206,42 +243,15 @@ def single_pass_connection_backward(
         for i in tl.static_range(n):
             v = mix_and_write(streams, y, R, b, i, MIXES, n).to(H.dtype.element_ty)
             v = v.to(tl.float32)
-            w_at = W + (i * D + d)[:, None] * W_COLUMNS + k
-            in_W = (d < D)[:, None] & (k < W_COLUMNS)
-            w_1 = tl.trans(tl.load(w_at, mask=in_W, other=0.0))
-            if PARTS == 1:
-                G = tl.dot(g_t, w_1, input_precision="tf32x3")
-            else:
-                w_2 = tl.trans(tl.load(w_at + n * D * W_COLUMNS, mask=in_W, other=0.0))
-                w_3 = tl.trans(tl.load(w_at + 2 * n * D * W_COLUMNS, mask=in_W, other=0.0))
-                # The products that float32 can hold, the smallest first.
-                G = multiply_parts(g_3, w_1, tl.zeros([TILE, BLOCK], tl.float32))
-                G = multiply_parts(g_2, w_2, G)
-                G = multiply_parts(g_1, w_3, G)
-                G = multiply_parts(g_2, w_1, G)
-                G = multiply_parts(g_1, w_2, G)
-                G = multiply_parts(g_1, w_1, G)
-            # A sum over one number takes the result to the layout of the rows that were loaded, at
-            # once. Else the compiler takes every product below to it, and registers are spilled.
-            G = tl.sum(tl.reshape(G, [TILE, BLOCK, 1]), 2)
+            G = multiply_gradient(g_parts, W, i, d, k, D, n, PARTS, W_COLUMNS)
             at = (t_2 * n + i) * D + d[None, :]
             G += tl.load(dnew + at, mask=on, other=0.0).to(tl.float32)
             G += p[i] * dx_t - c_t * v
             dy += b[i] * G
-            dbeta = totals[i * COLUMNS] + tl.sum(y * G, 1)
-            dpre = totals[i * COLUMNS + 1] + tl.sum(dx_t * v, 1)
-            new_totals = new_totals + (dbeta, dpre)
-            new_dhs = ()
-            for s in tl.static_range(n):
-                if MIXES:
-                    dres = tl.sum(streams[s] * G, 1)
-                    new_totals = new_totals + (totals[i * COLUMNS + 2 + s] + dres,)
-                    new_dhs = new_dhs + (dhs[s] + R[s * n + i] * G,)
-                elif s == i:
-                    new_dhs = new_dhs + (G,)
-                else:
-                    new_dhs = new_dhs + (dhs[s],)
-            dhs = new_dhs
+            sums_i = coefficient_sums(streams if MIXES else (), y, dx_t, v, G)
+            for j in tl.static_range(COLUMNS):
+                new_totals = new_totals + (totals[i * COLUMNS + j] + sums_i[j],)
+            dhs = mix_back(dhs, R, G, i, MIXES, n)
         totals = new_totals
         for s in tl.static_range(n):
             at = (t_2 * n + s) * D + d[None, :]
