@@ -41,8 +41,8 @@ Results of `examples/retrofit.py`, whose docstring describes a run.
 `python examples/retrofit.py run --help` lists its options. At the switch, DenseFormer and MUDD
 change nothing. Hyper-connections and attention residuals change the loss by the epsilon of a norm.
 MGR, which cannot start as pre-norm, changes it much. Two seeds of the smaller model end 0.18 apart,
-so only differences within a seed count there. On the larger model, with one seed, differences below
-0.01 are chance, and no connection is told from another."""
+so only differences between runs of the same seed count there. On the larger model, with one seed,
+differences below 0.01 are chance, so its table does not show that one connection is better."""
 COLUMNS = (
     "connection",
     "connected at step",

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from .mixing import MixingWeights
 from .validation import check_positive
 
-# A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only its own
-# method looks inside.
+# A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only the method
+# that made it looks inside.
 State = Any
 StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
@@ -88,24 +88,25 @@ def plan_layers(ports_of_layers: Sequence[Sequence[tuple[str, ...]]]) -> list[Si
 
 
 class Connection(nn.Module, Generic[StateT]):
-    """The interface of every method: four verbs on an immutable state.
+    """The interface of every method: four functions of an immutable state.
 
     `init(x) -> state`, `read(state) -> (inputs, state)`, `write(state, y) -> state`,
     `readout(state) -> hidden`.
 
     Writes are lazy: `write` records y, and the `read` of the next site applies it. A method
     implements two functions: `initial_state`, and `mix_inputs`, which applies the pending write and
-    mixes the next inputs. `forward` stores nothing on the module, so a state survives
-    checkpointing, `deepcopy` and a pipeline cut. A state contains no parameter (a clone may
-    travel), because FSDP frees a parameter as soon as its block has run.
+    mixes the next inputs. `forward` stores nothing on the module, so activation checkpointing,
+    `deepcopy` and pipeline stages work. A state contains no parameter, because FSDP frees a
+    parameter as soon as its block has run; a clone of it may be there.
 
-    A connection's own parameters are raw, at least 1-d (FSDP2 refuses 0-d), and float32, or float64
-    in a float64 model.
+    A connection's own parameters are attributes of the module itself, at least 1-d (FSDP2 refuses
+    0-d), and float32, or float64 in a float64 model. Its norms are submodules.
 
     Args:
         site: where this connection sits.
         dim: D, the width of the stream.
-        norm: returns the norm of a port: a new module, or a reference to one of a host model.
+        norm: takes the name of a port and returns its norm: a new module, or a reference to a norm
+            of the model that is connected, the host.
         ports: names of the sub-layer's inputs; `site.ports` unless the method feeds q, k and v
             separately.
 
@@ -117,16 +118,18 @@ class Connection(nn.Module, Generic[StateT]):
             first input and every write are exactly those of pre-norm.
         bitwise_postnorm: bitwise equal to post-norm at initialisation.
         prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
-            sub-layer's norm removes. A host without such norms is not equal.
-        norms_its_stream: applies the sub-layers' norms to its streams, so the host must have them.
+            sub-layer's norm removes. A model without such norms is not equal.
+        norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
+            connects must have these norms.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
         weight_decay_params: own parameters that take weight decay. The others take none.
-        test_variants: specs, in addition to the default one, that the suite of laws covers.
+        test_variants: specs with options that the tests of all connections (test_laws.py) cover
+            too.
         options: the options of the spec that built this connection.
         parts_are_streams: its `state_parts` are n streams, which persist over depth.
         weighs_channels: its `mixing_weights` differ between channels, or contain norms.
-        fractions: the number of equal slices of the width that are mixed apart. Each is a part of
-            its own in `mixing_weights`.
+        fractions: the number of equal slices of the width that are mixed apart. Each is a separate
+            part in `mixing_weights`.
         output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
             applies it. 1 in every method but `hyper`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
@@ -228,12 +231,12 @@ class Connection(nn.Module, Generic[StateT]):
     def state_parts(self, state: StateT) -> tuple[Tensor, ...]:
         """The tensors that a read mixes, [B T D] each, without the pending write.
 
-        With `mixing_weights`, what `crosslayer.inspect` needs of a method.
+        `crosslayer.inspect` needs this and `mixing_weights` of a method, and nothing else does.
         """
         raise ValueError(f"{self.name} cannot be inspected: it has no state_parts")
 
     def mixing_weights(self, state: StateT) -> MixingWeights:
-        """The read of this state as matrices over `state_parts`, its coefficients held fixed."""
+        """The read of this state as matrices over `state_parts`: see `crosslayer.mixing`."""
         raise ValueError(f"{self.name} cannot be inspected: it has no mixing_weights")
 
     def memory_traffic(self) -> float:
@@ -342,7 +345,7 @@ def autocast_disabled(state: State) -> torch.autocast:
 
 
 def norm_dtype(norm: nn.Module, default: torch.dtype) -> torch.dtype:
-    """The dtype of a norm's weight, be it the norm's own or that of a host's norm it refers to."""
+    """The dtype of the weight of a norm, or of the host's norm that it refers to."""
     own_dtype = getattr(norm, "dtype", None)
     if own_dtype is not None:
         return own_dtype

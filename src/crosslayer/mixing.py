@@ -1,7 +1,7 @@
 """One read of a connection as matrices: what each part of the state contributes to what comes next.
 
-A read is linear in the parts of the state and in the pending write, once its coefficients are held
-at the values that this state gives them:
+The parts of a state are the tensors [B T D] that a read mixes. With its coefficients held at the
+values that this state gives them, a read is linear in the parts and in the pending write:
 
     written = norms(write @ [parts | y])     the pending write applied
     inputs  = read @ written                 what the sub-layer's ports receive, before their norms
@@ -21,7 +21,7 @@ from .norms import NormSpec
 class MixingWeights(NamedTuple):
     """The matrices of one read. Each is [out in K], or [B T out in K] where tokens differ.
 
-    K is 1 for one weight a token, or the width for a weight a channel.
+    K is 1 where a weight holds for all channels, or the width where each channel has another.
     """
 
     write: Tensor  # out: the written parts; in: the parts of the state, then the pending write

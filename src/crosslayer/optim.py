@@ -24,12 +24,12 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
     Args:
         model: any module; its connections are found.
         lr: the model's learning rate.
-        weight_decay: the weight decay of those that take it.
+        weight_decay: the weight decay of the parameters that take it.
 
     Returns:
         Dicts `{name, params, lr, weight_decay, muon}`. `muon` marks 2-d matrices of the backbone's
-        layers, which an optimizer like Muon may orthogonalise. It excludes embeddings, output heads
-        and connection parameters, which are no linear maps between activations.
+        layers, whose updates an optimizer like Muon may orthogonalise. It excludes embeddings,
+        output heads and connection parameters, which are no linear maps between activations.
     """
     muon_ids = {id(parameter) for parameter in layer_matrices(model)}
     groups: dict[_Group, list[nn.Parameter]] = {}
@@ -60,8 +60,8 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The 2-d weights inside a model's lists of layers.
 
-    Embeddings inside layers are excluded (DiT's blocks have one of the classes), and so are the
-    connections' parameters.
+    Embeddings inside layers are excluded (DiT's blocks have an embedding of the classes), and so
+    are the connections' parameters.
     """
     matrices = []
     for layers in model.modules():
@@ -77,7 +77,7 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
 def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
     """Keep connections unchanged in this step, to start them later than the model.
 
-    DenseFormer trains so (Table 5). The optimizer's groups must come from `param_groups`. Call it
+    DenseFormer's Table 5 does so. The optimizer's groups must come from `param_groups`. Call it
     between the backward pass and clipping. It sets gradients and learning rates to zero, so FSDP,
     DDP and compilation see the same parameters in every step, and neither clipping nor the
     optimizer's moments are affected. The schedule must set the learning rate again afterwards.

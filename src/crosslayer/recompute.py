@@ -1,4 +1,4 @@
-"""Activation recomputation for connection states: n streams or dense sources in the memory of one.
+"""Activation recomputation for states: n streams, or all outputs, in the memory of one stream.
 
     enable_recompute(sites)                          # once
     state = sites[0].init(embed(tokens))
@@ -16,13 +16,13 @@ The backward pass recomputes both. The state itself is recovered in one of two w
                  sub-layer: H_{k+1} = write(mix_inputs(H_k), y_k)
     inversion    from the state of the next site, for a method that can undo a write (MGR)
 
-So a site saves y alone, where PreNorm saves the norm's input. The autograd graph is that of the
+So most sites save only y, where PreNorm saves the norm's input. The autograd graph is that of the
 plain loop. With "streams" every gradient is bitwise identical too.
 
 In the forward pass a state is wrapped in a `TracedState`, which has all that its recovery needs: no
-tensor is stored on a module. Saved tensors are saved as autograd saves its own, so that hooks on
-saved tensors count or offload them. A sub-layer may be checkpointed; a block that contains reads
-may not. A pipeline stage sends `traced.state`, and the next stage starts from it as a saved state.
+tensor is stored on a module. What it keeps is saved in nodes of autograd, so that hooks on saved
+tensors count or offload it too. A sub-layer may be checkpointed; a block that contains reads may
+not. A pipeline stage sends `traced.state`, and the next stage starts from it as a saved state.
 Under `torch.func` and forward-mode AD nothing is recomputed: these have no hooks on saved tensors.
 """
 
@@ -157,8 +157,8 @@ class _RecomputedRead:
 class _ReplayFromCheckpoint(_RecomputedRead):
     """Recovers its state from the nearest earlier site that saved one, by replaying writes.
 
-    Keeps y. The sites in between get their states by the way. They cache them for their own
-    backward, which runs last to first, and each then frees its own.
+    Keeps y. The replay passes the sites in between. Each of them caches its state for its own
+    backward, which comes later, as the backward pass runs last to first, and then frees it.
     """
 
     cached_state: State = None
@@ -270,10 +270,10 @@ def enable_recompute(
 
     Args:
         sites: all sites of the model, in the order of depth.
-        how: "streams" replays writes from saved states; "inversion" undoes them from the readout
-            on.
-        kept: for "streams", the layers before which a state is saved; the readout counts as a
-            layer. Those of `checkpoint_layers_log2` by default.
+        how: "streams" replays the writes from a few saved states; "inversion" undoes the writes,
+            starting at the readout.
+        kept: for "streams", the numbers of the layers before which a state is saved; the readout
+            counts as a layer. By default those of `checkpoint_layers_log2`.
 
     Raises:
         ValueError: the method does not support `how`.

@@ -1,9 +1,8 @@
 """Connections by name: "mudd(dilation=2)".
 
-The same string stands on the command line, in config.json, in a table of results and in a test id.
-
-The file name is the registry and the constructor's signature is the configuration:
-"mudd(dilation=2)" is the class in `connections/mudd.py` with its keyword argument `dilation`.
+The command line, config.json, tables of results and the names of tests use the same string. The
+names are those of the files in `connections/`, and the options are the keyword arguments of their
+classes: "mudd(dilation=2)" is the class in `connections/mudd.py`, called with `dilation=2`.
 """
 
 import ast
@@ -27,7 +26,9 @@ COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every co
 
 @dataclass(frozen=True)
 class ConnectionSpec:
-    """A connection's name and options. Calling it builds one site; `str` gives its string.
+    """A connection's name and options. Calling it builds the connection of one site.
+
+    `str` gives the string that `make` reads.
 
     Args:
         name: one of `available()`.
@@ -48,12 +49,13 @@ class ConnectionSpec:
         raise AssertionError(f"{module.__name__} defines no Connection")
 
     def __call__(self, site: Site, dim: int, norm: NormFactory) -> Connection[Any]:
-        """The connection of one site.
+        """Build the connection of one site.
 
         Args:
-            site: where it sits, from `plan`.
+            site: its place in the model, from `plan`.
             dim: D, the width of the stream.
-            norm: port -> the norm of that port's input, for example `lambda port: nn.RMSNorm(dim)`.
+            norm: takes the name of a port, an input of the sub-layer, and returns its norm; for
+                example `lambda port: nn.RMSNorm(dim)`.
 
         Raises:
             ValueError: an option or an argument has a wrong value.
@@ -102,15 +104,18 @@ def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
 
 
 def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
-    """The spec of a connection, which builds it: `make("mudd", dilation=2)(site, dim, norm)`.
+    """Read a connection's name and options: `make("mudd", dilation=2)(site, dim, norm)` builds it.
 
     Args:
         spec: a name, a string with options like "mudd(dilation=2)", or a spec.
         options: options by keyword, added to those of the string.
 
+    Returns:
+        The spec, which builds the connection of one site when it is called.
+
     Raises:
-        ValueError: the string is no name with keyword literals, the name or an option is unknown,
-            or an option is given twice.
+        ValueError: the string is not a name with options by keyword, the name or an option is
+            unknown, or an option is given twice.
     """
     if isinstance(spec, ConnectionSpec):
         name, spec_options = spec.name, dict(spec.options)

@@ -1,4 +1,4 @@
-"""`Stack`: the loop over sites and sub-layers as a module, for a model of one's own."""
+"""`Stack`: the loop over sites and sub-layers as a module, for your own model."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

@@ -1,5 +1,4 @@
-"""AltUp: K streams; each layer runs on one of them, by turns, and corrects the others from a
-prediction.
+"""AltUp: K streams; each layer runs on one of them, by turns, and corrects a prediction of all.
 
 Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 
@@ -34,11 +33,11 @@ class Alternating(NamedTuple):
     h: Tensor  # the stream inside the layer
     y: Tensor | None = None  # pending write
     g: Tensor | None = None  # weight of the correction in each block, [K]
-    active: Tensor | None = None  # X̂_j, which the correction is measured from
+    active: Tensor | None = None  # X̂_j: the correction is o − X̂_j
 
 
 class AltUp(FusedNormConnection[Alternating]):
-    """AltUp: K streams; each layer runs on one of them and corrects the others from a prediction.
+    """AltUp: K streams; each layer runs on one of them, by turns, and corrects a prediction of all.
 
     Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 

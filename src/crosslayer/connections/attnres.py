@@ -12,10 +12,10 @@ has one source and so no parameters. w = 0 and g = 1 at initialisation: the unif
 plain residual stream divided by the number of sources. The norms remove this factor up to their
 eps, which is visible where embeddings are tiny.
 State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token
-when full, (3k + 4)D backward; 2D more where y joins the current block's sum.
+for full attention, (3k + 4)D backward; 2D more where y joins the current block's sum.
 
-The paper reads the completed blocks once for all queries of a block. That needs the queries of the
-block's later sub-layers at its first, and here a site has its own parameters alone.
+The paper reads the completed blocks once for all queries of a block. For this the first site of a
+block would need the queries of the later ones, but a site has only its own parameters.
 """
 
 from typing import NamedTuple

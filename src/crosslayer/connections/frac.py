@@ -38,8 +38,8 @@ class Frac(Connection[Streams]):
 
     Args:
         fractions: m, the number of fractions; it divides the width.
-        dynamic: the wiring depends on the input; False for the static part alone.
-        tanh: bounds the dynamic part by tanh, as the paper does.
+        dynamic: alpha and beta depend on the input; False for the static part alone.
+        tanh: whether tanh bounds the dynamic part, as in the paper.
     """
 
     bitwise_prenorm = True

@@ -4,11 +4,12 @@ Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3 
 
     x ← (1 − g) ⊙ x + g ⊙ F(Norm(x)),   g = σ(x W + b)      W [D, D], b [D]
 
-W = 0 and b is negative at initialisation, so that g = σ(b) everywhere and the stream is carried. It
-carries less of the stream at each write, so it neither starts as pre-norm nor can represent it. The
-gate depends on the stream alone, so the read computes it and the state carries it.
+W = 0 and b is negative at initialisation, so that g = σ(b) everywhere and most of the stream is
+carried. Every write carries less than the whole stream, so the method neither starts as pre-norm
+nor can represent it. The gate depends on the stream alone, so the read computes it and the state
+has it until the write.
 State: one stream, and the gate of the pending write. Parameters: D² + D a sub-layer. Traffic: 6D a
-token and boundary.
+token and site.
 """
 
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Highway(Connection[Carried]):
     Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3.
 
     Args:
-        bias: initial value of b. Negative: training starts by carrying the stream.
+        bias: initial value of b. If it is negative, most of the stream is carried at the start.
     """
 
     starts_as_prenorm = False

@@ -1,4 +1,4 @@
-"""Hyper-connections: n streams with learned, input-dependent wiring.
+"""Hyper-connections: n streams mixed with learned, input-dependent weights.
 
 Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 and Algorithm 2.
 
@@ -9,11 +9,12 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 a
     H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n}
     readout: the sum of the streams, then the final norm
 
-Row s of the dynamic part depends on stream s alone. W_a = w_b = 0 and s_a = s_b = 0.01 at
+N is a norm of each stream, LayerNorm by default; |N| is the number of its parameters. Row s of the
+dynamic part depends on stream s alone. W_a = w_b = 0 and s_a = s_b = 0.01 at
 initialisation: the streams are equal copies of the plain residual, and the readout is n times it,
 a factor that the final norm removes up to its eps.
 State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2), and when dynamic
-D(n+2) + |N| + 2 more. Traffic: at least (2n + 2)D a token and boundary.
+D(n+2) + |N| + 2 more. Traffic: at least (2n + 2)D a token and site.
 """
 
 from collections.abc import Sequence
@@ -53,19 +54,20 @@ class Streams(NamedTuple):
 
 
 class Hyper(FusedNormConnection[Streams]):
-    """Hyper-connections: n streams with learned, input-dependent wiring.
+    """Hyper-connections: n streams mixed with learned, input-dependent weights.
 
     Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 and Algorithm 2.
 
     Args:
         streams: n, the number of streams (the paper's expansion rate).
-        dynamic: the wiring depends on the input (DHC); False for the static part alone (SHC).
-        tanh: bounds the dynamic part by tanh.
+        dynamic: alpha and beta depend on the input (DHC); False for the static part alone (SHC).
+        tanh: whether tanh bounds the dynamic part.
         stats: N, the norm of the streams: "layernorm" with weight and bias as in the paper's
             listing, "rmsnorm", or "unweighted" LayerNorm as in OLMo.
         beta: initial value of static_beta.
         matrix: initial values of the static part as the paper writes it, [[0, B], [A_m, A_r]]
-            (Eq. 17-19, 54): one for every sub-layer, or a list of them taken in turn.
+            (Eq. 17-19, 54): one matrix for all sub-layers, or a list of which the sub-layers take
+            one each, in turn.
         frozen: "B", "WC" or "B WC": the depth connections B or the width connections WC keep their
             initial values (Table 4).
         output_scale: for training from scratch: `connect` multiplies the initial weights of the
@@ -214,7 +216,7 @@ def add_wiring_parameters(connection: Any, width: int, streams: int, columns: in
 
     Args:
         connection: gets static_alpha [streams columns], static_beta [streams], and so on.
-        width: of the rows that coefficients are computed from: D of each stream or fraction.
+        width: of what the coefficients are computed from: the width of a stream or a fraction.
         streams: the number of streams or fractions.
         columns: what is mixed from them: the inputs and the next streams.
     """

@@ -12,10 +12,10 @@ Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-6, 14,
 As in Listing 1, RMS has no weight, its eps is 1e-6, and w1 = w2 = 0 at initialisation. Eq. 14 gives
 b from the number L = S − (n−1) of gated sub-layers:  b = ln(√(L/21) (e³ + 1) − n).
 The gate of write k depends on the streams before it, so the read of sub-layer k computes it and
-the state carries it. Every stream is a convex combination of outputs: the method neither starts as
-pre-norm nor can represent it, so a pretrained model must be trained anew.
+the state has it until the write. Every stream is a convex combination of outputs: the method
+neither starts as pre-norm nor can represent it, so a pretrained model must be trained anew.
 State: n streams, and β of the pending write. Parameters: D a sub-layer, and D + n + 1 (or n) more
-where gated. Traffic: (2n + 2)D a token and boundary.
+where gated. Traffic: (2n + 2)D a token and site.
 """
 
 import math
@@ -46,7 +46,7 @@ class Gated(NamedTuple):
 class InversionContext(NamedTuple):
     """What `invert` needs of a state in addition to y and the next streams.
 
-    Inversion divides by 1 − β, so it is inexact where β is largest. The streams there are kept.
+    Inversion divides by 1 − β, so it is least exact where β is largest. Those streams are kept.
     """
 
     beta: Tensor | None = None  # [B T n], where a gate is pending
@@ -62,7 +62,7 @@ class MGR(FusedNormConnection[Gated]):
     Args:
         streams: n, the number of streams.
         gate: "competitive": the streams and a forget gate share one softmax;
-            "independent": a sigmoid a stream.
+            "independent": each stream has a sigmoid.
         eq14: n in Eq. 14 for independent gates, whose bias is −b. "text" has n = 1, which gives the
             bias −3 that the paper's text asks for; "literal" has n as the formula is printed.
             Competitive gates ignore it: their b_0 is b, and the other biases are 0.

@@ -13,10 +13,10 @@ Public implementations differ in the orientation of z_res, the order of Sinkhorn
 the readout and the eps. A model run with the wrong ones still gives fluent text, so each is an
 option. At initialisation it is pre-norm up to eps: fn = 0, scale 0.01, post 1; base is 0 on the
 diagonal of z_res and −8 off it, and for pre it is 1 at the stream k mod n of sub-layer k and −1 at
-the others. Mixer parameters stay float32.
-State: n streams, post of the pending write, and when single-pass pre and the pending R. Parameters
-a sub-layer: (n²+2n)(nD + 1) + 3, and n(nD + 1) + 1 for the head. Traffic: at least (2n + 2)D a
-token and boundary.
+the others. fn, base and scale stay float32.
+State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
+Parameters: (n²+2n)(nD + 1) + 3 a sub-layer, and n(nD + 1) + 1 for the head, which the readout has.
+Traffic: at least (2n + 2)D a token and site.
 """
 
 import math
@@ -52,8 +52,8 @@ class Manifold(NamedTuple):
     H: Tensor  # [B T n D]
     y: Tensor | None = None  # pending write ...
     post: Tensor | None = None  # ... and its weight in each stream, [B T n]
-    # Single pass: the weights of the next collapse [B T n], and R [B T n n], which the next site
-    # applies to H together with the write.
+    # With `single_pass`: the weights by which the next site reads its input [B T n], and R
+    # [B T n n], which it applies to H together with the write.
     pre: Tensor | None = None
     res: Tensor | None = None
 
@@ -71,10 +71,12 @@ class MHC(FusedNormConnection[Manifold]):
             "dst last": over destinations.
         readout: "head": learned (DeepSeek-V4); "sum"; "mean" (GLM).
         residual: "sinkhorn"; "identity": R = I and no z_res (iHC).
-        single_pass: the pre computed from H_k collapses H_{k+1}, so that one pass reads and writes
-            the streams: it mixes them with R of H_k, adds the write and collapses them. The first
-            collapse takes stream 0 and the readout uses the last pre (DeepSeek-V4.1).
-        eps: eps of pre and of Sinkhorn. 0 is computed with logarithms in torch, as sums underflow.
+        single_pass: a sub-layer reads H_{k+1} with the pre that was computed from H_k, so one pass
+            over the streams does all: it mixes them with R of H_k, adds the write and computes the
+            input. The first sub-layer reads stream 0, and the readout uses the last pre
+            (DeepSeek-V4.1).
+        eps: eps of pre and of Sinkhorn. With 0 Sinkhorn is computed with logarithms in torch,
+            because sums can underflow.
         norm_eps: eps of the norm of v; 1e-5 in GLM and Hy4.
         magnitude: post = magnitude · σ(z_post) + post_eps. 2 in the paper.
         post_eps: see `magnitude`; 1e-6 in Hy4.

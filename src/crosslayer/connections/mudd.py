@@ -10,7 +10,7 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
     S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j        c = q, k, v, r                          (Eq. 5, 8)
     block l + 1:  h = S_r + MHA(n_q(S_q), n_k(S_k), n_v(S_v));   X_{l+1} = h + FFN(n(h))   (Eq. 7)
     parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r))
-    readout:      S_r of the last block, its only way
+    readout:      S_r after the last block; the readout has no other way
 
     PrePostDANorm (Eq. 10) as the authors' code has it, `normed=True`:
     P_j = n_j(X_j);   m_c = Σ_j A_{c,j} ⊙ P_j
@@ -89,8 +89,8 @@ class Mudd(FusedNormConnection[History]):
             the paper's method. "qkvr" feeds all streams one mixture (DDFormer, section 2.2).
             "k v r" is the ablation −Q: a stream that no way feeds reads X_l, as in a plain
             residual.
-        dynamic: the weights A depend on the token; False for `a` alone. Static weights with one way
-            are DenseFormer's averages (section 2.1).
+        dynamic: the weights A depend on the token; False for the static part `a` alone. Static
+            weights with one way are DenseFormer's averages (section 2.1).
         dilation: only every `dilation`-th block is mixed, as in DenseFormer.
         period: only every `period`-th block is followed by an aggregation, or "last" for the last
             block alone, as in DenseFormer.
@@ -104,8 +104,8 @@ class Mudd(FusedNormConnection[History]):
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
         expand_last: four times K after the last block, as the released checkpoints have it.
             `round64` is applied after it.
-        gelu: the generator's GELU: "erf" as in the released checkpoints, or its "tanh"
-            approximation as in the authors' JAX trainer.
+        gelu: the GELU of Eq. 6, whose two products are called the generator (of A): "erf" as in the
+            released checkpoints, or its "tanh" approximation as in the authors' JAX trainer.
         eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
     """
 

@@ -7,8 +7,8 @@ Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762, secti
 The norm that a pre-norm host has before sub-layer k is used after write k − 1, and its final norm
 after the last write. Each norm of the host is therefore applied exactly once. In a parallel block
 the stream is the input of the attention, and the MLP applies its own norm to the same sum. Not
-equivalent to pre-norm at initialisation: do not connect a pretrained pre-norm model without
-training it.
+equivalent to pre-norm at initialisation: a pretrained pre-norm model that is connected with it must
+be trained anew.
 State: one stream. Parameters: none. Traffic: 3D a token and site.
 """
 

@@ -4,10 +4,10 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
 
     x ← g_k · x + F_k(Norm(x)),  g_k = 1 at initialisation
 
-Gains learn at the model's rate and take weight decay, as in the authors' code; the paper does not
-say.
+Gains have the learning rate of the model and take weight decay, as in the authors' code; the paper
+does not say.
 State: one stream and the gain of the pending write. Parameters: 1 a sub-layer. Traffic: 4D a token
-and boundary.
+and site.
 """
 
 from typing import NamedTuple

@@ -22,8 +22,8 @@ def growing_widths(layers: int, width: int) -> list[int]:
 
         D_f'(i) = (0.5 (L − i) + 1.5 (i − 1)) / (L − 1) · D_f      i = 1 … L
 
-    They are rounded to the largest power of two up to 128 that changes their sum by at most half a
-    percent.
+    They are rounded to multiples of the largest power of two up to 128 that changes their sum by at
+    most half a percent.
 
     Args:
         layers: L, the number of layers.
