@@ -43,13 +43,16 @@ def parser() -> Any:
         "--search-rates",
         type=bool,
         default=False,
-        help="find each arm's best learning rate first, among the recipe's times powers of two, "
-        "with the first seed",
+        help="first find the best learning rate of each arm with the first seed: the given rate, "
+        "twice and half of it, and so on",
     )
     command.add_argument(
-        "--out", type=str | None, default=None, help="folder of results.json and the report"
+        "--out",
+        type=str | None,
+        default=None,
+        help="folder of results.json and the report; default: compare- and a hash of the settings",
     )
-    add_specs(command, "--arms")
+    add_specs(command, "--arms", "arms of the recipe (default: all of them), or connections")
     add_settings(command)
     return command
 

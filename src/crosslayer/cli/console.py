@@ -34,14 +34,14 @@ def make_parser(description: str) -> Any:
     return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
 
 
-def add_specs(parser: Any, option: str) -> None:
-    """An option that takes one or several connections."""
+def add_specs(parser: Any, option: str, what: str = "connections") -> None:
+    """An option that takes one or several connections. what: the help's words for them."""
     parser.add_argument(
         option,
         nargs="+",
         default=DEFAULT_SPECS,
         type=str,
-        help='connections, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
+        help=f'{what}, separated by spaces or commas, like prenorm "mudd(dilation=2)"; known: '
         + ", ".join(available()),
     )
 
@@ -63,13 +63,17 @@ def parse_specs(option: str, words: Sequence[str]) -> list[str]:
 def add_recipe(parser: Any) -> None:
     """The argument RECIPE and the option --scale."""
     parser.add_argument(
-        "recipe", nargs="?", type=str | None, default=None, help="a .yaml file of arms and options"
+        "recipe",
+        nargs="?",
+        type=str | None,
+        default=None,
+        help="a .yaml file of arms and options. The options replace the defaults below",
     )
     parser.add_argument(
         "--scale",
         type=str,
         default="full",
-        help="tiny: a model of the recipe's structure, small enough for a CPU",
+        help="full, or tiny: a model of the recipe's structure, small enough for a CPU",
     )
 
 

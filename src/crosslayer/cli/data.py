@@ -38,8 +38,8 @@ def actions(parser: Any) -> list[Any]:
     )  # fmt: skip
     show = make_parser("Show what a prepared folder holds.")
     show.add_argument("folder", type=str, help="a prepared folder")
-    commands.add_subcommand("prepare", prepare)
-    commands.add_subcommand("show", show)
+    commands.add_subcommand("prepare", prepare, help=prepare.description.rstrip("."))
+    commands.add_subcommand("show", show, help=show.description.rstrip("."))
     return [prepare, show]
 
 

@@ -22,8 +22,8 @@ TRAINING = "training"  # stands for all views of training in --sections
 def parser() -> Any:
     command = make_parser(
         "Show what the connections of trained models do: a report with figures, side by side for "
-        "several models. A model without a connection is seen as pre-norm. Of the folders of "
-        "crosslayer train and compare it shows the training too."
+        "several models. A model without a connection is shown as pre-norm. For the folders of "
+        "crosslayer train and compare the report shows the training too."
     )
     add = command.add_argument
     add(
@@ -38,7 +38,7 @@ def parser() -> Any:
         type=str,
         default="stdlib",
         help="text or .jsonl file or folder; default: the standard library's sources. For a ViT, a "
-        "folder of images, with a subfolder a class",
+        "folder of images, with a subfolder for each class",
     )
     add("--out", type=str, default="inspection", help="folder for report.html and its files")
     add("--sequences", type=int, default=64, help="sequences, or images, that the models see")
@@ -48,24 +48,24 @@ def parser() -> Any:
         "--average",
         type=bool,
         default=False,
-        help="show models of the same configuration as seeds: their mean and its deviation",
+        help="take models of the same configuration for seeds: show their mean and deviation",
     )
     add(
         "--sections",
         type=str,
         nargs="+",
         default=["standard"],
-        help="of the report, like unfolded,cosines, or all; only the analyses that they need are "
-        "run. docs/inspect.md lists them, and so does the message on an unknown one; training: the "
-        "views of run folders alone, for which no model is opened; default: those that take few "
-        "passes over the sequences",
+        help="sections of the report, like unfolded,cosines, or all; only the analyses that they "
+        "need are run. docs/inspect.md lists them, and so does the message on an unknown one. "
+        "training: only the views of run folders, for which no model is opened. Default: the "
+        "sections that take few passes over the sequences",
     )
     add(
         "--layer",
         type=int | None,
         default=None,
-        help="whose attention patterns are drawn and whose mixes lose their sources; default: the "
-        "patterns at three quarters of the depth, the sources of all layers",
+        help="the layer that the sections patterns and sources show; default: for patterns the "
+        "layer at three quarters of the depth, for sources all layers",
     )
     add(
         "--running-mean",

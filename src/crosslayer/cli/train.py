@@ -36,13 +36,20 @@ def parser() -> Any:
     )
     add_recipe(command)
     command.add_argument(
-        "--arm", type=str | None, default=None, help="an arm of the recipe, or a connection"
+        "--arm",
+        type=str | None,
+        default=None,
+        help="an arm of the recipe, or a connection; default: the recipe's only arm, or prenorm",
     )
     command.add_argument(
         "--seed", type=int, default=0, help="of the initial weights and of the order of the data"
     )
     command.add_argument(
-        "--out", type=str | None, default=None, help="folder of checkpoints, metrics and the model"
+        "--out",
+        type=str | None,
+        default=None,
+        help="folder of checkpoints, metrics and the model; default: train- and a hash of the "
+        "settings",
     )
     add_settings(command)
     return command

@@ -20,8 +20,10 @@ class Argument:
 
 
 def layer_arguments(layer: nn.Module) -> dict[str, Any]:
-    """What a layer's shadow is called with besides the stream. Switches keep their defaults, but
-    attention weights are asked for: where they come from tells what the layer returns.
+    """What a layer's shadow is called with besides the stream.
+
+    Arguments that choose what the forward does keep their defaults. Only `output_attentions` is
+    True, so that the layer returns all that it can return.
     """
     arguments: dict[str, Any] = {}
     for name, parameter in argument_parameters(layer).items():
@@ -46,8 +48,8 @@ def residual_argument(module: nn.Module) -> str:
 
 
 def _is_switch(parameter: inspect.Parameter) -> bool:
-    """Whether an argument chooses what the forward does."""
-    name = parameter.name  # DeBERTa's query_states are another stream, which it never has.
+    """Whether an argument chooses what the forward does, by its value or by being there."""
+    name = parameter.name  # No model passes DeBERTa's query_states, which would be another stream.
     is_stream = name.startswith("encoder_") or name == "query_states"
     return isinstance(parameter.default, bool) or is_stream
 

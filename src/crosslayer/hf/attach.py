@@ -38,10 +38,10 @@ def attach_connections(
 
     Args:
         backbone: the module that owns the layers.
-        wiring: of its layers.
+        wiring: the wiring of its layers.
         spec: the connection.
-        mlp_widths: a hidden width for each layer's MLP, with new weights; None to leave the MLPs
-            alone.
+        mlp_widths: the hidden width of each layer's MLP, which gets new weights; None to leave the
+            MLPs unchanged.
 
     Raises:
         ValueError: an option has a wrong value, or the model is dispatched by accelerate. The

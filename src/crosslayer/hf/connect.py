@@ -48,9 +48,9 @@ def connect(
         reallocate: for training from scratch: give the MLPs new weights and hidden widths that grow
             with depth, from half to one and a half of the config's width (MUDD, Eq. 9). Their sum
             changes by at most half a percent.
-        verify: prove first that the layers' wiring is known: connected with the residual connection
-            that it has, one layer of each kind computes what it did. It costs milliseconds at any
-            size, as no weight of a layer is used.
+        verify: check first that the layers were recognised correctly. One layer of each kind is
+            connected with the residual connection that it has already, and must compute the same
+            as before. This takes milliseconds for a model of any size, as it uses no weights.
 
     Returns:
         The same model.

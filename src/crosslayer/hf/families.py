@@ -1,4 +1,4 @@
-"""Where a host keeps its parts, as data: the wiring of its layers, and no copy of its code.
+"""The wiring of a host as data: how its layers' modules are joined to the residual stream.
 
 `recognition.py` finds the wiring of a model by running its layers' code. A family whose layers it
 cannot read has a row: the key is the config's `model_type`, or the name of the class where the
@@ -16,17 +16,19 @@ from torch import Tensor, nn
 class Fused(NamedTuple):
     """How the outputs of one projection are divided between q, k and v.
 
-    They are `groups` times: sizes[0] of q, sizes[1] of k, sizes[2] of v.
+    The outputs are `groups` groups in a row, each with sizes[0] outputs of q, then sizes[1] of k,
+    then sizes[2] of v.
     """
 
     groups: int
     sizes: tuple[int, int, int]
 
 
-# By the class of a module: its argument that it adds to its output, which is the stream.
+# Modules that add the stream to their output themselves: their class, and the argument by which
+# they get the stream.
 RESIDUAL_ARGUMENTS = {"BloomAttention": "residual"}
-# Stand for what a sub-layer gets that is no argument of its layer: a zero in place of the stream
-# that it would add, and its input a second time.
+# Values in `Sublayer.arguments` that are no arguments of the layer: a zero in place of the stream
+# that the sub-layer would add, and the sub-layer's input a second time.
 NO_RESIDUAL = "0"
 SAME_INPUT = "x"
 REST = "**"  # stands for the arguments that a layer has no name for and passes on
@@ -38,9 +40,9 @@ class Sublayer(NamedTuple):
     """An attention, an MLP or another mixer: names of modules within its layer."""
 
     module: str
-    norm: str | None  # before it; None where the family norms outputs alone
-    # What its output passes before the stream: modules by name, factors by the name of the layer's
-    # parameter, and dropout by its probability.
+    norm: str | None  # before it; None where the family norms outputs only
+    # What its output passes before it is added to the stream: modules by name, factors by the name
+    # of the layer's parameter, and dropout by its probability.
     after: tuple[str | float, ...] = ()
     up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
     # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
@@ -50,7 +52,8 @@ class Sublayer(NamedTuple):
     input_scale: float = 1.0  # of its normed input
     # "attn"; "latent_attn": k and v are of one latent; "mixer": q, k and v of one input; "mlp".
     port: str = ""
-    # Of an attention: its projections of q, k and v, or of q and the latent. Others may follow.
+    # Of an attention: its projections of q, k and v, or of q and the latent. Further projections of
+    # its input, such as gates, may follow.
     qkv: tuple[str, ...] = ()
     fused: Fused | None = None  # the order of their outputs, where one projection is all three
     arguments: Arguments | None = None  # None: all of the layer's
@@ -60,8 +63,8 @@ class LayerWiring(NamedTuple):
     """The sub-layers of a layer in order. Those of one site read the same stream, in parallel."""
 
     sites: tuple[tuple[Sublayer, ...], ...]
-    # What the layer returns besides the stream: (sub-layer's module, index of its outputs), or None
-    # for a None. None as a whole where it returns no tuple.
+    # What the layer returns besides the stream, each as (sub-layer's module, index in what it
+    # returns), or None where the layer returns a None. `extras` is None where it returns no tuple.
     extras: tuple[tuple[str, int] | None, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
     # The norm of what a post-norm layer returns. The next layer's first sub-layers read through it.
@@ -85,8 +88,8 @@ class ModelWiring(NamedTuple):
     """Where a backbone keeps its parts, and the wiring of each of its layers."""
 
     layers: str  # the list of layers
-    # The final norm, which reads out. None where the module that owns the layers has none: the last
-    # layer then returns the hidden state, whatever norm its caller applies.
+    # The final norm, which becomes the readout. None where the module that owns the layers has
+    # none: the last layer then returns the hidden state, and its caller may apply a norm.
     final: str | None
     dim: int  # width of the stream
     of_layers: tuple[LayerWiring, ...]

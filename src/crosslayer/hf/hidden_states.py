@@ -38,9 +38,9 @@ class StreamUseError(AttributeError):
 class HiddenStateRecorder:
     """The hidden states of one forward pass.
 
-    Each layer reads the one before it out of the state that it gets, with its own connection and
-    within its own call: there its parameters are whole and on the device of the state, whoever
-    shards, offloads or adapts them.
+    Each layer computes the hidden state before it from the state that it gets. It does so with its
+    first connection and within its own call, because there the parameters are whole and on the
+    device of the state, also where they are sharded or offloaded.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 """Proof of a wiring, before `connect` changes a model: connected with the residual connection that
-it has, pre-norm or post-norm, nothing changes.
+it has already, pre-norm or post-norm, a layer must compute the same as before.
 
 One layer of each kind runs twice as a shadow (see `shadow.py`), by its host's own code and as a
 connected layer, with the same smooth functions in place of its modules. Output and gradient must be
@@ -87,7 +87,7 @@ class _Functions:
         x = named.pop(next(iter(named)))
         self.arguments[path] = {k: v for k, v in named.items() if isinstance(v, Argument)}
         residual = named.get(residual_argument(module), 0)
-        # A phase of each module's own, which is the same in both runs.
+        # Each module has another phase, which is the same in both runs.
         return torch.sin(2 * x.double() + sum(map(ord, path))) + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:

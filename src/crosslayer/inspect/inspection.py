@@ -45,10 +45,10 @@ class InspectionSubject:
         model: of a family that `connect` knows, connected or not.
         batches: with `input_ids` and `attention_mask`, or `pixel_values` and `labels`.
         sink_ids: see `measure_head_activations`.
-        layer: whose attention patterns are kept and whose mixes lose their weights; None for the
-            layer at three quarters of the depth, and for the mixes of all layers.
-        groups: the batches by the class of their images or the label of their texts, where they
-            have one.
+        layer: the layer for `measure_head_activations` and `ablate_sources`; None for their
+            defaults, the layer at three quarters of the depth and all layers.
+        groups: the batches by the class of their images or the label of their texts; empty where
+            these have none.
     """
 
     model: nn.Module
@@ -62,10 +62,10 @@ class SingleAnalysis(NamedTuple):
     """An analysis that runs the model itself.
 
     Attributes:
-        run: its result; None where it does not apply to the model. A ValueError says why it cannot
-            be done.
-        passes: over the batches.
-        most_batches: that it is given; None for all.
+        run: computes the result, or None where the analysis does not apply to the model. Raises a
+            ValueError where it cannot be done.
+        passes: the number of passes over the batches.
+        most_batches: how many batches it is given at most; None for all.
     """
 
     run: Callable[[InspectionSubject], Any]
@@ -74,7 +74,12 @@ class SingleAnalysis(NamedTuple):
 
 
 class DerivedAnalysis(NamedTuple):
-    """An analysis of other analyses' results, which it is called with. It is done with them."""
+    """An analysis of the results of other analyses, computed whenever these are.
+
+    Attributes:
+        sources: the names of the other analyses.
+        run: called with their results, in this order.
+    """
 
     sources: tuple[str, ...]
     run: Callable[..., Any]
@@ -168,8 +173,8 @@ class ModelInspection:
         connection: its name and options.
         results: by the name of the analysis. Those that do not apply to the model are not there.
         not_done: a line for each analysis that failed, with the reason.
-        run: of which the model was kept at a step, for the reader.
-        step: of that run; None where it is not known.
+        run: the run that kept this model at one of its steps, for the reader.
+        step: that step; None where it is not known.
         deviation: where this is the mean over seeds, the standard deviation of every number in it.
         seeds: those that this is the mean of.
     """
@@ -214,7 +219,7 @@ def inspect_model(
     Args:
         name: for the reader.
         subject: the model and its batches.
-        analyses: names among `ANALYSES`. Those of `DERIVED` come with their sources.
+        analyses: names among `ANALYSES`. Those of `DERIVED` are computed with their sources.
         progress: called before and after each batch.
     """
     connections = find_connections(subject.model)

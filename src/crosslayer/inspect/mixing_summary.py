@@ -1,4 +1,4 @@
-"""What a method mixes with: its own weights over what it mixes, site by site.
+"""The weights of a method over what it mixes, site by site.
 
 α of DenseFormer (Figures 5, 8, 15) and A of MUDD (Figures 12, 13) over blocks' outputs, p of
 attention residuals and of MGR's pool over their sources, A_m, A_r and B of hyper-connections and

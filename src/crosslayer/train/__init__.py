@@ -1,1 +1,1 @@
-"""Text, optimizer and the loop that trains one arm."""
+"""Training: settings and recipes, the training loop, checkpoints, comparisons and their reports."""

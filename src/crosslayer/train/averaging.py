@@ -51,7 +51,7 @@ def track_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @contextmanager
 def averaged_weights(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """The model has its averages for weights, where it has any, until the context ends."""
+    """Within this context the model has its averages for weights, if there are averages."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -254,7 +254,7 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
 def _do_run(
     comparison: Comparison, arm: Arm, seed: int, on_step: Callable[[StepResult], Any]
 ) -> RunResult | DivergedRun:
-    """Train one arm from one seed. Of it numbers are left, and the models of `keep_models`."""
+    """Train one arm from one seed, and return the result. Only `keep_models` keeps models of it."""
     folder, settings = run_folder(comparison, arm.name, seed), comparison.recipe.settings(arm)
     fabric = launch_run(settings, arm, folder)
     examples, task = comparison.examples[arm.name], comparison.recipe.task

@@ -67,8 +67,8 @@ def _rate_notes(comparison: Comparison) -> list[str]:
     if not comparison.search_rates:
         return []
     explanation = (
-        f"Each arm is at its own best learning rate, found with seed 0; {SAME_RATE} is the loss of "
-        "seed 0 there."
+        "Each arm is at its own best learning rate, found with seed 0. The column "
+        f"{SAME_RATE!r} has the loss of seed 0 at the given rate, 1 ×."
     )
     notes = [explanation]
     for arm in comparison.recipe.arms:

@@ -48,7 +48,7 @@ def train_arm(
         seed: of the backbone's weights, the order of the examples, and dropout.
         examples: training and validation sets.
         task: what the model is trained to do.
-        folder: of checkpoints, metrics.jsonl and kept models; None for neither.
+        folder: of checkpoints, metrics.jsonl and kept models; None to write none of them.
         on_step: called after every step.
 
     Raises:

@@ -62,7 +62,8 @@ class Data:
         data: "stdlib" (the source code of Python's standard library); a text, .jsonl or .parquet
             file, or a folder of them; datasets:OWNER/NAME; hf://datasets/OWNER/NAME/PATTERN; or a
             folder that `crosslayer data prepare` wrote.
-        valid: validation sets by name; by default a part of the data is held out.
+        valid: validation sets by name, like {"wiki": "wiki.jsonl"}; by default a part of the data
+            is held out.
         valid_groups: names of validation sets by the name of their group. The results have the
             means over each group.
         tokenizer: bytes; bpe:SIZE, trained on the data; or a tokenizer's name on the Hub or its
@@ -98,7 +99,8 @@ class Optimization:
         optimizer: adamw; or muon for the layers' 2-d matrices, with AdamW for all other parameters.
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
-        weight_decay: of matrices; each connection declares which of its parameters decay.
+        weight_decay: weight decay of matrices; each connection declares which of its parameters
+            decay.
         betas: of AdamW.
         eps: of AdamW.
         momentum: of Muon.

@@ -76,7 +76,8 @@ SECTIONS = [
     Section(
         "lens",
         "What each depth predicts",
-        "Each site's input through the final norm and the head.",
+        "The loss where the input of each site passes the final norm and the head, as if it were "
+        "the last.",
         ("lens",),
         _lens_panels,
     ),
@@ -84,7 +85,7 @@ SECTIONS = [
         "ablation",
         "What the model loses without its sub-layers",
         "Increase of log perplexity where a sub-layer's output is zero, from one pass over the "
-        "sequences a sub-layer.",
+        "sequences for each sub-layer.",
         ("ablation",),
         _ablation_panels,
     ),
@@ -92,7 +93,8 @@ SECTIONS = [
         "blocks",
         "What the model loses without its blocks",
         "Perplexity without a block less that of the whole model, where the outputs of both its "
-        "sub-layers are zero; one pass over the sequences a block. No bar: the perplexity falls. "
+        "sub-layers are zero; one pass over the sequences for each block. A block without a bar "
+        "lowers the perplexity when it is removed. "
         "Multi-Gate Residuals, Figure 4.",
         ("blocks",),
         _block_panels,
@@ -100,17 +102,17 @@ SECTIONS = [
     Section(
         "ways",
         "What MUDD loses without its ways",
-        "Increase of log perplexity where a stream reads the last block alone, as in a plain "
-        "residual.",
+        "Increase of log perplexity where the input of one way (q, k, v or r) is the last block's "
+        "output alone, as in a plain residual.",
         ("ways",),
         _way_panels,
     ),
     Section(
         "sources",
-        "What the model loses without each source of each mix",
-        "Increase of log perplexity where one weight is zero for all tokens, over the first batch: "
-        "one pass over it a weight. --layer chooses one layer's mixes. The diagonal is the block "
-        "or sub-layer just before.",
+        "What the model loses without each weight of a mix",
+        "Increase of log perplexity on the first batch where one weight is zero for all tokens; "
+        "one pass over the batch for each weight. --layer chooses the weights of one layer. The "
+        "diagonal is the block or sub-layer just before.",
         ("sources",),
         _source_panels,
         is_standard=False,
@@ -118,7 +120,8 @@ SECTIONS = [
     Section(
         "pruning",
         "Perplexity without the smallest weights over depth",
-        "α of DenseFormer or the static part of MUDD, over the whole model. DenseFormer, Figure 7.",
+        "The smallest α of DenseFormer, or of MUDD's static part, are set to zero over the whole "
+        "model. DenseFormer, Figure 7.",
         ("pruning",),
         _pruning_panels,
         is_standard=False,
@@ -126,8 +129,8 @@ SECTIONS = [
     Section(
         "singular_values",
         "Ranked singular values",
-        "Of each matrix that all blocks have, mean over blocks, and of the embedding. DenseFormer, "
-        "Figure 13.",
+        "Those of each matrix that all blocks have, as a mean over blocks, and of the embedding. "
+        "DenseFormer, Figure 13.",
         ("singular_values",),
         _singular_panels,
     ),

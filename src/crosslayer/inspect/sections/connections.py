@@ -191,7 +191,7 @@ SECTIONS = [
     ),
     Section(
         "one_token",
-        "The same for one token, and how much it differs between tokens",
+        "How outputs reach inputs for one token, and how much this differs between tokens",
         "Inputs and streams of one token, chosen at random. A static method has no such picture. "
         "Hyper-Connections, Figures 13 and 14.",
         ("unfolded",),
@@ -214,16 +214,17 @@ SECTIONS = [
     ),
     Section(
         "mixing",
-        "What the method itself mixes with",
-        "The method's own weights over what it mixes: blocks' outputs for DenseFormer and MUDD, "
-        "outputs for attention residuals, streams for the others. Mean over tokens; then times the "
-        "mean norm of what is mixed. DenseFormer, Figures 5, 8, 15; MUDD, Figure 12.",
+        "The weights that the method mixes with",
+        "The weights in the method's equations: over blocks' outputs for DenseFormer and MUDD, "
+        "over outputs for attention residuals, over streams for the others. First their mean over "
+        "tokens, then the mean times the mean norm of what is mixed. DenseFormer, Figures 5, 8, "
+        "15; MUDD, Figure 12.",
         ("mixing",),
         _mean_panels,
     ),
     Section(
         "mixing_deviation",
-        "How much these weights differ between tokens",
+        "How much the method's weights differ between tokens",
         "Standard deviation over tokens. A static method has none. MUDD, Figure 13.",
         ("mixing",),
         _deviation_panels,

@@ -125,8 +125,8 @@ SECTIONS = [
         "block_scales",
         "Size and gradient of each block",
         "Left: the hidden state after each block, as the next block reads it before its norm. "
-        "Right: of the loss, from one backward pass over the sequences. Multi-Gate Residuals, "
-        "Figure 2.",
+        "Right: the size of the gradient of its parameters, √mean(g²), from one backward pass over "
+        "the sequences. Multi-Gate Residuals, Figure 2.",
         ("scales", "gradients"),
         _block_scale_panels,
     ),
@@ -142,8 +142,8 @@ SECTIONS = [
     Section(
         "stream_scales",
         "Largest magnitude of each stream",
-        "After the write of each attention and of each MLP. Multi-Gate Residuals, Figures 6 and "
-        "12.",
+        "In each stream once the output of each attention, or of each MLP, is written. Multi-Gate "
+        "Residuals, Figures 6 and 12.",
         ("scales",),
         _stream_scale_panels,
     ),
@@ -165,9 +165,9 @@ SECTIONS = [
     Section(
         "gates",
         "Gates of writes",
-        "Over tokens and streams. A box is the middle half of a layer's gates, whiskers reach 1.5 "
-        "times as far, and a red circle is the largest outlier. Multi-Gate Residuals, Figures 7 "
-        "and 13.",
+        "The gates of each layer over tokens and streams. A box is the middle half, whiskers reach "
+        "1.5 times as far, and a red circle is the largest outlier. Multi-Gate Residuals, Figures "
+        "7 and 13.",
         ("scales",),
         _gate_panels,
     ),

@@ -80,7 +80,7 @@ SECTIONS = [
     ),
     Section(
         "block_cosines",
-        "How alike what neighbouring layers are given is",
+        "How alike the inputs of neighbouring layers are",
         "One line for each of q, k, v and r where these are mixed apart. A line near 1 is a "
         "collapse. MUDD, Figure 6.",
         ("cosines",),
@@ -97,8 +97,9 @@ SECTIONS = [
     Section(
         "distances",
         "Angular distance between depths, of the last token",
-        "Of the inputs of blocks, and of each stream once the output before it is written. 0.5 is "
-        f"orthogonal. A stream whose mean distance is below {STATIC_DISTANCE} is called static. "
+        "Between the inputs of two blocks, and between each stream at two depths, once the output "
+        "before is written. 0.5 is orthogonal. A stream whose mean distance is below "
+        f"{STATIC_DISTANCE} is called static. "
         "Multi-Gate Residuals, Eq. 15, Figures 3, 8 and 9.",
         ("distances",),
         _distance_panels,

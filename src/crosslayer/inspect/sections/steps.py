@@ -119,9 +119,9 @@ SECTIONS = [
     Section(
         "steps",
         "Weights over the steps of training",
-        "What inputs at several depths mix with, at each kept step of the run, and how far all "
-        "weights are from those at the end. The colour scale ends at the second largest part. "
-        "DenseFormer, Figure 10.",
+        "The weights that inputs at several depths mix with, at each kept step of the run, and how "
+        "far all weights are from those at the end. The colour scale leaves out the part with the "
+        "largest weight. DenseFormer, Figure 10.",
         ("mixing",),
         _weight_panels,
     ),
