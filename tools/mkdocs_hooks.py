@@ -21,6 +21,11 @@ EVIDENCE = DOCS / "evidence" / "connections.json"
 # the picture of docs/inspect-pictures.md that shows what a connection has learned
 LEARNED = {"denseformer": "mixing", "mudd": "mixing", "hyper": "wiring", "mgr": "wiring"}
 PICTURES_LINK = "[what each picture tells you](../inspect-pictures.md)"
+LEGEND = (
+    "B, T and D are sequences, tokens and width; F_k is sub-layer k and y_k its output. "
+    "[Concepts](../concepts.md) explains site, state and pending write. Traffic is the memory that "
+    "one read of a site moves, in elements."
+)
 MAP_CAPTION = (
     "How much of each output reaches each later input, in four layers of two sub-layers. Weights "
     "above 2 have the colour of 2."
@@ -54,7 +59,7 @@ def connection_page(name: str) -> str:
     """The docstring of the file, with its equations, and that of the class, with its options."""
     method = crosslayer.make(name).method
     return (
-        f"# {name}\n\n{as_markdown(module_docstring(name))}\n\n"
+        f"# {name}\n\n{as_markdown(module_docstring(name))}\n\n{LEGEND}\n\n"
         f"**Equivalent to pre-norm at initialisation:** {equivalence(method)}.\n\n"
         f"{pictures(name)}"
         f"## Evidence\n\n{evidence(name)}\n\n"

@@ -61,7 +61,7 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
             Pythia).
 
     Returns:
-        One site a sub-layer, and the readout.
+        One site for each sub-layer, and the readout.
     """
     check_positive(layers=layers)
     ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
@@ -187,15 +187,15 @@ class Connection(nn.Module, Generic[StateT]):
         """Apply the pending write and mix.
 
         Returns:
-            The inputs before their norms, one [B T D] for all ports or one a port, and the state to
-            write to.
+            The inputs before their norms, one [B T D] for all ports or one for each port; and the
+            state to write to.
         """
         raise NotImplementedError
 
     def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
-        """The sub-layer's inputs, one [B T D] a port, and the state to write to.
+        """The sub-layer's inputs, one [B T D] for each port, and the state to write to.
 
-        Pure, so it may be recomputed.
+        A pure function, so it may be recomputed.
         """
         with autocast_disabled(state):
             inputs, state = self.mix_inputs(state)

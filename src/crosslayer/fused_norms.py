@@ -38,7 +38,7 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
     def fused_read(
         self, state: StateT, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], StateT]:
-        """`mix_inputs`, and `norms` applied to its inputs: one norm a port, or none at all."""
+        """`mix_inputs`, with `norms` applied to the inputs: one for each port, or none at all."""
         raise NotImplementedError
 
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:

@@ -25,7 +25,7 @@ class MixingWeights(NamedTuple):
     """
 
     write: Tensor  # out: the written parts; in: the parts of the state, then the pending write
-    read: Tensor  # out: the inputs, one for all ports or one a port; in: the written parts
+    read: Tensor  # out: the inputs, one for all ports or one for each port; in: the written parts
     carry: Tensor  # out: the parts of the next state; in: the written parts
     norms: tuple[NormSpec | None, ...] = ()  # of the written parts; empty for none at all
 

@@ -21,13 +21,13 @@ class Stack(nn.Module):
     Args:
         spec: like "mudd(dilation=2)", or what `make` returns.
         sublayers: attention and MLP modules in the order of depth: attention, MLP, attention, MLP,
-            … Each is called with one [B T D] a port and returns [B T D]. An attention is called
-            with three inputs, for q, k and v, where the method feeds them separately (`mudd`),
-            otherwise with one. The connections own the norms, so sub-layers have no norm before
-            them and add no residual.
+            … An MLP is called with one [B T D]. An attention is called with three, for q, k and v,
+            where the method feeds them separately (`mudd`), otherwise with one. Each returns
+            [B T D]. The connections own the norms, so sub-layers have no norm before them and add
+            no residual.
         dim: D, the width.
-        norm: makes a norm of a width; called once a port. `nn.RMSNorm` or `nn.LayerNorm`, for
-            example.
+        norm: takes the width and returns a norm, like `nn.RMSNorm` or `nn.LayerNorm`. Called once
+            for each input of each sub-layer, and for the final norm.
         parallel: every sub-layer is a parallel block, called with the inputs of its attention and
             of its MLP.
         recompute: None, "streams" or "inversion": recompute states in the backward pass (see
@@ -36,8 +36,8 @@ class Stack(nn.Module):
     Shapes: embedding [B T D] -> hidden state [B T D].
 
     Raises:
-        ValueError: the spec is unknown, `norm` is a module, or `sublayers` has an odd number of
-            sub-layers that are not parallel.
+        ValueError: the spec is unknown or has the option `output_scale`, `norm` is a module, or
+            `sublayers` has an odd number of sub-layers that are not parallel.
     """
 
     def __init__(

@@ -17,11 +17,10 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
     S_c = X_l + m_c for q, k, v;   S_r = X_l + n_post(m_r)
     as the paper's text has it, `normed="every way"`:   S_c = X_l + n_post,c(m_c) for q, k, v, r
 
-The generator's RMSNorm has no weight, as in the released code. W1 ~ N(0, 1/D),
-W2 = 0 and a is one-hot on X_l, so that training starts exactly as the plain Transformer. With
-PrePostDANorm a = 0 and n_post's weight is 1e-3. Where sources are normed, the generator's norm has
-a weight.
-q, k and v have a norm each where they are mixed apart.
+The first term of A is called the generator. Its RMSNorm has no weight, as in the released code, but
+it has one where PrePostDANorm norms the sources. At initialisation W1 ~ N(0, 1/D), W2 = 0 and a is
+one-hot on X_l, so that training starts exactly as the plain Transformer; with PrePostDANorm a = 0
+and n_post's weight is 1e-3. Where q, k and v are mixed apart, each has a norm.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
 Traffic: (l + 7)D a token after block l; (3l + 7)D backward.
 """
@@ -104,8 +103,8 @@ class Mudd(FusedNormConnection[History]):
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
         expand_last: four times K after the last block, as the released checkpoints have it.
             `round64` is applied after it.
-        gelu: the GELU of Eq. 6, whose two products are called the generator (of A): "erf" as in the
-            released checkpoints, or its "tanh" approximation as in the authors' JAX trainer.
+        gelu: the generator's GELU: "erf" as in the released checkpoints, or its "tanh"
+            approximation as in the authors' JAX trainer.
         eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
     """
 

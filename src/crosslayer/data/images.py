@@ -1,4 +1,4 @@
-"""Images of a folder with a subfolder a class, and their pixels as a model takes them."""
+"""Images of a folder with a subfolder for each class, and their pixels as a model takes them."""
 
 from pathlib import Path
 

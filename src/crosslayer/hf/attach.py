@@ -96,9 +96,10 @@ def connect_layer(
     """Let a layer's stream pass through connections, in place.
 
     Args:
-        layer: of the host.
-        layer_wiring: of this layer.
-        connections: one a site, and then the readout where this layer returns the hidden state.
+        layer: a layer of the host.
+        layer_wiring: its wiring.
+        connections: one for each site, and then the readout where this layer returns the hidden
+            state.
     """
     layer.connections = nn.ModuleList(connections).train(layer.training)
     layer.wiring = layer_wiring

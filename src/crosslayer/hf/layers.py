@@ -48,7 +48,8 @@ class ConnectedLayer:
     use `output_hidden_states`.
     """
 
-    # One a site, and then the readout where this is the last layer and the host has no final norm.
+    # One for each site, and then the readout where this is the last layer and the host has no
+    # final norm.
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward, after hidden_states

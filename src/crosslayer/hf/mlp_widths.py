@@ -30,7 +30,7 @@ def growing_widths(layers: int, width: int) -> list[int]:
         width: D_f, the hidden width of the config.
 
     Returns:
-        One width a layer.
+        One width for each layer.
     """
     if layers == 1:
         return [width]
@@ -75,7 +75,7 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
     Args:
         backbone: the host's backbone, changed in place.
         wiring: of its layers, which names the MLPs' projections.
-        widths: one hidden width a layer.
+        widths: one hidden width for each layer.
 
     Raises:
         ValueError: the number of widths is not that of the layers.

@@ -247,7 +247,7 @@ def _make_image_features(backbone: Any, width: int) -> dict[str, Any]:
 
 
 def format_wiring(wiring: LayerWiring) -> str:
-    """A wiring as text, a line a sub-layer."""
+    """A wiring as text, a line for each sub-layer."""
     lines = []
     for number, site in enumerate(wiring.sites):
         for sublayer in site:

@@ -16,7 +16,7 @@ def draw_ablation(
     models: Sequence[tuple[str, SublayerAblation]],
     deviations: Mapping[str, SublayerAblation] = MappingProxyType({}),
 ) -> None:
-    """log ΔPPL without each sub-layer, a bar a model, with its deviation where it is known."""
+    """log ΔPPL without each sub-layer, a bar for each model, with its deviation where known."""
     bars = [(name, found.labels, found.increase) for name, found in models]
     _draw_bars(axes, bars, {name: found.increase for name, found in deviations.items()})
     axes.set_ylabel("increase of log perplexity, nats a token")
@@ -27,7 +27,7 @@ def draw_block_ablation(
     models: Sequence[tuple[str, BlockAblation]],
     deviations: Mapping[str, BlockAblation] = MappingProxyType({}),
 ) -> None:
-    """ΔPPL without each block on a logarithmic axis, a bar a model, as in MGR Figure 4.
+    """ΔPPL without each block on a logarithmic axis, a bar for each model, as in MGR Figure 4.
 
     A block without which the perplexity falls has no bar.
     """
@@ -44,7 +44,7 @@ def _draw_bars(
     models: Sequence[tuple[str, list[str], list[float]]],
     deviations: Mapping[str, list[float]],
 ) -> None:
-    """A bar a model at each label. Models may lack some labels."""
+    """A bar for each model at each label. Models may lack some labels."""
     by_length = sorted((own for _, own, _ in models), key=len)
     labels = list(by_length[-1])
     for own in by_length:
@@ -74,7 +74,7 @@ def draw_pruning(axes: Any, models: Sequence[tuple[str, PruningCurve]]) -> None:
 
 
 def draw_singular_values(axes: Any, models: Sequence[tuple[str, Tensor]]) -> None:
-    """Singular values against their rank, a line a model (DenseFormer Figure 13)."""
+    """Singular values against their rank, a line for each model (DenseFormer Figure 13)."""
     for (name, values), colour in zip(models, COLOURS, strict=False):
         axes.plot(range(1, len(values) + 1), values, color=colour, label=name)
     use_log_scale(axes)

@@ -50,7 +50,7 @@ def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
 
 
 def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind: str) -> None:
-    """Median with the band from 5 to 95 % over tokens, a line a model. kind: a field's name."""
+    """Median and band from 5 to 95 % over tokens, a line for each model. kind: a field's name."""
     for (name, cosines), colour in zip(models, COLOURS, strict=False):
         values = getattr(cosines, kind)
         depth = torch.arange(len(values))

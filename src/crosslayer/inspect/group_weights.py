@@ -46,7 +46,7 @@ class GroupWeights:
 
 
 class LastWeightsAnalysis:
-    """The weights of the last sub-layer's connection, a row a sample."""
+    """The weights of the last sub-layer's connection, a row for each sample."""
 
     def __init__(self) -> None:
         self.names: dict[str, list[str]] = {}

@@ -73,7 +73,7 @@ def make_image_batches(
     or by the mean and deviation of the model's `preprocessor_config.json`.
 
     Args:
-        source: a folder with a subfolder a class.
+        source: a folder with a subfolder for each class.
         config: of a ViT.
         processor: the model's folder.
         images: of all classes together. A class has at least one.

@@ -56,7 +56,7 @@ class SiteVisit:
 
     @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The inputs before their norms, [1 N D] each: one for all ports, or one a port.
+        """The inputs before their norms, [1 N D] each: one for all ports, or one for each port.
 
         Where the norm is the stream's, as in post-norm, the inputs after it.
         """
@@ -233,7 +233,7 @@ def site_label(connection: Connection[Any]) -> str:
 
 
 def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
-    """A label for each of a site's inputs: that of the site, or one a port, like "3.q"."""
+    """A label for each of a site's inputs: that of the site, or one for each port, like "3.q"."""
     label = site_label(connection)
     if inputs == 1:
         return [label]

@@ -173,7 +173,7 @@ TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
 
 
 def _training_html(groups: Sequence[GroupSummary]) -> str:
-    """A row a group, with the columns that any group has a text in."""
+    """A row for each group, with the columns that any group has a text in."""
     columns = [(title, [show(group) for group in groups]) for title, show in TRAINING_COLUMNS]
     columns = [(title, texts) for title, texts in columns if any(texts)]
     head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in columns)

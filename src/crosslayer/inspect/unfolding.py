@@ -5,8 +5,9 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, Eq. 20 and 27-29,
     x_k = Σ_j c_kj y_j + constant      y_0 the embedding, y_j the output of sub-layer j
 
 With its coefficients held fixed, every read is linear in its parts. The map is the product of the
-reads' matrices over depth. Methods that weigh each channel apart (a gate a channel, a norm on the
-stream) have no single number c_kj. The number is then the projection ⟨c_kj ⊙ y_j, y_j⟩ / ‖y_j‖².
+reads' matrices over depth. Methods that weigh each channel apart (a gate for each channel, a norm
+on the stream) have no single number c_kj. The number is then the projection
+⟨c_kj ⊙ y_j, y_j⟩ / ‖y_j‖².
 """
 
 from dataclasses import dataclass

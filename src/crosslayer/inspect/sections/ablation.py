@@ -61,7 +61,7 @@ def _pruning_panels(models: Models) -> Panels:
 
 
 def _singular_panels(models: Models) -> Panels:
-    """A panel a matrix. Models of another family have other matrices."""
+    """A panel for each matrix. Models of another family have other matrices."""
     by_matrix: dict[str, list[Any]] = {}
     for m in models:
         found = m["singular_values"]

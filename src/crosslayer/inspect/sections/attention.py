@@ -17,7 +17,7 @@ def _attention_panels(models: Models) -> Panels:
 
 
 def _pattern_panels(models: Models) -> Panels:
-    """All heads of the chosen layer, a gallery a model."""
+    """All heads of the chosen layer, a gallery for each model."""
     return [
         (
             f"{m.name}: heads of layer {m['attention'].pattern_layer}",

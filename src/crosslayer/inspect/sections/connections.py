@@ -56,7 +56,7 @@ def _stream_map_panels(models: Models) -> Panels:
 
 
 def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
-    """A panel a stream, from the map to the parts of the state after each site."""
+    """A panel for each stream, from the map to the parts of the state after each site."""
     panels: Panels = []
     unfolded = m["unfolded"]
     if not unfolded.has_streams:
@@ -101,7 +101,7 @@ def _deviation_panels(models: Models) -> Panels:
 def _read_panels(
     models: Models, weights_of: Callable[[SiteMixing], Tensor], signed: bool
 ) -> Panels:
-    """A panel a way: what each mix reads of its parts. Then the same times the parts' mean norm."""
+    """A panel for each way: the weights of each mix. Then the same times the parts' mean norm."""
     panels: Panels = []
     for m in models:
         mixes = [site for site in m["mixing"] if site.is_mix]

@@ -41,7 +41,7 @@ def _block_scale_panels(models: Models) -> Panels:
 
 
 def _activation_panels(models: Models) -> Panels:
-    """A panel a model and kind of sub-layer: the three largest magnitudes after each."""
+    """A panel for each model and kind of sub-layer: the three largest magnitudes after each."""
     found = []
     for kind, words in SUBLAYER_KINDS.items():
         for m in models:
@@ -54,7 +54,7 @@ def _activation_panels(models: Models) -> Panels:
 
 
 def _stream_scale_panels(models: Models) -> Panels:
-    """A panel a model and kind of sub-layer: the largest magnitude of each stream after each."""
+    """A panel for each model and kind of sub-layer: the largest magnitude of each stream."""
     found = []
     for kind, words in SUBLAYER_KINDS.items():
         for m in models:

@@ -28,7 +28,7 @@ SCALARS = {
 
 
 def _weight_panels(models: Models) -> Panels:
-    """A panel for each chosen input of each run, and one line a run of all weights."""
+    """A panel for each chosen input of each run, and one line for each run of all weights."""
     runs = split_runs(models)
     panels: Panels = []
     lines = []
@@ -55,7 +55,7 @@ def _weight_panels(models: Models) -> Panels:
 
 
 def _scalar_panels(models: Models) -> Panels:
-    """A panel for each number, with a line a run."""
+    """A panel for each number, with a line for each run."""
     runs = split_runs(models)
     scalars = {run: scalars_over_steps(of_run) for run, of_run in runs.items()}
     panels: Panels = []
