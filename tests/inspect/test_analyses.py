@@ -1,11 +1,19 @@
 """Analyses of models whose answer is known: by construction, or from the model's own tensors."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPTNeoXConfig, GPTNeoXModel, LlamaConfig, LlamaModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPTNeoXConfig,
+    GPTNeoXModel,
+    LlamaConfig,
+    LlamaModel,
+)
 
 import crosslayer
 from crosslayer.connection import find_connections
@@ -20,6 +28,7 @@ from crosslayer.inspect import (
     summarise_mixing,
     unfold_connections,
 )
+from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from tests.support.tiny import DEFAULTS, VARIANTS, shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -209,6 +218,23 @@ def test_nothing_is_changed_in_a_plain_model():
     assert not model.layers[1].training
     assert model.state_dict().keys() == before.keys()
     assert torch.equal(model(IDS).last_hidden_state, out)
+
+
+def test_a_plain_post_norm_model_is_seen_as_post_norm():
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    model = BertModel(config, add_pooling_layer=False).eval()
+    connected = crosslayer.connect(copy.deepcopy(model), "postnorm")
+    plain = unfold_connections(model, BATCHES)
+    assert torch.equal(plain.mean, unfold_connections(connected, BATCHES).mean)
+    assert plain.error < 1e-5
+    assert not find_connections(model)
+    assert inspect_model("bert", InspectionSubject(model, BATCHES), ()).connection == "postnorm"
 
 
 def test_a_model_that_reports_its_hidden_states_is_seen_once():

@@ -22,8 +22,8 @@ TRAINING = "training"  # stands for all views of training in --sections
 def parser() -> Any:
     command = make_parser(
         "Show what the connections of trained models do: a report with figures, side by side for "
-        "several models. A model without a connection is shown as pre-norm. For the folders of "
-        "crosslayer train and compare the report shows the training too."
+        "several models. A model without a connection is shown as pre-norm or post-norm, whichever "
+        "it is. For the folders of crosslayer train and compare the report shows the training too."
     )
     add = command.add_argument
     add(

@@ -26,7 +26,7 @@ from .findings import find_patterns
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
-from .observation import Batch, observe_model
+from .observation import Batch, observe_model, plain_connection
 from .scales import ScaleAnalysis, find_alarms
 from .similarity import CosineAnalysis, DistanceAnalysis
 from .singular_values import measure_singular_values
@@ -223,9 +223,10 @@ def inspect_model(
         progress: called before and after each batch.
     """
     connections = find_connections(subject.model)
-    spec = "prenorm"
     if connections:
         spec = format_spec(connections[0].name, connections[0].options)
+    else:
+        spec = plain_connection(subject.model)
     inspection = ModelInspection(name, spec, {}, [])
     _observe_subject(inspection, subject, analyses, progress)
     for key in SINGLE:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from ..connection import WAYS_APART, Connection, autocast_disabled, find_connections
 from ..hf import connect, disconnect
 from ..hf.attach import find_backbone
+from ..hf.families import own_connection
 from ..mixing import MixingWeights
 
 # a model's arguments, like input_ids and attention_mask; of images also their classes
@@ -125,7 +126,7 @@ def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence
     """Run a model over batches and show each site to each analysis.
 
     The model computes what it computes elsewhere, in its own dtype and in evaluation mode. No hook
-    is left behind. A model without a connection is seen as pre-norm, which it equals bitwise.
+    is left behind. A model without a connection is shown as pre-norm or post-norm, whichever it is.
 
     Args:
         model: of a family that `connect` knows, connected or not, or a model of your own that
@@ -147,13 +148,22 @@ def model_arguments(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     return {key: value.to(device) for key, value in batch.items() if key != LABELS}
 
 
+def plain_connection(model: nn.Module) -> str:
+    """The connection that computes what a model without connections does: pre-norm or post-norm.
+
+    Raises:
+        ValueError: `connect` does not recognise the model.
+    """
+    return own_connection(find_backbone(model)[1].of_layers[0])
+
+
 @contextmanager
 def connected_for_analysis(model: nn.Module) -> Iterator[None]:
-    """Connect a plain model with pre-norm, which changes nothing it computes, and undo it."""
+    """Connect a plain model with the connection that it has already, and undo it."""
     if find_connections(model):
         yield
         return
-    connect(model, "prenorm")
+    connect(model, plain_connection(model))
     try:
         yield
     finally:

@@ -239,14 +239,14 @@ VIEWS = [
     TrainingView(
         "valid_losses",
         "Loss on each validation set",
-        "At every evaluation. Hyper-Connections, Figures 1, 6, 9 and 10.",
+        "The loss at every evaluation. Hyper-Connections, Figures 1, 6, 9 and 10.",
         "validation losses in metrics.jsonl or results.json",
         _valid_panels,
     ),
     TrainingView(
         "task_curves",
         "Accuracy of each task",
-        "Of each evaluated checkpoint. Hyper-Connections, Figures 1, 6, 9 and 10.",
+        "That of each evaluated checkpoint. Hyper-Connections, Figures 1, 6, 9 and 10.",
         "what `crosslayer eval MODEL --tasks … --out RUN/eval/step-1000` writes",
         _task_panels,
     ),
