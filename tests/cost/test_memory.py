@@ -1,6 +1,8 @@
 """Peak activation memory at real sizes: 24 layers of width 2048, 8 × 2048 tokens."""
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from crosslayer.cost import (
 )
 from crosslayer.hf.config import make_config
 
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 LAYERS, DIM, BATCH, CONTEXT = 24, 2048, 8, 2048
 STATE_BYTES = 4 * DIM * BATCH * CONTEXT * 2  # of four streams
 pytestmark = pytest.mark.filterwarnings("ignore:mgr")
@@ -70,6 +73,17 @@ def test_peak_is_that_of_prenorm(spec, mode, bound):
     assert peak < 0.85 * peak_memory("prenorm").peak_bytes
     without_logits = peak_memory(spec, mode, vocab=32).peak_bytes
     assert without_logits < 0.9 * peak_memory("prenorm", vocab=32).peak_bytes
+
+
+@pytest.mark.slow
+def test_the_table_of_the_documentation():
+    rows = re.findall(r"^\| `(.+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]*)", PAGE.read_text(), re.M)
+    assert len(rows) == 6
+    for spec, *numbers in rows:
+        for mode, number in zip(("none", "streams", "inversion"), numbers, strict=True):
+            if number:
+                peak = peak_memory(spec, mode).peak_bytes / 2**30
+                assert f"{peak:.1f}" == number, (spec, mode)
 
 
 @pytest.mark.slow

@@ -26,14 +26,14 @@ _OWN_CONFIG_KEYS = {
 def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     """Undo `connect`, in place, where the host model computes the same function.
 
-    Random streams pass through all connections and through a plain pre-norm residual. The two must
-    give the sub-layers the same inputs, as they do for a connection that has not been trained.
+    Random streams pass through all connections and through the host's residual connection, pre-norm
+    or post-norm. The two must give the sub-layers the same inputs. An untrained connection does so
+    if it starts bitwise as pre-norm.
 
     Args:
         model: a connected model with its weights.
-        tolerance: largest accepted difference of a sub-layer's normed input. Untrained
-            hyper-connections, which equal the plain residual up to the eps of a norm, need about
-            1e-4.
+        tolerance: largest accepted difference of a sub-layer's normed input. Untrained connections
+            that equal pre-norm up to the eps of a norm, like hyper, need about 1e-4.
 
     Returns:
         The same model, of the classes it had before `connect`.
