@@ -1,6 +1,6 @@
 """Compile every kernel that the cases launch for a GPU, on a machine without one.
 
-python ptx.py <compute capability> [case …]
+python ptx.py <compute capability> <dtype> [case …]
 
 Prints a line for each kernel: name, warps, bytes of shared memory.
 """
@@ -42,10 +42,10 @@ def assert_sums_added_outside(ttgir: str) -> None:
         assert value not in carried, f"{product} is added to {value}, which a loop carries"
 
 
-def compile_for(capability: int, names: list[str]) -> None:
-    """Compile the kernels of the named cases, with bf16 streams of width 4096."""
+def compile_for(capability: int, dtype: torch.dtype, names: list[str]) -> None:
+    """Compile the kernels of the named cases, with streams of width 4096."""
     for name in names:
-        kernels = compile_launches(CASES[name], 2, 4096, torch.bfloat16, capability)
+        kernels = compile_launches(CASES[name], 2, 4096, dtype, capability)
         assert kernels
         for kernel in kernels:
             shared = kernel.binary.metadata.shared
@@ -57,4 +57,4 @@ def compile_for(capability: int, names: list[str]) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    compile_for(int(sys.argv[1]), sys.argv[2:] or list(CASES))
+    compile_for(int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3:] or list(CASES))

@@ -69,12 +69,15 @@ def test_connections_in_the_interpreter():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "cases"), [(80, tuple(CASES)), (90, FAST), (100, PATHS)], ids=["80", "90", "100"]
+    ("capability", "dtype", "cases"),
+    [(80, "bfloat16", tuple(CASES)), (90, "float32", PATHS), (100, "float16", PATHS)],
+    ids=["80", "90", "100"],
 )
-def test_compiles_for_gpus(capability, cases, tmp_path):
+def test_compiles_for_gpus(capability, dtype, cases, tmp_path):
     run_python(
         str(HERE / "ptx.py"),
         str(capability),
+        dtype,
         *cases,
         TRITON_INTERPRET="0",
         TRITON_CACHE_DIR=str(tmp_path),

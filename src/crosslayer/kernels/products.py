@@ -39,8 +39,10 @@ def split_parts(x):
 def split_operand(x, PARTS: tl.constexpr):
     """x in one part, itself, or in three."""
     if PARTS == 1:
-        return (x,)
-    return split_parts(x)
+        parts = (x,)
+    else:
+        parts = split_parts(x)
+    return parts
 
 
 @triton.jit
@@ -63,10 +65,11 @@ def multiply_by_parts(rows, parts):
     """rows × the sum of the parts. Rows that are multiplied by three parts are bfloat16."""
     COUNT: tl.constexpr = len(parts)
     if COUNT == 1:
-        return tl.dot(rows.to(tl.float32), parts[0], input_precision="tf32x3")
-    product = tl.zeros([rows.shape[0], parts[0].shape[1]], tl.float32)
-    for i in tl.static_range(COUNT):
-        product = multiply_parts(rows, parts[COUNT - 1 - i], product)
+        product = tl.dot(rows.to(tl.float32), parts[0], input_precision="tf32x3")
+    else:
+        product = tl.zeros([rows.shape[0], parts[0].shape[1]], tl.float32)
+        for i in tl.static_range(COUNT):
+            product = multiply_parts(rows, parts[COUNT - 1 - i], product)
     return product
 
 
@@ -74,15 +77,17 @@ def multiply_by_parts(rows, parts):
 def multiply_split(a, b):
     """a bᵀ of two tensors in the same number of parts."""
     if len(a) == 1:
-        return tl.dot(a[0], tl.trans(b[0]), input_precision="tf32x3")
-    # The products that float32 can hold, the smallest first.
-    product = tl.zeros([a[0].shape[0], b[0].shape[0]], tl.float32)
-    product = multiply_parts(a[2], tl.trans(b[0]), product)
-    product = multiply_parts(a[1], tl.trans(b[1]), product)
-    product = multiply_parts(a[0], tl.trans(b[2]), product)
-    product = multiply_parts(a[1], tl.trans(b[0]), product)
-    product = multiply_parts(a[0], tl.trans(b[1]), product)
-    return multiply_parts(a[0], tl.trans(b[0]), product)
+        product = tl.dot(a[0], tl.trans(b[0]), input_precision="tf32x3")
+    else:
+        # The products that float32 can hold, the smallest first.
+        product = tl.zeros([a[0].shape[0], b[0].shape[0]], tl.float32)
+        product = multiply_parts(a[2], tl.trans(b[0]), product)
+        product = multiply_parts(a[1], tl.trans(b[1]), product)
+        product = multiply_parts(a[0], tl.trans(b[2]), product)
+        product = multiply_parts(a[1], tl.trans(b[0]), product)
+        product = multiply_parts(a[0], tl.trans(b[1]), product)
+        product = multiply_parts(a[0], tl.trans(b[0]), product)
+    return product
 
 
 @triton.jit
