@@ -268,6 +268,8 @@ OPS = {
     "depth_attention": Op(attention_case, SOURCES),
     "depth_attention normed": Op(lambda n: attention_case(n, 1), SOURCES),
     "write_norm_project": Op(lambda n: project_case(n, n + 2, centred=True), STREAMS),
+    # The generator of MUDD, of n sources.
+    "write_norm_project one stream": Op(lambda n: project_case(1, 4 * n), SOURCES),
     "write_norm_project joint": Op(lambda n: project_case(n, n * n + 2 * n, joint=True), STREAMS),
     "width_connection": Op(width_connection_case, STREAMS),
     "width_connection normed": Op(lambda n: width_connection_case(n, parameters=1), STREAMS),

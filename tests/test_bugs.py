@@ -184,8 +184,8 @@ def mgr_gate_norm_has_another_eps(patch):
 
 @bug(golden=golden_mudd, loop=loop("mudd", loops.LOOPS["mudd"]))
 def mudd_norm_has_another_eps(patch):
-    right = mudd.norm_project
-    patch.setattr(mudd, "norm_project", lambda x, W, eps, weight: right(x, W, 1e-5, weight))
+    right = mudd.write_norm_project
+    patch.setattr(mudd, "write_norm_project", lambda H, Y, beta, W, eps: right(H, Y, beta, W, 1e-5))
 
 
 @bug(golden=golden_hyper, loop=loop_hyper)

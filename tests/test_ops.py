@@ -12,7 +12,6 @@ from crosslayer.ops import (
     depth_mix,
     dispatch,
     gate_pool,
-    norm_project,
     sinkhorn,
     width_connection,
     write_norm_project,
@@ -146,10 +145,9 @@ def test_compiled_gradients_of_every_hand_written_backward():
     """torch 2.11 gave zeros (see `separate_outputs`), with every backend."""
 
     def call_every_op(x, H, beta, W, query):
-        z, x = norm_project(x, W)
-        (mixed,), X = depth_mix((x, 2 * x), z[..., None, :2])
+        (mixed,), X = depth_mix((x, 2 * x), (x @ W)[..., None, :2])
         h, X = depth_attention(X, query)
-        gated, pooled, scores = gate_pool((x, h), mixed, z[..., :2].sigmoid(), query, query)
+        gated, pooled, scores = gate_pool((x, h), mixed, X[1][..., :2].sigmoid(), query, query)
         H, z = write_norm_project(H, pooled[..., None, :], beta, W)
         read, H = width_connection(H, beta, sinkhorn(z[..., :2], 3))
         return [*gated, scores, X[1], H, read]

@@ -187,8 +187,8 @@ def test_mean_and_deviation_over_tokens_of_several_batches():
 
     def collect(connection, arguments):
         state = arguments[0]
-        h = state.h + state.y
-        values.append(connection.aggregation_weights(h, connection.a)[0].flatten(0, 1))
+        A, _ = connection.aggregation_weights(state.h, state.y, connection.a)
+        values.append(A.flatten(0, 1))
 
     handle = find_connections(model)[2].register_forward_pre_hook(collect)
     with torch.no_grad():

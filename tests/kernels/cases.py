@@ -35,6 +35,7 @@ CASES = {
     "streams-8": width_connection_case(8),
     "streams-3-rms": width_connection_case(3, parameters=1),
     "streams-4-layer": width_connection_case(4, parameters=2),
+    "project-1-wide": project_case(1, 100),
     "project-2-each": project_case(2, 4, centred=True),
     "project-4-each-apart": project_case(4, 6, pending=4),
     "project-3-joint": project_case(3, 15, joint=True),

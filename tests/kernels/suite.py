@@ -34,7 +34,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 # The kernels that connections launch, without "_forward" and "_backward".
 LAUNCHED = {
     "denseformer": {"depth_mix"},
-    "mudd": {"depth_mix"},
+    "mudd": {"depth_mix", "write_norm_project"},
     "attnres": {"depth_attention"},
     "mgr(streams=2)": {"depth_attention", "gate_pool"},
     "hyper(streams=2)": {"write_norm_project", "width_connection"},

@@ -35,7 +35,7 @@ from ..connection import SPLIT_PORTS, NormFactory, Site, float32_parameter, init
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, rms, rstd, upcast
-from ..ops import add_norm, depth_mix, norm_project, project_tall
+from ..ops import add_norm, depth_mix, project_tall, write_norm_project
 from ..validation import check_non_negative, check_positive
 from .denseformer import (
     History,
@@ -228,8 +228,7 @@ class Mudd(FusedNormConnection[History]):
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here, and h is its output X_l.
-        h, _ = add_norm(state.h, state.y)
-        A, h = self.aggregation_weights(h, self.a)
+        A, h = self.aggregation_weights(state.h, state.y, self.a)
         X = self._finished_blocks(state, h)
         mixed = tuple(X[j] for j in self.sources)
         if norms:
@@ -267,14 +266,18 @@ class Mudd(FusedNormConnection[History]):
             h = (rms(h, self.eps) * self.pre).to(h.dtype)
         return (*state.X, h)
 
-    def aggregation_weights(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """A: [C L] where it is static, or [B T C L] for each token of x, [B T D]; and x itself."""
+    def aggregation_weights(self, h: Tensor, y: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor]:
+        """A: [C L] where it is static, or [B T C L] for each token; and X_l = h + y, [B T D]."""
         if self.W1 is None or self.W2 is None:
-            return a, x
-        hidden, x = norm_project(x, self.W1, self.eps, self.weigh)
-        hidden = F.gelu(hidden, approximate=self.gelu_approximation)
+            h, _ = add_norm(h, y)
+            return a, h
+        W1 = self.W1 if self.weigh is None else self.weigh[:, None] * self.W1
+        # h is one stream, to which y is written with weight 1.
+        Y = None if y is None else y[..., None, :]
+        H, z = write_norm_project(h[..., None, :], Y, W1.new_ones(1), W1, self.eps)
+        hidden = F.gelu(z[..., 0, :], approximate=self.gelu_approximation)
         generated = project_tall(hidden, self.W2)
-        return generated.unflatten(-1, a.shape) + a, x
+        return generated.unflatten(-1, a.shape) + a, H[..., 0, :]
 
     def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
         """S_c of one stream, where h is X_l."""
@@ -307,7 +310,7 @@ class Mudd(FusedNormConnection[History]):
         X = join_rows(finished[:-1], joins)
         if self.a is None:
             return MixingWeights(write, h, join_rows(X, h))
-        A, _ = self.aggregation_weights(X_l, self.a)
+        A, _ = self.aggregation_weights(state.h, state.y, self.a)
         written = torch.stack((*state.X, X_l), -2)
         S = {stream: self._stream_weights(stream, h, A, X, written) for stream in STREAMS}
         read = join_rows(*(S[stream] for stream in self.port_streams))

@@ -145,11 +145,11 @@ def _without_alpha(connection: DenseFormer, place: int) -> Iterator[None]:
 def _without_aggregation(connection: Mudd, way: int, place: int) -> Iterator[None]:
     weigh = connection.aggregation_weights
 
-    def weigh_others(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        A, x = weigh(x, a)
+    def weigh_others(h: Tensor, y: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor]:
+        A, h = weigh(h, y, a)
         A = A.clone()
         A[..., way, place] = 0
-        return A, x
+        return A, h
 
     connection.aggregation_weights = weigh_others  # type: ignore[method-assign]
     try:

@@ -46,6 +46,16 @@ def split_operand(x, PARTS: tl.constexpr):
 
 
 @triton.jit
+def stored_columns(K, PARTS: tl.constexpr):
+    """The number of columns of `weight_operand`: those of W, or the next multiple of 8."""
+    if PARTS == 1:
+        columns = K
+    else:
+        columns = tl.cdiv(K, 8) * 8
+    return columns
+
+
+@triton.jit
 def load_parts(at, mask, size, PARTS: tl.constexpr):
     """The parts of a piece of `weight_operand`, the largest first.
 
@@ -90,24 +100,24 @@ def multiply_split(a, b):
     return product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride", "K"])
 def split_weight_rows(
-    W, parts, rows, row_stride, column_stride, K: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    W, parts, rows, row_stride, column_stride, K, WIDE: tl.constexpr, TILE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     k = tl.arange(0, WIDE)[None, :]
     w = tl.load(W + row * row_stride + k * column_stride, mask=(row < rows) & (k < K), other=0.0)
     first, second, third = split_parts(w)
-    at, size = parts + row * COLUMNS + k, rows.to(tl.int64) * COLUMNS
-    stored = (row < rows) & (k < COLUMNS)
+    columns = stored_columns(K, 3)
+    at, size = parts + row * columns + k, rows.to(tl.int64) * columns
+    stored = (row < rows) & (k < columns)
     tl.store(at, first, mask=stored)
     tl.store(at + size, second, mask=stored)
     tl.store(at + 2 * size, third, mask=stored)
 
 
-def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor, dict[str, int]]:
-    """A matrix of weights as a kernel reads it, and the constants that describe it.
+def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor, int]:
+    """A matrix of weights as a kernel reads it, and the number of its parts.
 
     For bfloat16 streams, three bfloat16 tensors [rows W_COLUMNS] whose sum is W, the largest first.
     Their rows are multiples of 16 bytes: columns beyond K are 0.
@@ -119,15 +129,15 @@ def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor
     """
     rows, K = W.shape
     if not is_reused or H.dtype != torch.bfloat16:
-        return W.contiguous(), {"PARTS": 1, "W_COLUMNS": K}
+        return W.contiguous(), 1
     columns, tile = aligned_columns(K), 64
     parts = torch.empty(3, rows, columns, dtype=torch.bfloat16, device=W.device)
     launch.launch_kernel(
         split_weight_rows, (launch.ceil_div(rows, tile),),
-        W, parts, rows, W.stride(0), W.stride(1), K=K, COLUMNS=columns, WIDE=padded_columns(K),
-        TILE=tile, num_warps=4,
+        W, parts, rows, W.stride(0), W.stride(1), K, WIDE=padded_columns(K), TILE=tile,
+        num_warps=4,
     )  # fmt: skip
-    return parts, {"PARTS": 3, "W_COLUMNS": columns}
+    return parts, 3
 
 
 def aligned_columns(K: int) -> int:

@@ -32,14 +32,15 @@ from .products import (
     multiply_split,
     padded_columns,
     split_operand,
+    stored_columns,
     weight_bytes,
     weight_operand,
 )
 from .row_splits import empty_sums, launch_join, split_rows
 
-# Columns of W of which a piece fits a program. mHC has more from 7 streams on; torch computes its
-# product.
-MAX_COLUMNS = 64
+# Columns of W of which a piece fits a program. MUDD has more from 33 sources on, and mHC from 11
+# streams on: torch computes their products.
+MAX_COLUMNS = 128
 
 
 def write_norm_project(
@@ -86,14 +87,14 @@ def memory_traffic_bytes(
     return forward, backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "K"])
 def write_norm_project_forward(
-    H, Y, beta, W, new, z, rstd, mu, N, D, eps, pieces_a_split,
+    H, Y, beta, W, new, z, rstd, mu, N, D, K, eps, pieces_a_split,
     CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, IS_SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, W_COLUMNS: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
-    JOINT: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    PARTS: tl.constexpr, n: tl.constexpr, JOINT: tl.constexpr, TILE: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    W_columns = stored_columns(K, PARTS)
     R: tl.constexpr = TILE if JOINT else TILE * SIDE
     C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
     VECTORS: tl.constexpr = n if JOINT else 1  # of D numbers in a row
@@ -121,9 +122,9 @@ def write_norm_project_forward(
         rows = tl.reshape(h, [R, C])
         v = rows.to(tl.float32)
         at = start + column % BLOCK
-        w_at = W + (column // BLOCK * D + at) * W_COLUMNS + k
-        in_W = (column // BLOCK < n) & (at < D) & (k < W_COLUMNS)
-        dots += multiply_by_parts(rows, load_parts(w_at, in_W, VECTORS * D * W_COLUMNS, PARTS))
+        w_at = W + (column // BLOCK * D + at) * W_columns + k
+        in_W = (column // BLOCK < n) & (at < D) & (k < W_columns)
+        dots += multiply_by_parts(rows, load_parts(w_at, in_W, VECTORS * D * W_columns, PARTS))
         if CENTRED:
             # Welford: join this piece's mean and squared deviations to those of the pieces before.
             before, count = (start - begin) * VECTORS, tl.minimum(D - start, BLOCK) * VECTORS
@@ -155,13 +156,14 @@ def write_norm_project_forward(
     tl.store(z + row[:, None] * K + k, dots, mask=real[:, None] & (k < K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "K"])
 def write_norm_project_backward(
-    new, Y, beta, W, g, c, mu, dnew, dH, dY, dbeta, dW, N, D,
+    new, Y, beta, W, g, c, mu, dnew, dH, dY, dbeta, dW, N, D, K,
     CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr,
-    W_COLUMNS: tl.constexpr, n: tl.constexpr, K: tl.constexpr, JOINT: tl.constexpr,
-    TILE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    n: tl.constexpr, JOINT: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    W_columns = stored_columns(K, PARTS)
     R: tl.constexpr = TILE if JOINT else TILE * SIDE
     C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
     VECTORS: tl.constexpr = n if JOINT else 1
@@ -171,9 +173,9 @@ def write_norm_project_backward(
     )
     k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
     at = tl.program_id(0) * BLOCK + column % BLOCK
-    in_W = (column // BLOCK < n) & (at < D) & (k < W_COLUMNS)
-    w_at = W + (column // BLOCK * D + at) * W_COLUMNS + k
-    w = load_parts(w_at, in_W, VECTORS * D * W_COLUMNS, PARTS)
+    in_W = (column // BLOCK < n) & (at < D) & (k < W_columns)
+    w_at = W + (column // BLOCK * D + at) * W_columns + k
+    w = load_parts(w_at, in_W, VECTORS * D * W_columns, PARTS)
     dw = tl.zeros([C, WIDE], tl.float32)
     for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
         first = tl.cast(tile, tl.int64) * TILE
@@ -242,7 +244,7 @@ def _tile_sizes(
     keeps_parts = keeps_W and H.dtype == torch.bfloat16
     stages = 1 if W_rows * piece > 4096 and not keeps_parts else 2
     return {
-        "n": n, "K": K, "JOINT": joint, "TILE": tile, "SIDE": side, "BLOCK": piece, "WIDE": wide,
+        "n": n, "JOINT": joint, "TILE": tile, "SIDE": side, "BLOCK": piece, "WIDE": wide,
         "num_warps": 8, "num_stages": stages,
     }  # fmt: skip
 
@@ -260,12 +262,12 @@ def _write_norm_project(
     tiles = launch.ceil_div(N, sizes["TILE"])
     splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
     sums = empty_sums(splits, z, rstd, mu)
-    operand, constants = weight_operand(W, H, is_reused=splits.count == 1)
+    operand, parts = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
         write_norm_project_forward, (tiles, splits.count),
-        H, *_pending_write(H, Y, beta), operand, new, *sums, N, D, eps, splits.pieces,
+        H, *_pending_write(H, Y, beta), operand, new, *sums, N, D, W.shape[1], eps, splits.pieces,
         CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
-        IS_SPLIT=splits.count > 1, **constants, **sizes,
+        IS_SPLIT=splits.count > 1, PARTS=parts, **sizes,
     )  # fmt: skip
     split_width = splits.pieces * sizes["BLOCK"] * (len(W) // D)
     launch_join(sums, [z, rstd, mu], len(W), split_width, eps)
@@ -319,13 +321,13 @@ def _write_norm_project_backward(
     dY, dbeta = _empty_pending_gradients(Y, new)
     dbeta_parts = launch.empty_partial_sums(W, pieces, *dbeta.shape)
     dW_parts = launch.empty_partial_sums(W, splits, *W.shape)
-    operand, constants = weight_operand(W, new)
+    operand, parts = weight_operand(W, new)
     launch.launch_kernel(
         write_norm_project_backward, (pieces, splits),
         new, *_pending_write(new, Y, beta), operand, g, c, mu if centred else c, dnew,
-        dH, dY, dbeta_parts, dW_parts, N, D,
+        dH, dY, dbeta_parts, dW_parts, N, D, W.shape[1],
         CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
-        **constants, **sizes,
+        PARTS=parts, **sizes,
     )  # fmt: skip
     dW = launch.add_partial_sums(dW_parts, 0)
     dbeta = launch.add_partial_sums(dbeta_parts, 0)

@@ -32,12 +32,15 @@ from .products import (
     multiply_split,
     padded_columns,
     split_operand,
+    stored_columns,
     weight_bytes,
     weight_gradient,
     weight_operand,
 )
-from .project import MAX_COLUMNS
 from .row_splits import empty_sums, launch_join, split_rows
+
+# Columns of W of which a piece fits a program: with more, as of 7 streams, registers spill.
+MAX_COLUMNS = 64
 
 
 def single_pass_connection(
@@ -128,10 +131,10 @@ def mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl.
 @triton.jit
 def single_pass_connection_forward(
     H, Y, beta, res, pre, W, new, x, z, rstd, N, D, eps, pieces_a_split,
-    MIXES: tl.constexpr, IS_SPLIT: tl.constexpr, PARTS: tl.constexpr, W_COLUMNS: tl.constexpr,
-    n: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    MIXES: tl.constexpr, IS_SPLIT: tl.constexpr, PARTS: tl.constexpr, n: tl.constexpr,
+    K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    W_columns = stored_columns(K, PARTS)
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live, k = t < N, tl.arange(0, WIDE)[None, :]
     t_2 = t[:, None]
@@ -154,9 +157,9 @@ def single_pass_connection_forward(
             v_wide = v.to(tl.float32)
             squares += v_wide * v_wide
             read += p[c] * v_wide
-            w_at = W + (c * D + d)[:, None] * W_COLUMNS + k
-            in_W = (d < D)[:, None] & (k < W_COLUMNS)
-            dots += multiply_by_parts(v, load_parts(w_at, in_W, n * D * W_COLUMNS, PARTS))
+            w_at = W + (c * D + d)[:, None] * W_columns + k
+            in_W = (d < D)[:, None] & (k < W_columns)
+            dots += multiply_by_parts(v, load_parts(w_at, in_W, n * D * W_columns, PARTS))
         tl.store(x + token_at, read.to(x.dtype.element_ty), mask=on)
     r = tl.sum(squares, 1)
     if IS_SPLIT:
@@ -172,13 +175,12 @@ def single_pass_connection_forward(
 
 @triton.jit
 def multiply_gradient(
-    g_parts, W, i: tl.constexpr, d, k, D, n: tl.constexpr, PARTS: tl.constexpr,
-    W_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    g_parts, W, i: tl.constexpr, d, k, D, W_columns, n: tl.constexpr, PARTS: tl.constexpr
+):
     """g W_iᵀ of a piece of stream i."""
-    w_at = W + (i * D + d)[:, None] * W_COLUMNS + k
-    in_W = (d < D)[:, None] & (k < W_COLUMNS)
-    product = multiply_split(g_parts, load_parts(w_at, in_W, n * D * W_COLUMNS, PARTS))
+    w_at = W + (i * D + d)[:, None] * W_columns + k
+    in_W = (d < D)[:, None] & (k < W_columns)
+    product = multiply_split(g_parts, load_parts(w_at, in_W, n * D * W_columns, PARTS))
     # A sum over one number takes the result to the layout of the rows that were loaded, at once.
     # Else the compiler takes every product below to it, and registers are spilled.
     return tl.sum(tl.reshape(product, [product.shape[0], product.shape[1], 1]), 2)
@@ -210,9 +212,10 @@ def mix_back(dhs, R, G, i: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
 @triton.jit
 def single_pass_connection_backward(
     H, Y, beta, res, pre, W, g, c, dx, dnew, dH, dY, sums, N, D, pieces_a_split,
-    MIXES: tl.constexpr, PARTS: tl.constexpr, W_COLUMNS: tl.constexpr, n: tl.constexpr,
-    K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    MIXES: tl.constexpr, PARTS: tl.constexpr, n: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    W_columns = stored_columns(K, PARTS)
     COLUMNS: tl.constexpr = n + 2 if MIXES else 2  # of `sums`, for each stream
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live, k = t < N, tl.arange(0, WIDE)[None, :]
@@ -243,7 +246,7 @@ def single_pass_connection_backward(
         for i in tl.static_range(n):
             v = mix_and_write(streams, y, R, b, i, MIXES, n).to(H.dtype.element_ty)
             v = v.to(tl.float32)
-            G = multiply_gradient(g_parts, W, i, d, k, D, n, PARTS, W_COLUMNS)
+            G = multiply_gradient(g_parts, W, i, d, k, D, W_columns, n, PARTS)
             at = (t_2 * n + i) * D + d[None, :]
             G += tl.load(dnew + at, mask=on, other=0.0).to(tl.float32)
             G += p[i] * dx_t - c_t * v
@@ -286,12 +289,12 @@ def _single_pass_connection(
     tiles = launch.ceil_div(N, sizes["TILE"])
     splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
     sums = empty_sums(splits, z, rstd, rstd.new_empty(0))
-    operand, constants = weight_operand(W, H, is_reused=splits.count == 1)
+    operand, parts = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
         single_pass_connection_forward, (tiles, splits.count),
         H, y, beta, pre if res is None else res.contiguous(), pre, operand, new, x, *sums[:2],
         N, D, eps, splits.pieces,
-        MIXES=res is not None, IS_SPLIT=splits.count > 1, **constants, **sizes,
+        MIXES=res is not None, IS_SPLIT=splits.count > 1, PARTS=parts, **sizes,
     )  # fmt: skip
     split_width = splits.pieces * sizes["BLOCK"] * sizes["n"]
     launch_join(sums, [z, rstd, rstd.new_empty(0)], len(W), split_width, eps)
@@ -333,13 +336,13 @@ def _single_pass_connection_backward(
     c = (dz * z).sum(-1) * rstd * rstd / len(W)
     tiles = launch.ceil_div(N, sizes["TILE"])
     splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
-    operand, constants = weight_operand(W, H)
+    operand, parts = weight_operand(W, H)
     dH, dy, sums, _ = _empty_gradients(H, y, res, W)
     sums_parts = launch.empty_partial_sums(W, splits.count, *sums.shape)
     launch.launch_kernel(
         single_pass_connection_backward, (tiles, splits.count),
         H, y, beta, pre if res is None else res.contiguous(), pre, operand, g, c, dx, dnew,
-        dH, dy, sums_parts, N, D, splits.pieces, MIXES=res is not None, **constants, **sizes,
+        dH, dy, sums_parts, N, D, splits.pieces, MIXES=res is not None, PARTS=parts, **sizes,
     )  # fmt: skip
     dW = weight_gradient(new, g)
     return dH, dy, launch.add_partial_sums(sums_parts, 0), dW

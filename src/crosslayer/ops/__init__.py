@@ -6,7 +6,7 @@ from .gate import gate_pool, gate_streams
 from .mix import depth_mix
 from .norm import add_norm
 from .products import mix_streams, project_tall
-from .project import norm_project, write_norm_project
+from .project import write_norm_project
 from .single_pass import single_pass_connection
 from .sinkhorn import sinkhorn
 from .streams import collapse_streams, depth_connection, expand_to_streams, width_connection
@@ -22,7 +22,6 @@ __all__ = [
     "gate_pool",
     "gate_streams",
     "mix_streams",
-    "norm_project",
     "project_tall",
     "single_pass_connection",
     "sinkhorn",

@@ -1,4 +1,4 @@
-"""Projections of what is normed: a source, or n streams with a pending write, for coefficients."""
+"""Projections of n normed streams with a pending write, for coefficients."""
 
 from typing import Any
 
@@ -10,81 +10,13 @@ from torch.autograd import Function
 from ..norms import rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
-from .mix import pass_sources_on, scale_and_add
 from .products import (
     mix_streams,
     project_back,
     project_manual_grad,
-    project_tall,
-    row_dot,
     row_dots,
 )
 from .streams import depth_connection
-
-
-def norm_project(
-    x: Tensor, W: Tensor, eps: float = 1e-6, weight: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(RMS(x) · weight) W of one source. Saves x in its own dtype, and no normed copy of it.
-
-    Args:
-        x: [B T D].
-        W: [D K] float32.
-        eps: of the norm.
-        weight: of the norm, [D] float32; None for no weight.
-
-    Returns:
-        [B T K] float32; and x for its next reader (see `mix`).
-    """
-    z, passed = run_function(_NormProject, x, W, eps, weight)
-    return z, pass_sources_on((x,), (passed,))[0]
-
-
-class _NormProject(Function):
-    """N = RMS(x),   dN = weight · (dz Wᵀ),   dx = dx' + r (dN − ⟨dN, N⟩/D · N)
-
-    dW = (weight · N)ᵀ dz,   dweight = Σ_tokens N · (dz Wᵀ)
-
-    x' is the source passed on; r = rstd(x).
-    """
-
-    @staticmethod
-    def definition(
-        x: Tensor, W: Tensor, eps: float, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        normed = rms(x, eps)
-        return project_tall(normed if weight is None else normed * weight, W), x
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, W: Tensor, eps: float, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.eps = eps
-        ctx.set_materialize_grads(False)  # the last reader passes on to none
-        ctx.save_for_backward(x, W, weight)
-        z, passed = _NormProject.definition(x, W, eps, weight)
-        return separate_outputs(z)[0], passed
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor | None, later: Tensor | None) -> Any:
-        x, W, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph
-            inputs = (x, W, ctx.eps, weight)
-            return definition_gradients(_NormProject.definition, inputs, dz, later)
-        if dz is None:
-            return later, None, None, None
-        N = rms(x, ctx.eps)
-        dN = dz @ W.mT.contiguous()
-        projected = N
-        dweight = None
-        if weight is not None:
-            projected = N * weight
-            dweight = (dN * N).sum_to_size(weight.shape)
-            dN = dN * weight
-        dW = (dz.flatten(0, -2).mT @ projected.flatten(0, -2)).mT
-        dN = dN.addcmul_(row_dot(dN, N)[..., None], N, value=-1 / x.shape[-1])
-        dx = scale_and_add(dN, rstd(x, ctx.eps)[..., None], later)
-        return dx.to(x.dtype), dW, None, dweight
 
 
 @kernel_op
@@ -175,10 +107,13 @@ class _WriteNormProject(Function):
         dH = dH.view(written.shape).add_(dwritten)
         if Y is None:
             return dH.to(written.dtype), None, None, dW, None, None
-        dbeta = row_dots(Y, dH).sum_to_size(beta.shape)
+        dbeta = None
+        if ctx.needs_input_grad[2]:
+            dbeta = row_dots(Y, dH).sum_to_size(beta.shape).to(beta.dtype)
         weights = upcast(beta)[..., None]
-        dY = weights * dH if Y.shape[-2] > 1 else mix_streams(dH, weights)
-        return dH.to(written.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
+        is_shared = Y.shape[-2] < dH.shape[-2]
+        dY = mix_streams(dH, weights) if is_shared else weights * dH
+        return dH.to(written.dtype), dY.to(Y.dtype), dbeta, dW, None, None
 
 
 def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor:
