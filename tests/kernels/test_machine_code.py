@@ -60,9 +60,12 @@ def test_number_of_compiled_kernels(spec, most, monkeypatch):
     """24 layers compile a kernel for each bucket of sources; another number of tokens, none."""
     compiled = set()
 
-    def record_launch(kernel, grid, *args, num_warps, num_stages=3, **constants):
+    def record_launch(
+        kernel, grid, *args, num_warps, num_stages=3, max_registers=None, **constants
+    ):
         signature = launch_signature(kernel, args, constants)
-        compiled.add((kernel.__name__, str(signature), str(constants), num_warps))
+        options = (num_warps, num_stages, max_registers)
+        compiled.add((kernel.__name__, str(signature), str(constants), options))
 
     make = crosslayer.make(spec)
     sites = nn.ModuleList(
