@@ -26,7 +26,8 @@ pytest.importorskip("triton")
 LIMITS: dict[str, tuple[Case, tuple[int, int], tuple[int, int]]] = {
     "gate": (gate_case(4, True), (2, 4), (4, 10)),
     "attention": (attention_case(12), (4, 11), (16, 18)),
-    "mix": (mix_case(12, 4, False), (8, 14), (0, 24)),
+    "mix": (mix_case(12, 4, False), (6, 14), (0, 24)),
+    "mix normed": (mix_case(12, 4, False, 3, 1), (5, 14), (9, 46)),
     "streams": (width_connection_case(4), (1, 3), (0, 16)),
 }
 # Of a thread; it has 64 bytes of a row in float32.
