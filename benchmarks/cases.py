@@ -160,7 +160,12 @@ def width_connection_case(n: int, static: bool = False, parameters: int = 0) -> 
 
 
 def project_case(
-    n: int, K: int, joint: bool = False, centred: bool = False, pending: int = 1
+    n: int,
+    K: int,
+    joint: bool = False,
+    centred: bool = False,
+    pending: int = 1,
+    weighted: bool = True,
 ) -> Case:
     """`write_norm_project` of n streams to K columns.
 
@@ -170,18 +175,21 @@ def project_case(
         joint: norm and project all streams of a token as one vector.
         centred: the norm subtracts the mean.
         pending: rows of the pending write: n, 1 for all streams, or 0 as at the first site.
+        weighted: the write has weights, where one is pending.
     """
+    has_weights = pending > 0 and weighted
 
     def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        Y, beta = (rows[1], weights[0]) if pending else (None, None)
+        Y = rows[1] if pending else None
+        beta = weights[0] if has_weights else None
         return op.write_norm_project(rows[0], Y, beta, weights[-1], EPS, centred)
 
     return Case(
         "project",
         run,
         lambda D: [(n, D), (pending, D)] if pending else [(n, D)],
-        lambda D: [*[(0, n)] * (pending > 0), (n * D if joint else D, K)],
-        lambda N, D, size: (N, D, n, K, joint, size, pending),
+        lambda D: [*[(0, n)] * has_weights, (n * D if joint else D, K)],
+        lambda N, D, size: (N, D, n, K, joint, size, pending, weighted),
     )
 
 
@@ -269,7 +277,7 @@ OPS = {
     "depth_attention normed": Op(lambda n: attention_case(n, 1), SOURCES),
     "write_norm_project": Op(lambda n: project_case(n, n + 2, centred=True), STREAMS),
     # The generator of MUDD, of n sources.
-    "write_norm_project one stream": Op(lambda n: project_case(1, 4 * n), SOURCES),
+    "write_norm_project one stream": Op(lambda n: project_case(1, 4 * n, weighted=False), SOURCES),
     "write_norm_project joint": Op(lambda n: project_case(n, n * n + 2 * n, joint=True), STREAMS),
     "width_connection": Op(width_connection_case, STREAMS),
     "width_connection normed": Op(lambda n: width_connection_case(n, parameters=1), STREAMS),

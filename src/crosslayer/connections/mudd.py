@@ -272,9 +272,9 @@ class Mudd(FusedNormConnection[History]):
             h, _ = add_norm(h, y)
             return a, h
         W1 = self.W1 if self.weigh is None else self.weigh[:, None] * self.W1
-        # h is one stream, to which y is written with weight 1.
+        # h is one stream.
         Y = None if y is None else y[..., None, :]
-        H, z = write_norm_project(h[..., None, :], Y, W1.new_ones(1), W1, self.eps)
+        H, z = write_norm_project(h[..., None, :], Y, None, W1, self.eps)
         hidden = F.gelu(z[..., 0, :], approximate=self.gelu_approximation)
         generated = project_tall(hidden, self.W2)
         return generated.unflatten(-1, a.shape) + a, H[..., 0, :]

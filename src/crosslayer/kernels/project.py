@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.project import differentiable_backward
+from ..ops.project import describe_unweighted, differentiable_backward, unweighted_gradient
 from . import launch
 from .library_op import LibraryOp
 from .products import (
@@ -65,7 +65,14 @@ def columns_fit_program(
 
 
 def memory_traffic_bytes(
-    N: int, D: int, n: int, K: int, joint: bool, size: int, pending: int = 1
+    N: int,
+    D: int,
+    n: int,
+    K: int,
+    joint: bool,
+    size: int,
+    pending: int = 1,
+    weighted: bool = True,
 ) -> tuple[int, int]:
     """Bytes that forward and backward must move.
 
@@ -77,22 +84,24 @@ def memory_traffic_bytes(
         joint: all streams of a token are one vector.
         size: bytes an element.
         pending: rows of Y a token: n, 1 where all streams share it, 0 where no write is pending.
+        weighted: the write has weights; else its gradient is that of its stream, for one stream.
     """
     W_rows = D * (n if joint else 1)
     W, dW = weight_bytes(W_rows, K, size), 4 * K * W_rows
     rows = N if joint else N * n
-    beta = 4 * N * n * (pending > 0)
+    weights = pending if weighted else 0
+    beta = 4 * N * n * (weights > 0)
     forward = N * D * (2 * n + pending) * size + beta + 4 * rows * (K + 1) + W
-    backward = N * D * (3 * n + 2 * pending) * size + 2 * beta + 4 * rows * (K + 1) + W + dW
+    backward = N * D * (3 * n + 2 * weights) * size + 2 * beta + 4 * rows * (K + 1) + W + dW
     return forward, backward
 
 
 @triton.jit(do_not_specialize=["N", "K"])
 def write_norm_project_forward(
     H, Y, beta, W, new, z, rstd, mu, N, D, K, eps, pieces_a_split,
-    CENTRED: tl.constexpr, PENDING: tl.constexpr, EACH: tl.constexpr, IS_SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, n: tl.constexpr, JOINT: tl.constexpr, TILE: tl.constexpr,
-    SIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, PENDING: tl.constexpr, WEIGHTED: tl.constexpr, EACH: tl.constexpr,
+    IS_SPLIT: tl.constexpr, PARTS: tl.constexpr, n: tl.constexpr, JOINT: tl.constexpr,
+    TILE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     W_columns = stored_columns(K, PARTS)
     R: tl.constexpr = TILE if JOINT else TILE * SIDE
@@ -101,7 +110,8 @@ def write_norm_project_forward(
     first = tl.program_id(0).to(tl.int64) * TILE
     t, s = first + tl.arange(0, TILE)[:, None, None], tl.arange(0, SIDE)[None, :, None]
     k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
-    if PENDING:
+    b = 1.0
+    if WEIGHTED:
         b = tl.load(beta + t * n + s, mask=(t < N) & (s < n), other=0.0)
     dots = tl.zeros([R, WIDE], tl.float32)
     mean, spread = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
@@ -266,8 +276,8 @@ def _write_norm_project(
     launch.launch_kernel(
         write_norm_project_forward, (tiles, splits.count),
         H, *_pending_write(H, Y, beta), operand, new, *sums, N, D, W.shape[1], eps, splits.pieces,
-        CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
-        IS_SPLIT=splits.count > 1, PARTS=parts, **sizes,
+        CENTRED=centred, PENDING=Y is not None, WEIGHTED=beta is not None,
+        EACH=Y is not None and Y.shape[-2] > 1, IS_SPLIT=splits.count > 1, PARTS=parts, **sizes,
     )  # fmt: skip
     split_width = splits.pieces * sizes["BLOCK"] * (len(W) // D)
     launch_join(sums, [z, rstd, mu], len(W), split_width, eps)
@@ -275,8 +285,8 @@ def _write_norm_project(
 
 
 def _pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and beta; where no write is pending, pointers that the kernel does not read."""
-    return (H, H) if Y is None or beta is None else (Y.contiguous(), beta.contiguous())
+    """Y and beta; for one that is None, a pointer that the kernel does not read."""
+    return H if Y is None else Y.contiguous(), H if beta is None else beta.contiguous()
 
 
 def _empty_outputs(H: Tensor, W: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -339,7 +349,7 @@ def _centre_columns(W: Tensor) -> Tensor:
 
 
 def _empty_pending_gradients(Y: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for dY and dbeta, empty where no write is pending."""
+    """Memory for dY and dbeta, empty where no write with weights is pending."""
     if Y is None:
         return new.new_empty(0), new.new_empty(0, dtype=torch.float32)
     return Y.new_empty(Y.shape), new.new_empty(new.shape[:-1], dtype=torch.float32)
@@ -365,7 +375,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     _, Y, beta, W, ctx.eps, ctx.centred = inputs
     new, z, rstd, mu = output
     ctx.mark_non_differentiable(rstd, mu)
-    ctx.save_for_backward(new, Y, beta, W, z, rstd, mu)
+    ctx.save_for_backward(new, None if beta is None else Y, beta, W, z, rstd, mu)
+    ctx.unweighted = describe_unweighted(Y, beta)
 
 
 def _backward(ctx: Any, dnew: Tensor, dz: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -373,8 +384,9 @@ def _backward(ctx: Any, dnew: Tensor, dz: Tensor, *_: Any) -> tuple[Any, ...]:
         new, Y, beta, W, *_ = ctx.saved_tensors
         return differentiable_backward(ctx, new, Y, beta, W, dnew, dz)
     dH, dY, dbeta, dW = _write_norm_project_backward(dnew, dz, *ctx.saved_tensors)
-    pending = ctx.saved_tensors[1] is not None
-    return dH, dY if pending else None, dbeta if pending else None, dW, None, None
+    if ctx.saved_tensors[1] is None:
+        return dH, unweighted_gradient(dH, ctx.unweighted), None, dW, None, None
+    return dH, dY, dbeta, dW, None, None
 
 
 _write_norm_project.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,6 +1,6 @@
 """Projections of n normed streams with a pending write, for coefficients."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ def write_norm_project(
     Args:
         H: [B T n D].
         Y: [B T 1 D], or [B T n D]; None where no write is pending.
-        beta: [n] static, or [B T n]; None where no write is pending.
+        beta: [n] static, or [B T n]; None for 1. Y is saved for its gradient alone.
         W: [D K] to norm and project each stream, or [nD K] to norm and project all streams as one
             vector; float32.
         eps: of the norm.
@@ -82,7 +82,8 @@ class _WriteNormProject(Function):
         rows = rows if mean is None else rows - mean
         r = rstd(rows, eps)[:, None]
         z = project_manual_grad(rows, W) * r
-        ctx.save_for_backward(written, Y, beta, W, z, r, mean)
+        ctx.save_for_backward(written, None if beta is None else Y, beta, W, z, r, mean)
+        ctx.unweighted = describe_unweighted(Y, beta)
         ctx.eps = eps
         ctx.centred = centred
         rows_per_token = H.shape[-2] * H.shape[-1] // len(W)
@@ -106,14 +107,12 @@ class _WriteNormProject(Function):
             dH = project_back(g, W - W.mean(0)).addcmul_(c, rows, value=-1).add_(c * mean)
         dH = dH.view(written.shape).add_(dwritten)
         if Y is None:
-            return dH.to(written.dtype), None, None, dW, None, None
-        dbeta = None
-        if ctx.needs_input_grad[2]:
-            dbeta = row_dots(Y, dH).sum_to_size(beta.shape).to(beta.dtype)
+            dH = dH.to(written.dtype)
+            return dH, unweighted_gradient(dH, ctx.unweighted), None, dW, None, None
+        dbeta = row_dots(Y, dH).sum_to_size(beta.shape)
         weights = upcast(beta)[..., None]
-        is_shared = Y.shape[-2] < dH.shape[-2]
-        dY = mix_streams(dH, weights) if is_shared else weights * dH
-        return dH.to(written.dtype), dY.to(Y.dtype), dbeta, dW, None, None
+        dY = weights * dH if Y.shape[-2] > 1 else mix_streams(dH, weights)
+        return dH.to(written.dtype), dY.to(Y.dtype), dbeta.to(beta.dtype), dW, None, None
 
 
 def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor:
@@ -122,6 +121,26 @@ def _norm_and_project(H: Tensor, W: Tensor, eps: float, centred: bool) -> Tensor
     if centred:
         return F.layer_norm(rows, rows.shape[-1:], eps=eps) @ W
     return rms(rows, eps) @ W
+
+
+class UnweightedWrite(NamedTuple):
+    """A pending write with weight 1."""
+
+    rows: int  # of a token
+    dtype: torch.dtype
+
+
+def describe_unweighted(Y: Tensor | None, beta: Tensor | None) -> UnweightedWrite | None:
+    """What a backward needs of a write with weight 1; None for any other, or for no write."""
+    return UnweightedWrite(Y.shape[-2], Y.dtype) if Y is not None and beta is None else None
+
+
+def unweighted_gradient(dH: Tensor, write: UnweightedWrite | None) -> Tensor | None:
+    """dY of a write with weight 1: [B T n D] -> [B T n|1 D]; None for None."""
+    if write is None:
+        return None
+    dY = dH.sum(-2, keepdim=True) if write.rows < dH.shape[-2] else dH
+    return dY.to(write.dtype)
 
 
 def differentiable_backward(
@@ -136,9 +155,9 @@ def differentiable_backward(
     """The backward of `write_norm_project` in plain torch.
 
     Args:
-        ctx: has `eps` and `centred`.
+        ctx: has `eps`, `centred` and `unweighted`.
         written: the output H'.
-        Y, beta, W: as in the forward.
+        Y, beta, W: as in the forward; Y is None where beta is.
         dwritten, dz: the gradients of the outputs.
 
     Returns:
@@ -148,4 +167,6 @@ def differentiable_backward(
     dH, dW, _, _ = definition_gradients(_norm_and_project, inputs, dz)
     # `depth_connection` is linear in H: its gradients do not depend on H.
     dH, dY, dbeta = definition_gradients(depth_connection, (written, Y, beta), dH + dwritten)
+    if Y is None:
+        dY = unweighted_gradient(dH, ctx.unweighted)
     return dH, dY, dbeta, dW, None, None

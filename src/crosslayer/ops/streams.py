@@ -25,18 +25,20 @@ def expand_to_streams(x: Tensor, n: int) -> Tensor:
 
 
 def depth_connection(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
-    """H_s + beta_s · Y_s, or H where no write is pending.
+    """H_s + beta_s · Y_s, H_s + Y_s without a beta, or H where no write is pending.
 
     Args:
         H: [B T n D].
         Y: [B T n D], or [B T 1 D] where all streams share it.
-        beta: [n] static, or [B T n]; float32.
+        beta: [n] static, or [B T n]; float32; None for 1.
 
     Returns:
         [B T n D] in H's dtype.
     """
-    if Y is None or beta is None:
+    if Y is None:
         return H
+    if beta is None:
+        return (H + Y).to(H.dtype)
     # Y is not converted: autograd saves what it is given.
     return torch.addcmul(upcast(H), upcast(beta)[..., None], Y).to(H.dtype)
 
