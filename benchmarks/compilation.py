@@ -112,15 +112,18 @@ def _compile_kernel(
     *args: Any,
     num_warps: int,
     num_stages: int = 3,
+    max_registers: int | None = None,
     **constants: Any,
 ) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from crosslayer.kernels import launch
+
     signature, attributes = launch_signature(kernel, args, constants)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options = launch.compiler_options(num_warps, num_stages, max_registers)
     target = GPUTarget("cuda", capability, 32)
     binary = triton.compile(source, target=target, options=options)
     return CompiledKernel(kernel.__name__, grid, constants, num_warps, binary)

@@ -126,7 +126,7 @@ class FakeKernel:
 
     def __getitem__(self, grid):
         def compile_and_launch(*args, num_warps, num_stages, enable_fp_fusion, **constants):
-            self.compiled_for.append((args, constants, num_warps))
+            self.compiled_for.append((args, constants, num_warps))  # maxnreg is in `constants`
             return FakeCompiled(self)
 
         return compile_and_launch
@@ -155,6 +155,7 @@ def test_a_kernel_is_compiled_once_for_arguments_of_the_same_types():
         ((x, [x, None], 16, 1e-6), {"n": 2, "num_warps": 4}),
         ((x, [x, None], 7, 1e-6), {"n": 3, "num_warps": 4}),
         ((x, [x, None], 7, 1e-6), {"n": 2, "num_warps": 8}),
+        ((x, [x, None], 7, 1e-6), {"n": 2, "num_warps": 4, "max_registers": 128}),
     ]
     for args, options in others:
         launch.launch_kernel(kernel, (4,), *args, **options)

@@ -27,7 +27,8 @@ pytest.importorskip("triton")
 LIMITS: dict[str, tuple[Case, tuple[int, int], tuple[int, int]]] = {
     "gate": (gate_case(4, True), (2, 4), (4, 10)),
     "attention": (attention_case(12), (4, 11), (16, 18)),
-    "mix": (mix_case(12, 4, False), (8, 14), (0, 24)),
+    "mix": (mix_case(12, 4, False), (6, 14), (0, 24)),
+    "mix normed": (mix_case(12, 4, False, 3, 1), (5, 14), (9, 46)),
     "streams": (width_connection_case(4), (1, 3), (0, 16)),
     "hyper": (hyper_case(4), (2, 2), (8, 10)),
 }
@@ -62,9 +63,12 @@ def test_number_of_compiled_kernels(spec, most, monkeypatch):
     """24 layers compile a kernel for each bucket of sources; another number of tokens, none."""
     compiled = set()
 
-    def record_launch(kernel, grid, *args, num_warps, num_stages=3, **constants):
+    def record_launch(
+        kernel, grid, *args, num_warps, num_stages=3, max_registers=None, **constants
+    ):
         signature = launch_signature(kernel, args, constants)
-        compiled.add((kernel.__name__, str(signature), str(constants), num_warps))
+        options = (num_warps, num_stages, max_registers)
+        compiled.add((kernel.__name__, str(signature), str(constants), options))
 
     make = crosslayer.make(spec)
     sites = nn.ModuleList(

@@ -95,6 +95,7 @@ def launch_kernel(
     *args: Any,
     num_warps: int,
     num_stages: int = 3,
+    max_registers: int | None = None,
     **constants: Any,
 ) -> None:
     """Run a kernel on the device of its first tensor; do nothing where there are no tokens.
@@ -105,6 +106,7 @@ def launch_kernel(
         args: what the kernel takes: tensors, numbers, None, and lists of tensors and None.
         num_warps: of each program.
         num_stages: of a pipelined loop.
+        max_registers: of a thread, so that more programs run side by side; None for no limit.
         constants: the kernel's compile-time constants, in its order.
     """
     if 0 in grid:
@@ -114,25 +116,36 @@ def launch_kernel(
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch_kernel(
-                kernel, grid, *args, num_warps=num_warps, num_stages=num_stages, **constants
-            )
+                kernel, grid, *args, num_warps=num_warps, num_stages=num_stages,
+                max_registers=max_registers, **constants,
+            )  # fmt: skip
         return
     # triton takes longer to find a compiled kernel than to launch it, so it is asked once.
-    types: list[Any] = [id(kernel), device, num_warps, num_stages, *constants.values()]
+    types: list[Any] = [id(kernel), device, num_warps, num_stages, max_registers]
+    types.extend(constants.values())
     addresses = _describe_arguments(args, types)
     key = tuple(types)
     compiled = _compiled_kernels.get(key)
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*addresses, *constants.values())
         return
-    # The default of enable_fp_fusion, written out because triton 3.9 warns where it is not.
     compiled = kernel[grid](
         *[tuple(a) if isinstance(a, list) else a for a in args],
-        **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
-    )  # fmt: skip
+        **constants,
+        **compiler_options(num_warps, num_stages, max_registers),
+    )
     # Its interpreter compiles nothing. On AMD it also looks at the size of a tensor's memory.
     if compiled is not None and torch.version.hip is None:
         _compiled_kernels[key] = compiled
+
+
+def compiler_options(num_warps: int, num_stages: int, max_registers: int | None) -> dict[str, Any]:
+    """The options of `launch_kernel` as triton takes them."""
+    # The default of enable_fp_fusion, written out because triton 3.9 warns where it is not.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if max_registers is not None and torch.version.hip is None:  # AMD's compiler has no such option
+        options["maxnreg"] = max_registers
+    return options
 
 
 def _describe_arguments(args: Sequence[Any], types: list[Any]) -> list[Any]:

@@ -151,7 +151,12 @@ def depth_mix_forward(
         for c in tl.static_range(C):
             sums, every = sums + (tl.zeros([BLOCK], tl.float32),), every + (c,)
         for first in tl.static_range(0, L, LOADED):
-            sums, _ = _add_sources(sums, X, first, LOADED, every, w + t * step, count, row, d, D)
+            # A branch, across which the compiler moves no loads: it would first load the weights of
+            # all sources, and the registers would be too few for the rows of a group.
+            if first == 0 or first < count:
+                sums, _ = _add_sources(
+                    sums, X, first, LOADED, every, w + t * step, count, row, d, D
+                )
         for c in tl.static_range(C):
             if out[c] is not None:
                 tl.store(out[c] + row, sums[c].to(out[c].dtype.element_ty), mask=d < D)
@@ -256,6 +261,11 @@ def _launch_sizes(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], in
     return (programs, launch.ceil_div(D, block)), 0 if w.dim() == 2 else C * L, constants
 
 
+def _warp_count(block: int, ways: Sequence[int]) -> int:
+    """Warps of a program. With norms it also has their weights and gradients in registers."""
+    return launch.warp_count(block * (2 if ways else 1))
+
+
 def _of_every_mixture(
     tensors: Sequence[Tensor | None], plain: Sequence[int], w: Tensor
 ) -> list[Tensor | None]:
@@ -287,8 +297,9 @@ def _depth_mix(
         depth_mix_forward, grid,
         pad_sources(X), w, *_weights_and_biases(affine, len(ways)),
         _of_every_mixture(mixed, plain, w), normed, N, D, len(X), step, eps,
-        WAYS=tuple(ways), CENTRED=centred, num_warps=launch.warp_count(constants["BLOCK"]),
-        **constants,
+        WAYS=tuple(ways), CENTRED=centred, num_warps=_warp_count(constants["BLOCK"], ways),
+        # Two programs of 8 warps side by side: where one waits for a sum, the other one loads.
+        max_registers=128 if ways else None, **constants,
     )  # fmt: skip
     return [*mixed, *normed]
 
@@ -328,13 +339,13 @@ def _depth_mix_backward(
     dX = [torch.empty_like(x) for x in X]
     dw = launch.empty_partial_sums(w, *grid[1:], N, *w.shape[-2:])
     daffine = empty_affine_partial_sums(affine, grid[0])
-    warps = launch.warp_count(constants["BLOCK"] * (2 if ways else 1))
     launch.launch_kernel(
         depth_mix_backward, grid,
         pad_sources(X), w, _weights_and_biases(affine, len(ways))[0],
         _of_every_mixture(dout, plain, w), dout[len(plain) :], pad_sources(later), pad_sources(dX),
         dw, *_weights_and_biases(daffine, len(ways)), N, D, len(X), step, eps,
-        WAYS=tuple(ways), CENTRED=centred, GROUP=4, num_warps=warps, **constants,
+        WAYS=tuple(ways), CENTRED=centred, GROUP=4,
+        num_warps=_warp_count(constants["BLOCK"], ways), **constants,
     )  # fmt: skip
     axes = (0, 1) if w.dim() == 2 else (0,)
     dw = launch.add_partial_sums(dw, *axes).view(w.shape)
