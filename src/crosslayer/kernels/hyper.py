@@ -43,6 +43,7 @@ from .fused_norm import (
 )
 from .library_op import LibraryOp
 from .products import centre_columns
+from .project import pending_write
 from .row_sums import repeat_conversion, row_sum, sum_in_thread, sum_partial_sums
 from .sources import load_numbers, load_streams
 
@@ -320,11 +321,6 @@ def _pending_rows(Y: Tensor | None) -> int:
     return 0 if Y is None else Y.shape[-2]
 
 
-def _pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and beta; where no write is pending, pointers that the kernel does not read."""
-    return (H, H) if Y is None or beta is None else (Y.contiguous(), beta.contiguous())
-
-
 @LibraryOp
 def _hyper_connection(
     H: Tensor,
@@ -349,7 +345,7 @@ def _hyper_connection(
     affine = [p.contiguous() for p in affine]
     launch.launch_kernel(
         hyper_connection_forward, (launch.program_count(N, H),),
-        H, *_pending_write(H, Y, beta), _weight_rows(W, centred), bias.contiguous(),
+        H, *pending_write(H, Y, beta), _weight_rows(W, centred), bias.contiguous(),
         scale.contiguous(), static.contiguous(), *weight_and_bias(affine), *outputs,
         N, D, eps, norm_eps,
         BOUND=DEVICE_BOUNDS[bound], CENTRED=centred, NORM_CENTRED=norm_centred,
@@ -425,7 +421,7 @@ def _hyper_connection_backward(
     daffine = empty_affine_partial_sums(affine, programs)
     launch.launch_kernel(
         hyper_connection_backward, (programs,),
-        H, *_pending_write(H, Y, beta), _weight_rows(W, centred), coefficients.contiguous(),
+        H, *pending_write(H, Y, beta), _weight_rows(W, centred), coefficients.contiguous(),
         slopes.contiguous(), z, rstd, mu, weight_and_bias(affine)[0], dx, dout, dnew_beta,
         dH, dY, dbeta, dcoefficients, dW, *weight_and_bias(daffine), N, D, norm_eps,
         CENTRED=centred, NORM_CENTRED=norm_centred, PENDING=_pending_rows(Y),

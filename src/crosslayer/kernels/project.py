@@ -264,7 +264,7 @@ def _write_norm_project(
     operand, constants = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
         write_norm_project_forward, (tiles, splits.count),
-        H, *_pending_write(H, Y, beta), operand, new, *sums, N, D, eps, splits.pieces,
+        H, *pending_write(H, Y, beta), operand, new, *sums, N, D, eps, splits.pieces,
         CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
         IS_SPLIT=splits.count > 1, **constants, **sizes,
     )  # fmt: skip
@@ -273,7 +273,7 @@ def _write_norm_project(
     return new, z, rstd, mu
 
 
-def _pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+def pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Y and beta; where no write is pending, pointers that the kernel does not read."""
     return (H, H) if Y is None or beta is None else (Y.contiguous(), beta.contiguous())
 
@@ -323,7 +323,7 @@ def _write_norm_project_backward(
     operand, constants = weight_operand(W, new)
     launch.launch_kernel(
         write_norm_project_backward, (pieces, splits),
-        new, *_pending_write(new, Y, beta), operand, g, c, mu if centred else c, dnew,
+        new, *pending_write(new, Y, beta), operand, g, c, mu if centred else c, dnew,
         dH, dY, dbeta_parts, dW_parts, N, D,
         CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
         **constants, **sizes,
