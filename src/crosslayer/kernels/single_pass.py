@@ -38,6 +38,7 @@ from .products import (
 )
 from .project import MAX_COLUMNS
 from .row_splits import empty_sums, launch_join, split_rows
+from .sources import load_streams
 
 
 def single_pass_connection(
@@ -105,15 +106,6 @@ def load_coefficients(coefficients, t, live, count: tl.constexpr):
 
 
 @triton.jit
-def load_streams(H, t, d, D, on, n: tl.constexpr):
-    """A piece of each stream of a tile's tokens."""
-    streams = ()
-    for s in tl.static_range(n):
-        streams = streams + (tl.load(H + (t * n + s) * D + d[None, :], mask=on, other=0.0),)
-    return streams
-
-
-@triton.jit
 def mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
     """H'_c before it is rounded."""
     v = b[c] * y
@@ -146,7 +138,7 @@ def single_pass_connection_forward(
         on = live[:, None] & (d < D)[None, :]
         token_at = t[:, None] * D + d[None, :]
         y = tl.load(Y + token_at, mask=on, other=0.0).to(tl.float32)
-        streams = load_streams(H, t_2, d, D, on, n)
+        streams = load_streams(H, t_2, d[None, :], D, on, n)
         read = tl.zeros([TILE, BLOCK], tl.float32)
         for c in tl.static_range(n):
             v = mix_and_write(streams, y, R, b, c, MIXES, n).to(new.dtype.element_ty)
@@ -232,7 +224,7 @@ def single_pass_connection_backward(
         on = live[:, None] & (d < D)[None, :]
         token_at = t_2 * D + d[None, :]
         streams, dhs = (), ()
-        rows = load_streams(H, t_2, d, D, on, n)
+        rows = load_streams(H, t_2, d[None, :], D, on, n)
         for s in tl.static_range(n):
             streams = streams + (rows[s].to(tl.float32),)
             dhs = dhs + (tl.zeros([TILE, BLOCK], tl.float32),)
