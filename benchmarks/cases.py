@@ -16,6 +16,7 @@ from torch import Tensor
 from crosslayer import ops
 from crosslayer.norms import NormSpec
 from crosslayer.ops.dispatch import registered_kernels
+from crosslayer.ops.hyper import BoundName, CoefficientMap
 
 # Of the norms. Normalising a single number gives its sign, up to eps; with a small eps its gradient
 # would be lost in rounding.
@@ -35,6 +36,7 @@ class Case(NamedTuple):
         weight_shapes: shapes of the float32 tensors; a leading 0 stands for B T.
         traffic: the arguments of the kernel's `memory_traffic_bytes`, given N, D, bytes an element.
         scale_weights: turns weights drawn from N(0, 1) into weights that a model could have.
+        widest: the largest D of bfloat16 rows that the kernel supports.
     """
 
     module: str
@@ -43,6 +45,7 @@ class Case(NamedTuple):
     weight_shapes: Shapes
     traffic: Callable[[int, int, int], tuple[Any, ...]]
     scale_weights: Callable[[list[Tensor]], list[Tensor]] = list
+    widest: int = 1 << 30
 
     def make_tensors(self, N: int, D: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         """Random rows and weights in float64, rounded to the dtypes that the op takes.
@@ -193,6 +196,47 @@ def project_case(
     )
 
 
+def hyper_case(
+    n: int,
+    bound: BoundName = "tanh",
+    centred: bool = True,
+    pending: int = 1,
+    inputs: int = 1,
+    parameters: int = 0,
+) -> Case:
+    """`hyper_connection` of n streams, and a norm of 0, 1 or 2 parameters.
+
+    Args:
+        n: the number of streams.
+        bound: of the dynamic part of coefficients.
+        centred: the norm of the streams subtracts the mean.
+        pending: rows of the pending write: n, 1 for all streams, or 0 as at the first site.
+        inputs: the number of mixtures that are read.
+        parameters: tensors of the norm of what is read.
+    """
+    K = n + inputs + 1
+
+    def run(op: Any, rows: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        W, bias, scale, static, *rest = weights
+        coefficient_map = CoefficientMap(W, bias, scale, static, bound, EPS, centred)
+        Y, beta = (rows[1], rest.pop(0)) if pending else (None, None)
+        return op.hyper_connection(rows[0], Y, beta, coefficient_map, inputs, _norm_spec(rest))
+
+    def scale_weights(weights: list[Tensor]) -> list[Tensor]:
+        W, *others = weights
+        return [W * len(W) ** -0.5, *others]
+
+    return Case(
+        "hyper",
+        run,
+        lambda D: [(n, D), (pending, D)] if pending else [(n, D)],
+        lambda D: [(D, K), (K,), (K,), (n, K), *[(0, n)] * (pending > 0), *[(D,)] * parameters],
+        lambda N, D, size: (N, D, n, size, pending, inputs, parameters),
+        scale_weights,
+        widest=2048,
+    )
+
+
 def single_pass_case(n: int, K: int, mixes: bool = True, parameters: int = 0) -> Case:
     """`single_pass_connection` of n streams to K columns, and a norm of 0, 1 or 2 parameters.
 
@@ -281,6 +325,8 @@ OPS = {
     "write_norm_project joint": Op(lambda n: project_case(n, n * n + 2 * n, joint=True), STREAMS),
     "width_connection": Op(width_connection_case, STREAMS),
     "width_connection normed": Op(lambda n: width_connection_case(n, parameters=1), STREAMS),
+    "hyper_connection": Op(hyper_case, STREAMS),
+    "hyper_connection normed": Op(lambda n: hyper_case(n, parameters=1), STREAMS),
     "single_pass_connection": Op(lambda n: single_pass_case(n, n * n + 2 * n), STREAMS),
     "gate_pool": Op(lambda n: gate_case(n, True), STREAMS),
     "gate_pool normed": Op(lambda n: gate_case(n, True, 1), STREAMS),

@@ -23,6 +23,7 @@ from crosslayer.connections.mhc import MHC
 from crosslayer.connections.skip_gain import Gained, SkipGain
 from crosslayer.norms import add_write
 from crosslayer.ops import attention, depth_mix, depth_scores, gate, project
+from crosslayer.ops import hyper as hyper_op
 from tests import test_laws as laws
 from tests import test_optim as optim_tests
 from tests.connections import test_golden as golden
@@ -127,7 +128,12 @@ def mhc_lite_transposes_its_residual_matrix(patch):
 @bug(golden_static=golden_static, golden=golden_hyper, loop=loop_hyper)
 def hyper_transposes_its_width_connections(patch):
     right = hyper.width_connection
-    patch.setattr(hyper, "width_connection", lambda H, pre, res: right(H, pre, res.mT))
+
+    def width_connection(H, pre, res, norm=None):
+        return right(H, pre, res.mT, norm)
+
+    patch.setattr(hyper, "width_connection", width_connection)  # static
+    patch.setattr(hyper_op, "width_connection", width_connection)
 
 
 @bug(golden=golden_mhc, loop=loop_mhc())

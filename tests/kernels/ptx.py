@@ -43,9 +43,10 @@ def assert_sums_added_outside(ttgir: str) -> None:
 
 
 def compile_for(capability: int, dtype: torch.dtype, names: list[str]) -> None:
-    """Compile the kernels of the named cases, with streams of width 4096."""
+    """Compile the kernels of the named cases, with streams of width 4096 if they fit."""
     for name in names:
-        kernels = compile_launches(CASES[name], 2, 4096, dtype, capability)
+        width = min(4096, CASES[name].widest)
+        kernels = compile_launches(CASES[name], 2, width, dtype, capability)
         assert kernels
         for kernel in kernels:
             shared = kernel.binary.metadata.shared

@@ -37,9 +37,10 @@ LAUNCHED = {
     "mudd": {"depth_mix", "write_norm_project"},
     "attnres": {"depth_attention"},
     "mgr(streams=2)": {"depth_attention", "gate_pool"},
-    "hyper(streams=2)": {"write_norm_project", "width_connection"},
+    "hyper(streams=2)": {"hyper_connection"},
+    "hyper(streams=5)": {"write_norm_project", "width_connection"},
     "hyper(streams=3, dynamic=False)": {"width_connection"},
-    "frac": {"write_norm_project"},
+    "frac": {"hyper_connection"},
     "mhc(streams=2, iterations=3)": {"write_norm_project", "width_connection", "sinkhorn"},
     "mhc(streams=2, single_pass=True, iterations=2)": {
         "write_norm_project",  # of the first site
@@ -78,7 +79,7 @@ def poison(monkeypatch):
     """
     monkeypatch.setattr(dispatch, "kernel_devices", ())
     if INTERPRETED:
-        monkeypatch.setattr(launch, "program_count", lambda tokens, like: min(tokens, 2))
+        monkeypatch.setattr(launch, "program_count", lambda tokens, *_, **__: min(tokens, 2))
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     with ExitStack() as stack:
@@ -121,6 +122,8 @@ def test_accuracy(case, shape, dtype):
 
 @all_paths
 def test_accuracy_of_a_long_row(case):
+    if case.widest < 7186:
+        pytest.skip("the reference runs: such a row does not fit in a program")
     assert_accurate(case, 3, 7186, torch.bfloat16, DEVICE)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from crosslayer.kernels import launch  # noqa: E402
+from crosslayer.kernels.hyper import fits_program  # noqa: E402
 from crosslayer.kernels.library_op import LibraryOp  # noqa: E402
 
 
@@ -186,3 +187,18 @@ def test_what_triton_compiles_apart_is_told_apart():
     for a, b in itertools.combinations(values, 2):
         if triton_type(a) != triton_type(b):
             assert our_type(a) != our_type(b), (a, b)
+
+
+@pytest.mark.parametrize(
+    ("n", "D", "dtype", "fits"),
+    [
+        (4, 2048, torch.bfloat16, True),
+        (4, 2049, torch.bfloat16, False),
+        (4, 2048, torch.float32, False),
+        (4, 1024, torch.float32, True),
+        (5, 64, torch.bfloat16, False),
+    ],
+)
+def test_streams_fit_a_program_of_hyper_connections(n, D, dtype, fits):
+    H = torch.empty(1, 1, n, D, dtype=dtype, device="meta")
+    assert fits_program(H, H[..., :1, :], None, None) == fits

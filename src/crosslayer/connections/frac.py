@@ -15,18 +15,20 @@ and when dynamic (D/m)(2m + 3) + 2 more. Traffic: 4D a token and site.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..connection import Connection, NormFactory, Site
 from ..mixing import MixingWeights, identity_weights
-from ..ops import depth_connection, mix_streams
+from ..ops import depth_connection, hyper_connection, mix_streams
+from ..ops.hyper import BoundName
 from ..validation import check_positive
 from .hyper import (
     STATISTICS,
     Streams,
     add_wiring_parameters,
+    coefficient_map,
     reset_wiring_parameters,
-    wire_streams,
+    width_weights,
     write_to_streams,
 )
 
@@ -70,7 +72,7 @@ class Frac(Connection[Streams]):
         self.fractions = fractions
         self.weighs_channels = True
         self.dynamic = dynamic
-        self.bound = torch.tanh if tanh else nn.Identity()
+        self.bound: BoundName = "tanh" if tanh else "none"
         self.statistics = STATISTICS["layernorm"]
         if not self.is_readout:
             add_wiring_parameters(
@@ -94,9 +96,12 @@ class Frac(Connection[Streams]):
         if self.is_readout:
             H = depth_connection(H, Y, beta)
             return (H.flatten(-2),), Streams(H)
-        H, alpha, beta = wire_streams(self, H, Y, beta)
-        mixed, H = mix_streams(H, alpha).tensor_split(2, -2)
-        return (mixed.flatten(-2),), Streams(H, beta=beta)
+        if self.dynamic:
+            x, H, beta = hyper_connection(H, Y, beta, coefficient_map(self), inputs=self.m)
+            return (x,), Streams(H, beta=beta)
+        H = depth_connection(H, Y, beta)
+        mixed, H = mix_streams(H, self.static_alpha).tensor_split(2, -2)
+        return (mixed.flatten(-2),), Streams(H, beta=self.static_beta.clone())
 
     def state_parts(self, state: Streams) -> tuple[Tensor, ...]:
         return state.H.unbind(-2)
@@ -107,6 +112,6 @@ class Frac(Connection[Streams]):
             every_fraction = identity_weights(self.m, write)
             return MixingWeights(write, every_fraction, every_fraction)
         Y = None if state.y is None else state.y.unflatten(-1, (self.m, -1))
-        _, alpha, _ = wire_streams(self, state.H, Y, state.beta)
+        alpha = width_weights(self, state.H, Y, state.beta)
         read, carry = alpha.mT[..., None].tensor_split(2, -3)
         return MixingWeights(write, read, carry)

@@ -28,12 +28,15 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, upcast
 from ..ops import (
+    CoefficientMap,
     collapse_streams,
     depth_connection,
+    dynamic_coefficients,
     expand_to_streams,
+    hyper_connection,
     width_connection,
-    write_norm_project,
 )
+from ..ops.hyper import BoundName
 from ..validation import check_choice, check_non_negative, check_positive
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
@@ -118,7 +121,7 @@ class Hyper(FusedNormConnection[Streams]):
         self.output_scale = streams ** OUTPUT_SCALE_EXPONENTS[output_scale]
         self.n = streams
         self.dynamic = dynamic
-        self.bound = torch.tanh if tanh else nn.Identity()
+        self.bound: BoundName = "tanh" if tanh else "none"
         self.statistics = check_choice("stats", stats, STATISTICS)
         if eps is not None:
             check_non_negative(eps=eps)
@@ -161,8 +164,13 @@ class Hyper(FusedNormConnection[Streams]):
         if self.is_readout:
             H = depth_connection(H, Y, beta)
             return (collapse_streams(H, None, *norms),), Streams(H)
-        H, alpha, beta = wire_streams(self, H, Y, beta)
-        x, H = width_connection(H, alpha[..., 0], alpha[..., 1:], *norms)
+        if self.dynamic:
+            norm = norms[0] if norms else None
+            x, H, beta = hyper_connection(H, Y, beta, coefficient_map(self), norm=norm)
+        else:
+            H = depth_connection(H, Y, beta)
+            x, H = width_connection(H, self.static_alpha[:, 0], self.static_alpha[:, 1:], *norms)
+            beta = self.static_beta.clone()
         return (x,), Streams(H, beta=beta)
 
     def state_parts(self, state: Streams) -> tuple[Tensor, ...]:
@@ -175,8 +183,7 @@ class Hyper(FusedNormConnection[Streams]):
                 write, torch.ones_like(write[..., :1, : self.n, :]), identity_weights(self.n, write)
             )
         Y = None if state.y is None else state.y[..., None, :]
-        _, alpha, _ = wire_streams(self, state.H, Y, state.beta)
-        alpha = alpha.mT[..., None]
+        alpha = width_weights(self, state.H, Y, state.beta).mT[..., None]
         return MixingWeights(write, alpha[..., :1, :, :], alpha[..., 1:, :, :])
 
     def memory_traffic(self) -> float:
@@ -251,16 +258,8 @@ def reset_wiring_parameters(
         nn.init.zeros_(connection.norm_bias)
 
 
-def wire_streams(
-    connection: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the pending write, then compute the next alpha and beta.
-
-    H: [B T n D].  Y: [B T n D] or [B T 1 D].  beta: [n] or [B T n].
-    ->  H, alpha [B T n columns], beta [B T n]; without leading axes where they are static.
-    """
-    if not connection.dynamic:
-        return depth_connection(H, Y, beta), connection.static_alpha, connection.static_beta.clone()
+def coefficient_map(connection: Any) -> CoefficientMap:
+    """How alpha and beta of a dynamic connection follow from the streams."""
     # N(H) W, with the norm's weight multiplied into W and its bias added after it. W is laid out by
     # output, which is faster in BLAS.
     W = torch.cat([connection.dynamic_alpha_fn.mT, connection.dynamic_beta_fn[None]])
@@ -269,13 +268,27 @@ def wire_streams(
         bias = (W * connection.norm_bias).sum(-1)
     if connection.norm_weight is not None:
         W = W * connection.norm_weight
-    H, z = write_norm_project(
-        H, Y, beta, W.mT, connection.statistics.eps, connection.statistics.centred
+    alpha_scale = connection.dynamic_alpha_scale.expand(len(W) - 1)
+    return CoefficientMap(
+        W.mT,
+        bias,
+        scale=torch.cat([alpha_scale, connection.dynamic_beta_scale]),
+        static=torch.cat([connection.static_alpha, connection.static_beta[:, None]], -1),
+        bound=connection.bound,
+        eps=connection.statistics.eps,
+        centred=connection.statistics.centred,
     )
-    z_alpha, z_beta = connection.bound(z + bias).tensor_split([-1], -1)
-    alpha = connection.dynamic_alpha_scale * z_alpha + connection.static_alpha
-    beta = connection.dynamic_beta_scale * z_beta[..., 0] + connection.static_beta
-    return H, alpha, beta
+
+
+def width_weights(connection: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
+    """alpha [B T n columns], or [n columns] where it is static.
+
+    H: [B T n D].  Y: [B T n D] or [B T 1 D].  beta: [n] or [B T n].
+    """
+    if not connection.dynamic:
+        return connection.static_alpha
+    _, alpha, _ = dynamic_coefficients(H, Y, beta, coefficient_map(connection))
+    return alpha
 
 
 def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor:

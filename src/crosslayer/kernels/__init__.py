@@ -24,6 +24,7 @@ from ..ops.dispatch import register_kernel
 from ..ops.sinkhorn import sums_stay_positive
 from .attention import depth_attention
 from .gate import gate_pool
+from .hyper import fits_program, hyper_connection
 from .mix import depth_mix
 from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
@@ -35,6 +36,7 @@ register_kernel("add_norm", add_norm)
 register_kernel("depth_attention", depth_attention)
 register_kernel("depth_mix", depth_mix)
 register_kernel("gate_pool", gate_pool)
+register_kernel("hyper_connection", hyper_connection, supports=fits_program)
 register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)
 register_kernel("width_connection", width_connection)

@@ -44,9 +44,9 @@ def processor_count(like: Tensor) -> int:
     return _processors_of_device(like.get_device()) if like.is_cuda else 1
 
 
-def program_count(tokens: int, like: Tensor) -> int:
+def program_count(tokens: int, like: Tensor, per_processor: int = 4) -> int:
     """How many programs share the tokens where each has a partial sum: enough to fill the GPU."""
-    return min(tokens, 4 * processor_count(like))
+    return min(tokens, per_processor * processor_count(like))
 
 
 def split_count(programs: int, pieces: int, like: Tensor) -> int:

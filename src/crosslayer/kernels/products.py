@@ -140,6 +140,11 @@ def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor
     return parts, 3
 
 
+def centre_columns(W: Tensor) -> Tensor:
+    """W without the mean of each column: a constant added to v adds nothing to v W."""
+    return W - W.mean(0)
+
+
 def aligned_columns(K: int) -> int:
     """The number of columns that are stored of a part."""
     return 8 * launch.ceil_div(K, 8)

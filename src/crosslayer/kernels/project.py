@@ -27,6 +27,7 @@ from ..ops.project import describe_unweighted, differentiable_backward, unweight
 from . import launch
 from .library_op import LibraryOp
 from .products import (
+    centre_columns,
     load_parts,
     multiply_by_parts,
     multiply_split,
@@ -265,7 +266,7 @@ def _write_norm_project(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     H = H.contiguous()
     new, z, rstd, mu = _empty_outputs(H, W, centred)
-    W = _centre_columns(W) if centred else W
+    W = centre_columns(W) if centred else W
     tokens = max(32, 128 // launch.next_power_of_2(H.shape[-2]))
     sizes = _tile_sizes(H, W, joint_tokens=64, tokens=tokens, elements=8192, keeps_W=False)
     D, N = H.shape[-1], H.shape[:-2].numel()
@@ -275,7 +276,7 @@ def _write_norm_project(
     operand, parts = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
         write_norm_project_forward, (tiles, splits.count),
-        H, *_pending_write(H, Y, beta), operand, new, *sums, N, D, W.shape[1], eps, splits.pieces,
+        H, *pending_write(H, Y, beta), operand, new, *sums, N, D, W.shape[1], eps, splits.pieces,
         CENTRED=centred, PENDING=Y is not None, WEIGHTED=beta is not None,
         EACH=Y is not None and Y.shape[-2] > 1, IS_SPLIT=splits.count > 1, PARTS=parts, **sizes,
     )  # fmt: skip
@@ -284,7 +285,7 @@ def _write_norm_project(
     return new, z, rstd, mu
 
 
-def _pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+def pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Y and beta; for one that is None, a pointer that the kernel does not read."""
     return H if Y is None else Y.contiguous(), H if beta is None else beta.contiguous()
 
@@ -320,7 +321,7 @@ def _write_norm_project_backward(
     tokens = max(1, 16 // launch.next_power_of_2(n))
     sizes = _tile_sizes(new, W, joint_tokens=16, tokens=tokens, elements=4096, keeps_W=True)
     centred = mu.numel() > 0
-    W = _centre_columns(W) if centred else W
+    W = centre_columns(W) if centred else W
     g = dz * rstd[..., None]
     c = (dz * z).sum(-1) * rstd * rstd / len(W)
     pieces, tiles = launch.ceil_div(D, sizes["BLOCK"]), launch.ceil_div(N, sizes["TILE"])
@@ -334,18 +335,14 @@ def _write_norm_project_backward(
     operand, parts = weight_operand(W, new)
     launch.launch_kernel(
         write_norm_project_backward, (pieces, splits),
-        new, *_pending_write(new, Y, beta), operand, g, c, mu if centred else c, dnew,
+        new, *pending_write(new, Y, beta), operand, g, c, mu if centred else c, dnew,
         dH, dY, dbeta_parts, dW_parts, N, D, W.shape[1],
         CENTRED=centred, PENDING=Y is not None, EACH=Y is not None and Y.shape[-2] > 1,
         PARTS=parts, **sizes,
     )  # fmt: skip
     dW = launch.add_partial_sums(dW_parts, 0)
     dbeta = launch.add_partial_sums(dbeta_parts, 0)
-    return dH, dY, dbeta, _centre_columns(dW) if centred else dW
-
-
-def _centre_columns(W: Tensor) -> Tensor:
-    return W - W.mean(0)
+    return dH, dY, dbeta, centre_columns(dW) if centred else dW
 
 
 def _empty_pending_gradients(Y: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ from .products import (
     weight_operand,
 )
 from .row_splits import empty_sums, launch_join, split_rows
+from .sources import load_streams
 
 # Columns of W of which a piece fits a program: with more, as of 7 streams, registers spill.
 MAX_COLUMNS = 64
@@ -108,15 +109,6 @@ def load_coefficients(coefficients, t, live, count: tl.constexpr):
 
 
 @triton.jit
-def load_streams(H, t, d, D, on, n: tl.constexpr):
-    """A piece of each stream of a tile's tokens."""
-    streams = ()
-    for s in tl.static_range(n):
-        streams = streams + (tl.load(H + (t * n + s) * D + d[None, :], mask=on, other=0.0),)
-    return streams
-
-
-@triton.jit
 def mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
     """H'_c before it is rounded."""
     v = b[c] * y
@@ -149,7 +141,7 @@ def single_pass_connection_forward(
         on = live[:, None] & (d < D)[None, :]
         token_at = t[:, None] * D + d[None, :]
         y = tl.load(Y + token_at, mask=on, other=0.0).to(tl.float32)
-        streams = load_streams(H, t_2, d, D, on, n)
+        streams = load_streams(H, t_2, d[None, :], D, on, n)
         read = tl.zeros([TILE, BLOCK], tl.float32)
         for c in tl.static_range(n):
             v = mix_and_write(streams, y, R, b, c, MIXES, n).to(new.dtype.element_ty)
@@ -235,7 +227,7 @@ def single_pass_connection_backward(
         on = live[:, None] & (d < D)[None, :]
         token_at = t_2 * D + d[None, :]
         streams, dhs = (), ()
-        rows = load_streams(H, t_2, d, D, on, n)
+        rows = load_streams(H, t_2, d[None, :], D, on, n)
         for s in tl.static_range(n):
             streams = streams + (rows[s].to(tl.float32),)
             dhs = dhs + (tl.zeros([TILE, BLOCK], tl.float32),)

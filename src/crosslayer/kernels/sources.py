@@ -44,6 +44,15 @@ def load_rows(X, first: tl.constexpr, number: tl.constexpr, count, row, d, D):
 
 
 @triton.jit
+def load_streams(H, t, d, D, on, n: tl.constexpr):
+    """The elements d of each stream of [tokens n D], for tokens t."""
+    streams = ()
+    for s in tl.static_range(n):
+        streams = streams + (tl.load(H + (t * n + s) * D + d, mask=on, other=0.0),)
+    return streams
+
+
+@triton.jit
 def load_numbers(pointer, first: tl.constexpr, number: tl.constexpr, count, other: tl.constexpr):
     """The numbers at first, first + 1, …; `other` from `count` on."""
     numbers = ()

@@ -3,6 +3,7 @@
 from .attention import depth_attention, depth_scores
 from .dispatch import uses_kernel
 from .gate import gate_pool, gate_streams
+from .hyper import CoefficientMap, dynamic_coefficients, hyper_connection
 from .mix import depth_mix
 from .norm import add_norm
 from .products import mix_streams, project_tall
@@ -12,15 +13,18 @@ from .sinkhorn import sinkhorn
 from .streams import collapse_streams, depth_connection, expand_to_streams, width_connection
 
 __all__ = [
+    "CoefficientMap",
     "add_norm",
     "collapse_streams",
     "depth_attention",
     "depth_connection",
     "depth_mix",
     "depth_scores",
+    "dynamic_coefficients",
     "expand_to_streams",
     "gate_pool",
     "gate_streams",
+    "hyper_connection",
     "mix_streams",
     "project_tall",
     "single_pass_connection",
