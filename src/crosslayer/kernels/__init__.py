@@ -15,9 +15,9 @@ and supports the arguments. Rules that hold for every kernel:
 - The norm of an op's output is fused where a program has a whole row (`NormSpec`).
 
 Shared by all: `library_op` (the ops of torch) and `launch` (block sizes, number of programs, the
-launch). By several: `fused_norm` (a norm in a kernel), `row_sums` (sums over rows), `sources` (what
-an op over depth reads), `products` (float32 products on tensor cores) and `row_splits` (rows that
-programs share). Nothing imports this package, or triton, before `use_kernels` does.
+launch). By several: `fused_norm` (a norm in a kernel), `row_sums` (sums over rows), `sources` (the
+loads of sources and streams), `products` (float32 products on tensor cores) and `row_splits` (rows
+that programs share). Nothing imports this package, or triton, before `use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel

@@ -3,6 +3,8 @@
 A kernel is compiled for a bucket of numbers of sources, not for each number: a model of 24 layers
 needs four. It takes as many pointers as the largest number of its bucket. The pointers beyond
 `count`, the number of sources, repeat the last one; nothing is loaded or stored there.
+
+The streams of a token are loaded here too: they are rows of one tensor.
 """
 
 from collections.abc import Sequence
