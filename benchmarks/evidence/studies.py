@@ -24,6 +24,7 @@ RESULTS = ROOT / "docs" / "evidence"
 SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
 BASELINE = "prenorm"
 FIRST_STUDY = "short"  # the one of all connections
+LONG_STUDY = "long"  # the same for four times the tokens
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")

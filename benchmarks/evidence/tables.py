@@ -8,6 +8,7 @@ from benchmarks.evidence.claims import Measure, judge_claim, read_claims, sum_lo
 from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
+    LONG_STUDY,
     Part,
     Plan,
     Study,
@@ -36,7 +37,8 @@ CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", "verdict", "training", "forward", "decoding"),
 )
 README_COLUMNS = (
-    *("connection", "loss", "vs prenorm", "at equal time", "training speed", "decoding speed"),
+    *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
+    *("training speed", "decoding speed"),
 )
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
@@ -151,7 +153,7 @@ def _arms_notes(study: Study) -> list[str]:
     tested = [difference for difference in tested if difference and not math.isnan(difference.low)]
     if tested:
         notes.append(
-            f"{len(tested)} arms have an interval. Of as many arms without any effect, about "
+            f"Arms with an interval: {len(tested)}. Of as many without any effect, about "
             f"{0.05 * len(tested):.1f} would be called better or worse by chance."
         )
     for run in results.diverged:
@@ -248,18 +250,20 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
 
 def readme_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     """The arms that have a result in the first study, in short, and how they were run."""
-    study = studies[FIRST_STUDY]
+    study, long_study = studies[FIRST_STUDY], studies.get(LONG_STUDY)
     rows = []
     for name in arms:
         if not study.runs(name):
             continue
         cells = arm_cells(study, name)
         at_end = difference_to_baseline(study, name)
+        in_long = difference_to_baseline(long_study, name) if long_study else None
         at_equal_time = difference_to_baseline(study, name, "equal time")
         values = (
             f"`{name}`",
             format_mean_std(mean_and_std(list(study.losses(name).values())), ".3f"),
             _format_half_width(at_end),
+            _format_half_width(in_long),
             _format_half_width(at_equal_time),
             cells["training"],
             cells["decoding"],

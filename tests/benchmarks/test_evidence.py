@@ -75,7 +75,7 @@ def test_tables_of_planted_results(planted):
     assert hyper[6] == "cannot tell" and table_row(costs, "hyper")[1] == "not run yet"
     assert re.search(r"^Not run yet: .*\baltup\b", costs, re.M)
     assert table_row(main, "postnorm")[6] == "worse"
-    assert "over 5 seeds" in main and "4 arms have an interval" in main
+    assert "over 5 seeds" in main and "Arms with an interval: 4." in main
     assert "crosslayer compare" in sections["Four times the tokens"]
     size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
     assert table_row(size, "mudd")[2:] == [mudd[5], "not run yet"]

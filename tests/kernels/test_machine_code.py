@@ -30,7 +30,7 @@ LIMITS: dict[str, tuple[Case, tuple[int, int], tuple[int, int]]] = {
     "mix": (mix_case(12, 4, False), (6, 14), (0, 24)),
     "mix normed": (mix_case(12, 4, False, 3, 1), (5, 14), (9, 46)),
     "streams": (width_connection_case(4), (1, 3), (0, 16)),
-    "hyper": (hyper_case(4), (3, 2), (8, 10)),
+    "hyper": (hyper_case(4), (3, 2), (10, 10)),
 }
 # Of a thread; it has 64 bytes of a row in float32.
 SPILLED_BYTES = 64

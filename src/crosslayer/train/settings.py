@@ -115,7 +115,7 @@ class Optimization:
 
     steps: int = 160
     optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: float = 1.5e-3
+    lr: float = 7.5e-4
     muon_lr: float = 2e-2
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
