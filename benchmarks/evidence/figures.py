@@ -192,6 +192,7 @@ def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> Callable[[Any], Non
         axes.set_xlabel(f"{DIFFERENCE}, 95 % interval")
         axes.grid(alpha=0.25, axis="x")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=10)
+        above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
+        axes.legend(frameon=False, fontsize=10, **above)
 
     return draw

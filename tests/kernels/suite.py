@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import crosslayer
-from benchmarks.cases import kernel_ops
+from benchmarks.cases import attention_case, kernel_ops, mix_case
 from crosslayer import ops
 from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.kernels import launch
@@ -127,6 +127,14 @@ def test_accuracy_of_a_long_row(case):
     assert_accurate(case, 3, 7186, torch.bfloat16, DEVICE)
 
 
+@pytest.mark.parametrize(
+    "case", [attention_case(9), mix_case(9, 2, False, 1, 1)], ids=["attention", "mix"]
+)
+def test_accuracy_of_sources_read_twice(case):
+    """The backward does not keep 9 sources in registers."""
+    assert_accurate(case, 3, 63, torch.bfloat16, DEVICE, 5)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     "name", ["project-2-each", "project-4-each-apart", "project-4-joint-centred", "single-pass-4"]
@@ -220,7 +228,7 @@ def test_dispatch(case, monkeypatch, launched):
 
 def test_reference_runs_where_the_kernel_does_not_support_the_sizes(monkeypatch, launched):
     """`register_kernel(..., supports=...)`: W has more columns than a program holds."""
-    H, W = torch.randn(1, 3, 8, 5, device=DEVICE), torch.randn(40, 80, device=DEVICE)
+    H, W = torch.randn(1, 3, 8, 5, device=DEVICE), torch.randn(40, 160, device=DEVICE)
     expected = ops.write_norm_project(H, None, None, W)
     switch_kernels_on(monkeypatch)
     for out, e in zip(ops.write_norm_project(H, None, None, W), expected, strict=True):

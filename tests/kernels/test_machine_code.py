@@ -23,14 +23,14 @@ pytest.importorskip("triton")
 
 # Rounds of loads and barriers that forward and backward may have, a token of width 2048. Where each
 # load waits for a sum, or each sum for the one before, there are twice as many. Versions of triton
-# differ by a few.
+# differ: these hold for 3.6 and 3.7, which torch 2.11 to 2.13 bring.
 LIMITS: dict[str, tuple[Case, tuple[int, int], tuple[int, int]]] = {
-    "gate": (gate_case(4, True), (2, 4), (4, 10)),
-    "attention": (attention_case(12), (4, 11), (16, 18)),
-    "mix": (mix_case(12, 4, False), (6, 14), (0, 24)),
-    "mix normed": (mix_case(12, 4, False, 3, 1), (5, 14), (9, 46)),
-    "streams": (width_connection_case(4), (1, 3), (0, 16)),
-    "hyper": (hyper_case(4), (3, 2), (10, 10)),
+    "gate": (gate_case(4, True), (2, 4), (3, 8)),
+    "attention": (attention_case(12), (4, 11), (14, 15)),
+    "mix": (mix_case(12, 4, False), (6, 13), (0, 20)),
+    "mix normed": (mix_case(12, 4, False, 3, 1), (4, 10), (9, 23)),
+    "streams": (width_connection_case(4), (1, 2), (0, 10)),
+    "hyper": (hyper_case(4), (2, 2), (6, 8)),
 }
 # Of a thread; it has 64 bytes of a row in float32.
 SPILLED_BYTES = 64

@@ -79,6 +79,8 @@ def fits_program(
     norm: NormSpec | None = None,
 ) -> bool:
     """Whether the kernel supports these arguments of `hyper_connection`."""
+    if Y is not None and beta is None:
+        return False  # a write with weight 1, which no connection makes
     n, D = H.shape[-2:]
     K = n + inputs + 1
     # Streams and their gradients; W, its gradient, and the norm's weight and its gradient.
@@ -129,13 +131,13 @@ def load_written_rows(H, ys, betas, t, d, D, n: tl.constexpr):
         betas: their weight in each stream.
     """
     rows = load_streams(H, t, d, D, d < D, n)
-    if len(ys) == 0:
-        return rows
-    written = ()
-    for s in tl.static_range(n):
-        v = rows[s].to(tl.float32) + betas[s] * ys[s % len(ys)].to(tl.float32)
-        written = written + (v.to(H.dtype.element_ty),)
-    return written
+    if len(ys) > 0:
+        written = ()
+        for s in tl.static_range(n):
+            v = rows[s].to(tl.float32) + betas[s] * ys[s % len(ys)].to(tl.float32)
+            written = written + (v.to(H.dtype.element_ty),)
+        rows = written
+    return rows
 
 
 @triton.jit

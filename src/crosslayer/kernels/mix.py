@@ -195,7 +195,10 @@ def depth_mix_backward(
                 mixed = mixed + (tl.zeros([BLOCK], tl.float32),)
                 dnorms = dnorms + (_load_row(dnormed[i], t, d, D, BLOCK),)
             for first in tl.static_range(0, L, LOADED):
-                mixed, rows = _add_sources(mixed, X, first, LOADED, WAYS, w_t, count, row, d, D)
+                if KEPT:
+                    mixed, rows = _add_sources(mixed, X, first, LOADED, WAYS, w_t, count, row, d, D)
+                elif first == 0 or first < count:  # without it triton compiles four times as long
+                    mixed, _ = _add_sources(mixed, X, first, LOADED, WAYS, w_t, count, row, d, D)
             rounded = ()
             for i in tl.static_range(len(WAYS)):
                 rounded = rounded + (mixed[i].to(X[0].dtype.element_ty).to(tl.float32),)

@@ -100,7 +100,7 @@ def hyper_connection(
     Args:
         H: [B T n D].
         Y: [B T 1 D], or [B T n D]; None where no write is pending.
-        beta: [n] static, or [B T n]; None where no write is pending.
+        beta: [n] static, or [B T n]; None for 1, or where no write is pending.
         coefficient_map: of K = inputs + n + 1 coefficients: alpha, then beta'.
         inputs: the number of mixtures in x.
         norm: the norm of x if that is one mixture; None for no norm.

@@ -38,7 +38,8 @@ def write_norm_project(
     Args:
         H: [B T n D].
         Y: [B T 1 D], or [B T n D]; None where no write is pending.
-        beta: [n] static, or [B T n]; None for 1. Y is saved for its gradient alone.
+        beta: [n] static, or [B T n]; None for 1, or where no write is pending. Y is saved for its
+            gradient alone.
         W: [D K] to norm and project each stream, or [nD K] to norm and project all streams as one
             vector; float32.
         eps: of the norm.
