@@ -23,7 +23,6 @@ TOKENS = 16  # more than the programs that share tokens without a GPU
 # An H200: multiprocessors, bytes/s of a copy, clock. Seconds are estimates.
 PROCESSORS, COPY_BANDWIDTH, CLOCK = 132, 4.3e12, 1.98e9
 LATENCY, BARRIER, OVERHEAD = 650e-9, 30e-9, 100e-9
-PROGRAMS_PER_PROCESSOR = 4  # `launch.program_count`
 # Of an SM of compute capability 9.0. A block takes 1 KiB of shared memory more than it asks for.
 REGISTERS, WARPS, SHARED_MEMORY, BLOCKS, SCHEDULERS = 65536, 64, 233472, 32, 4
 
@@ -82,10 +81,10 @@ def share_of_copy(
         return None
     program_bytes = token_bytes / math.prod(kernel.grid[1:])
     full_waves = 1.0
-    if kernel.grid[0] < TOKENS:  # programs share the tokens
-        waves = PROGRAMS_PER_PROCESSOR / blocks
+    if kernel.grid[0] < TOKENS:  # programs share the tokens, so many on a processor
+        waves = kernel.grid[0] / blocks
         full_waves = waves / math.ceil(waves) if waves > 1 else 1.0
-        blocks = min(blocks, PROGRAMS_PER_PROCESSOR)
+        blocks = min(blocks, kernel.grid[0])
     waiting = (code.load_rounds * LATENCY + code.barriers * BARRIER + OVERHEAD) / blocks
     issuing = code.instructions * kernel.num_warps / SCHEDULERS / CLOCK
     moving = program_bytes / (COPY_BANDWIDTH / PROCESSORS)

@@ -220,6 +220,7 @@ def gate_pool_backward(
         rows = load_rows(S, 0, n if KEEP_ROWS else 0, n, row, d, D)
         y_t = tl.load(y + row, mask=d < D, other=0.0).to(tl.float32)
         dh_t = tl.load(dh + row, mask=d < D, other=0.0).to(tl.float32)
+        douts = load_rows(dout, 0, min(GROUP, n), n, row, d, D)
         betas = load_numbers(beta + t * n, 0, n, n, 0.0)
         scores = load_numbers(z + t * n, 0, n, n, 0.0)
         rs = load_numbers(rstd + t * n, 0, n, n, 0.0)
@@ -238,7 +239,8 @@ def gate_pool_backward(
         a, mean = _score_dots(rows, S, row, p, dh_t, y_t, betas, d, D, BLOCK)
         dy_t, dbetas = tl.zeros([BLOCK], tl.float32), ()
         for first in tl.static_range(0, n, GROUP):
-            douts = load_rows(dout, first, min(GROUP, n - first), n, row, d, D)
+            if first > 0:
+                douts = load_rows(dout, first, min(GROUP, n - first), n, row, d, D)
             if not KEEP_ROWS:  # once more, from cache
                 group = load_rows(S, first, min(GROUP, n - first), n, row, d, D)
             for i in tl.static_range(first, min(first + GROUP, n)):
@@ -295,7 +297,9 @@ def _gate_pool(
         S, y, beta, pool, pool if score is None else score.contiguous(), *weight_and_bias(affine),
         out, h, q, z, rstd, N, D, eps, norm_eps,
         n=n, SCORED=score is not None, CENTRED=centred, BLOCK=block,
-        num_warps=launch.warp_count(block),
+        # Two programs side by side: where one waits for a sum, the other one loads.
+        num_warps=launch.warp_count(2 * block if affine else block),
+        max_registers=128 if affine else None,
     )  # fmt: skip
     return out, h, q, z, rstd
 
@@ -357,6 +361,7 @@ def _gate_pool_backward(
         dS, dy, dbeta, dpool, dscore, *weight_and_bias(daffine), N, D, norm_eps,
         n=n, SCORED=score is not None, CENTRED=centred, KEEP_ROWS=keep_rows, GROUP=4,
         BLOCK=block, num_warps=launch.warp_count(2 * block),
+        max_registers=128 if n <= 2 else None,  # two programs side by side, where so many suffice
     )  # fmt: skip
     dpool = launch.add_partial_sums(dpool, 0)
     dscore = launch.add_partial_sums(dscore, 0)

@@ -344,9 +344,11 @@ def _hyper_connection(
     outputs = _empty_outputs(H, W, inputs, centred)
     n, D, K = *H.shape[-2:], W.shape[1]
     N, block = H.shape[:-2].numel(), launch.block_size(D)
+    # Twelve, as two, three or four run side by side on a processor.
+    programs = launch.program_count(N, H, per_processor=12)
     affine = [p.contiguous() for p in affine]
     launch.launch_kernel(
-        hyper_connection_forward, (launch.program_count(N, H),),
+        hyper_connection_forward, (programs,),
         H, *pending_write(H, Y, beta), _weight_rows(W, centred), bias.contiguous(),
         scale.contiguous(), static.contiguous(), *weight_and_bias(affine), *outputs,
         N, D, eps, norm_eps,
