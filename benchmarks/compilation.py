@@ -80,12 +80,26 @@ def run_forward_and_backward(case: Case, N: int, D: int, dtype: torch.dtype) -> 
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
 
 
+class LaunchSignature(NamedTuple):
+    """What triton compiles a kernel for. Launches with equal signatures run one binary.
+
+    Args:
+        types: of the arguments, by name.
+        constants: the constexpr arguments, and integers that are 1.
+        divisible: which arguments are multiples of 16, by position.
+    """
+
+    types: dict[str, Any]
+    constants: dict[str, Any]
+    divisible: dict[tuple[int, ...], list[list[Any]]]
+
+
 def launch_signature(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
-) -> tuple[dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
-    """What triton compiles a kernel for: the types of its arguments, and which of them are
-    multiples of 16. Launches for which both and the constants are the same run one binary.
-    """
+) -> LaunchSignature:
+    """The signature of a launch."""
+    specialised = {p.name: a for a, p in zip(args, kernel.params, strict=False) if _is_one(a, p)}
+    constants = specialised | constants
     signature = dict(zip(kernel.arg_names, map(_triton_type, args), strict=False))
     signature |= dict.fromkeys(constants, "constexpr")
     if list(signature) != kernel.arg_names:
@@ -102,7 +116,12 @@ def launch_signature(
             isinstance(argument, int) and argument % 16 == 0 and not parameter.do_not_specialize
         ):
             attributes[(i,)] = divisible
-    return signature, attributes
+    return LaunchSignature(signature, constants, attributes)
+
+
+def _is_one(argument: Any, parameter: Any) -> bool:
+    """Whether triton compiles this argument as the constant 1."""
+    return type(argument) is int and argument == 1 and not parameter.do_not_specialize
 
 
 def _compile_kernel(
@@ -121,8 +140,8 @@ def _compile_kernel(
 
     from crosslayer.kernels import launch
 
-    signature, attributes = launch_signature(kernel, args, constants)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    signature = launch_signature(kernel, args, constants)
+    source = ASTSource(kernel, signature.types, signature.constants, signature.divisible)
     options = launch.compiler_options(num_warps, num_stages, max_registers)
     target = GPUTarget("cuda", capability, 32)
     binary = triton.compile(source, target=target, options=options)

@@ -1,8 +1,9 @@
 """Each kernel compiled for a Hopper GPU: what its machine code says of its speed, without a GPU.
 
-`of copy` is a model and no measurement. A token takes a block the latency of its rounds of loads
-and its barriers, or an SM the time to issue the instructions, or to move the bytes at the bandwidth
-of a copy, whichever is longest. It is left out for kernels that hold several tokens or walk a row.
+`modelled of copy` is a model and no measurement. A token takes a block the latency of its rounds of
+loads and its barriers, or an SM the time to issue the instructions, or to move the bytes at the
+bandwidth of a copy, whichever is longest. It is left out for kernels that hold several tokens or
+walk a row.
 """
 
 import math
@@ -19,7 +20,7 @@ COLUMNS = (
     *("op", "n", "D", "dtype", "kernel", "warps", "registers", "spilled bytes", "load rounds"),
     *("barriers", "instructions", "blocks an SM", "modelled of copy"),
 )
-TOKENS = 16  # more than the programs that share tokens without a GPU
+TOKENS = 16  # more than the programs that share tokens without a GPU: at most 12
 # An H200: multiprocessors, bytes/s of a copy, clock. Seconds are estimates.
 PROCESSORS, COPY_BANDWIDTH, CLOCK = 132, 4.3e12, 1.98e9
 LATENCY, BARRIER, OVERHEAD = 650e-9, 30e-9, 100e-9

@@ -196,8 +196,8 @@ def mudd_norm_has_another_eps(patch):
 
 @bug(golden=golden_hyper, loop=loop_hyper)
 def hyper_layernorm_has_another_eps(patch):
-    statistics = hyper.STATISTICS["layernorm"]._replace(eps=1e-6)
-    patch.setitem(hyper.STATISTICS, "layernorm", statistics)
+    statistics = hyper.STREAM_STATISTICS["layernorm"]._replace(eps=1e-6)
+    patch.setitem(hyper.STREAM_STATISTICS, "layernorm", statistics)
 
 
 @bug(

@@ -190,6 +190,18 @@ def test_library_op(case, monkeypatch):
 
 
 @all_paths
+def test_gradients_of_outputs_in_any_layout(case):
+    rows, weights = case.make_tensors(4, 7, torch.float32)
+    leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in (*rows, *weights)]
+    outs = case.run(kernel_ops(), leaves[: len(rows)], leaves[len(rows) :])
+    gradients = [torch.randn_like(out) for out in outs]
+    transposed = [g.mT.contiguous().mT for g in gradients]
+    expected = torch.autograd.grad(outs, leaves, gradients, retain_graph=True)
+    for actual, e in zip(torch.autograd.grad(outs, leaves, transposed), expected, strict=True):
+        assert torch.equal(actual, e)
+
+
+@all_paths
 def test_second_derivatives(case):
     """A product with the Hessian, from a kernel's backward that is differentiated again."""
     rows, weights = case.make_tensors(2, 7, torch.float32)

@@ -12,6 +12,7 @@ from benchmarks.cases import (
     hyper_case,
     mix_case,
     norm_case,
+    project_case,
     width_connection_case,
 )
 from benchmarks.compilation import compile_launches, launch_signature, replaced_launches
@@ -36,6 +37,11 @@ LIMITS: dict[str, tuple[Case, tuple[int, int], tuple[int, int]]] = {
 SPILLED_BYTES = 64
 
 
+def share_rows(programs, pieces, like):
+    """`launch.split_count` as on a GPU while few tokens are decoded."""
+    return min(3, pieces)
+
+
 def assert_no_chain(case: Case, rounds: tuple[int, int], barriers: tuple[int, int]) -> None:
     kernels = compile_launches(case, 16, 2048, torch.bfloat16)
     assert len(kernels) == 2
@@ -44,6 +50,13 @@ def assert_no_chain(case: Case, rounds: tuple[int, int], barriers: tuple[int, in
         assert code.load_rounds <= most_rounds, kernel.name
         assert code.barriers <= most_barriers, kernel.name
         assert code.spilled_bytes <= SPILLED_BYTES, kernel.name
+
+
+def test_sums_of_a_single_row_compile(monkeypatch):
+    """Where one token is decoded: triton compiles an integer that is 1 as a constant."""
+    monkeypatch.setattr("crosslayer.kernels.launch.split_count", share_rows)
+    kernels = compile_launches(project_case(1, 24, False), 1, 256, torch.bfloat16)
+    assert "join_splits" in [kernel.name for kernel in kernels]
 
 
 def test_sums_over_rows_wait_once():
@@ -61,25 +74,36 @@ def test_loads_do_not_wait_for_sums(name):
 )
 def test_number_of_compiled_kernels(spec, most, monkeypatch):
     """24 layers compile a kernel for each bucket of sources; another number of tokens, none."""
-    compiled = set()
+    first, *others = compiled_kernels(spec, [(2, 8), (1, 3), (1, 1)], monkeypatch)
+    assert len(first) <= most
+    assert others == [first] * 2
+
+
+def test_number_of_kernels_compiled_to_decode(monkeypatch):
+    """Programs share a row of each generator. What joins them is compiled for powers of two."""
+    monkeypatch.setattr("crosslayer.kernels.launch.split_count", share_rows)
+    (names,) = compiled_kernels("mudd", [(1, 1)], monkeypatch, D=256)
+    assert names.count("join_splits") <= 6
+
+
+def compiled_kernels(spec, sizes, monkeypatch, D=chain.D) -> list[list[str]]:
+    """The names of the kernels compiled so far after each batch [batch, tokens] of 24 layers."""
+    compiled = {}
 
     def record_launch(
         kernel, grid, *args, num_warps, num_stages=3, max_registers=None, **constants
     ):
-        signature = launch_signature(kernel, args, constants)
+        types, constants, _ = launch_signature(kernel, args, constants)
         options = (num_warps, num_stages, max_registers)
-        compiled.add((kernel.__name__, str(signature), str(constants), options))
+        compiled[kernel.__name__, str(types), str(constants), options] = kernel.__name__
 
     make = crosslayer.make(spec)
-    sites = nn.ModuleList(
-        make(site, chain.D, lambda port: nn.RMSNorm(chain.D)) for site in crosslayer.plan(24)
-    )
+    sites = nn.ModuleList(make(site, D, lambda port: nn.RMSNorm(D)) for site in crosslayer.plan(24))
     monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
-    counts = []
+    names = []
     with replaced_launches(record_launch):
-        for batch, tokens in ((2, 8), (1, 3), (1, 1)):
-            x = torch.randn(batch, tokens, chain.D, requires_grad=True)
+        for batch, tokens in sizes:
+            x = torch.randn(batch, tokens, D, requires_grad=True)
             chain.run(sites, x).sum().backward()
-            counts.append(len(compiled))
-    assert counts[0] <= most
-    assert counts == counts[:1] * 3
+            names.append(list(compiled.values()))
+    return names

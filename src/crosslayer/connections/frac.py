@@ -23,7 +23,7 @@ from ..ops import depth_connection, hyper_connection, mix_streams
 from ..ops.hyper import BoundName
 from ..validation import check_positive
 from .hyper import (
-    STATISTICS,
+    STREAM_STATISTICS,
     Streams,
     add_wiring_parameters,
     coefficient_map,
@@ -73,7 +73,7 @@ class Frac(Connection[Streams]):
         self.weighs_channels = True
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"
-        self.statistics = STATISTICS["layernorm"]
+        self.statistics = STREAM_STATISTICS["layernorm"]
         if not self.is_readout:
             add_wiring_parameters(
                 self, width=dim // fractions, streams=fractions, columns=2 * fractions

@@ -122,7 +122,7 @@ class Hyper(FusedNormConnection[Streams]):
         self.n = streams
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"
-        self.statistics = check_choice("stats", stats, STATISTICS)
+        self.statistics = check_choice("stats", stats, STREAM_STATISTICS)
         if eps is not None:
             check_non_negative(eps=eps)
             self.statistics = self.statistics._replace(eps=eps)
@@ -319,7 +319,7 @@ class Statistics(NamedTuple):
     biased: bool
 
 
-STATISTICS = {
+STREAM_STATISTICS = {
     "layernorm": Statistics(1e-5, True, True, True),
     "rmsnorm": Statistics(1e-6, False, True, False),
     "unweighted": Statistics(1e-5, True, False, False),

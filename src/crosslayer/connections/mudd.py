@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..connection import SPLIT_PORTS, NormFactory, Site, float32_parameter, init_normal_
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
-from ..norms import NormSpec, rms, rstd, upcast
+from ..norms import NormSpec, add_write, rms, rstd, upcast
 from ..ops import add_norm, depth_mix, project_tall, write_norm_project
 from ..validation import check_non_negative, check_positive
 from .denseformer import (
@@ -302,7 +302,7 @@ class Mudd(FusedNormConnection[History]):
         finished = identity_weights(blocks + 1, upcast(state.h))
         if not self.opens_layer:
             return MixingWeights(write, h, finished)
-        X_l = state.h if state.y is None else state.h + state.y
+        X_l = add_write(state.h, state.y)
         # What joins the history when this block ends: X_l, or P_l for PrePostDANorm.
         joins = h
         if self.pre is not None:

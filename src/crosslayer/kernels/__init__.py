@@ -1,4 +1,4 @@
-"""Triton kernels: `kernels/X.py` has those of the ops in `ops/X.py`. Importing registers them.
+"""Triton kernels: those of the ops in `ops/X.py` are in `kernels/X.py`. Importing registers them.
 
 The torch references in `ops` are the definition. `ops.dispatch` calls a kernel where it is in use
 and supports the arguments. Rules that hold for every kernel:
@@ -11,13 +11,13 @@ and supports the arguments. Rules that hold for every kernel:
 - `memory_traffic_bytes` returns the least number of bytes that forward and backward must move.
 - A kernel asks for the rows of a token before it waits for a sum over one, and computes
   independent sums together (`row_sums`). Sources come in buckets (`sources`), and numbers of tokens
-  are not specialised: a model of 24 layers compiles ten kernels and not a kernel for each site.
+  are not specialised: the mixtures of MUDD at 24 layers compile ten kernels, not one for each site.
 - The norm of an op's output is fused where a program has a whole row (`NormSpec`).
 
 Shared by all: `library_op` (the ops of torch) and `launch` (block sizes, number of programs, the
 launch). By several: `fused_norm` (a norm in a kernel), `row_sums` (sums over rows), `sources` (the
-loads of sources and streams), `products` (float32 products on tensor cores) and `row_splits` (rows
-that programs share). Nothing imports this package, or triton, before `use_kernels` does.
+loads of sources and streams), `split_products` (float32 products on tensor cores) and `row_splits`
+(rows that programs share). Nothing imports this package, or triton, before `use_kernels` does.
 """
 
 from ..ops.dispatch import register_kernel

@@ -6,8 +6,8 @@ reads (n + 1)·D, writes (n + 1)·D elements a token; μ is the mean of a stream
 (V − μ) W equals V times W minus the mean of W's columns, so W is centred instead of V.
 
 backward, with V recomputed; G_c is the gradient of mixture c:   dα[s, c] = ⟨G_c, V_s⟩
-g = r dz = r · scale · bound'(z + bias) · (dα, dβ'),   c_s = r_s ⟨g_s, z_s⟩/D
-dV_s = Σ_c α[s, c] G_c + g_s Wᵀ − c_s (V_s − μ_s) = dH_s,   dY = Σ_s β_s dV_s,   dβ_s = ⟨dV_s, Y⟩
+g = r dz = r · scale · bound'(z + bias) · (dα, dβ'),   k_s = r_s ⟨g_s, z_s⟩/D
+dV_s = Σ_c α[s, c] G_c + g_s Wᵀ − k_s (V_s − μ_s) = dH_s,   dY = Σ_s β_s dV_s,   dβ_s = ⟨dV_s, Y⟩
 dW = Σ_tokens Σ_s V_sᵀ g_s, centred as W
 reads (2n + 2)·D, writes (n + 1)·D; saves its inputs, and z, r and μ of each stream
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import ops
 from ..norms import NormSpec
 from ..ops.dispatch import reference_of
-from ..ops.hyper import BOUNDS, CoefficientMap
+from ..ops.hyper import COEFFICIENT_BOUNDS, CoefficientMap
 from ..ops.manual_backward import definition_gradients
 from . import launch
 from .fused_norm import (
@@ -42,12 +42,12 @@ from .fused_norm import (
     weight_and_bias,
 )
 from .library_op import LibraryOp
-from .products import centre_columns
 from .project import pending_write
 from .row_sums import repeat_conversion, row_sum, sum_in_thread, sum_partial_sums
 from .sources import load_numbers, load_streams
+from .split_products import centre_columns
 
-# Sums over streams that a program computes for a token: more, as of 8 streams, do not fit in
+# The most sums over D that a program computes for a token; 4 streams have 28. More do not fit in
 # registers.
 MAX_SUMS = 32
 
@@ -79,8 +79,10 @@ def fits_program(
     norm: NormSpec | None = None,
 ) -> bool:
     """Whether the kernel supports these arguments of `hyper_connection`."""
+    if inputs > 1 and norm is not None:
+        return False  # the definition refuses it
     if Y is not None and beta is None:
-        return False  # a write with weight 1, which no connection makes
+        return False  # a write with weight 1, which neither `hyper` nor `frac` makes
     n, D = H.shape[-2:]
     K = n + inputs + 1
     # Streams and their gradients; W, its gradient, and the norm's weight and its gradient.
@@ -114,7 +116,7 @@ def memory_traffic_bytes(
 
 
 @triton.jit
-def load_weight_rows(W, d, D, K: tl.constexpr):
+def _load_weight_rows(W, d, D, K: tl.constexpr):
     """The K rows of W."""
     rows = ()
     for k in tl.static_range(K):
@@ -123,7 +125,7 @@ def load_weight_rows(W, d, D, K: tl.constexpr):
 
 
 @triton.jit
-def load_written_rows(H, ys, betas, t, d, D, n: tl.constexpr):
+def _load_written_rows(H, ys, betas, t, d, D, n: tl.constexpr):
     """The streams of a token with the pending write, rounded to their dtype.
 
     Args:
@@ -141,7 +143,7 @@ def load_written_rows(H, ys, betas, t, d, D, n: tl.constexpr):
 
 
 @triton.jit
-def mix_rows(rows, weights, BLOCK: tl.constexpr):
+def _mix_rows(rows, weights, BLOCK: tl.constexpr):
     """Σ_s weights_s rows_s."""
     mixed = tl.zeros([BLOCK], tl.float32)
     for s in tl.static_range(len(rows)):
@@ -150,7 +152,7 @@ def mix_rows(rows, weights, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pick(numbers, first: tl.constexpr, step: tl.constexpr):
+def _pick(numbers, first: tl.constexpr, step: tl.constexpr):
     """The numbers at first, first + step, …"""
     picked = ()
     for i in tl.static_range(first, len(numbers), step):
@@ -159,16 +161,16 @@ def pick(numbers, first: tl.constexpr, step: tl.constexpr):
 
 
 @triton.jit
-def bound_by_tanh(x):
+def _bound_by_tanh(x):
     return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
-def bound_by_nothing(x):
+def _bound_by_nothing(x):
     return x
 
 
-DEVICE_BOUNDS = {"tanh": bound_by_tanh, "none": bound_by_nothing}
+DEVICE_BOUNDS = {"tanh": _bound_by_tanh, "none": _bound_by_nothing}
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -180,14 +182,14 @@ def hyper_connection_forward(
 ):  # fmt: skip
     SUMS: tl.constexpr = K + 1  # of each stream
     d = tl.arange(0, BLOCK)
-    w_rows = load_weight_rows(W, d, D, K)
+    w_rows = _load_weight_rows(W, d, D, K)
     if weight is not None:
         w, b = load_affine(weight, norm_bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         ys = load_streams(Y, t, d, D, d < D, PENDING)
         betas = load_numbers(beta + t * n, 0, n if PENDING > 0 else 0, n, 0.0)
-        rows = load_written_rows(H, ys, betas, t, d, D, n)
+        rows = _load_written_rows(H, ys, betas, t, d, D, n)
         partial = ()
         for s in tl.static_range(n):
             v = repeat_conversion(rows[s])
@@ -219,26 +221,26 @@ def hyper_connection_forward(
                 coefficients = coefficients + (number,)
             tl.store(new_beta + t * n + s, coefficients[s * K + K - 1])
         for c in tl.static_range(INPUTS):
-            read = mix_rows(rows, pick(coefficients, c, K), BLOCK)
+            read = _mix_rows(rows, _pick(coefficients, c, K), BLOCK)
             if weight is not None:
                 read, _ = normalise_row(read, d, D, norm_eps, NORM_CENTRED)
                 read = read * w + b
             tl.store(x + (t * INPUTS + c) * D + d, read.to(x.dtype.element_ty), mask=d < D)
         for c in tl.static_range(n):
-            mixed = mix_rows(rows, pick(coefficients, INPUTS + c, K), BLOCK)
+            mixed = _mix_rows(rows, _pick(coefficients, INPUTS + c, K), BLOCK)
             tl.store(out + (t * n + c) * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["N"])
 def hyper_connection_backward(
-    H, Y, beta, W, coefficients, slopes, z, rstd, mu, weight, dx, dout, dnew_beta,
+    H, Y, beta, W, coefficients, g_factors, z, rstd, mu, weight, dx, dout, dnew_beta,
     dH, dY, dbeta, dcoefficients, dW, dweight, dbias, N, D, norm_eps,
     CENTRED: tl.constexpr, NORM_CENTRED: tl.constexpr, PENDING: tl.constexpr,
     INPUTS: tl.constexpr, n: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = INPUTS + n
     d = tl.arange(0, BLOCK)
-    w_rows = load_weight_rows(W, d, D, K)
+    w_rows = _load_weight_rows(W, d, D, K)
     if weight is not None:
         w, _ = load_affine(weight, None, d, D)
         dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -249,12 +251,12 @@ def hyper_connection_backward(
         t = tl.cast(token, tl.int64)
         ys = load_streams(Y, t, d, D, d < D, PENDING)
         betas = load_numbers(beta + t * n, 0, n if PENDING > 0 else 0, n, 0.0)
-        rows = load_written_rows(H, ys, betas, t, d, D, n)
+        rows = _load_written_rows(H, ys, betas, t, d, D, n)
         dxs = load_streams(dx, t, d, D, d < D, INPUTS)
         douts = load_streams(dout, t, d, D, d < D, n)
         if weight is not None:
             numbers = load_numbers(coefficients + t * n * K, 0, n * K, n * K, 0.0)
-            read = mix_rows(rows, pick(numbers, 0, K), BLOCK)
+            read = _mix_rows(rows, _pick(numbers, 0, K), BLOCK)
             dx_t = dxs[0].to(tl.float32)
             normed, dxs = norm_rows_backward(
                 (read,), (dx_t,), (w,), d, D, norm_eps, NORM_CENTRED, BLOCK
@@ -273,21 +275,21 @@ def hyper_connection_backward(
         for s in tl.static_range(n):
             at = (t * n + s) * K
             numbers = load_numbers(coefficients + at, 0, K, K, 0.0)
-            g, shrinkage = (), 0.0
+            g, k_s = (), 0.0
             for k in tl.static_range(K):
                 if k < C:
                     dnumber = row_sum(sums, s * C + k)
                 else:
                     dnumber = tl.load(dnew_beta + t * n + s)
                 tl.store(dcoefficients + at + k, dnumber)
-                g_k = dnumber * tl.load(slopes + at + k)
-                shrinkage += g_k * tl.load(z + at + k)
+                g_k = dnumber * tl.load(g_factors + at + k)
+                k_s += g_k * tl.load(z + at + k)
                 g = g + (g_k,)
-            shrinkage = shrinkage * tl.load(rstd + t * n + s) / D
+            k_s = k_s * tl.load(rstd + t * n + s) / D
             v = repeat_conversion(rows[s])
-            dv = -shrinkage * v
+            dv = -k_s * v
             if CENTRED:
-                dv += shrinkage * tl.load(mu + t * n + s)
+                dv += k_s * tl.load(mu + t * n + s)
             for c in tl.static_range(C):
                 dv += numbers[c] * repeat_conversion(gradients[c])
             sums_w = ()
@@ -344,7 +346,7 @@ def _hyper_connection(
     outputs = _empty_outputs(H, W, inputs, centred)
     n, D, K = *H.shape[-2:], W.shape[1]
     N, block = H.shape[:-2].numel(), launch.block_size(D)
-    # Twelve, as two, three or four run side by side on a processor.
+    # A processor runs two, three or four side by side: none idles at the end.
     programs = launch.program_count(N, H, per_processor=12)
     affine = [p.contiguous() for p in affine]
     launch.launch_kernel(
@@ -406,7 +408,7 @@ def _hyper_connection_backward(
     beta: Tensor | None,
     W: Tensor,
     coefficients: Tensor,
-    slopes: Tensor,
+    g_factors: Tensor,
     z: Tensor,
     rstd: Tensor,
     mu: Tensor,
@@ -426,7 +428,7 @@ def _hyper_connection_backward(
     launch.launch_kernel(
         hyper_connection_backward, (programs,),
         H, *pending_write(H, Y, beta), _weight_rows(W, centred), coefficients.contiguous(),
-        slopes.contiguous(), z, rstd, mu, weight_and_bias(affine)[0], dx, dout, dnew_beta,
+        g_factors.contiguous(), z, rstd, mu, weight_and_bias(affine)[0], dx, dout, dnew_beta,
         dH, dY, dbeta, dcoefficients, dW, *weight_and_bias(daffine), N, D, norm_eps,
         CENTRED=centred, NORM_CENTRED=norm_centred, PENDING=_pending_rows(Y),
         INPUTS=dx.shape[-1] // D, n=n, K=K, BLOCK=block,
@@ -461,7 +463,7 @@ def _(
     beta: Tensor | None,
     W: Tensor,
     coefficients: Tensor,
-    slopes: Tensor,
+    g_factors: Tensor,
     z: Tensor,
     rstd: Tensor,
     mu: Tensor,
@@ -507,12 +509,13 @@ def _backward(ctx: Any, dx: Tensor, dout: Tensor, dnew_beta: Tensor, *_: Any) ->
         parameters = W, bias, scale, static, ctx.bound, ctx.eps, ctx.centred, ctx.inputs
         inputs = (H, Y, beta, *parameters, affine, *ctx.norm_options)
         return definition_gradients(_define, inputs, dx, dout, dnew_beta)
-    bound = BOUNDS[ctx.bound]
+    bound = COEFFICIENT_BOUNDS[ctx.bound]
     bounded = bound.apply(z + bias)
     slopes = scale * bound.slope(bounded)
+    g_factors = slopes * rstd[..., None]
     dH, dY, dbeta, dcoefficients, dW, daffine = _hyper_connection_backward(
-        dx, dout, dnew_beta, H, Y, beta, W, static + scale * bounded, slopes * rstd[..., None],
-        z, rstd, mu, affine, *ctx.norm_options,
+        dx, dout, dnew_beta, H, Y, beta, W, static + scale * bounded, g_factors, z,
+        rstd, mu, affine, *ctx.norm_options,
     )  # fmt: skip
     dbias = (dcoefficients * slopes).sum_to_size(bias.shape)
     dscale = (dcoefficients * bounded).sum_to_size(scale.shape)

@@ -45,7 +45,14 @@ def processor_count(like: Tensor) -> int:
 
 
 def program_count(tokens: int, like: Tensor, per_processor: int = 4) -> int:
-    """How many programs share the tokens where each has a partial sum: enough to fill the GPU."""
+    """How many programs share the tokens, each several in turn: enough to fill the GPU.
+
+    Args:
+        tokens: the number of tokens.
+        like: a tensor on the device.
+        per_processor: programs for each processor. A program that adds up gradients of parameters
+            has a partial sum of its own.
+    """
     return min(tokens, per_processor * processor_count(like))
 
 

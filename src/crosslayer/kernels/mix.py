@@ -54,12 +54,14 @@ def depth_mix(
         outputs = tuple((c, None) for c in range(w.shape[-2]))
     norms = [norm for _, norm in outputs if norm is not None]
     fuses = _can_fuse(X[0].shape[-1], w.shape[-2], norms)
-    ways = tuple(c for c, norm in outputs if fuses and norm is not None)
+    normed_mixtures = tuple(c for c, norm in outputs if fuses and norm is not None)
     _, eps, centred = norm_arguments(norms[0] if fuses else None)
     affine = [parameter for norm in norms if fuses for parameter in norm_arguments(norm)[0]]
     # The mixtures that the kernel stores.
     plain = tuple(dict.fromkeys(c for c, norm in outputs if norm is None or not fuses))
-    results = run_function(_DepthMix, w.float(), plain, ways, eps, centred, len(X), *X, *affine)
+    results = run_function(
+        _DepthMix, w.float(), plain, normed_mixtures, eps, centred, len(X), *X, *affine
+    )
     mixed = dict(zip(plain, results, strict=False))
     normed = iter(results[len(plain) :])
     returned = []
@@ -137,12 +139,12 @@ def _add_sources(sums, X, first: tl.constexpr, number: tl.constexpr, mixtures, w
 @triton.jit(do_not_specialize=["N", "count", "step"])
 def depth_mix_forward(
     X, w, weight, bias, out, normed, N, D, count, step, eps,
-    WAYS: tl.constexpr, CENTRED: tl.constexpr, L: tl.constexpr, LOADED: tl.constexpr,
+    NORMED: tl.constexpr, CENTRED: tl.constexpr, L: tl.constexpr, LOADED: tl.constexpr,
     C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     affines = ()
-    for i in tl.static_range(len(WAYS)):
+    for i in tl.static_range(len(NORMED)):
         affines = affines + (load_affine(weight[i], bias[i], d, D),)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
@@ -160,8 +162,8 @@ def depth_mix_forward(
         for c in tl.static_range(C):
             if out[c] is not None:
                 tl.store(out[c] + row, sums[c].to(out[c].dtype.element_ty), mask=d < D)
-        for i in tl.static_range(len(WAYS)):
-            x = sums[WAYS[i]].to(normed[i].dtype.element_ty).to(tl.float32)
+        for i in tl.static_range(len(NORMED)):
+            x = sums[NORMED[i]].to(normed[i].dtype.element_ty).to(tl.float32)
             x, _ = normalise_row(x, d, D, eps, CENTRED)
             x = x * affines[i][0] + affines[i][1]
             tl.store(normed[i] + row, x.to(normed[i].dtype.element_ty), mask=d < D)
@@ -170,14 +172,14 @@ def depth_mix_forward(
 @triton.jit(do_not_specialize=["N", "count", "step"])
 def depth_mix_backward(
     X, w, weight, dout, dnormed, later, dX, dw, dweight, dbias, N, D, count, step, eps,
-    WAYS: tl.constexpr, CENTRED: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr,
+    NORMED: tl.constexpr, CENTRED: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr,
     LOADED: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Whether the rows that were read for the norms' backward are still in registers.
-    KEPT: tl.constexpr = len(WAYS) > 0 and L == LOADED
+    KEPT: tl.constexpr = len(NORMED) > 0 and L == LOADED
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weights, dweights, dbiases = (), (), ()
-    for i in tl.static_range(len(WAYS)):
+    for i in tl.static_range(len(NORMED)):
         weights = weights + (load_affine(weight[i], None, d, D)[0],)
         dweights = dweights + (tl.zeros([BLOCK], tl.float32),)
         dbiases = dbiases + (tl.zeros([BLOCK], tl.float32),)
@@ -189,29 +191,31 @@ def depth_mix_backward(
         douts = ()
         for c in tl.static_range(C):
             douts = douts + (_load_row(dout[c], t, d, D, BLOCK),)
-        if len(WAYS) > 0:
+        if len(NORMED) > 0:
             mixed, dnorms, gradients = (), (), ()
-            for i in tl.static_range(len(WAYS)):
+            for i in tl.static_range(len(NORMED)):
                 mixed = mixed + (tl.zeros([BLOCK], tl.float32),)
                 dnorms = dnorms + (_load_row(dnormed[i], t, d, D, BLOCK),)
             for first in tl.static_range(0, L, LOADED):
                 if KEPT:
-                    mixed, rows = _add_sources(mixed, X, first, LOADED, WAYS, w_t, count, row, d, D)
+                    mixed, rows = _add_sources(
+                        mixed, X, first, LOADED, NORMED, w_t, count, row, d, D
+                    )
                 elif first == 0 or first < count:  # without it triton compiles four times as long
-                    mixed, _ = _add_sources(mixed, X, first, LOADED, WAYS, w_t, count, row, d, D)
+                    mixed, _ = _add_sources(mixed, X, first, LOADED, NORMED, w_t, count, row, d, D)
             rounded = ()
-            for i in tl.static_range(len(WAYS)):
+            for i in tl.static_range(len(NORMED)):
                 rounded = rounded + (mixed[i].to(X[0].dtype.element_ty).to(tl.float32),)
             normed, dmixed = norm_rows_backward(rounded, dnorms, weights, d, D, eps, CENTRED, BLOCK)
             more, more_b = (), ()
-            for i in tl.static_range(len(WAYS)):
+            for i in tl.static_range(len(NORMED)):
                 more = more + (dweights[i] + dnorms[i] * normed[i],)
                 more_b = more_b + (dbiases[i] + dnorms[i],)
             dweights, dbiases = more, more_b
             for c in tl.static_range(C):
                 dout_c = douts[c]
-                for i in tl.static_range(len(WAYS)):
-                    if WAYS[i] == c:
+                for i in tl.static_range(len(NORMED)):
+                    if NORMED[i] == c:
                         dout_c += dmixed[i]
                 gradients = gradients + (dout_c,)
             douts = gradients
@@ -239,7 +243,7 @@ def depth_mix_backward(
                         dx += passed[i].to(tl.float32)
                     mask = d < D * (first + i < count)
                     tl.store(dX[first + i] + row, dx.to(dX[first + i].dtype.element_ty), mask=mask)
-    for i in tl.static_range(len(WAYS)):
+    for i in tl.static_range(len(NORMED)):
         store_affine_gradients(dweights[i], dbiases[i], dweight[i], dbias[i], d, D)
 
 
@@ -264,9 +268,9 @@ def _launch_sizes(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], in
     return (programs, launch.ceil_div(D, block)), 0 if w.dim() == 2 else C * L, constants
 
 
-def _warp_count(block: int, ways: Sequence[int]) -> int:
+def _warp_count(block: int, normed_mixtures: Sequence[int]) -> int:
     """Warps of a program. With norms it also has their weights and gradients in registers."""
-    return launch.warp_count(block * (2 if ways else 1))
+    return launch.warp_count(block * (2 if normed_mixtures else 1))
 
 
 def _of_every_mixture(
@@ -285,7 +289,7 @@ def _depth_mix(
     w: Tensor,
     affine: Sequence[Tensor],
     plain: Sequence[int],
-    ways: Sequence[int],
+    normed_mixtures: Sequence[int],
     eps: float,
     centred: bool,
 ) -> list[Tensor]:
@@ -294,15 +298,16 @@ def _depth_mix(
     affine = [p.contiguous() for p in affine]
     N, D = launch.token_count(X[0]), X[0].shape[-1]
     mixed = [torch.empty_like(X[0]) for _ in plain]
-    normed = [torch.empty_like(X[0]) for _ in ways]
-    grid, step, constants = _launch_sizes(X[0], w, len(ways))
+    normed = [torch.empty_like(X[0]) for _ in normed_mixtures]
+    grid, step, constants = _launch_sizes(X[0], w, len(normed_mixtures))
     launch.launch_kernel(
         depth_mix_forward, grid,
-        pad_sources(X), w, *_weights_and_biases(affine, len(ways)),
+        pad_sources(X), w, *_weights_and_biases(affine, len(normed_mixtures)),
         _of_every_mixture(mixed, plain, w), normed, N, D, len(X), step, eps,
-        WAYS=tuple(ways), CENTRED=centred, num_warps=_warp_count(constants["BLOCK"], ways),
+        NORMED=tuple(normed_mixtures), CENTRED=centred,
+        num_warps=_warp_count(constants["BLOCK"], normed_mixtures),
         # Two programs of 8 warps side by side: where one waits for a sum, the other one loads.
-        max_registers=128 if ways else None, **constants,
+        max_registers=128 if normed_mixtures else None, **constants,
     )  # fmt: skip
     return [*mixed, *normed]
 
@@ -313,11 +318,11 @@ def _(
     w: Tensor,
     affine: Sequence[Tensor],
     plain: Sequence[int],
-    ways: Sequence[int],
+    normed_mixtures: Sequence[int],
     eps: float,
     centred: bool,
 ) -> list[Tensor]:
-    return [X[0].new_empty(X[0].shape) for _ in (*plain, *ways)]
+    return [X[0].new_empty(X[0].shape) for _ in (*plain, *normed_mixtures)]
 
 
 @LibraryOp
@@ -328,7 +333,7 @@ def _depth_mix_backward(
     w: Tensor,
     affine: Sequence[Tensor],
     plain: Sequence[int],
-    ways: Sequence[int],
+    normed_mixtures: Sequence[int],
     eps: float,
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
@@ -338,17 +343,17 @@ def _depth_mix_backward(
     dout = [None if d is None else d.contiguous() for d in dout]
     later = [None if d is None else d.contiguous() for d in later]
     N, D = launch.token_count(X[0]), X[0].shape[-1]
-    grid, step, constants = _launch_sizes(X[0], w, len(ways))
+    grid, step, constants = _launch_sizes(X[0], w, len(normed_mixtures))
     dX = [torch.empty_like(x) for x in X]
     dw = launch.empty_partial_sums(w, *grid[1:], N, *w.shape[-2:])
     daffine = empty_affine_partial_sums(affine, grid[0])
     launch.launch_kernel(
         depth_mix_backward, grid,
-        pad_sources(X), w, _weights_and_biases(affine, len(ways))[0],
+        pad_sources(X), w, _weights_and_biases(affine, len(normed_mixtures))[0],
         _of_every_mixture(dout, plain, w), dout[len(plain) :], pad_sources(later), pad_sources(dX),
-        dw, *_weights_and_biases(daffine, len(ways)), N, D, len(X), step, eps,
-        WAYS=tuple(ways), CENTRED=centred, GROUP=4,
-        num_warps=_warp_count(constants["BLOCK"], ways), **constants,
+        dw, *_weights_and_biases(daffine, len(normed_mixtures)), N, D, len(X), step, eps,
+        NORMED=tuple(normed_mixtures), CENTRED=centred, GROUP=4,
+        num_warps=_warp_count(constants["BLOCK"], normed_mixtures), **constants,
     )  # fmt: skip
     axes = (0, 1) if w.dim() == 2 else (0,)
     dw = launch.add_partial_sums(dw, *axes).view(w.shape)
@@ -363,7 +368,7 @@ def _(
     w: Tensor,
     affine: Sequence[Tensor],
     plain: Sequence[int],
-    ways: Sequence[int],
+    normed_mixtures: Sequence[int],
     eps: float,
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
@@ -378,16 +383,16 @@ class _DepthMix(Function):
     def definition(
         w: Tensor,
         plain: Sequence[int],
-        ways: Sequence[int],
+        normed_mixtures: Sequence[int],
         eps: float,
         centred: bool,
         L: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         X, affine = tensors[:L], tensors[L:]
-        step = len(affine) // max(1, len(ways))
+        step = len(affine) // max(1, len(normed_mixtures))
         outputs: list[tuple[int, NormSpec | None]] = [(c, None) for c in plain]
-        for i, c in enumerate(ways):
+        for i, c in enumerate(normed_mixtures):
             outputs.append((c, norm_of_arguments(affine[i * step : (i + 1) * step], eps, centred)))
         out, X = reference_of(ops.depth_mix)(X, w, tuple(outputs))
         return *out, *X
@@ -395,10 +400,10 @@ class _DepthMix(Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: see `ops.mix._DepthMix`.
-        ctx, w, plain, ways, eps, centred, L, *tensors = args
+        ctx, w, plain, normed_mixtures, eps, centred, L, *tensors = args
         X, affine = tensors[:L], tensors[L:]
-        out = _depth_mix(X, w, affine, plain, ways, eps, centred)
-        ctx.options, ctx.L = (plain, ways, eps, centred), L
+        out = _depth_mix(X, w, affine, plain, normed_mixtures, eps, centred)
+        ctx.options, ctx.L = (plain, normed_mixtures, eps, centred), L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
         ctx.save_for_backward(w, *tensors)
         return *out, *X

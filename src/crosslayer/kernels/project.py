@@ -13,7 +13,8 @@ dW = Σ_tokens vᵀ g, centred as W;   dY = Σ_s β_s dH_s,   dβ_s = ⟨dH_s, Y
 reads (2n + 1)·D, writes (n + 1)·D: a program processes a piece of the width for all its tokens,
 with that piece of W and dW on chip
 
-Where the streams are bfloat16, W is split into three bfloat16 parts beforehand: see `products`.
+Where the streams are bfloat16, W is split into three bfloat16 parts beforehand (`split_products`),
+but not in a forward whose programs share rows: they read W once.
 """
 
 from typing import Any
@@ -26,7 +27,8 @@ from torch import Tensor
 from ..ops.project import describe_unweighted, differentiable_backward, unweighted_gradient
 from . import launch
 from .library_op import LibraryOp
-from .products import (
+from .row_splits import empty_sums, launch_join, split_rows
+from .split_products import (
     centre_columns,
     load_parts,
     multiply_by_parts,
@@ -37,7 +39,6 @@ from .products import (
     weight_bytes,
     weight_operand,
 )
-from .row_splits import empty_sums, launch_join, split_rows
 
 # Columns of W of which a piece fits a program. MUDD has more from 33 sources on, and mHC from 11
 # streams on: torch computes their products.
@@ -85,7 +86,7 @@ def memory_traffic_bytes(
         joint: all streams of a token are one vector.
         size: bytes an element.
         pending: rows of Y a token: n, 1 where all streams share it, 0 where no write is pending.
-        weighted: the write has weights; else its gradient is that of its stream, for one stream.
+        weighted: the write has weights. Without them, and with one stream, dY is dH.
     """
     W_rows = D * (n if joint else 1)
     W, dW = weight_bytes(W_rows, K, size), 4 * K * W_rows
@@ -315,7 +316,7 @@ def _write_norm_project_backward(
     rstd: Tensor,
     mu: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dnew = dnew.contiguous()
+    dnew, dz = dnew.contiguous(), dz.contiguous()
     n, D, N = new.shape[-2], new.shape[-1], new.shape[:-2].numel()
     # Each piece of D reads a token's g and c again, so pieces are long and tiles have few tokens.
     tokens = max(1, 16 // launch.next_power_of_2(n))

@@ -57,24 +57,25 @@ def launch_join(
     z, rstd, mu = outputs
     if dots is z:
         return
-    splits, rows, K = len(dots), rstd.numel(), z.shape[-1]
+    rows, K = rstd.numel(), z.shape[-1]
     launch.launch_kernel(
         join_splits, (rows,),
-        dots, spreads, means, z, rstd, mu, rows, width, split_width, splits, eps,
-        CENTRED=mu.numel() > 0, K=K, WIDE=launch.next_power_of_2(K),
-        SIDE=launch.next_power_of_2(splits), num_warps=4,
+        dots, spreads, means, z, rstd, mu, rows, K, width, split_width, len(dots), eps,
+        CENTRED=mu.numel() > 0, WIDE=launch.next_power_of_2(K),
+        SIDE=launch.next_power_of_2(len(dots)), num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit
+# triton compiles an integer that is 1 as a constant unless told not to.
+@triton.jit(do_not_specialize=["rows", "K"])
 def join_splits(
-    dots, spreads, means, z, rstd, mu, rows, width, split_width, splits, eps,
-    CENTRED: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+    dots, spreads, means, z, rstd, mu, rows, K, width, split_width, splits, eps,
+    CENTRED: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split, k = tl.arange(0, SIDE), tl.arange(0, WIDE)
     on = split < splits
-    at = split * rows.to(tl.int64) + row
+    at = split * tl.cast(rows, tl.int64) + row
     sums = tl.load(dots + at[:, None] * K + k, mask=on[:, None] & (k < K), other=0.0)
     spread = tl.sum(tl.load(spreads + at, mask=on, other=0.0), 0)
     if CENTRED:

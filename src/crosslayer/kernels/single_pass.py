@@ -26,7 +26,9 @@ from ..ops.dispatch import reference_of
 from ..ops.manual_backward import definition_gradients
 from . import launch
 from .library_op import LibraryOp
-from .products import (
+from .row_splits import empty_sums, launch_join, split_rows
+from .sources import load_streams
+from .split_products import (
     load_parts,
     multiply_by_parts,
     multiply_split,
@@ -37,8 +39,6 @@ from .products import (
     weight_gradient,
     weight_operand,
 )
-from .row_splits import empty_sums, launch_join, split_rows
-from .sources import load_streams
 
 # Columns of W of which a piece fits a program: with more, as of 7 streams, registers spill.
 MAX_COLUMNS = 64
@@ -100,7 +100,7 @@ def memory_traffic_bytes(
 
 
 @triton.jit
-def load_coefficients(coefficients, t, live, count: tl.constexpr):
+def _load_coefficients(coefficients, t, live, count: tl.constexpr):
     """The coefficients of a tile's tokens: a tuple of `count` tensors shaped like t."""
     loaded = ()
     for i in tl.static_range(count):
@@ -109,7 +109,7 @@ def load_coefficients(coefficients, t, live, count: tl.constexpr):
 
 
 @triton.jit
-def mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
+def _mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
     """H'_c before it is rounded."""
     v = b[c] * y
     if MIXES:
@@ -130,8 +130,8 @@ def single_pass_connection_forward(
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live, k = t < N, tl.arange(0, WIDE)[None, :]
     t_2 = t[:, None]
-    b, p = load_coefficients(beta, t_2, t_2 < N, n), load_coefficients(pre, t_2, t_2 < N, n)
-    R = load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
+    b, p = _load_coefficients(beta, t_2, t_2 < N, n), _load_coefficients(pre, t_2, t_2 < N, n)
+    R = _load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
     dots = tl.zeros([TILE, WIDE], tl.float32)
     squares = tl.zeros([TILE, BLOCK], tl.float32)
     begin = tl.program_id(1) * pieces_a_split * BLOCK
@@ -144,7 +144,7 @@ def single_pass_connection_forward(
         streams = load_streams(H, t_2, d[None, :], D, on, n)
         read = tl.zeros([TILE, BLOCK], tl.float32)
         for c in tl.static_range(n):
-            v = mix_and_write(streams, y, R, b, c, MIXES, n).to(new.dtype.element_ty)
+            v = _mix_and_write(streams, y, R, b, c, MIXES, n).to(new.dtype.element_ty)
             tl.store(new + (t * n + c)[:, None] * D + d[None, :], v, mask=on)
             v_wide = v.to(tl.float32)
             squares += v_wide * v_wide
@@ -166,7 +166,7 @@ def single_pass_connection_forward(
 
 
 @triton.jit
-def multiply_gradient(
+def _multiply_gradient(
     g_parts, W, i: tl.constexpr, d, k, D, W_columns, n: tl.constexpr, PARTS: tl.constexpr
 ):
     """g W_iᵀ of a piece of stream i."""
@@ -179,7 +179,7 @@ def multiply_gradient(
 
 
 @triton.jit
-def coefficient_sums(streams, y, dx_t, v, G):
+def _coefficient_sums(streams, y, dx_t, v, G):
     """A piece's share of dbeta_i and dpre_i, and of dres[s, i] for each of the `streams` s."""
     sums = (tl.sum(y * G, 1), tl.sum(dx_t * v, 1))
     for s in tl.static_range(len(streams)):
@@ -188,7 +188,7 @@ def coefficient_sums(streams, y, dx_t, v, G):
 
 
 @triton.jit
-def mix_back(dhs, R, G, i: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
+def _mix_back(dhs, R, G, i: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
     """The gradients of the streams with what G, that of H'_i, adds to each."""
     added = ()
     for s in tl.static_range(n):
@@ -212,8 +212,8 @@ def single_pass_connection_backward(
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live, k = t < N, tl.arange(0, WIDE)[None, :]
     t_2 = t[:, None]
-    b, p = load_coefficients(beta, t_2, t_2 < N, n), load_coefficients(pre, t_2, t_2 < N, n)
-    R = load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
+    b, p = _load_coefficients(beta, t_2, t_2 < N, n), _load_coefficients(pre, t_2, t_2 < N, n)
+    R = _load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
     g_t = tl.load(g + t_2 * K + k, mask=live[:, None] & (k < K), other=0.0)
     c_t = tl.load(c + t_2, mask=t_2 < N, other=0.0)
     g_parts = split_operand(g_t, PARTS)
@@ -236,17 +236,17 @@ def single_pass_connection_backward(
         dy = tl.zeros([TILE, BLOCK], tl.float32)
         new_totals = ()
         for i in tl.static_range(n):
-            v = mix_and_write(streams, y, R, b, i, MIXES, n).to(H.dtype.element_ty)
+            v = _mix_and_write(streams, y, R, b, i, MIXES, n).to(H.dtype.element_ty)
             v = v.to(tl.float32)
-            G = multiply_gradient(g_parts, W, i, d, k, D, W_columns, n, PARTS)
+            G = _multiply_gradient(g_parts, W, i, d, k, D, W_columns, n, PARTS)
             at = (t_2 * n + i) * D + d[None, :]
             G += tl.load(dnew + at, mask=on, other=0.0).to(tl.float32)
             G += p[i] * dx_t - c_t * v
             dy += b[i] * G
-            sums_i = coefficient_sums(streams if MIXES else (), y, dx_t, v, G)
+            sums_i = _coefficient_sums(streams if MIXES else (), y, dx_t, v, G)
             for j in tl.static_range(COLUMNS):
                 new_totals = new_totals + (totals[i * COLUMNS + j] + sums_i[j],)
-            dhs = mix_back(dhs, R, G, i, MIXES, n)
+            dhs = _mix_back(dhs, R, G, i, MIXES, n)
         totals = new_totals
         for s in tl.static_range(n):
             at = (t_2 * n + s) * D + d[None, :]
@@ -321,7 +321,7 @@ def _single_pass_connection_backward(
     z: Tensor,
     rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dnew, H, y, beta, pre = (t.contiguous() for t in (dx, dnew, H, y, beta, pre))
+    dx, dnew, dz, H, y, beta, pre = (t.contiguous() for t in (dx, dnew, dz, H, y, beta, pre))
     sizes = _tile_sizes(H, W.shape[1])
     D, N = H.shape[-1], H.shape[:-2].numel()
     g = dz * rstd[..., None]

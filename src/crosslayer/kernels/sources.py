@@ -47,7 +47,7 @@ def load_rows(X, first: tl.constexpr, number: tl.constexpr, count, row, d, D):
 
 @triton.jit
 def load_streams(H, t, d, D, on, n: tl.constexpr):
-    """The elements d of each stream of [tokens n D], for tokens t."""
+    """The elements d of each stream of [tokens n D], for tokens t; zeros where `on` is False."""
     streams = ()
     for s in tl.static_range(n):
         streams = streams + (tl.load(H + (t * n + s) * D + d, mask=on, other=0.0),)

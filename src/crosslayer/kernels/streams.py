@@ -37,7 +37,7 @@ from .fused_norm import (
 )
 from .library_op import LibraryOp
 from .row_sums import repeat_conversion, sum_rows
-from .sources import load_numbers
+from .sources import load_numbers, load_streams
 
 
 def width_connection(
@@ -109,11 +109,8 @@ def width_connection_backward(
         row = tl.program_id(1) * tl.cast(N, tl.int64) + t
         dx_t = tl.load(dx + t * D + d, mask=d < D, other=0.0).to(tl.float32)
         pre_t = load_numbers(pre + t * n, 0, n, n, 0.0)
-        streams, douts = (), ()
-        for s in tl.static_range(n):
-            streams = streams + (tl.load(H + (t * n + s) * D + d, mask=d < D, other=0.0),)
-        for c in tl.static_range(n):
-            douts = douts + (tl.load(dout + (t * n + c) * D + d, mask=d < D, other=0.0),)
+        streams = load_streams(H, t, d, D, d < D, n)
+        douts = load_streams(dout, t, d, D, d < D, n)
         if weight is not None:
             read = tl.zeros([BLOCK], tl.float32)
             for s in tl.static_range(n):

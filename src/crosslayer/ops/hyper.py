@@ -34,7 +34,7 @@ class Bound(NamedTuple):
     slope: Callable[[Tensor], Tensor]
 
 
-BOUNDS: dict[BoundName, Bound] = {
+COEFFICIENT_BOUNDS: dict[BoundName, Bound] = {
     "tanh": Bound(torch.tanh, lambda bounded: 1 - bounded * bounded),
     "none": Bound(lambda x: x, torch.ones_like),
 }
@@ -76,7 +76,7 @@ def dynamic_coefficients(
     """
     W, bias, scale, static, bound, eps, centred = coefficient_map
     H, z = write_norm_project(H, Y, beta, W, eps, centred)
-    coefficients = scale * BOUNDS[bound].apply(z + bias) + static
+    coefficients = scale * COEFFICIENT_BOUNDS[bound].apply(z + bias) + static
     alpha, new_beta = coefficients.tensor_split([-1], -1)
     return H, alpha, new_beta[..., 0]
 
@@ -103,11 +103,16 @@ def hyper_connection(
         beta: [n] static, or [B T n]; None for 1, or where no write is pending.
         coefficient_map: of K = inputs + n + 1 coefficients: alpha, then beta'.
         inputs: the number of mixtures in x.
-        norm: the norm of x if that is one mixture; None for no norm.
+        norm: the norm of x, if `inputs` is 1; None for no norm.
 
     Returns:
         x [B T inputs·D] and H' [B T n D] in H's dtype, and beta' [B T n] float32.
+
+    Raises:
+        ValueError: a norm, and several mixtures in x.
     """
+    if inputs > 1 and norm is not None:
+        raise ValueError(f"a norm of x with {inputs} mixtures: only a single mixture has one")
     H, alpha, new_beta = dynamic_coefficients(H, Y, beta, coefficient_map)
     if inputs == 1:
         x, H = width_connection(H, alpha[..., 0], alpha[..., 1:], norm)

@@ -38,8 +38,8 @@ def write_norm_project(
     Args:
         H: [B T n D].
         Y: [B T 1 D], or [B T n D]; None where no write is pending.
-        beta: [n] static, or [B T n]; None for 1, or where no write is pending. Y is saved for its
-            gradient alone.
+        beta: [n] static, or [B T n]; None for 1, or where no write is pending. Y is saved only for
+            the gradient of beta.
         W: [D K] to norm and project each stream, or [nD K] to norm and project all streams as one
             vector; float32.
         eps: of the norm.
@@ -158,7 +158,8 @@ def differentiable_backward(
     Args:
         ctx: has `eps`, `centred` and `unweighted`.
         written: the output H'.
-        Y, beta, W: as in the forward; Y is None where beta is.
+        Y, beta, W: as in the forward, but Y is None for a write with weight 1: `ctx.unweighted`
+            describes that.
         dwritten, dz: the gradients of the outputs.
 
     Returns:

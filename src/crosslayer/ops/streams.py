@@ -1,10 +1,9 @@
 """n streams: write one output to all of them, and read mixtures of them.
 
 A site of n streams is `write_norm_project`, coefficients computed from its result, then
-`width_connection`: (4n + 2)·D elements a token forward and (6n + 3)·D backward. One kernel for all
-of it moves (2n + 2)·D and (3n + 3)·D, but the coefficients need every stream in full before any is
-mixed: a token's streams have to stay on chip until then. In `hyper_connection` they do, because its
-W is small. Where the coefficients are known before, the op is `single_pass_connection`.
+`width_connection`: (4n + 2)·D elements a token forward and (6n + 3)·D backward, as the coefficients
+need every stream in full before any is mixed. Where a token's streams fit on chip until then, the
+op is `hyper_connection`. Where the coefficients are known before, it is `single_pass_connection`.
 """
 
 from typing import Any

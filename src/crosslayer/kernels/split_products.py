@@ -109,7 +109,7 @@ def split_weight_rows(
     w = tl.load(W + row * row_stride + k * column_stride, mask=(row < rows) & (k < K), other=0.0)
     first, second, third = split_parts(w)
     columns = stored_columns(K, 3)
-    at, size = parts + row * columns + k, rows.to(tl.int64) * columns
+    at, size = parts + row * columns + k, tl.cast(rows, tl.int64) * columns
     stored = (row < rows) & (k < columns)
     tl.store(at, first, mask=stored)
     tl.store(at + size, second, mask=stored)
