@@ -52,6 +52,21 @@ def assert_no_chain(case: Case, rounds: tuple[int, int], barriers: tuple[int, in
         assert code.spilled_bytes <= SPILLED_BYTES, kernel.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [mix_case(9, 2, False, 1, 1), mix_case(9, 4, False), attention_case(9)]
+)
+def test_sources_that_differ_compile(case):
+    """The first one is frozen and float32. triton joins the types of both branches."""
+
+    def run(op, rows, weights):
+        outs = case.run(op, [rows[0].detach().float(), *rows[1:]], weights)
+        return [out for out in outs if out.requires_grad]
+
+    kernels = compile_launches(case._replace(run=run), 2, 256, torch.bfloat16)
+    assert len(kernels) == 2
+
+
 def test_sums_of_a_single_row_compile(monkeypatch):
     """Where one token is decoded: triton compiles an integer that is 1 as a constant."""
     monkeypatch.setattr("crosslayer.kernels.launch.split_count", share_rows)

@@ -74,13 +74,72 @@ def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0)
     return forward, backward
 
 
+# What follows is in functions, because triton joins what a branch assigns to what had the name
+# before, and rows of two groups may differ: in dtype, or where no gradient was passed on.
+
+
+@triton.jit
+def _attend(
+    X, query, z, rstd, top, mass, mean, t, first: tl.constexpr, GROUP: tl.constexpr, count, row, d,
+    D, eps, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The softmax so far, with a group of sources."""
+    k = tl.arange(0, GROUP)
+    rows = load_rows(X, first, GROUP, count, row, d, D)
+    products = ()
+    for i in tl.static_range(GROUP):
+        x = rows[i].to(tl.float32)
+        products = products + (x * x, query * x)
+    squares, dots = tl.split(tl.reshape(sum_rows(products, BLOCK), [GROUP, 2]))
+    r = tl.rsqrt(squares / D + eps)
+    scores = tl.where(first + k < count, r * dots, -float("inf"))
+    tl.store(rstd + t * count + first + k, r, mask=first + k < count)
+    tl.store(z + t * count + first + k, scores, mask=first + k < count)
+    higher = tl.maximum(top, tl.max(scores, 0))
+    fade, p = tl.exp(top - higher), tl.exp(scores - higher)
+    mass, mean = mass * fade + tl.sum(p, 0), mean * fade
+    for i in tl.static_range(GROUP):
+        mean += row_sum(p, i) * repeat_conversion(rows[i])
+    return higher, mass, mean
+
+
+@triton.jit
+def _attend_back(
+    rows, passed, X, later, dX, query, dquery, z, rstd, dout_t, top, mass, mean, t,
+    first: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr, count, row, d, D,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store dX of a group of sources; dquery with what the group adds."""
+    if first > 0:
+        passed = load_rows(later, first, GROUP, count, row, d, D)
+    if not KEPT:  # once more, from cache
+        rows = load_rows(X, first, GROUP, count, row, d, D)
+    r_group = load_numbers(rstd + t * count, first, GROUP, count, 0.0)
+    scores = load_numbers(z + t * count, first, GROUP, count, -float("inf"))
+    products = ()
+    for i in tl.static_range(GROUP):
+        x = repeat_conversion(rows[first * KEPT + i])
+        products = products + (dout_t * x,)
+    a = sum_rows(products, BLOCK)
+    for i in tl.static_range(GROUP):
+        x = repeat_conversion(rows[first * KEPT + i])
+        p = tl.exp(scores[i] - top) / mass
+        u = p * (row_sum(a, i) - mean) * r_group[i]
+        dx = p * dout_t + u * (query - (scores[i] * r_group[i] / D) * x)
+        if later[first + i] is not None:
+            dx += passed[i].to(tl.float32)
+        dquery += u * x
+        mask = d < D * (first + i < count)
+        tl.store(dX[first + i] + row, dx.to(dX[first + i].dtype.element_ty), mask=mask)
+    return dquery
+
+
 @triton.jit(do_not_specialize=["N", "count"])
 def depth_attention_forward(
     X, q, weight, bias, out, z, rstd, N, D, count, eps, norm_eps,
     L: tl.constexpr, GROUP: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
-    k = tl.arange(0, GROUP)
     query = tl.load(q + d, mask=d < D, other=0.0)
     if weight is not None:
         w, b = load_affine(weight, bias, d, D)
@@ -90,21 +149,10 @@ def depth_attention_forward(
         top, mass, mean = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
         for first in tl.static_range(0, L, GROUP):
             if first == 0 or first < count:
-                rows = load_rows(X, first, GROUP, count, row, d, D)
-                products = ()
-                for i in tl.static_range(GROUP):
-                    x = rows[i].to(tl.float32)
-                    products = products + (x * x, query * x)
-                squares, dots = tl.split(tl.reshape(sum_rows(products, BLOCK), [GROUP, 2]))
-                r = tl.rsqrt(squares / D + eps)
-                scores = tl.where(first + k < count, r * dots, -float("inf"))
-                tl.store(rstd + t * count + first + k, r, mask=first + k < count)
-                tl.store(z + t * count + first + k, scores, mask=first + k < count)
-                higher = tl.maximum(top, tl.max(scores, 0))
-                fade, p = tl.exp(top - higher), tl.exp(scores - higher)
-                top, mass, mean = higher, mass * fade + tl.sum(p, 0), mean * fade
-                for i in tl.static_range(GROUP):
-                    mean += row_sum(p, i) * repeat_conversion(rows[i])
+                top, mass, mean = _attend(
+                    X, query, z, rstd, top, mass, mean, t, first, GROUP, count, row, d, D, eps,
+                    BLOCK,
+                )  # fmt: skip
         mean = mean / mass
         if weight is not None:
             mean, _ = normalise_row(mean, d, D, norm_eps, CENTRED)
@@ -153,27 +201,10 @@ def depth_attention_backward(
         mean = row_sum(sum_rows((dout_t * out,), BLOCK), 0)  # summed as a_l is
         for first in tl.static_range(0, L, GROUP):
             if first == 0 or first < count:
-                if first > 0:
-                    passed = load_rows(later, first, GROUP, count, row, d, D)
-                if L > LOADED:  # once more, from cache
-                    rows = load_rows(X, first, GROUP, count, row, d, D)
-                r_group = load_numbers(rstd + t * count, first, GROUP, count, 0.0)
-                scores = load_numbers(z + t * count, first, GROUP, count, -float("inf"))
-                products = ()
-                for i in tl.static_range(GROUP):
-                    x = repeat_conversion(rows[first * (L == LOADED) + i])
-                    products = products + (dout_t * x,)
-                a = sum_rows(products, BLOCK)
-                for i in tl.static_range(GROUP):
-                    x = repeat_conversion(rows[first * (L == LOADED) + i])
-                    p = tl.exp(scores[i] - top) / mass
-                    u = p * (row_sum(a, i) - mean) * r_group[i]
-                    dx = p * dout_t + u * (query - (scores[i] * r_group[i] / D) * x)
-                    if later[first + i] is not None:
-                        dx += passed[i].to(tl.float32)
-                    dquery += u * x
-                    mask = d < D * (first + i < count)
-                    tl.store(dX[first + i] + row, dx.to(dX[first + i].dtype.element_ty), mask=mask)
+                dquery = _attend_back(
+                    rows, passed, X, later, dX, query, dquery, z, rstd, dout_t, top, mass, mean, t,
+                    first, GROUP, L == LOADED, count, row, d, D, BLOCK,
+                )  # fmt: skip
     tl.store(dq + tl.program_id(0).to(tl.int64) * D + d, dquery, mask=d < D)
     if weight is not None:
         store_affine_gradients(dw, db, dweight, dbias, d, D)

@@ -136,6 +136,47 @@ def _add_sources(sums, X, first: tl.constexpr, number: tl.constexpr, mixtures, w
     return sums, rows
 
 
+@triton.jit
+def _sum_sources(sums, X, first: tl.constexpr, number: tl.constexpr, mixtures, w, count, row, d, D):
+    """The sums of `_add_sources` alone."""
+    sums, _ = _add_sources(sums, X, first, number, mixtures, w, count, row, d, D)
+    return sums
+
+
+@triton.jit
+def _mix_back(
+    rows, X, later, dX, douts, w_t, dw_t, first: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, KEPT: tl.constexpr, count, row, d, D, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store dX and dw of a group of sources.
+
+    A function, because triton joins what a branch assigns to what had the name before, and rows of
+    two groups may differ: in dtype, or where no gradient was passed on.
+    """
+    passed = load_rows(later, first, GROUP, count, row, d, D)
+    if not KEPT:  # a second time where there are norms, then from cache
+        rows = load_rows(X, first, GROUP, count, row, d, D)
+    w_group, products = (), ()
+    for c in tl.static_range(C):
+        w_group = w_group + (load_numbers(w_t + c * count, first, GROUP, count, 0.0),)
+        for i in tl.static_range(GROUP):
+            x = repeat_conversion(rows[first * KEPT + i])
+            products = products + (douts[c] * x,)
+    sums = sum_rows(products, BLOCK)
+    k = tl.arange(0, sums.numel)
+    l = first + k % GROUP
+    mask = (k < C * GROUP) & (l < count)
+    tl.store(dw_t + k // GROUP * count + l, sums, mask=mask)
+    for i in tl.static_range(GROUP):
+        dx = tl.zeros([BLOCK], tl.float32)
+        for c in tl.static_range(C):
+            dx += w_group[c][i] * douts[c]
+        if later[first + i] is not None:
+            dx += passed[i].to(tl.float32)
+        mask = d < D * (first + i < count)
+        tl.store(dX[first + i] + row, dx.to(dX[first + i].dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["N", "count", "step"])
 def depth_mix_forward(
     X, w, weight, bias, out, normed, N, D, count, step, eps,
@@ -156,9 +197,7 @@ def depth_mix_forward(
             # A branch, across which the compiler moves no loads: it would first load the weights of
             # all sources, and the registers would be too few for the rows of a group.
             if first == 0 or first < count:
-                sums, _ = _add_sources(
-                    sums, X, first, LOADED, every, w + t * step, count, row, d, D
-                )
+                sums = _sum_sources(sums, X, first, LOADED, every, w + t * step, count, row, d, D)
         for c in tl.static_range(C):
             if out[c] is not None:
                 tl.store(out[c] + row, sums[c].to(out[c].dtype.element_ty), mask=d < D)
@@ -188,7 +227,7 @@ def depth_mix_backward(
         row = t * D + d
         w_t = w + t * step
         dw_t = dw + (tl.program_id(1) * tl.cast(N, tl.int64) + t) * C * count
-        douts = ()
+        douts, kept = (), ()
         for c in tl.static_range(C):
             douts = douts + (_load_row(dout[c], t, d, D, BLOCK),)
         if len(NORMED) > 0:
@@ -198,11 +237,11 @@ def depth_mix_backward(
                 dnorms = dnorms + (_load_row(dnormed[i], t, d, D, BLOCK),)
             for first in tl.static_range(0, L, LOADED):
                 if KEPT:
-                    mixed, rows = _add_sources(
+                    mixed, kept = _add_sources(
                         mixed, X, first, LOADED, NORMED, w_t, count, row, d, D
                     )
                 elif first == 0 or first < count:  # without it triton compiles four times as long
-                    mixed, _ = _add_sources(mixed, X, first, LOADED, NORMED, w_t, count, row, d, D)
+                    mixed = _sum_sources(mixed, X, first, LOADED, NORMED, w_t, count, row, d, D)
             rounded = ()
             for i in tl.static_range(len(NORMED)):
                 rounded = rounded + (mixed[i].to(X[0].dtype.element_ty).to(tl.float32),)
@@ -221,28 +260,10 @@ def depth_mix_backward(
             douts = gradients
         for first in tl.static_range(0, L, GROUP):
             if first == 0 or first < count:
-                passed = load_rows(later, first, GROUP, count, row, d, D)
-                if not KEPT:  # a second time where there are norms, then from cache
-                    rows = load_rows(X, first, GROUP, count, row, d, D)
-                w_group, products = (), ()
-                for c in tl.static_range(C):
-                    w_group = w_group + (load_numbers(w_t + c * count, first, GROUP, count, 0.0),)
-                    for i in tl.static_range(GROUP):
-                        x = repeat_conversion(rows[first * KEPT + i])
-                        products = products + (douts[c] * x,)
-                sums = sum_rows(products, BLOCK)
-                k = tl.arange(0, sums.numel)
-                l = first + k % GROUP
-                mask = (k < C * GROUP) & (l < count)
-                tl.store(dw_t + k // GROUP * count + l, sums, mask=mask)
-                for i in tl.static_range(GROUP):
-                    dx = tl.zeros([BLOCK], tl.float32)
-                    for c in tl.static_range(C):
-                        dx += w_group[c][i] * douts[c]
-                    if later[first + i] is not None:
-                        dx += passed[i].to(tl.float32)
-                    mask = d < D * (first + i < count)
-                    tl.store(dX[first + i] + row, dx.to(dX[first + i].dtype.element_ty), mask=mask)
+                _mix_back(
+                    kept, X, later, dX, douts, w_t, dw_t, first, C, GROUP, KEPT, count, row, d, D,
+                    BLOCK,
+                )  # fmt: skip
     for i in tl.static_range(len(NORMED)):
         store_affine_gradients(dweights[i], dbiases[i], dweight[i], dbias[i], d, D)
 

@@ -40,9 +40,12 @@ from .split_products import (
     weight_operand,
 )
 
-# Columns of W of which a piece fits a program. MUDD has more from 33 sources on, and mHC from 11
-# streams on: torch computes their products.
+# Columns of W of which a piece fits a program. MUDD has more from 33 sources on: torch computes its
+# products.
 MAX_COLUMNS = 128
+# Columns times streams, where these are one vector: the shared memory of a GPU that has 99 KB. mHC
+# has more from 8 streams on.
+MAX_JOINT_COLUMNS = 512
 
 
 def write_norm_project(
@@ -63,7 +66,10 @@ def columns_fit_program(
     H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, *options: Any, **named_options: Any
 ) -> bool:
     """Whether the kernel supports these arguments of `write_norm_project`."""
-    return W.shape[1] <= MAX_COLUMNS
+    n, K = H.shape[-2], W.shape[1]
+    if W.shape[0] > H.shape[-1]:
+        return launch.next_power_of_2(n) * padded_columns(K) <= MAX_JOINT_COLUMNS
+    return K <= MAX_COLUMNS
 
 
 def memory_traffic_bytes(
@@ -98,7 +104,7 @@ def memory_traffic_bytes(
     return forward, backward
 
 
-@triton.jit(do_not_specialize=["N", "K"])
+@triton.jit(do_not_specialize=["N", "K", "pieces_a_split"])
 def write_norm_project_forward(
     H, Y, beta, W, new, z, rstd, mu, N, D, K, eps, pieces_a_split,
     CENTRED: tl.constexpr, PENDING: tl.constexpr, WEIGHTED: tl.constexpr, EACH: tl.constexpr,

@@ -67,7 +67,7 @@ def launch_join(
 
 
 # triton compiles an integer that is 1 as a constant unless told not to.
-@triton.jit(do_not_specialize=["rows", "K"])
+@triton.jit(do_not_specialize=["rows", "K", "splits"])
 def join_splits(
     dots, spreads, means, z, rstd, mu, rows, K, width, split_width, splits, eps,
     CENTRED: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,

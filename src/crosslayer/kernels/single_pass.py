@@ -120,7 +120,7 @@ def _mix_and_write(streams, y, R, b, c: tl.constexpr, MIXES: tl.constexpr, n: tl
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "pieces_a_split"])
 def single_pass_connection_forward(
     H, Y, beta, res, pre, W, new, x, z, rstd, N, D, eps, pieces_a_split,
     MIXES: tl.constexpr, IS_SPLIT: tl.constexpr, PARTS: tl.constexpr, n: tl.constexpr,
@@ -201,7 +201,7 @@ def _mix_back(dhs, R, G, i: tl.constexpr, MIXES: tl.constexpr, n: tl.constexpr):
     return added
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "pieces_a_split"])
 def single_pass_connection_backward(
     H, Y, beta, res, pre, W, g, c, dx, dnew, dH, dY, sums, N, D, pieces_a_split,
     MIXES: tl.constexpr, PARTS: tl.constexpr, n: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,

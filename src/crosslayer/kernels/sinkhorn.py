@@ -54,7 +54,7 @@ def _divide_backward(dM, M, s, axis: tl.constexpr, on):
     return _divide(dM - tl.sum(dM * M, axis, keep_dims=True), s, on)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def sinkhorn_forward(
     z, out, N, rounds, eps, n: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr
 ):
@@ -71,7 +71,7 @@ def sinkhorn_forward(
     tl.store(out + at, M.to(out.dtype.element_ty), mask=on)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def sinkhorn_backward(
     z, dout, dz, N, rounds, eps,
     n: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr,

@@ -189,7 +189,7 @@ def weight_gradient(rows: Tensor, g: Tensor) -> Tensor:
     return launch.add_partial_sums(partial, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def sum_weight_gradient(
     rows, g, dW, N, width, PARTS: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
