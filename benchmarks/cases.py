@@ -47,23 +47,26 @@ class Case(NamedTuple):
     scale_weights: Callable[[list[Tensor]], list[Tensor]] = list
     widest: int = 1 << 30
 
-    def make_tensors(self, N: int, D: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Random rows and weights in float64, rounded to the dtypes that the op takes.
+    def make_tensors(
+        self, N: int, D: int, dtype: torch.dtype, held: torch.dtype = torch.float64
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Random rows and weights, rounded to the dtypes that the op takes. Weights are float64.
 
         Args:
             N: the number of tokens.
             D: the width.
-            dtype: of the rows.
+            dtype: what the rows are rounded to.
+            held: the dtype that they have in memory.
         """
         lead = (BATCH, N // BATCH) if N % BATCH == 0 else (1, N)
-        rows = [torch.randn(*lead, *shape, dtype=torch.float64) for shape in self.row_shapes(D)]
+        rows = [torch.randn(*lead, *shape, dtype=held) for shape in self.row_shapes(D)]
         weights = []
         for shape in self.weight_shapes(D):
             if shape[:1] == (0,):
                 shape = (*lead, *shape[1:])
             weights.append(torch.randn(shape, dtype=torch.float64))
         weights = self.scale_weights(weights)
-        return [x.to(dtype).double() for x in rows], [w.float().double() for w in weights]
+        return [x.to(dtype).to(held) for x in rows], [w.float().double() for w in weights]
 
     def memory_traffic_bytes(self, N: int, D: int, size: int) -> tuple[int, int]:
         """Bytes that forward and backward must move, for N tokens and `size` bytes an element."""

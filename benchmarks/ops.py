@@ -125,8 +125,8 @@ def least_bytes(case: Case, N: int, D: int, itemsize: int) -> dict[str, int | No
 def build_calls(case: Case, N: int, D: int, settings: Settings, variant: str | Peer) -> Calls:
     """Args: variant: "kernel", "eager", "compiled", or a peer."""
     with torch.device(settings.torch_device):
-        rows, weights = case.make_tensors(N, D, settings.torch_dtype)
-    rows = [x.to(settings.torch_dtype) for x in rows]
+        dtype = settings.torch_dtype
+        rows, weights = case.make_tensors(N, D, dtype, held=dtype)
     weights = [w.float() for w in weights]
     run: Callable[..., Any]
     if isinstance(variant, Peer):

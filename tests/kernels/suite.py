@@ -21,6 +21,7 @@ from benchmarks.cases import attention_case, kernel_ops, mix_case
 from crosslayer import ops
 from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.kernels import launch
+from crosslayer.norms import NormSpec
 from crosslayer.ops import dispatch
 from tests.hf.backbones import build
 from tests.kernels.accuracy import assert_accurate
@@ -206,6 +207,23 @@ def test_gradients_of_outputs_in_any_layout(case):
     expected = torch.autograd.grad(outs, leaves, gradients, retain_graph=True)
     for actual, e in zip(torch.autograd.grad(outs, leaves, transposed), expected, strict=True):
         assert torch.equal(actual, e)
+
+
+def test_a_write_of_lower_precision_is_added_in_the_kernel(launched):
+    """Under autocast y is bfloat16 where the stream h is float32."""
+    weights = torch.rand(7, device=DEVICE)
+    norm = NormSpec(weights, None, 1e-6, centred=False)
+    h, y = torch.randn(2, 2, 3, 7, device=DEVICE)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [h.clone().requires_grad_(), y.bfloat16().to(dtype).requires_grad_()]
+        outs = kernel_ops().add_norm(*leaves, norm)
+        gradients = torch.autograd.grad(outs[0].sum() + outs[1].square().sum(), leaves)
+        assert [g.dtype for g in gradients] == [torch.float32, dtype]
+        results.append((*outs, gradients[0], gradients[1].bfloat16()))
+    assert launched == ["add_norm_forward", "add_norm_backward"] * 2
+    for mixed, equal in zip(*results, strict=True):
+        assert torch.equal(mixed, equal)
 
 
 @all_paths

@@ -121,6 +121,8 @@ def test_library_op_is_not_compiled_where_a_graph_breaks():
 class FakeKernel:
     """Records the launches of a triton function, and what was compiled for them."""
 
+    __name__ = "fake_kernel"
+
     def __init__(self):
         self.compiled_for = []
         self.launched = []
@@ -163,6 +165,15 @@ def test_a_kernel_is_compiled_once_for_arguments_of_the_same_types():
     assert len(kernel.compiled_for) == 1 + len(others) and len(kernel.launched) == 1
     launch.launch_kernel(kernel, (0,), x, [x, None], 7, 1e-6, n=2, num_warps=4)
     assert len(kernel.launched) == 1
+
+
+def test_tensors_on_several_devices_are_refused():
+    kernel = FakeKernel()
+    with pytest.raises(ValueError, match="fake_kernel: tensors on cpu and meta, expected one"):
+        launch.launch_kernel(
+            kernel, (4,), torch.zeros(4), [torch.zeros(4, device="meta")], num_warps=4
+        )
+    assert not kernel.compiled_for
 
 
 def test_what_triton_compiles_apart_is_told_apart():

@@ -450,7 +450,8 @@ def test_every_run_diverged(text_file, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_default_comparison(tmp_path):
-    """The command of the README, with half of its arms, in half of its time.
+    """The command of the README, with half of its arms, in half of its time: three times what
+    pre-norm takes to train, and as much again at most, whatever the machine.
 
     All of them run at a tiny size in tests/test_readme.py.
     """
@@ -464,11 +465,15 @@ def test_the_default_comparison(tmp_path):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    assert time.time() - start < 180
+    seconds = time.time() - start
     (folder,) = tmp_path.iterdir()
     results = json.loads((folder / "results.json").read_text())
+    settings = results["settings"]
+    tokens = settings["steps"] * settings["batch"] * settings["context"]
+    seconds_of_prenorm = tokens / results["runs"][0]["tokens_per_second"]
+    assert seconds < 2 * 3 * seconds_of_prenorm
     bits = {row["arm"]: row["metrics"]["bits/byte"] for row in results["runs"]}
-    assert set(bits) == {"prenorm", "mudd", "mgr"}
+    assert list(bits) == ["prenorm", "mudd", "mgr"]
     assert all(value < results["entropy"] - 0.5 for value in bits.values())
     assert bits["mudd"] < bits["prenorm"] - 0.05
     print(done.stdout)

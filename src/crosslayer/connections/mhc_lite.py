@@ -16,11 +16,9 @@ State: n streams, and post of the pending write. Parameters a sub-layer:
 nD(2n + n! + 1) + 2n + n! + 3. Traffic: at least (2n + 2)D a token and site.
 """
 
-import itertools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, float32_parameter
@@ -144,5 +142,13 @@ class MHCLite(FusedNormConnection[Streams]):
 
 def _permutation_matrices(n: int, like: Tensor) -> Tensor:
     """All permutation matrices [n! n n] in lexicographic order, P[r, i, permutation_r(i)] = 1."""
-    orders = torch.tensor(list(itertools.permutations(range(n))), device=like.device)
-    return F.one_hot(orders, n).to(like.dtype)
+    # Computed on the device: a copy from the host cannot be part of a CUDA graph.
+    number = torch.arange(math.factorial(n), device=like.device)
+    free = like.new_ones(len(number), n)  # the columns that no earlier row has taken
+    rows = []
+    for i in range(n):
+        choice = number // math.factorial(n - 1 - i) % (n - i)  # which of the free columns
+        row = free * (free.cumsum(-1) == choice[:, None] + 1)
+        free = free - row
+        rows.append(row)
+    return torch.stack(rows, 1)

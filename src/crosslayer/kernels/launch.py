@@ -136,6 +136,7 @@ def launch_kernel(
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*addresses, *constants.values())
         return
+    _check_one_device(kernel, args)
     compiled = kernel[grid](
         *[tuple(a) if isinstance(a, list) else a for a in args],
         **constants,
@@ -153,6 +154,14 @@ def compiler_options(num_warps: int, num_stages: int, max_registers: int | None)
     if max_registers is not None and torch.version.hip is None:  # AMD's compiler has no such option
         options["maxnreg"] = max_registers
     return options
+
+
+def _check_one_device(kernel: Any, args: Sequence[Any]) -> None:
+    lists = [a if isinstance(a, list) else [a] for a in args]
+    devices = {str(a.device) for group in lists for a in group if isinstance(a, Tensor)}
+    if len(devices) > 1:
+        names = " and ".join(sorted(devices))
+        raise ValueError(f"{kernel.__name__}: tensors on {names}, expected one device")
 
 
 def _describe_arguments(args: Sequence[Any], types: list[Any]) -> list[Any]:

@@ -32,7 +32,7 @@ from .library_op import LibraryOp
 
 def add_norm(h: Tensor, y: Tensor | None, norm: NormSpec | None = None) -> tuple[Tensor, Tensor]:
     """`ops.add_norm`."""
-    if y is None or norm is None or y.dtype != h.dtype:
+    if y is None or norm is None or torch.promote_types(h.dtype, y.dtype) != h.dtype:
         h = add_write(h, y)
         return h, apply_norm(h, norm)
     return _add_norm(h, y, *norm_arguments(norm))
@@ -142,7 +142,8 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, _, affine, *ctx.norm_options = inputs
+    _, y, affine, *ctx.norm_options = inputs
+    ctx.y_dtype = y.dtype
     ctx.save_for_backward(output[0], *affine)
 
 
@@ -156,9 +157,9 @@ def _backward(ctx: Any, dnew: Tensor, dout: Tensor) -> tuple[Any, ...]:
         inputs = (new, affine, *ctx.norm_options)
         dh, daffine, *_ = definition_gradients(_define_norm, inputs, dout)
         dh = dh + dnew
-        return dh, dh, daffine, None, None
-    dh, daffine = _add_norm_backward(dnew, dout, new, affine, *ctx.norm_options)
-    return dh, dh, daffine, None, None
+    else:
+        dh, daffine = _add_norm_backward(dnew, dout, new, affine, *ctx.norm_options)
+    return dh, dh.to(ctx.y_dtype), daffine, None, None
 
 
 _add_norm.register_autograd(_backward, setup_context=_save_for_backward)
