@@ -58,6 +58,35 @@ def add_in_trees() -> Iterator[None]:
 
 
 @contextmanager
+def patch_once() -> Iterator[None]:
+    """Replace the functions of triton's language once.
+
+    The interpreter does it for each launch and for each function that a kernel calls, which is half
+    of its time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    scopes: dict[tuple[bool, ...], Any] = {}
+
+    def patch_new_modules(fn: Any) -> Any:
+        values = [id(value) for value in fn.__globals__.values()]
+        modules = tuple(id(module) in values for module in (tl, tl.core))
+        if modules not in scopes:
+            scopes[modules] = patch(fn)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = patch_new_modules
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+        for scope in reversed(scopes.values()):
+            scope.restore()
+
+
+@contextmanager
 def count_traffic() -> Iterator[SimpleNamespace]:
     """Count in `.bytes` what kernels load and store; masked lanes move nothing."""
     from triton.runtime.interpreter import InterpreterBuilder
