@@ -257,7 +257,7 @@ def test_fused_norms_are_those_of_the_ports(spec, parallel):
 
 @compiled(DEFAULTS + OTHER_READS)
 def test_one_graph(spec, parallel):
-    model, ids = gpt(spec, parallel), tokens()
+    model, ids = gpt(spec, parallel, layers=2), tokens()
     loss, gradients = loss_and_gradients(model, ids)
     model.compile(fullgraph=True, backend="aot_eager")
     again, compiled = loss_and_gradients(model, ids)

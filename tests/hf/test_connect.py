@@ -218,7 +218,7 @@ def compiled_cells(families: tuple[str, ...]) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "spec"), compiled_cells(FAMILIES))
 def test_compiles_to_one_graph(family, spec):
-    model = connected(family, spec)
+    model = connected(family, spec, num_hidden_layers=2)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
         output(compiled, family), output(model, family), rtol=1e-5, atol=1e-5

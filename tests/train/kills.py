@@ -224,7 +224,7 @@ def run() -> None:
     counts = json.loads(file.read_text()) if file.exists() else dict.fromkeys(options.commands, 0)
 
     shares = {name: COMMANDS[name][0] for name in options.commands}
-    goals = {name: options.kills * shares[name] // sum(shares.values()) for name in shares}
+    goals = {name: max(1, options.kills * shares[name] // sum(shares.values())) for name in shares}
     goals[options.commands[0]] += options.kills - sum(goals.values())
     draw = random.Random(sum(counts.values()))
     while any(counts[name] < goals[name] for name in goals) and time.time() < until:

@@ -128,9 +128,9 @@ def test_dropout_is_resumed_too(text, tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
-    """train, compare, data prepare and torchrun; KILLS=100 for more kills than 26."""
+    """train, compare, data prepare and torchrun; KILLS=100 for more kills than 14."""
     command = [sys.executable, "-m", "tests.train.kills", str(tmp_path)]
-    count = os.environ.get("KILLS", "26")
+    count = os.environ.get("KILLS", "14")
     done = subprocess.run(
         [*command, "--kills", count],
         capture_output=True,
@@ -546,10 +546,11 @@ def test_recomputation_that_is_not_supported(text):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("compile", "arm", "layers"), [("layers", "mudd", 9), ("model", "hyper", 1)]
+    ("compile", "arm", "layers"), [("layers", "mudd", 3), ("model", "hyper", 1)]
 )
-def test_compiled(text, compile, arm, layers):
-    """Also with more graphs than the compiler's default limit: a dense method has one a layer."""
+def test_compiled(text, compile, arm, layers, monkeypatch):
+    """Also with more graphs than the compiler's limit: a dense method has one a layer."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     settings = {"data": text, "layers": layers, "steps": 2, "diagnostics_every": 2}
     plain, counted = run(settings, arm), torch._dynamo.utils.counters
     counted.clear()
