@@ -1,3 +1,4 @@
+import gc
 import os
 
 # before torch is imported: two workers on two cores, a thread each
@@ -6,6 +7,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+
+def pytest_collection_finish():
+    """Garbage is collected less often, and not among the modules: a tenth of the suite's time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -43,10 +43,6 @@ def recomputed_model(spec: str, kept=None):
     return model, torch.zeros(BATCH, CONTEXT + 1, dtype=torch.long, device="meta")
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def test_static_hyper_connections_keep_no_more_than_dynamic_ones():
     """Hyper-Connections (arXiv 2409.19606), Table 9."""
     config = make_config(layers=4, dim=1024, heads=4, vocab=32)
@@ -57,14 +53,15 @@ def test_static_hyper_connections_keep_no_more_than_dynamic_ones():
     assert static <= dynamic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "mode", "bound"),
     [
         ("hyper", "streams", 1.05),
-        slow("mhc", "streams", 1.05),
-        slow("mgr", "streams", 1.05),
-        slow("mgr(stream_dtype='float32')", "inversion", 1.05),
-        slow("mudd", "streams", 1.10),
+        ("mhc", "streams", 1.05),
+        ("mgr", "streams", 1.05),
+        ("mgr(stream_dtype='float32')", "inversion", 1.05),
+        ("mudd", "streams", 1.10),
     ],
 )
 def test_peak_is_that_of_prenorm(spec, mode, bound):

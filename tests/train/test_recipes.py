@@ -40,7 +40,7 @@ def opened(file: Path, scale: str = "full") -> Recipe:
     return load_recipe(file, scale)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def on_meta(file: Path, scale: str, number: int) -> nn.Module:
     """The model of a recipe's arm, by the arm's number."""
     recipe = opened(file, scale)
