@@ -80,12 +80,6 @@ def compiled(specs: list[str]) -> pytest.MarkDecorator:
     )
 
 
-every_sharded = pytest.mark.parametrize(
-    ("spec", "parallel"),
-    cases(DEFAULTS, False)
-    + cases(VARIANTS, False, pytest.mark.slow)
-    + cases(DEFAULTS, True, pytest.mark.slow),
-)
 every_fused = pytest.mark.parametrize(
     ("spec", "parallel"),
     [
@@ -340,8 +334,9 @@ def sharded_errors(request, tmp_path_factory):
         return json.load(file)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("fsdp")
-@every_sharded
+@every_option
 def test_two_rank_fsdp2(spec, parallel, sharded_errors):
     assert sharded_errors[f"{spec}-{parallel}"] < 1e-5
 

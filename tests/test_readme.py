@@ -60,6 +60,7 @@ INSTALLS = [line for line in shell_lines() if line.startswith("pip")]
 def checkout(tmp_path_factory):
     """A folder with recipes, LICENSE and a published checkpoint, and caches instead of the Hub."""
     import datasets.config
+    import lm_eval.tasks
     from huggingface_hub import constants
 
     folder = tmp_path_factory.mktemp("checkout")
@@ -70,8 +71,17 @@ def checkout(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+        patch.setattr(lm_eval.tasks, "TaskManager", index_few_tasks)
         patch.chdir(folder)
         yield folder
+
+
+def index_few_tasks(include_path: None):
+    """lm_eval's own definitions of the tasks in README. It takes 15 s to index all of them."""
+    from lm_eval.tasks.manager import TaskManager
+
+    own = Path(sys.modules[TaskManager.__module__].__file__).parent
+    return TaskManager(include_path=[own / "lambada", own / "piqa"], include_defaults=False)
 
 
 def fill_hub(hub_cache: Path, datasets_cache: Path) -> None:

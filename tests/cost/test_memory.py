@@ -91,6 +91,7 @@ def test_hooks_see_all_that_is_saved():
     assert activation_bytes(model, ids) == pytest.approx(saved, rel=1e-4)  # the loss, the batch
 
 
+@pytest.mark.slow
 def test_planted_bug_a_stored_state_is_counted(monkeypatch):
     """A state that each site keeps in its closure, where no hook looks, shows in the memory."""
     correct = peak_memory("hyper", "streams")

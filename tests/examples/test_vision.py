@@ -380,7 +380,13 @@ def test_validation_noise_depends_on_the_index_alone():
     )
 
 
-@pytest.mark.parametrize(("family", "x"), [(VIT, PIXELS), (DIT, LATENTS)], ids=["vit", "dit"])
+@pytest.mark.parametrize(
+    ("family", "x"),
+    [
+        pytest.param(VIT, PIXELS, id="vit"),
+        pytest.param(DIT, LATENTS, id="dit", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of Lightning and diffusers
 def test_comparison_of_one_step(family, x, tmp_path, capsys):
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
@@ -418,7 +424,7 @@ def test_saved_dit_is_the_averaged_one_and_is_sampled(tmp_path):
 @pytest.mark.parametrize(
     ("task", "x", "options"),
     [
-        (
+        pytest.param(
             CLASSIFICATION,
             PIXELS,
             {
@@ -432,8 +438,10 @@ def test_saved_dit_is_the_averaged_one_and_is_sampled(tmp_path):
                     "pooling": "mean",
                 },
             },
+            id="vit",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             DENOISING,
             LATENTS,
             {
@@ -442,9 +450,9 @@ def test_saved_dit_is_the_averaged_one_and_is_sampled(tmp_path):
                 "task_options": {"augmentation": "flip", "qk_norm": True},
                 "ema": 0.7,
             },
+            id="dit",
         ),
     ],
-    ids=["vit", "dit"],
 )
 @pytest.mark.filterwarnings("ignore")  # of Lightning and diffusers
 def test_a_resumed_run_is_bitwise_identical(task, x, options, tmp_path):

@@ -23,11 +23,18 @@ from tests.hf.backbones import build, ids
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
 # recipes of examples/vision have options of its tasks
 FILES = [file for file in sorted(FOLDER.glob("*.yaml")) if "task_options" not in file.read_text()]
+# one of each paper, with experts and without
+FAST = {"denseformer_table3", "hyper_table5", "mgr_table1_s", "mudd_moe", "mudd_table3_1.4b"}
+
+
+def marks(file: Path) -> list[pytest.MarkDecorator]:
+    group = pytest.mark.xdist_group(file.stem)
+    return [group] if file.stem in FAST else [group, pytest.mark.slow]
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(file, marks=pytest.mark.xdist_group(file.stem)) for file in FILES],
+    params=[pytest.param(file, marks=marks(file)) for file in FILES],
     ids=lambda file: file.stem,
 )
 def file(request):
