@@ -1,4 +1,4 @@
-"""What the studies become: parts of docs/evidence.md and README, figures, rows of the site."""
+"""What the studies become: parts of three pages, figures, rows of the connections' pages."""
 
 import json
 import re
@@ -13,12 +13,10 @@ from benchmarks.evidence.tables import (
     connection_tables,
     difference_matrix,
     multiplier_table,
-    readme_table,
+    summary_table,
 )
 from crosslayer.files import write_text_atomic
 
-PAGE = ROOT / "docs" / "evidence.md"
-README = ROOT / "README.md"
 CAPTIONS = {
     "curves": "Validation loss by tokens and by training time, mean over seeds",
     "differences": "Difference to pre-norm by tokens and by training time, with 95 % intervals",
@@ -45,8 +43,8 @@ PARTS: dict[str, Callable[[Part, Mapping[str, Study]], str]] = {
 }
 
 
-def page_sections(studies: Mapping[str, Study]) -> dict[str, str]:
-    """The text of each marked part of the page, by its name."""
+def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
+    """The text of each marked part of docs/evidence.md, by its name."""
     sections = {}
     for part in read_parts():
         texts = [PARTS[name](part, studies) for name in part.shows]
@@ -54,10 +52,18 @@ def page_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     return sections | {"Claims": claims_table(studies)}
 
 
-def readme_sections(studies: Mapping[str, Study]) -> dict[str, str]:
-    """The text of each marked part of README, by its name."""
+def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:
+    """The text of each marked part of a first page, by its name."""
     arms = sorted(MAIN_ARMS, key=BASELINE.__ne__)  # the baseline first
-    return {"In short": readme_table(studies, arms)}
+    return {"In short": summary_table(studies, arms)}
+
+
+# The pages with marked parts, and what gives their texts.
+PAGES = {
+    ROOT / "docs" / "evidence.md": evidence_sections,
+    ROOT / "docs" / "index.md": summary_sections,
+    ROOT / "README.md": summary_sections,
+}
 
 
 def fill_page(page: str, sections: Mapping[str, str]) -> str:
@@ -83,9 +89,9 @@ def connections_text(studies: Mapping[str, Study]) -> str:
 
 
 def write_pages(studies: Mapping[str, Study]) -> None:
-    """Write the page, README's table, the figures and the rows of the connections."""
-    for page, sections in ((PAGE, page_sections(studies)), (README, readme_sections(studies))):
-        write_text_atomic(page, fill_page(page.read_text("utf8"), sections))
+    """Write the parts of the pages, the figures and the rows of the connections."""
+    for page, sections in PAGES.items():
+        write_text_atomic(page, fill_page(page.read_text("utf8"), sections(studies)))
     write_text_atomic(RESULTS / "connections.json", connections_text(studies))
     for study in studies.values():
         for name, figure in study_figures(study).items():

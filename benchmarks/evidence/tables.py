@@ -36,7 +36,7 @@ COST_COLUMNS = (
 CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", "verdict", "training", "forward", "decoding"),
 )
-README_COLUMNS = (
+SUMMARY_COLUMNS = (
     *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
     *("training speed", "decoding speed"),
 )
@@ -248,7 +248,7 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
     return tables
 
 
-def readme_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
+def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     """The arms that have a result in the first study, in short, and how they were run."""
     study, long_study = studies[FIRST_STUDY], studies.get(LONG_STUDY)
     rows = []
@@ -268,8 +268,8 @@ def readme_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
             cells["training"],
             cells["decoding"],
         )
-        rows.append(dict(zip(README_COLUMNS, values, strict=True)))
-    return f"{markdown_table(README_COLUMNS, rows)}\n\n{_describe_models(study)}"
+        rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
+    return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"
 
 
 def _format_half_width(interval: Interval | None) -> str:

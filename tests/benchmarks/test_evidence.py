@@ -45,10 +45,7 @@ def table_row(text: str, first: str) -> list[str]:
 
 def test_what_is_committed_is_what_its_results_give():
     found = read_studies()
-    for file, sections in (
-        (pages.PAGE, pages.page_sections),
-        (pages.README, pages.readme_sections),
-    ):
+    for file, sections in pages.PAGES.items():
         page = file.read_text("utf8")
         assert pages.fill_page(page, sections(found)) == page, "run python -m benchmarks.evidence"
     assert (studies.RESULTS / "connections.json").read_text("utf8") == pages.connections_text(found)
@@ -62,7 +59,7 @@ def test_what_is_committed_is_what_its_results_give():
 
 
 def test_tables_of_planted_results(planted):
-    sections = pages.page_sections(planted)
+    sections = pages.evidence_sections(planted)
     main = sections["Every connection"]
     losses, costs = main.split("| arm | training |")
     mudd, hyper = (table_row(losses, arm) for arm in ("mudd", "hyper"))
