@@ -59,25 +59,20 @@ every_sequential = pytest.mark.parametrize(("spec", "parallel"), cases(DEFAULTS,
 # A compilation takes seconds: one method is compiled in the fast tests.
 COMPILED_FAST = ["mudd"]
 COMPILED_PARALLEL = ["mudd", "hyper", "attnres", "mgr"]
-# Variants whose gradients are of other operations than their method's. The graphs of all variants
-# are counted by `test_blocks_compile_to_few_graphs`.
+# Each method and these variants, whose gradients are of other operations than their method's, and a
+# method of each kind of state as a parallel block.
 OTHER_READS = [
     "attnres(block_size=3)",
     "hyper(streams=2, dynamic=False)",
     "mhc(single_pass=True)",
     "mudd(normed=True)",
 ]
-
-
-def compiled(specs: list[str]) -> pytest.MarkDecorator:
-    """Each spec sequential, and a method of each kind of state as a parallel block."""
-    slow_specs = [spec for spec in specs if spec not in COMPILED_FAST]
-    return pytest.mark.parametrize(
-        ("spec", "parallel"),
-        cases(COMPILED_FAST, False)
-        + cases(slow_specs, False, pytest.mark.slow)
-        + cases(COMPILED_PARALLEL, True, pytest.mark.slow),
-    )
+compiled = pytest.mark.parametrize(
+    ("spec", "parallel"),
+    cases(COMPILED_FAST, False)
+    + cases([s for s in DEFAULTS + OTHER_READS if s not in COMPILED_FAST], False, pytest.mark.slow)
+    + cases(COMPILED_PARALLEL, True, pytest.mark.slow),
+)
 
 
 every_fused = pytest.mark.parametrize(
@@ -249,7 +244,7 @@ def test_fused_norms_are_those_of_the_ports(spec, parallel):
     assert fused_sites, "no site fuses its norms"
 
 
-@compiled(DEFAULTS + OTHER_READS)
+@compiled
 def test_one_graph(spec, parallel):
     model, ids = gpt(spec, parallel, layers=2), tokens()
     loss, gradients = loss_and_gradients(model, ids)
@@ -260,7 +255,7 @@ def test_one_graph(spec, parallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["attnres", "frac", "hyper", "mgr"])
+@pytest.mark.parametrize("spec", ["attnres", "hyper", "mgr"])
 def test_dynamic_shapes_compile(spec):
     """A training step whose floats are no constants of the graph."""
     model = gpt(spec, layers=1)
@@ -279,7 +274,6 @@ def test_dynamic_shapes_compile(spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        "prenorm",
         "mudd",
         "attnres(block_size=3)",
         "mgr(streams=2)",
@@ -296,7 +290,7 @@ def test_inductor(spec):
     torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-5)
 
 
-@compiled(SPECS)
+@compiled
 def test_blocks_compile_to_few_graphs(spec, parallel):
     """Compiled block by block there is one graph for each structure of state and parameters.
 

@@ -208,11 +208,8 @@ def test_a_fused_projection_gives_each_port_its_outputs(family):
 
 
 def compiled_cells(families: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Kinds of wiring × mudd, and llama × a method of each kind of state; the laws compile every
-    method.
-    """
-    pairs = [(family, "mudd") for family in families if family in KINDS]
-    return [*pairs, *(("llama", spec) for spec in ("resi_dual", "hyper", "attnres", "mgr"))]
+    """Kinds of wiring × mudd, and llama × hyper; the laws compile every method."""
+    return [*((family, "mudd") for family in families if family in KINDS), ("llama", "hyper")]
 
 
 @pytest.mark.slow
@@ -227,9 +224,7 @@ def test_compiles_to_one_graph(family, spec):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
-@pytest.mark.parametrize(
-    ("family", "spec"), [("llama", "hyper"), ("neox-parallel", "mudd"), ("gpt2", "mudd")]
-)
+@pytest.mark.parametrize(("family", "spec"), [("llama", "hyper"), ("neox-parallel", "mudd")])
 def test_inductor_gives_the_same_gradients(family, spec):
     model = connected(family, spec, num_hidden_layers=2)
     expected = gradients(model, family)
