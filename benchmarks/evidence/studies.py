@@ -132,6 +132,18 @@ class Study:
         known = [name for name in order if name in found]
         return {name: found[name] for name in [*known, *(found.keys() - known)]}
 
+    @cached_property
+    def tokens(self) -> int:
+        """Of the training of one run."""
+        _, data, optimization, _ = self.comparison.recipe.settings()
+        return optimization.steps * data.batch * data.context
+
+    @property
+    def hours(self) -> float:
+        """The training of all runs. By the median step, as a run may have been held up."""
+        seconds = [self.tokens / run.tokens_per_second for run in self.comparison.results.runs]
+        return sum(seconds) / 3600
+
     def runs(self, name: str) -> dict[int, RunResult]:
         """The finished runs of an arm at its own rate, by seed."""
         return self.comparison.finished_runs(self.arms[name]) if name in self.arms else {}

@@ -140,10 +140,11 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
 
 def _arms_notes(study: Study) -> list[str]:
     results = study.comparison.results
-    environment = results.environment
+    device, torch = (results.environment[name] for name in ("device", "torch"))
     baseline = list(study.losses(BASELINE).values())
+    hours = f"{study.hours:.1f} hours"
     notes = [
-        f"{len(results.runs)} runs on {environment['device']}, torch {environment['torch']}.",
+        f"{len(results.runs)} runs, {hours} of training on {device}, torch {torch}.",
         LEGEND,
     ]
     if len(baseline) > 1:
@@ -197,9 +198,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
         for plan in part.plans:
             study = studies.get(plan.name)
             for run in study.runs(name).values() if study else []:
-                _, data, optimization, _ = study.comparison.recipe.settings()
-                tokens = optimization.steps * data.batch * data.context
-                computes.append(FLOPS_PER_PARAMETER * run.parameters * tokens)
+                computes.append(FLOPS_PER_PARAMETER * run.parameters * study.tokens)
                 losses.append(run.valid_loss)
     if len(set(points[BASELINE][0])) < 2:
         return ""
@@ -282,11 +281,11 @@ def _format_half_width(interval: Interval | None) -> str:
 
 
 def _describe_models(study: Study) -> str:
-    model, data, optimization, _ = study.comparison.recipe.settings()
-    tokens = optimization.steps * data.batch * data.context / 1e6
+    model, data, _, _ = study.comparison.recipe.settings()
+    texts = " and ".join(data.valid)
     return (
-        f"{model.family.capitalize()}, {model.layers} layers, width {model.dim}, {tokens:.1f}M "
-        f"tokens of {' and '.join(data.valid)}, each connection at its best learning rate. "
+        f"{model.family.capitalize()}, {model.layers} layers, width {model.dim}, "
+        f"{study.tokens / 1e6:.1f}M tokens of {texts}, each connection at its best learning rate. "
         "Loss in nats a token ± deviation over seeds; differences ± 95 % interval."
     )
 

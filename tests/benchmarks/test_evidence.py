@@ -59,6 +59,7 @@ def test_what_is_committed_is_what_its_results_give():
 
 
 def test_tables_of_planted_results(planted):
+    tokens_of_all = 256 * 8 * 256 * len(planted["short"].comparison.results.runs)
     sections = pages.evidence_sections(planted)
     main = sections["Every connection"]
     losses, costs = main.split("| arm | training |")
@@ -72,6 +73,7 @@ def test_tables_of_planted_results(planted):
     assert hyper[6] == "cannot tell" and table_row(costs, "hyper")[1] == "not run yet"
     assert re.search(r"^Not run yet: .*\baltup\b", costs, re.M)
     assert table_row(main, "postnorm")[6] == "worse"
+    assert f"{tokens_of_all / 3000 / 3600:.1f} hours of training on" in main
     assert "over 5 seeds" in main and "Arms with an interval: 4." in main
     assert "crosslayer compare" in sections["Four times the tokens"]
     size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
