@@ -132,7 +132,7 @@ def test_accuracy(name, shape, dtype):
 def test_accuracy_of_rows_of_several_blocks(case, dtype):
     if dtype != "fp32" and not case.row_shapes(1):
         pytest.skip("coefficients are float32 whatever the streams' dtype is")
-    assert_accurate(case, 32, 1000, DTYPES[dtype], DEVICE)
+    assert_accurate(case, 8, 1000, DTYPES[dtype], DEVICE)
 
 
 @all_paths
@@ -470,7 +470,7 @@ def test_memory_traffic(case, monkeypatch):
     """Forward moves at most 1.05 of `memory_traffic_bytes`; forward and backward 1.15 of it."""
     # One program, because each reads the weights, and the tokens must outweigh these.
     monkeypatch.setattr(launch, "program_count", lambda *_, **__: 1)
-    N, D = 32, 1000
+    N, D = 8, 1000
     rows, weights = case.make_tensors(N, D, torch.bfloat16)
     rows = [x.bfloat16().requires_grad_() for x in rows]
     weights = [w.float().requires_grad_() for w in weights]
