@@ -1,16 +1,18 @@
-"""Takes over results, and writes the page, its figures and the rows of the connections."""
+"""Takes over comparisons and inspections; writes the pages, figures and rows of the connections."""
 
 import sys
 from pathlib import Path
 
 from benchmarks.evidence.pages import write_pages
+from benchmarks.evidence.pruning import take_over_pruning
 from benchmarks.evidence.studies import read_studies, take_over
+from crosslayer.inspect.report import JSON_FILE
 
 
 def main(folders: list[str]) -> int:
     try:
-        for folder in folders:
-            print(take_over(Path(folder)))
+        for folder in map(Path, folders):
+            print(take_over_pruning(folder) if (folder / JSON_FILE).exists() else take_over(folder))
         write_pages(read_studies())
     except (ValueError, OSError) as error:
         print(f"evidence: {' '.join(str(error).split())}", file=sys.stderr)

@@ -3,16 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import yaml
 
-from benchmarks.evidence.studies import FIRST_STUDY, Study
+from benchmarks.evidence.studies import FIRST_STUDY
 from crosslayer.intervals import Interval, mean_interval
 
 CLAIMS = Path(__file__).parent / "claims.yaml"
 WORDS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
 Measure = Literal["end", "equal time"]
+
+
+class SeedLosses(Protocol):
+    """Losses by name and seed, like those of a study's arms."""
+
+    def losses(self, name: str, /) -> dict[int, float]:
+        """The final ones."""
+
+    def losses_at_equal_time(self, name: str, /) -> dict[int, float]:
+        """Those when the fastest arm ends."""
 
 
 @dataclass
@@ -42,7 +52,7 @@ def read_claims(file: Path = CLAIMS) -> list[Claim]:
 
 
 def sum_losses(
-    studies: Mapping[str, Study], weights: Mapping[str, float], at: Measure = "end"
+    studies: Mapping[str, SeedLosses], weights: Mapping[str, float], at: Measure = "end"
 ) -> list[float]:
     """Σ weight × loss of arms, for each seed that all of them have.
 
@@ -65,7 +75,7 @@ def sum_losses(
     return [sum(term[seed] for term in terms) for seed in sorted(seeds)]
 
 
-def judge_claim(claim: Claim, studies: Mapping[str, Study]) -> tuple[Interval | None, str]:
+def judge_claim(claim: Claim, studies: Mapping[str, SeedLosses]) -> tuple[Interval | None, str]:
     """Our number for a claim, and whether it agrees; None and "not run yet" without results."""
     values = sum_losses(studies, claim.sum, claim.at)
     if not values:

@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable, Mapping
 
 import crosslayer
+from benchmarks.evidence.claims import SeedLosses
 from benchmarks.evidence.figures import MAIN_ARMS, study_figures
+from benchmarks.evidence.pruning import read_pruned_models
 from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, Part, Study, read_parts
 from benchmarks.evidence.tables import (
     arms_tables,
@@ -49,7 +51,8 @@ def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     for part in read_parts():
         texts = [PARTS[name](part, studies) for name in part.shows]
         sections[part.title] = "\n\n".join(text for text in texts if text)
-    return sections | {"Claims": claims_table(studies)}
+    tested: dict[str, SeedLosses] = {**studies, "pruning": read_pruned_models()}
+    return sections | {"Claims": claims_table(tested)}
 
 
 def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:

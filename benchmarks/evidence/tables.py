@@ -4,7 +4,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.evidence.claims import Measure, judge_claim, read_claims, sum_losses
+from benchmarks.evidence.claims import (
+    Measure,
+    SeedLosses,
+    judge_claim,
+    read_claims,
+    sum_losses,
+)
 from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
@@ -213,7 +219,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
     return markdown_table(("arm", "compute multiplier"), rows)
 
 
-def claims_table(studies: Mapping[str, Study]) -> str:
+def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     """Every claim with the paper's number, ours, and whether they agree."""
     columns = ("claim", "source", "paper", "arms", "ours", "verdict")
     rows = []

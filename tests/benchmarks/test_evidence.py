@@ -6,8 +6,9 @@ import re
 import pytest
 
 from benchmarks.evidence import pages, studies
-from benchmarks.evidence.claims import judge_claim, read_claims
+from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses
 from benchmarks.evidence.figures import study_figures
+from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
 from benchmarks.evidence.studies import (
     RECIPE,
     SEEDS,
@@ -18,6 +19,7 @@ from benchmarks.evidence.studies import (
     take_over,
 )
 from benchmarks.evidence.tables import connection_tables
+from crosslayer.inspect.inspection import PRUNED_SHARES
 from crosslayer.train.compare import prepare_comparison
 from crosslayer.train.recipe import load_recipe
 from tests.benchmarks.planted import write_results, write_speeds
@@ -104,9 +106,30 @@ def test_claims_name_arms_and_their_weights_balance():
     known = set(ARMS)
     for part in read_parts():
         known |= {f"{plan.name}/{arm}" for plan in part.plans for arm in plan.arms}
+    known |= {f"pruning/{share:.0%}".replace("%", " %") for share in PRUNED_SHARES}
     for claim in read_claims():
         assert set(claim.sum) <= known, claim.claim
         assert sum(claim.sum.values()) == 0 and bool(claim.sum) != bool(claim.needs)
+
+
+def test_pruned_models_of_an_inspection(tmp_path, planted):
+    """Of two seeds, which lose 0.1 and 0.2 nats without 15 % of the weights."""
+    models = [
+        {"name": f"seed {seed}", "results": {"pruning": {"shares": [0, 0.15], "losses": losses}}}
+        for seed, losses in enumerate(([5.0, 5.1], [5.2, 5.4]))
+    ]
+    folder = tmp_path / "inspection"
+    folder.mkdir()
+    file = folder / "inspection.json"
+    file.write_text(json.dumps({"setup": "text", "models": models}))
+    take_over_pruning(folder, tmp_path)
+    studies = {**planted, "pruning": read_pruned_models(tmp_path)}
+    values = sum_losses(studies, {"pruning/15 %": 1, "pruning/0 %": -1})
+    assert values == pytest.approx([0.1, 0.2])
+    models[0]["results"] = {}
+    file.write_text(json.dumps({"setup": "text", "models": models}))
+    with pytest.raises(ValueError, match="seed 0 has no losses of pruning"):
+        take_over_pruning(folder, tmp_path)
 
 
 def test_other_settings_are_no_study(tmp_path):

@@ -1,0 +1,61 @@
+"""DenseFormer without its smallest weights over depth: docs/evidence/pruning.json."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.evidence.studies import RESULTS
+from crosslayer.files import read_json, write_text_atomic
+from crosslayer.inspect.report import JSON_FILE
+
+PRUNING_FILE = "pruning.json"
+
+
+@dataclass
+class PrunedModels:
+    """The losses of one model a seed, with its smallest weights over depth set to zero.
+
+    Attributes:
+        setup: a sentence on what the models saw.
+        by_share: loss of each seed, by the share of the weights that are zero, like "15 %".
+    """
+
+    setup: str = ""
+    by_share: dict[str, list[float]] = field(default_factory=dict)
+
+    def losses(self, share: str) -> dict[int, float]:
+        """The losses at a share like "15 %", by seed."""
+        return dict(enumerate(self.by_share.get(share, [])))
+
+    def losses_at_equal_time(self, share: str) -> dict[int, float]:
+        """Not measured."""
+        return {}
+
+
+def read_pruned_models(folder: Path = RESULTS) -> PrunedModels:
+    """The committed losses; empty if there are none."""
+    file = folder / PRUNING_FILE
+    return PrunedModels(**read_json(file, dict)) if file.exists() else PrunedModels()
+
+
+def take_over_pruning(inspection: Path, folder: Path = RESULTS) -> Path:
+    """Copy the pruning curves of `crosslayer inspect --sections pruning`.
+
+    Args:
+        inspection: its folder. The models are those of seeds 0, 1, 2, in this order.
+        folder: of the committed file.
+
+    Raises:
+        ValueError: a model has no such curve.
+    """
+    content = read_json(inspection / JSON_FILE, dict)
+    pruned = PrunedModels(content["setup"])
+    for model in content["models"]:
+        curve = model["results"].get("pruning")
+        if curve is None:
+            raise ValueError(f"{inspection}: the model {model['name']} has no losses of pruning")
+        for share, loss in zip(curve["shares"], curve["losses"], strict=True):
+            pruned.by_share.setdefault(f"{share:.0%}".replace("%", " %"), []).append(loss)
+    file = folder / PRUNING_FILE
+    write_text_atomic(file, json.dumps(asdict(pruned), indent=1) + "\n")
+    return file
