@@ -270,6 +270,7 @@ def test_a_kernel_runs_only_on_its_devices_and_dtypes(restore_kernels, monkeypat
     assert torch.equal(add_norm(h, y)[0], h + y)
 
 
+@pytest.mark.slow
 def test_a_connection_compiles_to_one_graph_with_kernels_off(restore_kernels):
     sites = chain.row("hyper(streams=2)", layers=1)
     x = chain.randn(2, 3, chain.D)

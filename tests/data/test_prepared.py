@@ -115,6 +115,7 @@ def _prepare_slowly(source: str, folder: Path) -> None:
     prepare_corpus(source, "bytes", folder, progress=lambda *_: time.sleep(0.1))
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_starts_over(stories, tmp_path):
     folder = tmp_path / "out"
     # not a fork, which would share tqdm's lock with this process and be killed while it holds it

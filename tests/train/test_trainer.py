@@ -112,6 +112,7 @@ def test_kept_models_of_a_resumed_run_are_the_same(text, tmp_path):
     assert last != exported, "averages are kept, where `run` exports the weights themselves"
 
 
+@pytest.mark.slow
 def test_dropout_is_resumed_too(text, tmp_path):
     settings = {
         "data": text,
@@ -518,6 +519,7 @@ def test_recomputation_is_bitwise_identical(text, recompute, recomputing_nothing
     assert again["result"]["activation_bytes"] < 0.85 * plain["result"]["activation_bytes"]
 
 
+@pytest.mark.slow
 def test_inversion_is_as_good_as_streams_that_are_kept(text):
     settings = {"data": text, "layers": 6}
     plain, again = (run({**settings, "recompute": how}, "mgr") for how in ("none", "inversion"))
