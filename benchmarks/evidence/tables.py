@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from benchmarks.evidence.claims import (
     Measure,
@@ -51,6 +51,7 @@ LEGEND = (
     "their 95 % interval. Means over other seeds cannot be compared, differences can. Speeds are "
     "shares of pre-norm's."
 )
+SIZE_FORMS = {"layers": "{} layers", "dim": "width {}", "steps": "{} steps"}
 Cells = dict[str, str]
 
 
@@ -169,27 +170,41 @@ def _arms_notes(study: Study) -> list[str]:
 
 
 def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
-    """Each arm's difference to pre-norm in each study of a part."""
-    columns = ["arm", *(plan.name for plan in part.plans)]
+    """Each arm's difference to pre-norm in each study of a part that has results."""
+    commands = "\n".join(plan.command for plan in part.plans if plan.options)
+    commands = f"```sh\n{commands}\n```"
+    finished = [plan for plan in part.plans if plan.name in studies]
+    if not any(plan.options for plan in finished):  # the first study is a table of its own
+        return f"Not run yet.\n\n{commands}"
+    varied = {option for plan in part.plans for option in plan.options}
     names = next(plan.arms for plan in part.plans if plan.arms)
     rows = []
     for name in names:
         cells = {"arm": name}
-        for plan in part.plans:
-            study = studies.get(plan.name)
-            cells[plan.name] = NOT_RUN
-            if study is None or not study.losses(name):
-                continue
-            if name == BASELINE:
-                losses = list(study.losses(name).values())
-                cells[plan.name] = "loss " + format_mean_std(mean_and_std(losses), ".4f")
-                continue
-            difference = difference_to_baseline(study, name)
-            if difference is not None:
-                cells[plan.name] = format_interval(difference)
+        for plan in finished:
+            cells[_describe_size(plan, varied)] = _difference_cell(studies[plan.name], name)
         rows.append(cells)
-    commands = "\n".join(plan.command for plan in part.plans if plan.options)
-    return f"{markdown_table(columns, rows)}\n\n```sh\n{commands}\n```"
+    texts = [markdown_table(tuple(rows[0]), rows)]
+    missing = [_describe_size(plan, varied) for plan in part.plans if plan not in finished]
+    if missing:
+        texts.append(f"Not run yet: {'; '.join(missing)}.")
+    return "\n\n".join([*texts, commands])
+
+
+def _describe_size(plan: Plan, options: Collection[str]) -> str:
+    """Some options of a study, like "8 layers, width 128"."""
+    settings = plan.settings()
+    return ", ".join(
+        form.format(settings[option]) for option, form in SIZE_FORMS.items() if option in options
+    )
+
+
+def _difference_cell(study: Study, name: str) -> str:
+    losses = list(study.losses(name).values())
+    if name == BASELINE and losses:
+        return "loss " + format_mean_std(mean_and_std(losses), ".4f")
+    difference = difference_to_baseline(study, name)
+    return NOT_RUN if difference is None else format_interval(difference)
 
 
 def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:

@@ -79,7 +79,11 @@ def test_tables_of_planted_results(planted):
     assert "over 5 seeds" in main and "Arms with an interval: 4." in main
     assert "crosslayer compare" in sections["Four times the tokens"]
     size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
-    assert table_row(size, "mudd")[2:] == [mudd[5], "not run yet"]
+    columns = table_row(size, "arm")
+    assert columns == ["arm", "6 layers, width 96, 140 steps", "8 layers, width 128, 256 steps"]
+    assert table_row(size, "mudd")[2] == mudd[5] and table_row(size, "mgr")[2] == "not run yet"
+    assert "Not run yet: 10 layers, width 160, 433 steps." in size
+    assert sections["Depth, at one width"].startswith("Not run yet.")
     value, low, _ = map(float, re.findall(r"[\d.]+", table_row(multipliers, "mudd")[1]))
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     rows = connection_tables(planted, ["mudd", "highway"])
