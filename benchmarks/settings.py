@@ -74,7 +74,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "step": {**CPU_SIZES, "specs": STEP_SPECS, "variants": ["eager"]},
         "decode": {**CPU_SIZES, "specs": STEP_SPECS, "variants": ["eager"]},
-        "arms": {**CPU_SIZES, "seconds": 5.0},
+        "arms": {**CPU_SIZES, "seconds": 7.0},
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},  # on the meta device
         "machine_code": MACHINE_CODE_SIZES,
         "launches": LAUNCH_SIZES,

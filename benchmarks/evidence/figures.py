@@ -31,7 +31,7 @@ TIME = "training time (pre-norm's run = 1)"
 VERDICT_MARKS = {-1: (HUES[0], "o"), 1: (HUES[1], "s"), 0: ("#7F7F7F", "D")}
 Curve = list[tuple[float, float]]
 # a run's cost at a step, by the arm's name
-Cost = Callable[[str, float], float | None]
+Cost = Callable[[str, int, float], float | None]
 
 
 @dataclass
@@ -69,11 +69,11 @@ def study_figures(study: Study) -> dict[str, Figure]:
     _, data, _, _ = study.comparison.recipe.settings()
     last_step = run.curve[-1][0]
 
-    def tokens(name: str, step: float) -> float:
+    def tokens(name: str, seed: int, step: float) -> float:
         return step * data.batch * data.context / 1e6
 
-    def time(name: str, step: float) -> float | None:
-        of_step = study.step_time(name)
+    def time(name: str, seed: int, step: float) -> float | None:
+        of_step = study.seed_step_time(name, seed)
         return None if of_step is None else step * of_step / last_step
 
     costs: list[tuple[str, Cost]] = [(TOKENS, tokens), (TIME, time)]
@@ -98,7 +98,7 @@ def study_figures(study: Study) -> dict[str, Figure]:
 
 
 def _curve(run: RunResult, name: str, cost: Cost) -> Curve:
-    points = [(cost(name, step), loss) for step, loss in run.curve]
+    points = [(cost(name, run.seed, step), loss) for step, loss in run.curve]
     return [(place, loss) for place, loss in points if place is not None]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import statistics
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,7 +29,8 @@ LONG_STUDY = "long"  # the same for four times the tokens
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")
-Speeds = dict[str, dict[str, float]]  # call -> share of pre-norm's speed, by arm
+# The shares of pre-norm's speed, one a measurement, by arm and call.
+Speeds = dict[str, dict[str, list[float]]]
 
 
 @cache
@@ -152,30 +154,39 @@ class Study:
         """The final losses of an arm, by seed."""
         return {seed: run.valid_loss for seed, run in self.runs(name).items()}
 
-    def step_time(self, name: str) -> float | None:
-        """The training time of a step as a multiple of pre-norm's; None if it is not known."""
-        speed = self.speeds.get(name, {}).get("step")
-        return None if speed is None else 1 / speed
+    def step_times(self, name: str) -> list[float]:
+        """The training time of a step as a multiple of pre-norm's; one a measurement."""
+        return [1 / share for share in self.speeds.get(name, {}).get("step", [])]
+
+    def seed_step_time(self, name: str, seed: int) -> float | None:
+        """The time of a step by one of the measurements, another for each seed.
+
+        So the spread over seeds has the spread of the measurements in it. None without any.
+        """
+        times = self.step_times(name)
+        return times[seed % len(times)] if times else None
 
     @cached_property
     def equal_time(self) -> float | None:
         """The training time of the fastest arm with a result, in steps of pre-norm."""
         times = [
-            time * self.runs(name)[0].curve[-1][0]
+            statistics.fmean(times) * self.runs(name)[0].curve[-1][0]
             for name in self.arms
-            if (time := self.step_time(name)) is not None and 0 in self.runs(name)
+            if (times := self.step_times(name)) and 0 in self.runs(name)
         ]
         return min(times, default=None)
 
     def losses_at_equal_time(self, name: str) -> dict[int, float]:
         """The losses of an arm when the fastest one ends, by seed, from its curves."""
-        time = self.step_time(name)
-        if time is None or self.equal_time is None:
-            return {}
         losses = {}
         for seed, run in self.runs(name).items():
+            time = self.seed_step_time(name, seed)
+            if time is None or self.equal_time is None:
+                continue
             steps, curve = zip(*run.curve, strict=True)
-            loss = loss_at_cost([step * time for step in steps], curve, self.equal_time)
+            costs = [step * time for step in steps]
+            # by this seed's measurement the fastest arm may end a little earlier than by their mean
+            loss = loss_at_cost(costs, curve, min(self.equal_time, costs[-1]))
             if loss is not None:
                 losses[seed] = loss
         return losses
@@ -207,12 +218,12 @@ def _read_results(file: Path) -> ComparisonResults:
 
 def _read_speeds(file: Path) -> Speeds:
     """The speeds of the recipe's arms, as shares of pre-norm's."""
-    speeds = {}
+    speeds: Speeds = {}
     for row in read_rows(file):
         if row["recipe"] == RECIPE.name:
-            speeds[row["arm"]] = {
-                call: float(row[f"{call} of PreNorm"]) for call in ("step", "forward", "decode")
-            }
+            of_arm = speeds.setdefault(row["arm"], {})
+            for call in ("step", "forward", "decode"):
+                of_arm.setdefault(call, []).append(float(row[f"{call} of PreNorm"]))
     return speeds
 
 

@@ -49,7 +49,8 @@ SUMMARY_COLUMNS = (
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
     "their 95 % interval. Means over other seeds cannot be compared, differences can. Speeds are "
-    "shares of pre-norm's."
+    "shares of pre-norm's, mean ± standard deviation over three measurements. The intervals at "
+    "equal time include this deviation."
 )
 SIZE_FORMS = {"layers": "{} layers", "dim": "width {}", "steps": "{} steps"}
 Cells = dict[str, str]
@@ -72,7 +73,8 @@ def arm_cells(study: Study, name: str) -> Cells:
     cells = dict.fromkeys((*LOSS_COLUMNS, *COST_COLUMNS), UNKNOWN)
     cells |= {"arm": name, "loss, own rate": NOT_RUN}
     for column, call in (("training", "step"), ("forward", "forward"), ("decoding", "decode")):
-        cells[column] = f"{speeds[call]:.2f}×" if call in speeds else NOT_RUN
+        of_call = speeds.get(call)
+        cells[column] = format_mean_std(mean_and_std(of_call), ".2f") if of_call else NOT_RUN
     runs = study.runs(name)
     if not runs:
         return cells

@@ -69,8 +69,9 @@ def _run(arm: str, connection: str, seed: int, loss: float, curve: list) -> dict
     }
 
 
-def write_speeds(file: Path, speeds: dict[str, float]) -> None:
+def write_speeds(file: Path, speeds: dict[str, list[float]]) -> None:
     """Speeds of arms as shares of pre-norm's, like `python -m benchmarks arms` writes them."""
     lines = ["recipe,arm,step of PreNorm,forward of PreNorm,decode of PreNorm,note"]
-    lines += [f"{RECIPE.name},{arm},{share},{share},{share}," for arm, share in speeds.items()]
+    for arm, shares in speeds.items():
+        lines += [f"{RECIPE.name},{arm},{share},{share},{share}," for share in shares]
     file.write_text("\n".join(lines) + "\n")

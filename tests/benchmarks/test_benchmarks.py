@@ -80,7 +80,8 @@ def test_every_benchmark_writes_and_prints_its_rows(name, tmp_path, capsys):
         assert row.get("connection", row.get("op")) in printed
     if name == "arms":  # what was measured is left out
         assert command_line.main(command_words(name, tmp_path)) == 0
-        assert len(read_rows(tmp_path / "arms.csv")) == 2
+        assert [row["arm"] for row in rows] == 3 * ["prenorm", "two streams"]
+        assert len(read_rows(tmp_path / "arms.csv")) == 6
     assert rows[0]["command"].startswith(f"python -m benchmarks {name} --out")
 
 

@@ -36,7 +36,7 @@ def planted(tmp_path_factory):
         take_over(write_results(folder / name, arms, seeds), folder / "docs")
     smaller = {"layers": 6, "dim": 96, "steps": 140}
     take_over(write_results(folder / "small", MAIN, shift=0.3, **smaller), folder / "docs")
-    write_speeds(folder / "arms.csv", {"prenorm": 1, "mudd": 0.8, "postnorm": 0.5})
+    write_speeds(folder / "arms.csv", {"prenorm": [1], "mudd": [0.8], "postnorm": [0.5, 0.4, 0.25]})
     return read_studies(folder / "docs", folder / "arms.csv")
 
 
@@ -73,6 +73,12 @@ def test_tables_of_planted_results(planted):
     # one fifth is missing when pre-norm ends: 0.5 · (1 − 0.8) above its own end
     assert float(cost[4].split()[0]) == pytest.approx(float(mudd[4].split()[0]) + 0.1, abs=1e-4)
     assert hyper[6] == "cannot tell" and table_row(costs, "hyper")[1] == "not run yet"
+    # each seed by its own measurement of the speed
+    assert table_row(costs, "postnorm")[1] == "0.38 ± 0.13"
+    study = planted["short"]
+    at_equal_time, at_end = study.losses_at_equal_time("postnorm"), study.losses("postnorm")
+    missing = [at_equal_time[seed] - at_end[seed] for seed in range(3)]
+    assert missing == pytest.approx([0.25, 0.3, 0.375])
     assert re.search(r"^Not run yet: .*\baltup\b", costs, re.M)
     assert table_row(main, "postnorm")[6] == "worse"
     assert f"{tokens_of_all / 3000 / 3600:.1f} hours of training on" in main
