@@ -74,7 +74,10 @@ def arm_cells(study: Study, name: str) -> Cells:
     cells |= {"arm": name, "loss, own rate": NOT_RUN}
     for column, call in (("training", "step"), ("forward", "forward"), ("decoding", "decode")):
         of_call = speeds.get(call)
-        cells[column] = format_mean_std(mean_and_std(of_call), ".2f") if of_call else NOT_RUN
+        if name == BASELINE and of_call:
+            cells[column] = "1"
+        else:
+            cells[column] = format_mean_std(mean_and_std(of_call), ".2f") if of_call else NOT_RUN
     runs = study.runs(name)
     if not runs:
         return cells
