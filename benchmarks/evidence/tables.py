@@ -303,7 +303,9 @@ def _format_half_width(interval: Interval | None) -> str:
         return UNKNOWN
     if math.isnan(interval.low):
         return f"{interval.mean:+.2f} (one seed)"
-    return f"{interval.mean:+.2f} ± {interval.high - interval.mean:.2f}"
+    half = interval.high - interval.mean
+    digits = 2 if half >= 0.005 else 3
+    return f"{interval.mean:+.{digits}f} ± {half:.{digits}f}"
 
 
 def _describe_models(study: Study) -> str:
