@@ -16,11 +16,9 @@ class PrunedModels:
     """The losses of one model a seed, with its smallest weights over depth set to zero.
 
     Attributes:
-        setup: a sentence on what the models saw.
         by_share: loss of each seed, by the share of the weights that are zero, like "15 %".
     """
 
-    setup: str = ""
     by_share: dict[str, list[float]] = field(default_factory=dict)
 
     def losses(self, share: str) -> dict[int, float]:
@@ -48,9 +46,8 @@ def take_over_pruning(inspection: Path, folder: Path = RESULTS) -> Path:
     Raises:
         ValueError: a model has no such curve.
     """
-    content = read_json(inspection / JSON_FILE, dict)
-    pruned = PrunedModels(content["setup"])
-    for model in content["models"]:
+    pruned = PrunedModels()
+    for model in read_json(inspection / JSON_FILE, dict)["models"]:
         curve = model["results"].get("pruning")
         if curve is None:
             raise ValueError(f"{inspection}: the model {model['name']} has no losses of pruning")

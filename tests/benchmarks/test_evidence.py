@@ -131,13 +131,13 @@ def test_pruned_models_of_an_inspection(tmp_path, planted):
     folder = tmp_path / "inspection"
     folder.mkdir()
     file = folder / "inspection.json"
-    file.write_text(json.dumps({"setup": "text", "models": models}))
+    file.write_text(json.dumps({"models": models}))
     take_over_pruning(folder, tmp_path)
     studies = {**planted, "pruning": read_pruned_models(tmp_path)}
     values = sum_losses(studies, {"pruning/15 %": 1, "pruning/0 %": -1})
     assert values == pytest.approx([0.1, 0.2])
     models[0]["results"] = {}
-    file.write_text(json.dumps({"setup": "text", "models": models}))
+    file.write_text(json.dumps({"models": models}))
     with pytest.raises(ValueError, match="seed 0 has no losses of pruning"):
         take_over_pruning(folder, tmp_path)
 
