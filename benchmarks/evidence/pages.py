@@ -8,7 +8,7 @@ import crosslayer
 from benchmarks.evidence.claims import SeedLosses
 from benchmarks.evidence.figures import MAIN_ARMS, study_figures
 from benchmarks.evidence.pruning import read_pruned_models
-from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, Part, Study, read_parts
+from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, SMALL, Part, Study, read_parts
 from benchmarks.evidence.tables import (
     arms_tables,
     claims_table,
@@ -51,7 +51,7 @@ def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     for part in read_parts():
         texts = [PARTS[name](part, studies) for name in part.shows]
         sections[part.title] = "\n\n".join(text for text in texts if text)
-    tested: dict[str, SeedLosses] = {**studies, "pruning": read_pruned_models()}
+    tested: dict[str, SeedLosses] = {**studies, SMALL + "pruning": read_pruned_models()}
     return sections | {"Claims": claims_table(tested)}
 
 

@@ -26,9 +26,11 @@ SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
 BASELINE = "prenorm"
 FIRST_STUDY = "short"  # the one of all connections
 LONG_STUDY = "long"  # the same for four times the tokens
+SMALL = "small-"  # before the name of a study: with embeddings of transformers' usual scale
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")
+PLAN_KEYS = ("arms", "search_rates", "same_speed")  # of a part, that hold for each of its studies
 # The shares of pre-norm's speed, one a measurement, by arm and call.
 Speeds = dict[str, dict[str, list[float]]]
 
@@ -48,12 +50,14 @@ class Plan:
         options: in which it differs from the recipe.
         arms: names; empty for all of the recipe's.
         search_rates: each arm has its best rate; otherwise all have that of the options.
+        same_speed: the speeds that were measured for the recipe's models are those of its models.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     arms: list[str] = field(default_factory=list)
     search_rates: bool = True
+    same_speed: bool = False
 
     @property
     def command(self) -> str:
@@ -83,32 +87,38 @@ class Part:
     Attributes:
         title: its name on the page.
         shows: names in `pages.PARTS`.
+        arms: that are shown; empty for all of the recipe's.
         plans: its studies.
     """
 
     title: str
     shows: list[str]
+    arms: list[str]
     plans: list[Plan]
 
 
 def read_parts() -> list[Part]:
     """The parts of studies.yaml."""
-    parts = []
-    for row in yaml.safe_load(PLANS.read_text("utf8")):
-        arms, search_rates = row.get("arms", []), row.get("search_rates", True)
-        plans = [
-            Plan(name, options, arms, search_rates) for name, options in row["studies"].items()
-        ]
-        for plan in plans:
-            if not plan.options:
-                plan.arms = []
-        parts.append(Part(row["part"], row["shows"], plans))
+    parts, plans = [], read_plans()
+    for row in _read_rows():
+        of_part = [plans[name] for name in row["studies"]]
+        parts.append(Part(row["part"], row["shows"], row.get("arms", []), of_part))
     return parts
 
 
 def read_plans() -> dict[str, Plan]:
     """All planned studies by their names."""
-    return {plan.name: plan for part in read_parts() for plan in part.plans}
+    return {
+        name: Plan(name, options, **{key: row[key] for key in PLAN_KEYS if key in row})
+        for row in _read_rows()
+        for name, options in row["studies"].items()
+        if options is not None
+    }
+
+
+def _read_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = yaml.safe_load(PLANS.read_text("utf8"))
+    return rows
 
 
 @dataclass
@@ -203,8 +213,7 @@ def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Stu
         files = sorted(folder.glob(f"{name}.*.json"))
         if files:
             results = merge_results({file.name: _read_results(file) for file in files})
-            same_models = plan.options.keys() <= {"steps", "lr"}
-            of_arms = _read_speeds(speeds) if same_models else {}
+            of_arms = _read_speeds(speeds) if plan.same_speed else {}
             studies[name] = Study(plan, Comparison.from_results(results, folder), of_arms)
     return studies
 

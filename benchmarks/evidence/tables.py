@@ -2,9 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from benchmarks.evidence.claims import (
+    Claim,
     Measure,
     SeedLosses,
     judge_claim,
@@ -15,6 +17,7 @@ from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
     LONG_STUDY,
+    SMALL,
     Part,
     Plan,
     Study,
@@ -39,12 +42,14 @@ COST_COLUMNS = (
     *("arm", "training", "forward", "decoding", "loss at equal time"),
     "vs prenorm at equal time",
 )
+WITH_SMALL = "vs prenorm, small embeddings"
 CONNECTION_COLUMNS = (
-    *("arm", "loss, own rate", "vs prenorm", "verdict", "training", "forward", "decoding"),
+    *("arm", "loss, own rate", "vs prenorm", "verdict", WITH_SMALL),
+    *("training", "forward", "decoding"),
 )
 SUMMARY_COLUMNS = (
     *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
-    *("training speed", "decoding speed"),
+    *("training speed", "decoding speed", WITH_SMALL),
 )
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
@@ -52,7 +57,6 @@ LEGEND = (
     "shares of pre-norm's, mean ± standard deviation over three measurements. The intervals at "
     "equal time include this deviation."
 )
-SIZE_FORMS = {"layers": "{} layers", "dim": "width {}", "steps": "{} steps"}
 Cells = dict[str, str]
 
 
@@ -176,15 +180,16 @@ def _arms_notes(study: Study) -> list[str]:
 
 def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
     """Each arm's difference to pre-norm in each study of a part that has results."""
-    commands = "\n".join(plan.command for plan in part.plans if plan.options)
+    # a study of all arms has a table of its own
+    own = [plan for plan in part.plans if plan.arms]
+    commands = "\n".join(plan.command for plan in own)
     commands = f"```sh\n{commands}\n```"
     finished = [plan for plan in part.plans if plan.name in studies]
-    if not any(plan.options for plan in finished):  # the first study is a table of its own
+    if not any(plan in own for plan in finished):
         return f"Not run yet.\n\n{commands}"
     varied = {option for plan in part.plans for option in plan.options}
-    names = next(plan.arms for plan in part.plans if plan.arms)
     rows = []
-    for name in names:
+    for name in part.arms:
         cells = {"arm": name}
         for plan in finished:
             cells[_describe_size(plan, varied)] = _difference_cell(studies[plan.name], name)
@@ -200,8 +205,23 @@ def _describe_size(plan: Plan, options: Collection[str]) -> str:
     """Some options of a study, like "8 layers, width 128"."""
     settings = plan.settings()
     return ", ".join(
-        form.format(settings[option]) for option, form in SIZE_FORMS.items() if option in options
+        describe(settings[option]) for option, describe in SIZE_WORDS.items() if option in options
     )
+
+
+def _describe_scale(model_config: Mapping[str, float]) -> str:
+    """Like "embeddings × 50"."""
+    if "initializer_range" in model_config:
+        return f"all initial weights {model_config['initializer_range']:g}"
+    return f"embeddings × {model_config.get('embedding_multiplier', 1):g}"
+
+
+SIZE_WORDS: dict[str, Callable[[Any], str]] = {
+    "layers": "{} layers".format,
+    "dim": "width {}".format,
+    "steps": "{} steps".format,
+    "model_config": _describe_scale,
+}
 
 
 def _difference_cell(study: Study, name: str) -> str:
@@ -217,9 +237,8 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
 
     Compute is 6 × parameters × tokens.
     """
-    names = next(plan.arms for plan in part.plans if plan.arms)
     points: dict[str, tuple[list[float], list[float]]] = {}
-    for name in names:
+    for name in part.arms:
         computes, losses = points.setdefault(name, ([], []))
         for plan in part.plans:
             study = studies.get(plan.name)
@@ -230,7 +249,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
         return ""
     law = fit_power_law(*points[BASELINE])
     rows = []
-    for name in names:
+    for name in part.arms:
         computes, losses = points[name]
         if name != BASELINE and computes and law.b > 0:
             found = estimate_multiplier(law, computes, losses)
@@ -240,18 +259,26 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
 
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
-    """Every claim with the paper's number, ours, and whether they agree."""
-    columns = ("claim", "source", "paper", "arms", "ours", "verdict")
+    """Every claim with the paper's number, and what ours say, with large and small embeddings."""
+    columns = ("claim", "source", "paper", "arms", "embeddings × 50", "small embeddings")
+    small = {
+        name.removeprefix(SMALL): study for name, study in studies.items() if name.startswith(SMALL)
+    }
     rows = []
     for claim in read_claims():
-        interval, verdict = judge_claim(claim, studies)
         arms = " ".join(f"{_format_weight(weight)} {arm}" for arm, weight in claim.sum.items())
         if claim.at != "end":
             arms += f", at {claim.at}"
-        ours = UNKNOWN if interval is None else format_interval(interval)
-        cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, ours, verdict)
+        verdicts = (_claim_cell(claim, studies), _claim_cell(claim, small))
+        cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, *verdicts)
         rows.append(dict(zip(columns, cells, strict=True)))
     return markdown_table(columns, rows, texts=columns)
+
+
+def _claim_cell(claim: Claim, studies: Mapping[str, SeedLosses]) -> str:
+    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"."""
+    interval, verdict = judge_claim(claim, studies)
+    return verdict if interval is None else f"{verdict}: {format_interval(interval)}"
 
 
 def _format_weight(weight: float) -> str:
@@ -262,13 +289,15 @@ def _format_weight(weight: float) -> str:
 def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
     """The rows of each connection in the first study, by its name; "" where no arm has it."""
     tables = {}
-    study, recipe = studies.get(FIRST_STUDY), read_recipe()
+    study, small, recipe = studies.get(FIRST_STUDY), studies.get(SMALL + FIRST_STUDY), read_recipe()
     for connection in connections:
         arms = [arm for arm in recipe.arms if connection_name(arm) == connection]
         if study is None or not arms:
             tables[connection] = ""
             continue
         rows = [arm_cells(study, arm.name) for arm in arms]
+        for row in rows:
+            row[WITH_SMALL] = _difference_cell(small, row["arm"]) if small else NOT_RUN
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows)
     return tables
 
@@ -276,6 +305,7 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
 def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     """The arms that have a result in the first study, in short, and how they were run."""
     study, long_study = studies[FIRST_STUDY], studies.get(LONG_STUDY)
+    small = studies.get(SMALL + FIRST_STUDY)
     rows = []
     for name in arms:
         if not study.runs(name):
@@ -283,6 +313,7 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
         cells = arm_cells(study, name)
         at_end = difference_to_baseline(study, name)
         in_long = difference_to_baseline(long_study, name) if long_study else None
+        in_small = difference_to_baseline(small, name) if small else None
         at_equal_time = difference_to_baseline(study, name, "equal time")
         values = (
             f"`{name}`",
@@ -292,6 +323,7 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
             _format_half_width(at_equal_time),
             cells["training"],
             cells["decoding"],
+            _format_half_width(in_small),
         )
         rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
     return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"
@@ -312,9 +344,11 @@ def _describe_models(study: Study) -> str:
     model, data, _, _ = study.comparison.recipe.settings()
     texts = " and ".join(data.valid)
     return (
-        f"{model.family.capitalize()}, {model.layers} layers, width {model.dim}, "
+        f"{model.family.capitalize()} with {_describe_scale(model.model_config)}, "
+        f"{model.layers} layers, width {model.dim}, "
         f"{study.tokens / 1e6:.1f}M tokens of {texts}, each connection at its best learning rate. "
-        "Loss in nats a token ± deviation over seeds; differences ± 95 % interval."
+        "Loss in nats a token ± deviation over seeds; differences ± 95 % interval. "
+        "Small embeddings are Llama's own, of standard deviation 0.02."
     )
 
 

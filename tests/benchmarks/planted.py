@@ -26,7 +26,7 @@ def write_results(
             name = arm.name if factor == 1 else f"{arm.name} at {factor:g} × lr"
             options = dict(arm.options)
             if factor != 1:
-                options["lr"] = 0.002 * factor
+                options["lr"] = 0.004 * factor
             described[name] = {"connection": arm.connection, "options": options, "paper": {}}
             for seed in range(seeds if factor == 2 else 1):
                 worse = 0.0 if factor == 2 else 0.1

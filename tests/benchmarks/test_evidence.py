@@ -34,6 +34,10 @@ def planted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("planted")
     for name, arms, seeds in (("main", MAIN, 5), ("rest", ["postnorm", "one-way MUDD"], 3)):
         take_over(write_results(folder / name, arms, seeds), folder / "docs")
+    small = {"family": "llama", "model_config": {}, "lr": 2e-3}
+    take_over(
+        write_results(folder / "small embeddings", ["prenorm", "mudd"], **small), folder / "docs"
+    )
     smaller = {"layers": 6, "dim": 96, "steps": 140}
     take_over(write_results(folder / "small", MAIN, shift=0.3, **smaller), folder / "docs")
     write_speeds(folder / "arms.csv", {"prenorm": [1], "mudd": [0.8], "postnorm": [0.5, 0.4, 0.25]})
@@ -66,7 +70,7 @@ def test_tables_of_planted_results(planted):
     main = sections["Every connection"]
     losses, costs = main.split("| arm | training |")
     mudd, hyper = (table_row(losses, arm) for arm in ("mudd", "hyper"))
-    assert mudd[2] == "0.004" and mudd[6] == "better"
+    assert mudd[2] == "0.008" and mudd[6] == "better"
     difference, low, high = map(float, re.findall(r"[-+][\d.]+", mudd[5]))
     assert low < difference < high < 0 and abs(difference + 0.2) < 0.02
     cost = table_row(costs, "mudd")
@@ -90,9 +94,18 @@ def test_tables_of_planted_results(planted):
     assert table_row(size, "mudd")[2] == mudd[5] and table_row(size, "mgr")[2] == "not run yet"
     assert "Not run yet: 10 layers, width 160, 433 steps." in size
     assert sections["Depth, at one width"].startswith("Not run yet.")
+    # without a study of its own, a part does not show those of other parts
+    assert sections["Scale of the embeddings"].startswith("Not run yet.")
+    claim = table_row(sections["Claims"], "Four ways of MUDD beat one, dynamic")
+    assert claim[4].startswith("agrees: -0.") and claim[5] == "not run yet"
+    summary = pages.summary_sections(planted)["In short"]
+    with_small = table_row(summary, "`mudd`")[-1]
+    assert float(with_small.split()[0]) == pytest.approx(-0.2, abs=0.02)
+    assert table_row(summary, "`hyper`")[-1] == "–"
     value, low, _ = map(float, re.findall(r"[\d.]+", table_row(multipliers, "mudd")[1]))
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     rows = connection_tables(planted, ["mudd", "highway"])
+    assert table_row(rows["mudd"], "arm")[4] == "vs prenorm, small embeddings"
     assert table_row(rows["mudd"], "one-way MUDD")[3] == "better" and rows["highway"] == ""
     data = dict(study_figures(planted["short"])["differences"].data)
     by_time = {line.label: line for line in data["training time (pre-norm's run = 1)"]}

@@ -12,7 +12,7 @@ import torch
 
 import crosslayer
 from crosslayer import Connection
-from crosslayer.hf.config import make_config
+from crosslayer.hf.config import make_config, make_language_model
 from tests.hf.backbones import (
     FAMILIES,
     KINDS,
@@ -456,3 +456,18 @@ def test_an_unknown_key_of_a_config(family, key, message):
     assert (
         make_config("llama", 2, 32, 2, 97, {"rope_theta": 5.0}).rope_parameters["rope_theta"] == 5
     )
+
+
+def test_granite_of_sizes_is_llama_with_multiplied_embeddings():
+    """Its attention is scaled by the width of a head, which its own default is not."""
+    llama = make_language_model(make_config("llama", 2, 32, 2, 97))
+    config = make_config("granite", 2, 32, 2, 97, {"embedding_multiplier": 50.0})
+    granite = make_language_model(config)
+    granite.load_state_dict(llama.state_dict())
+    with torch.no_grad():
+        llama.get_input_embeddings().weight.mul_(50)
+    tokens = torch.arange(20).view(2, 10)
+    torch.testing.assert_close(granite(tokens).logits, llama(tokens).logits, rtol=0, atol=0)
+    given = make_config("granite", 2, 32, 2, 97, {"attention_multiplier": 0.5})
+    assert given.attention_multiplier == 0.5
+    assert not hasattr(make_config("llama", 2, 32, 2, 97), "attention_multiplier")

@@ -111,6 +111,8 @@ def _build_config(
     keys = {**sizes, **overrides, "model_type": family}
     with host_refusals(f"the config of {family} refuses these values"):
         plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
+        if hasattr(plain, "attention_multiplier"):  # Granite's; its default of 1 scales nothing
+            keys = {"attention_multiplier": sizes["head_dim"] ** -0.5, **keys}
         config = AutoConfig.for_model(**keys)
     check_sizes(config)
     if hasattr(plain, "is_decoder") and "is_decoder" not in overrides:
