@@ -1,6 +1,7 @@
 """The studies: what is planned (studies.yaml), and what has been run (docs/evidence/*.json)."""
 
 import json
+import math
 import shlex
 import statistics
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +16,7 @@ from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import ComparisonResults
+from crosslayer.train.rate_search import best_factor, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
 
@@ -161,8 +163,21 @@ class Study:
         return self.comparison.finished_runs(self.arms[name]) if name in self.arms else {}
 
     def losses(self, name: str) -> dict[int, float]:
-        """The final losses of an arm, by seed."""
+        """The final losses of an arm, by seed; none before the search of its rate has ended."""
+        if not self.has_best_rate(name):
+            return {}
         return {seed: run.valid_loss for seed, run in self.runs(name).items()}
+
+    def has_best_rate(self, name: str) -> bool:
+        """Whether the search of an arm's rate has ended, where rates are searched."""
+        if not self.plan.search_rates:
+            return True
+        recipe = self.comparison.recipe
+        original = next((arm for arm in recipe.arms if arm.name == name), None)
+        trials = self.comparison.rate_trials(original) if original else {}
+        if not trials or next_factor(trials) is not None:
+            return False
+        return math.isfinite(trials[best_factor(trials)])
 
     def step_times(self, name: str) -> list[float]:
         """The training time of a step as a multiple of pre-norm's; one a measurement."""
@@ -187,8 +202,10 @@ class Study:
         return min(times, default=None)
 
     def losses_at_equal_time(self, name: str) -> dict[int, float]:
-        """The losses of an arm when the fastest one ends, by seed, from its curves."""
-        losses = {}
+        """Its losses when the fastest arm ends, by seed, from its curves; as `losses` otherwise."""
+        losses: dict[int, float] = {}
+        if not self.has_best_rate(name):
+            return losses
         for seed, run in self.runs(name).items():
             time = self.seed_step_time(name, seed)
             if time is None or self.equal_time is None:

@@ -26,7 +26,6 @@ from benchmarks.evidence.studies import (
 from crosslayer.inspect.training import estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
 from crosslayer.intervals import Interval, mean_interval
-from crosslayer.train.rate_search import best_factor, next_factor
 from crosslayer.train.recipe import Arm
 from crosslayer.train.report import format_mean_std
 from crosslayer.train.results_table import mean_and_std
@@ -35,7 +34,7 @@ NOT_RUN = "not run yet"
 UNKNOWN = "–"
 VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
 LOSS_COLUMNS = (
-    *("arm", "parameters", "rate", "seed 0, shared rate", "loss, own rate", "vs prenorm"),
+    *("arm", "parameters", "rate", "seed 0, starting rate", "loss, own rate", "vs prenorm"),
     "verdict",
 )
 COST_COLUMNS = (
@@ -53,9 +52,11 @@ SUMMARY_COLUMNS = (
 )
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
-    "their 95 % interval. Means over other seeds cannot be compared, differences can. Speeds are "
-    "shares of pre-norm's, mean ± standard deviation over three measurements. The intervals at "
-    "equal time include this deviation."
+    "their 95 % interval. Where arms have different numbers of seeds, compare the differences, not "
+    "the means. An arm whose rate is one so far is not compared. Speeds are shares of "
+    "pre-norm's, mean ± standard deviation over three measurements. Equal models differed by up to "
+    "0.13; smaller differences are noise. Losses at equal time are read from the curves, before "
+    "the end of the decay, which is worse for slow arms."
 )
 Cells = dict[str, str]
 
@@ -88,15 +89,13 @@ def arm_cells(study: Study, name: str) -> Cells:
     comparison = study.comparison
     original = next(row for row in comparison.recipe.arms if row.name == name)
     trials = comparison.rate_trials(original)
-    factor = best_factor(trials)
     first = next(iter(runs.values()))
     cells["parameters"] = f"{first.parameters:,}"
     cells["rate"] = f"{comparison.recipe.settings(study.arms[name]).optimization.lr:g}"
-    searches = study.plan.search_rates
-    if searches and (not math.isfinite(trials[factor]) or next_factor(trials) is not None):
+    if not study.has_best_rate(name):
         cells["rate"] += " so far"
     if 1.0 in trials:
-        cells["seed 0, shared rate"] = _format_loss(trials[1.0])
+        cells["seed 0, starting rate"] = _format_loss(trials[1.0])
     final = [run.valid_loss for run in runs.values()]
     cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
     early = list(study.losses_at_equal_time(name).values())
@@ -113,7 +112,10 @@ def arm_cells(study: Study, name: str) -> Cells:
 
 
 def difference_to_baseline(study: Study, name: str, at: Measure = "end") -> Interval | None:
-    """An arm's loss minus pre-norm's, seed by seed; None without a common seed, or for pre-norm."""
+    """An arm's loss minus pre-norm's, seed by seed.
+
+    None for pre-norm, without a common seed, and before the search of both rates has ended.
+    """
     if name == BASELINE:
         return None
     values = sum_losses({FIRST_STUDY: study}, {name: 1, BASELINE: -1}, at)
@@ -147,7 +149,7 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
     finished = [name for name in [*names, *extra] if study.runs(name)]
     rows = [arm_cells(study, name) for name in finished]
     tables = [markdown_table(columns, rows) for columns in (LOSS_COLUMNS, COST_COLUMNS)]
-    notes = _arms_notes(study)
+    notes = [*_arms_notes(study), f"```sh\n{plan.command}\n```"]
     missing = [name for name in names if name not in finished]
     if missing:
         notes.append(f"Not run yet: {', '.join(missing)}.")
@@ -212,7 +214,7 @@ def _describe_size(plan: Plan, options: Collection[str]) -> str:
 def _describe_scale(model_config: Mapping[str, float]) -> str:
     """Like "embeddings × 50"."""
     if "initializer_range" in model_config:
-        return f"all initial weights {model_config['initializer_range']:g}"
+        return f"initializer_range {model_config['initializer_range']:g}"
     return f"embeddings × {model_config.get('embedding_multiplier', 1):g}"
 
 
@@ -225,11 +227,13 @@ SIZE_WORDS: dict[str, Callable[[Any], str]] = {
 
 
 def _difference_cell(study: Study, name: str) -> str:
-    losses = list(study.losses(name).values())
-    if name == BASELINE and losses:
-        return "loss " + format_mean_std(mean_and_std(losses), ".4f")
-    difference = difference_to_baseline(study, name)
-    return NOT_RUN if difference is None else format_interval(difference)
+    """The loss and its rate, and below them the difference to pre-norm."""
+    if not study.runs(name):
+        return NOT_RUN
+    cells = arm_cells(study, name)
+    text = f"{cells['loss, own rate']} at {cells['rate']}"
+    difference = cells["vs prenorm"]
+    return text if difference == UNKNOWN else f"{text}<br>{difference}"
 
 
 def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
@@ -260,7 +264,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     """Every claim with the paper's number, and what ours say, with large and small embeddings."""
-    columns = ("claim", "source", "paper", "arms", "embeddings × 50", "small embeddings")
+    columns = ("claim", "source", "paper", "tested sum", "embeddings × 50", "small embeddings")
     small = {
         name.removeprefix(SMALL): study for name, study in studies.items() if name.startswith(SMALL)
     }
@@ -297,7 +301,8 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
             continue
         rows = [arm_cells(study, arm.name) for arm in arms]
         for row in rows:
-            row[WITH_SMALL] = _difference_cell(small, row["arm"]) if small else NOT_RUN
+            difference = difference_to_baseline(small, row["arm"]) if small else None
+            row[WITH_SMALL] = format_interval(difference) if difference else UNKNOWN
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows)
     return tables
 
@@ -315,9 +320,10 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
         in_long = difference_to_baseline(long_study, name) if long_study else None
         in_small = difference_to_baseline(small, name) if small else None
         at_equal_time = difference_to_baseline(study, name, "equal time")
+        final = [run.valid_loss for run in study.runs(name).values()]
         values = (
             f"`{name}`",
-            format_mean_std(mean_and_std(list(study.losses(name).values())), ".3f"),
+            format_mean_std(mean_and_std(final), ".3f"),
             _format_half_width(at_end),
             _format_half_width(in_long),
             _format_half_width(at_equal_time),
@@ -344,10 +350,11 @@ def _describe_models(study: Study) -> str:
     model, data, _, _ = study.comparison.recipe.settings()
     texts = " and ".join(data.valid)
     return (
-        f"{model.family.capitalize()} with {_describe_scale(model.model_config)}, "
+        f"Llama with {_describe_scale(model.model_config)}, "
         f"{model.layers} layers, width {model.dim}, "
         f"{study.tokens / 1e6:.1f}M tokens of {texts}, each connection at its best learning rate. "
-        "Loss in nats a token ± deviation over seeds; differences ± 95 % interval. "
+        "Loss in nats a token ± deviation over three or five seeds; differences ± 95 % interval; – "
+        "is not run. Speeds on one CPU core in float32, without fused kernels. "
         "Small embeddings are Llama's own, of standard deviation 0.02."
     )
 

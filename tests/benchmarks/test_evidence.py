@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +20,9 @@ from benchmarks.evidence.studies import (
     read_studies,
     take_over,
 )
-from benchmarks.evidence.tables import connection_tables
+from benchmarks.evidence.tables import arm_cells, connection_tables
 from crosslayer.inspect.inspection import PRUNED_SHARES
-from crosslayer.train.compare import prepare_comparison
+from crosslayer.train.compare import Comparison, prepare_comparison
 from crosslayer.train.recipe import load_recipe
 from tests.benchmarks.planted import write_results, write_speeds
 
@@ -64,10 +66,22 @@ def test_what_is_committed_is_what_its_results_give():
     assert all(digest in committed[name] for name, digest in drawn.items())
 
 
+def test_an_arm_is_not_compared_before_the_search_of_its_rate_has_ended(planted):
+    short = planted["short"]
+    results = short.comparison.results
+    runs = [run for run in results.runs if run.arm != "mudd at 4 × lr"]
+    comparison = Comparison.from_results(replace(results, runs=runs), Path())
+    unfinished = replace(short, comparison=comparison)
+    for study, rate, verdict in ((short, "0.008", "better"), (unfinished, "0.008 so far", "–")):
+        cells = arm_cells(study, "mudd")
+        assert (cells["rate"], cells["verdict"]) == (rate, verdict)
+    assert not sum_losses({"short": unfinished}, {"mudd": 1, "prenorm": -1})
+
+
 def test_tables_of_planted_results(planted):
     tokens_of_all = 256 * 8 * 256 * len(planted["short"].comparison.results.runs)
     sections = pages.evidence_sections(planted)
-    main = sections["Every connection"]
+    main = sections["The connections"]
     losses, costs = main.split("| arm | training |")
     mudd, hyper = (table_row(losses, arm) for arm in ("mudd", "hyper"))
     assert mudd[2] == "0.008" and mudd[6] == "better"
@@ -91,7 +105,8 @@ def test_tables_of_planted_results(planted):
     size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
     columns = table_row(size, "arm")
     assert columns == ["arm", "6 layers, width 96, 140 steps", "8 layers, width 128, 256 steps"]
-    assert table_row(size, "mudd")[2] == mudd[5] and table_row(size, "mgr")[2] == "not run yet"
+    assert table_row(size, "mudd")[2] == f"{mudd[4]} at {mudd[2]}<br>{mudd[5]}"
+    assert table_row(size, "mgr")[2] == "not run yet"
     assert "Not run yet: 10 layers, width 160, 433 steps." in size
     assert sections["Depth, at one width"].startswith("Not run yet.")
     # without a study of its own, a part does not show those of other parts

@@ -459,15 +459,16 @@ def test_an_unknown_key_of_a_config(family, key, message):
 
 
 def test_granite_of_sizes_is_llama_with_multiplied_embeddings():
-    """Its attention is scaled by the width of a head, which its own default is not."""
+    """Its own factors of 1 neither scale attention nor multiply embeddings."""
     llama = make_language_model(make_config("llama", 2, 32, 2, 97))
-    config = make_config("granite", 2, 32, 2, 97, {"embedding_multiplier": 50.0})
-    granite = make_language_model(config)
+    granite = make_language_model(make_config("granite", 2, 32, 2, 97))
     granite.load_state_dict(llama.state_dict())
     with torch.no_grad():
         llama.get_input_embeddings().weight.mul_(50)
+        assert 0.9 < llama.get_input_embeddings().weight.std() < 1.1
     tokens = torch.arange(20).view(2, 10)
     torch.testing.assert_close(granite(tokens).logits, llama(tokens).logits, rtol=0, atol=0)
-    given = make_config("granite", 2, 32, 2, 97, {"attention_multiplier": 0.5})
-    assert given.attention_multiplier == 0.5
+    factors = {"attention_multiplier": 0.5, "embedding_multiplier": 12.0}
+    given = make_config("granite", 2, 32, 2, 97, factors)
+    assert factors == {name: getattr(given, name) for name in factors}
     assert not hasattr(make_config("llama", 2, 32, 2, 97), "attention_multiplier")

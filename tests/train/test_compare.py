@@ -93,7 +93,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     assert "vs prenorm" in printed and "1.00×" in printed
     for text in (" ".join(printed.split()), markdown, page):
         assert "It cannot show what is left of a difference beyond" in text
-        assert "as all are at 0.00075" in text and "Against prenorm, by 95 % intervals" in text
+        assert "as all are at 0.006" in text and "Against prenorm, by 95 % intervals" in text
 
     before = (out / "results.json").read_text()
     assert main([*options(text_file), *arms, "--seeds", "2", "--out", str(out)]) == 0
@@ -347,7 +347,7 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     held = (out / "results.json").read_text()
     for extra, message in (
         ("--steps=7", "whose steps is 6; here it is 7"),
-        ("--lr=0.1", "whose lr is 0.00075"),
+        ("--lr=0.1", "whose lr is 0.006"),
     ):
         assert main([*command, extra]) == 1
         assert message in capsys.readouterr().err

@@ -32,6 +32,9 @@ def make_config(
 ) -> Any:
     """The config of a model of transformers, from its sizes.
 
+    Granite is Llama with constant factors. Here it scales attention as Llama does, and multiplies
+    its embeddings so that they start at a standard deviation of 1.
+
     Args:
         family: a model type whose layers `connect` recognises, like llama, qwen3 or gpt_neox.
         layers: number of layers.
@@ -111,8 +114,8 @@ def _build_config(
     keys = {**sizes, **overrides, "model_type": family}
     with host_refusals(f"the config of {family} refuses these values"):
         plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
-        if hasattr(plain, "attention_multiplier"):  # Granite's; its default of 1 scales nothing
-            keys = {"attention_multiplier": sizes["head_dim"] ** -0.5, **keys}
+        if hasattr(plain, "attention_multiplier") and hasattr(plain, "embedding_multiplier"):
+            keys = _granite_factors(plain, sizes["head_dim"]) | keys
         config = AutoConfig.for_model(**keys)
     check_sizes(config)
     if hasattr(plain, "is_decoder") and "is_decoder" not in overrides:
@@ -127,6 +130,14 @@ def _build_config(
                 f"see transformers' {type(plain).__name__}"
             )
     return config
+
+
+def _granite_factors(plain: PreTrainedConfig, head_dim: int) -> dict[str, float]:
+    """Constant factors of Granite's families; their own defaults of 1 are those of no model."""
+    return {
+        "attention_multiplier": head_dim**-0.5,
+        "embedding_multiplier": 1 / plain.initializer_range,
+    }
 
 
 def make_language_model(config: Any, **options: Any) -> PreTrainedModel:

@@ -25,7 +25,7 @@ class Model:
 
     Args:
         family: the backbone's model type in transformers: llama, gpt_neox or another that `connect`
-            knows.
+            knows. granite is llama with embeddings × 50, of standard deviation 1 at the start.
         layers: number of layers.
         dim: width of the residual stream.
         heads: number of attention heads.
@@ -36,7 +36,7 @@ class Model:
         router_z_loss: weight of the z-loss on the router's logits of a mixture of experts.
     """
 
-    family: str = "llama"
+    family: str = "granite"
     layers: int = 6
     dim: int = 128
     heads: int = 4
@@ -115,7 +115,7 @@ class Optimization:
 
     steps: int = 160
     optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: float = 7.5e-4
+    lr: float = 6e-3
     muon_lr: float = 2e-2
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
