@@ -289,7 +289,7 @@ def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "arm", "message"),
     [
-        ({"lr": 1e-4}, "prenorm", "belongs to another run, whose lr is 0.006; here it is 0.0001"),
+        ({"lr": 1e-4}, "prenorm", "belongs to another run, whose lr is 0.00075; here it is 0.0001"),
         ({"dim": 64}, "prenorm", "whose dim is 32; here it is 64; choose another --out"),
         (
             {"model_config": {"rms_norm_eps": 1e-5}},
