@@ -106,8 +106,8 @@ def test_generating_saving_and_disconnecting(family, tmp_path):
     ("family", "reason"),
     [
         ("minimax", "it returns post_attention_layernorm + mlp, and not its input plus outputs"),
-        ("doge", "the layer scales what post_attention_layernorm gets by parameters of its own"),
-        ("xlm", "its sub-layers are in lists of their own, attentions, layer_norm1, ffns"),
+        ("doge", "the layer scales what post_attention_layernorm gets by its own parameters"),
+        ("xlm", "its sub-layers are in separate lists, attentions, layer_norm1, ffns"),
         ("zaya", "post_attention_residual_scale gets more of the stream, as its argument"),
         ("pegasus", "it attends to an encoder, and layers with two inputs cannot be connected"),
     ],

@@ -5,7 +5,7 @@ the layout of "mhc".
     transformers    layers.{l}.attn_hc.fn, layers.{l}.ffn_hc.fn, …; V4's readout: hc_head.hc_fn, …
 
 V4 is "mhc". V4.1 (single-pass mHC) has the same tensors but no head: "mhc(single_pass=True)".
-Models that adopted mHC under transformers' names have specs of their own, like GLM-5's
+Models that adopted mHC under transformers' names have other specs, like GLM-5's
 "mhc(readout='mean', norm_eps=1e-5)", which has no head either. The tensors do not show which spec
 they belong to, so the caller names it.
 """

@@ -76,8 +76,8 @@ class FinalNormReference(NormReference):
         return self.final[0]
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        # vLLM traces modules with one named input, and would replace this one by a norm of its own
-        # that lacks the host's weight.
+        # vLLM traces modules with one named input, and would replace this one by vLLM's norm
+        # without the host's weight.
         (x,) = inputs
         return self.host_norm_module().host_norm(x)
 

@@ -64,15 +64,13 @@ def _recognise_layers(layers: Any, dim: int) -> tuple[LayerWiring, ...]:
 def _check_list_of_layers(owner: nn.Module, path: str) -> None:
     """Raise a ValueError where the members of a list are no layers."""
     if getattr(getattr(owner, "config", None), "num_hidden_groups", None):
-        raise ValueError("its layers share their weights, and connections need layers of their own")
+        raise ValueError("its layers share their weights, and connections need separate layers")
     parent, _, name = path.rpartition(".")
     children = dict(owner.get_submodule(parent).named_children())
     lists = {key: child for key, child in children.items() if isinstance(child, nn.ModuleList)}
     alike = [key for key, child in lists.items() if len(child) == len(lists[name])]
     if len(alike) > 1:
-        raise ValueError(
-            f"its sub-layers are in lists of their own, {', '.join(alike)}, not in layers"
-        )
+        raise ValueError(f"its sub-layers are in separate lists, {', '.join(alike)}, not in layers")
 
 
 def layer_kind(layer: nn.Module) -> tuple[Any, ...]:

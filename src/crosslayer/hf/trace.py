@@ -90,7 +90,7 @@ class _Recorder:
         factors = torch.linalg.lstsq(basis, x[:, None]).solution.flatten()
         if (basis @ factors - x).abs().max() > _TOLERANCE * x.abs().max():
             if is_scaled:
-                raise ValueError(f"the layer scales what {where} gets by parameters of its own")
+                raise ValueError(f"the layer scales what {where} gets by its own parameters")
             raise ValueError(f"{where} gets no sum of the stream and of modules' outputs")
         found = {}
         known = len(self.vectors)

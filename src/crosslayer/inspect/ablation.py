@@ -33,9 +33,9 @@ class SublayerAblation:
 
     Attributes:
         loss: of the whole model, nats a token.
-        labels: of the sub-layers, or of MUDD's ways. The sub-layers whose output is appended as a
-            stream of its own (the first n − 1 of MGR) are left out: a stream of zeros is no model
-            without the sub-layer.
+        labels: of the sub-layers, or of MUDD's ways. Sub-layers whose output becomes a new stream
+            (the first n − 1 of MGR) are left out: a stream of zeros is no model without the
+            sub-layer.
         increase: log(perplexity without / perplexity with) of each, nats a token.
     """
 

@@ -45,7 +45,7 @@ def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
     axes.set_xlabel("output of a block")
     kinds_shown = [Patch(color=COLOURS[1], label=f"{pattern.weights} learned weights")]
     if (kinds == 2).any():
-        kinds_shown.append(Patch(color=PLAIN_COLOUR, label="passed on as it is"))
+        kinds_shown.append(Patch(color=PLAIN_COLOUR, label="passed on unchanged"))
     axes.legend(handles=kinds_shown, frameon=False, fontsize=9, loc="upper right")
 
 

@@ -19,8 +19,8 @@ def text_subject(
 ) -> InspectionSubject:
     """A language model with sequences of a text.
 
-    The subfolders of a folder that has no text files of its own are groups, and share the sequences
-    equally. So are the labels of documents, like those of a .jsonl file with a field "label".
+    In a folder without text files, each subfolder is a group. So is each label of documents, like
+    those of a .jsonl file with a field "label". Groups share the sequences equally.
 
     Args:
         model: a language model.

@@ -50,8 +50,8 @@ def program_count(tokens: int, like: Tensor, per_processor: int = 4) -> int:
     Args:
         tokens: the number of tokens.
         like: a tensor on the device.
-        per_processor: programs for each processor. A program that adds up gradients of parameters
-            has a partial sum of its own.
+        per_processor: programs for each processor. Each program that adds up gradients of
+            parameters stores one partial sum.
     """
     return min(tokens, per_processor * processor_count(like))
 

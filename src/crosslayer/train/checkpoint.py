@@ -249,7 +249,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet_dcp() -> Iterator[None]:
-    """Silence torch's warnings of its own internals, and its log of errors that it raises too."""
+    """Silence torch's warnings about its internals, and its log of errors that it raises too."""
     previous_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -48,7 +48,7 @@ def export_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write tokenizer.json, and what it does not say: how to read it, and what ends a text."""
     definition = tokenizer.definition or byte_tokenizer_json()
-    # Any other class would make a tokenizer of its own from the vocabulary.
+    # Any other class would build another tokenizer from the vocabulary.
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for token in json.loads(definition)["added_tokens"]:
         if token["id"] == tokenizer.end:  # Any other token would become special by being named.

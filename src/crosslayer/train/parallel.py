@@ -146,7 +146,7 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
     """Shard a connected model with FSDP2, layer by layer.
 
     All parameters of an FSDP group have one dtype, so the connections' float32 parameters are
-    groups of their own.
+    in separate groups.
 
     Args:
         model: connected.
@@ -179,7 +179,7 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
 
 
 def _shard_together(modules: Iterable[nn.Module], mesh: Any, policy: MixedPrecisionPolicy) -> None:
-    """One FSDP group of those modules that have parameters of their own."""
+    """One FSDP group of those modules that have parameters outside their children."""
     group = []
     for module in modules:
         if any(p is not None for p in module._parameters.values()):
@@ -208,8 +208,7 @@ def prepare_model(model: Any, engine: Engine) -> Any:
     torch.compiler.reset()  # graphs of an arm before count towards the limit below
     backbone, wiring = find_backbone(model)
     layers = backbone.get_submodule(wiring.layers)
-    # each layer of a dense method has a graph of its own, as its state has another number of
-    # tensors
+    # each layer of a dense method has another graph, as its state has another number of tensors
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(layers))
     if engine.compile == "model":
