@@ -45,6 +45,11 @@ class Claim:
     at: Measure = "end"
     needs: str = ""
 
+    @property
+    def study_names(self) -> set[str]:
+        """The studies whose losses it sums."""
+        return {_split_key(key)[0] for key in self.sum}
+
 
 def read_claims(file: Path = CLAIMS) -> list[Claim]:
     """The claims of a .yaml file."""
@@ -63,8 +68,8 @@ def sum_losses(
     """
     terms = []
     for key, weight in weights.items():
-        study_name, _, arm = key.rpartition("/")
-        study = studies.get(study_name or FIRST_STUDY)
+        study_name, arm = _split_key(key)
+        study = studies.get(study_name)
         losses: dict[int, float] = {}
         if study is not None:
             losses = study.losses(arm) if at == "end" else study.losses_at_equal_time(arm)
@@ -73,6 +78,12 @@ def sum_losses(
         return []
     seeds = set.intersection(*(set(term) for term in terms))
     return [sum(term[seed] for term in terms) for seed in sorted(seeds)]
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    """The study and the arm of ARM or STUDY/ARM."""
+    study, _, arm = key.rpartition("/")
+    return study or FIRST_STUDY, arm
 
 
 def judge_claim(claim: Claim, studies: Mapping[str, SeedLosses]) -> tuple[Interval | None, str]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.evidence.studies import BASELINE, Study
-from benchmarks.evidence.tables import difference_to_baseline
+from benchmarks.evidence.tables import difference_to_baseline, judge_difference
 from crosslayer.inspect.figures import render_figure
 from crosslayer.inspect.figures_training import (
     LineSeries,
@@ -28,7 +28,12 @@ LOSS = "validation loss (nats a token)"
 DIFFERENCE = "loss minus pre-norm's (nats a token)"
 TOKENS = "training tokens (millions)"
 TIME = "training time (pre-norm's run = 1)"
-VERDICT_MARKS = {-1: (HUES[0], "o"), 1: (HUES[1], "s"), 0: ("#7F7F7F", "D")}
+VERDICT_MARKS = {
+    "better": (HUES[0], "o"),
+    "worse": (HUES[1], "s"),
+    "equal": ("#000000", "v"),
+    "cannot tell": ("#7F7F7F", "D"),
+}
 Curve = list[tuple[float, float]]
 # a run's cost at a step, by the arm's name
 Cost = Callable[[str, int, float], float | None]
@@ -172,11 +177,11 @@ def _all_differences(study: Study) -> list[tuple[str, Interval]]:
 
 
 def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> Callable[[Any], None]:
-    words = {-1: "better than pre-norm", 1: "worse", 0: "cannot tell"}
+    verdicts = [judge_difference(found) for _, found in rows]
 
     def draw(axes: Any) -> None:
-        for sign, (colour, mark) in VERDICT_MARKS.items():
-            places = [place for place, (_, found) in enumerate(rows) if found.sign == sign]
+        for verdict, (colour, mark) in VERDICT_MARKS.items():
+            places = [place for place, found in enumerate(verdicts) if found == verdict]
             means = [rows[place][1].mean for place in places]
             ends = [
                 [rows[place][1].mean - rows[place][1].low for place in places],
@@ -184,7 +189,7 @@ def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> Callable[[Any], Non
             ]
             if places:
                 axes.errorbar(
-                    means, places, xerr=ends, fmt=mark, color=colour, capsize=3, label=words[sign]
+                    means, places, xerr=ends, fmt=mark, color=colour, capsize=3, label=verdict
                 )
         axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=10)
         axes.set_ylim(-0.7, len(rows) - 0.3)
@@ -192,7 +197,7 @@ def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> Callable[[Any], Non
         axes.set_xlabel(f"{DIFFERENCE}, 95 % interval")
         axes.grid(alpha=0.25, axis="x")
         axes.spines[["top", "right"]].set_visible(False)
-        above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
+        above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4}
         axes.legend(frameon=False, fontsize=10, **above)
 
     return draw

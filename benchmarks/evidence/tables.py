@@ -21,6 +21,7 @@ from benchmarks.evidence.studies import (
     Part,
     Plan,
     Study,
+    read_plans,
     read_recipe,
 )
 from crosslayer.inspect.training import estimate_multiplier, fit_power_law
@@ -33,6 +34,7 @@ from crosslayer.train.results_table import mean_and_std
 NOT_RUN = "not run yet"
 UNKNOWN = "–"
 VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
+LEAST_DIFFERENCE = 0.01  # nats a token, 1 % of perplexity; an interval inside it is "equal"
 LOSS_COLUMNS = (
     *("arm", "parameters", "rate", "seed 0, starting rate", "loss, own rate", "vs prenorm"),
     "verdict",
@@ -104,7 +106,7 @@ def arm_cells(study: Study, name: str) -> Cells:
     difference = difference_to_baseline(study, name)
     if difference is not None:
         cells["vs prenorm"] = format_interval(difference)
-        cells["verdict"] = VERDICTS[difference.sign]
+        cells["verdict"] = judge_difference(difference)
     difference = difference_to_baseline(study, name, "equal time")
     if difference is not None:
         cells["vs prenorm at equal time"] = format_interval(difference)
@@ -120,6 +122,13 @@ def difference_to_baseline(study: Study, name: str, at: Measure = "end") -> Inte
         return None
     values = sum_losses({FIRST_STUDY: study}, {name: 1, BASELINE: -1}, at)
     return mean_interval(values) if values else None
+
+
+def judge_difference(interval: Interval) -> str:
+    """Whether a difference counts: "better", "worse", "equal" or "cannot tell"."""
+    if max(abs(interval.low), abs(interval.high)) < LEAST_DIFFERENCE:
+        return "equal"
+    return VERDICTS[interval.sign]
 
 
 def format_interval(interval: Interval) -> str:
@@ -265,23 +274,33 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     """Every claim with the paper's number, and what ours say, with large and small embeddings."""
     columns = ("claim", "source", "paper", "tested sum", "embeddings × 50", "small embeddings")
+    # all that is planned, with what has been run
+    large: dict[str, SeedLosses | None] = {**dict.fromkeys(read_plans()), **studies}
     small = {
-        name.removeprefix(SMALL): study for name, study in studies.items() if name.startswith(SMALL)
+        name.removeprefix(SMALL): study for name, study in large.items() if name.startswith(SMALL)
     }
     rows = []
     for claim in read_claims():
         arms = " ".join(f"{_format_weight(weight)} {arm}" for arm, weight in claim.sum.items())
         if claim.at != "end":
             arms += f", at {claim.at}"
-        verdicts = (_claim_cell(claim, studies), _claim_cell(claim, small))
+        verdicts = (_claim_cell(claim, large), _claim_cell(claim, small))
         cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, *verdicts)
         rows.append(dict(zip(columns, cells, strict=True)))
     return markdown_table(columns, rows, texts=columns)
 
 
-def _claim_cell(claim: Claim, studies: Mapping[str, SeedLosses]) -> str:
-    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"."""
-    interval, verdict = judge_claim(claim, studies)
+def _claim_cell(claim: Claim, studies: Mapping[str, SeedLosses | None]) -> str:
+    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"; "–" where a study is not planned.
+
+    Args:
+        claim: any.
+        studies: that are planned, by name; None for one that has not been run.
+    """
+    if not claim.study_names <= studies.keys():
+        return UNKNOWN
+    finished = {name: study for name, study in studies.items() if study is not None}
+    interval, verdict = judge_claim(claim, finished)
     return verdict if interval is None else f"{verdict}: {format_interval(interval)}"
 
 

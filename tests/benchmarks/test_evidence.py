@@ -20,8 +20,14 @@ from benchmarks.evidence.studies import (
     read_studies,
     take_over,
 )
-from benchmarks.evidence.tables import arm_cells, connection_tables
+from benchmarks.evidence.tables import (
+    arm_cells,
+    claims_table,
+    connection_tables,
+    judge_difference,
+)
 from crosslayer.inspect.inspection import PRUNED_SHARES
+from crosslayer.intervals import Interval
 from crosslayer.train.compare import Comparison, prepare_comparison
 from crosslayer.train.recipe import load_recipe
 from tests.benchmarks.planted import write_results, write_speeds
@@ -125,6 +131,27 @@ def test_tables_of_planted_results(planted):
     data = dict(study_figures(planted["short"])["differences"].data)
     by_time = {line.label: line for line in data["training time (pre-norm's run = 1)"]}
     assert by_time["mudd"].x[-1] == 1 and by_time["mudd"].y[-1] == pytest.approx(-0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.0014, -0.0001, "equal"),
+        (-0.004, 0.0099, "equal"),
+        (-0.0101, -0.001, "better"),
+        (0.001, 0.0101, "worse"),
+        (-0.0101, 0.001, "cannot tell"),
+        (float("nan"), float("nan"), "cannot tell"),
+    ],
+)
+def test_a_difference_counts_from_a_least_size_on(low, high, verdict):
+    assert judge_difference(Interval(0.0, low, high)) == verdict
+
+
+def test_a_claim_whose_study_is_not_planned_is_not_called_missing(planted):
+    rows = claims_table(planted)
+    assert table_row(rows, "The gain of MUDD is larger with experts")[4:] == ["not run yet", "–"]
+    assert table_row(rows, "Re-allocation helps MUDD")[4:] == ["not run yet", "not run yet"]
 
 
 def test_claims_of_planted_results(planted):
