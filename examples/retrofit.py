@@ -12,7 +12,8 @@ states. The results contain the change of the validation loss at the switch itse
 the paper: the later the switch, the smaller the gain. docs/retrofit.md has results, with hardware
 and settings. The same command resumes.
 
-    python examples/retrofit.py run --out retrofit --connections '[prenorm, mudd]'
+    python examples/retrofit.py run --out retrofit --connections '[prenorm, mudd]' \
+      --settings '{"family": "llama", "lr": 0.003, "steps": 320}'
     python examples/retrofit.py report --results '[retrofit]' --page docs/retrofit.md
 """
 
@@ -42,7 +43,12 @@ Results of `examples/retrofit.py`, whose docstring describes a run.
 change nothing. Hyper-connections and attention residuals change the loss by the epsilon of a norm.
 MGR, which cannot start as pre-norm, changes it much. Two seeds of the smaller model end 0.18 apart,
 so only differences between runs of the same seed count there. On the larger model, with one seed,
-differences below 0.01 are chance, so its table does not show that one connection is better."""
+differences below 0.01 are chance, so its table does not show that one connection is better.
+
+These runs were made before the order of the batches changed to `torch.randperm`, and before the α
+of DenseFormer took weight decay. Their embeddings start at a standard deviation of 0.02. In
+[Evidence](evidence.md#scale-of-the-embeddings) most gains with such embeddings are gone when the
+embeddings are multiplied by 50. That was not tried here."""
 COLUMNS = (
     "connection",
     "connected at step",

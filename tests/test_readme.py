@@ -97,10 +97,6 @@ def fill_hub(hub_cache: Path, datasets_cache: Path) -> None:
     pythia = snapshot_folder(hub_cache, "EleutherAI/pythia-160m")
     build("neox-parallel").save_pretrained(pythia)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(pythia)
-    save_dataset(
-        datasets_cache, "Salesforce/wikitext", "wikitext-2-raw-v1",
-        {"train": rows, "validation": rows[:200]},
-    )  # fmt: skip
     save_dataset(datasets_cache, "HuggingFaceFW/fineweb", "sample-10BT", {"train": rows})
     sentences = [{"text": "A connection reads the state and writes it"}] * 3
     save_dataset(datasets_cache, "EleutherAI/lambada_openai", "default", {"test": sentences})

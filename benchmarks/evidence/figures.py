@@ -118,11 +118,14 @@ def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
 
 
 def _difference_lines(study: Study, cost: Cost) -> list[LineSeries]:
-    """Differences at the places of pre-norm's curve, seed by seed, with 95 % intervals."""
+    """Differences at the places of pre-norm's curve, seed by seed, with 95 % intervals.
+
+    Only of arms whose rate is found.
+    """
     lines = []
-    baseline = study.runs(BASELINE)
+    baseline = study.runs(BASELINE) if study.has_best_rate(BASELINE) else {}
     for colour, name in enumerate(MAIN_ARMS[:-1]):
-        runs = study.runs(name)
+        runs = study.runs(name) if study.has_best_rate(name) else {}
         x, intervals = [], []
         for place in range(len(next(iter(baseline.values())).curve) if baseline else 0):
             values = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import crosslayer
 from benchmarks.evidence.claims import SeedLosses
-from benchmarks.evidence.figures import MAIN_ARMS, study_figures
+from benchmarks.evidence.figures import MAIN_ARMS, Figure, study_figures
 from benchmarks.evidence.pruning import read_pruned_models
 from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, SMALL, Part, Study, read_parts
 from benchmarks.evidence.tables import (
@@ -91,11 +91,22 @@ def connections_text(studies: Mapping[str, Study]) -> str:
     return json.dumps(connection_tables(studies, crosslayer.available()), indent=1) + "\n"
 
 
+def page_figures(studies: Mapping[str, Study]) -> dict[str, Figure]:
+    """The figures of the parts that show pictures, by the names of their files."""
+    return {
+        f"{plan.name}-{name}.svg": figure
+        for part in read_parts()
+        if "pictures" in part.shows
+        for plan in part.plans
+        if plan.name in studies
+        for name, figure in study_figures(studies[plan.name]).items()
+    }
+
+
 def write_pages(studies: Mapping[str, Study]) -> None:
     """Write the parts of the pages, the figures and the rows of the connections."""
     for page, sections in PAGES.items():
         write_text_atomic(page, fill_page(page.read_text("utf8"), sections(studies)))
     write_text_atomic(RESULTS / "connections.json", connections_text(studies))
-    for study in studies.values():
-        for name, figure in study_figures(study).items():
-            (RESULTS / f"{study.plan.name}-{name}.svg").write_bytes(figure.render()["svg"])
+    for name, figure in page_figures(studies).items():
+        (RESULTS / name).write_bytes(figure.render()["svg"])

@@ -56,9 +56,9 @@ LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
     "their 95 % interval. Where arms have different numbers of seeds, compare the differences, not "
     "the means. An arm whose rate is one so far is not compared. Speeds are shares of "
-    "pre-norm's, mean ± standard deviation over three measurements. Equal models differed by up to "
-    "0.13; smaller differences are noise. Losses at equal time are read from the curves, before "
-    "the end of the decay, which is worse for slow arms."
+    "pre-norm's, mean ± standard deviation over three measurements. The shares of models of one "
+    "architecture differed by up to 0.13; smaller differences in speed are noise. Losses at equal "
+    "time are read from the curves, before the end of the decay, which is worse for slow arms."
 )
 Cells = dict[str, str]
 
@@ -273,7 +273,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     """Every claim with the paper's number, and what ours say, with large and small embeddings."""
-    columns = ("claim", "source", "paper", "tested sum", "embeddings × 50", "small embeddings")
+    columns = ("claim", "source", "paper", "tested sum", "large embeddings", "small embeddings")
     # all that is planned, with what has been run
     large: dict[str, SeedLosses | None] = {**dict.fromkeys(read_plans()), **studies}
     small = {
@@ -372,8 +372,9 @@ def _describe_models(study: Study) -> str:
         f"Llama with {_describe_scale(model.model_config)}, "
         f"{model.layers} layers, width {model.dim}, "
         f"{study.tokens / 1e6:.1f}M tokens of {texts}, each connection at its best learning rate. "
-        "Loss in nats a token ± deviation over three or five seeds; differences ± 95 % interval; – "
-        "is not run. Speeds on one CPU core in float32, without fused kernels. "
+        "Loss in nats a token ± standard deviation over three or five seeds; differences ± 95 % "
+        "interval; – is not run, or pre-norm itself. Equal time: when the fastest has ended. "
+        "Speeds on one CPU core in float32, without fused kernels. "
         "Small embeddings are Llama's own, of standard deviation 0.02."
     )
 

@@ -63,10 +63,7 @@ def test_what_is_committed_is_what_its_results_give():
         page = file.read_text("utf8")
         assert pages.fill_page(page, sections(found)) == page, "run python -m benchmarks.evidence"
     assert (studies.RESULTS / "connections.json").read_text("utf8") == pages.connections_text(found)
-    drawn = {}
-    for study in found.values():
-        for name, figure in study_figures(study).items():
-            drawn[f"{study.plan.name}-{name}.svg"] = figure.digest
+    drawn = {name: figure.digest for name, figure in pages.page_figures(found).items()}
     committed = {file.name: file.read_text("utf8") for file in studies.RESULTS.glob("*.svg")}
     assert committed.keys() == drawn.keys(), "run python -m benchmarks.evidence"
     assert all(digest in committed[name] for name, digest in drawn.items())

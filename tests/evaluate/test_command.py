@@ -148,7 +148,7 @@ SLOW_PAIRS += [
 @pytest.mark.parametrize(
     ("family", "tokenizer"),
     [
-        ("llama", "bytes"),
+        ("granite", "bytes"),
         ("llama", "file"),
         pytest.param("gpt_neox", "bpe:270", marks=pytest.mark.slow),
         *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS),

@@ -471,4 +471,9 @@ def test_granite_of_sizes_is_llama_with_multiplied_embeddings():
     factors = {"attention_multiplier": 0.5, "embedding_multiplier": 12.0}
     given = make_config("granite", 2, 32, 2, 97, factors)
     assert factors == {name: getattr(given, name) for name in factors}
+    wide = make_config("granite", 2, 32, 2, 97, {"initializer_range": 0.04})
+    assert wide.embedding_multiplier == 25
+    # a family whose default is a trained model's factor
+    docling = make_config("granite_docling_text", 2, 32, 2, 97)
+    assert docling.embedding_multiplier == type(docling)().embedding_multiplier != 1
     assert not hasattr(make_config("llama", 2, 32, 2, 97), "attention_multiplier")

@@ -23,7 +23,7 @@ from pathlib import Path
 import datasets.arrow_writer  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch
-from transformers.models.llama import modeling_llama  # noqa: F401
+from transformers.models.granite import modeling_granite  # noqa: F401
 
 # imported once, and not in every process that is killed
 import crosslayer.data.prepared

@@ -26,7 +26,7 @@ SMALL = {
     "heads": 2,
     "evals": 2,
     "eval_batches": 2,
-    "lr": 7.5e-4,  # AdamW moves a weight of tiny gradients by rounding times the rate
+    "lr": 7.5e-4,  # AdamW can turn the rounding of a tiny gradient into a step of this size
 }
 
 

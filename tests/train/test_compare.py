@@ -489,7 +489,7 @@ def test_the_default_comparison(tmp_path):
     bits = {row["arm"]: row["metrics"]["bits/byte"] for row in results["runs"]}
     assert list(bits) == ["prenorm", "mudd"]
     assert all(value < results["entropy"] - 0.5 for value in bits.values())
-    assert abs(bits["mudd"] - bits["prenorm"]) < 0.1  # both learned to the end
+    assert abs(bits["mudd"] - bits["prenorm"]) < 0.1  # they differ by 0.05
     print(done.stdout)
 
 

@@ -32,8 +32,9 @@ def make_config(
 ) -> Any:
     """The config of a model of transformers, from its sizes.
 
-    Granite is Llama with constant factors. Here it scales attention as Llama does, and multiplies
-    its embeddings so that they start at a standard deviation of 1.
+    Granite is Llama with constant factors. Those that transformers leaves at 1 are set here:
+    attention is scaled as in Llama, and embeddings are multiplied so that they start at a standard
+    deviation of 1.
 
     Args:
         family: a model type whose layers `connect` recognises, like llama, qwen3 or gpt_neox.
@@ -115,7 +116,7 @@ def _build_config(
     with host_refusals(f"the config of {family} refuses these values"):
         plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
         if hasattr(plain, "attention_multiplier") and hasattr(plain, "embedding_multiplier"):
-            keys = _granite_factors(plain, sizes["head_dim"]) | keys
+            keys = _granite_factors(plain, keys) | keys
         config = AutoConfig.for_model(**keys)
     check_sizes(config)
     if hasattr(plain, "is_decoder") and "is_decoder" not in overrides:
@@ -132,12 +133,13 @@ def _build_config(
     return config
 
 
-def _granite_factors(plain: PreTrainedConfig, head_dim: int) -> dict[str, float]:
-    """Constant factors of Granite's families; their own defaults of 1 are those of no model."""
-    return {
-        "attention_multiplier": head_dim**-0.5,
-        "embedding_multiplier": 1 / plain.initializer_range,
+def _granite_factors(plain: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, float]:
+    """Factors of a family like Granite whose default is 1, which no trained model of it has."""
+    factors = {
+        "attention_multiplier": keys["head_dim"] ** -0.5,
+        "embedding_multiplier": 1 / keys.get("initializer_range", plain.initializer_range),
     }
+    return {name: factor for name, factor in factors.items() if getattr(plain, name) == 1}
 
 
 def make_language_model(config: Any, **options: Any) -> PreTrainedModel:

@@ -3,6 +3,7 @@
     # Paper: Title (Authors, year), arXiv 0000.00000, Table 1. Hardware, time, command.
     family: llama
     layers: 12
+    lr: 4.0e-4
     arms:
     - prenorm
     - {name: MUDD, connection: mudd, parameters: 126e6, paper: {loss: 2.91}, lr: 1.0e-3}
