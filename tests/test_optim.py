@@ -23,7 +23,9 @@ def test_every_parameter_is_in_one_group(spec):
 @every_method
 def test_connections_are_treated_as_they_say(spec):
     model = gpt(spec)
-    group = {id(p): g for g in crosslayer.param_groups(model, 1e-3, 0.1) for p in g["params"]}
+    groups = crosslayer.param_groups(model, 1e-3, 0.1, connection_lr_scale=0.25)
+    group = {id(p): g for g in groups for p in g["params"]}
+    own_ids = set()
     for connection in connections(model):
         for name, p in connection.named_parameters(recurse=False):
             if not p.requires_grad:
@@ -31,10 +33,12 @@ def test_connections_are_treated_as_they_say(spec):
             assert group[id(p)]["weight_decay"] == (
                 0.1 if name in connection.weight_decay_params else 0
             )
-            assert group[id(p)]["lr"] == 1e-3
+            own_ids.add(id(p))
+            assert group[id(p)]["lr"] == 2.5e-4
             assert group[id(p)]["muon"] is False
         for p in connection.norms.parameters():
             assert group[id(p)]["weight_decay"] == 0 and not group[id(p)]["muon"]
+    assert {g["lr"] for i, g in group.items() if i not in own_ids} == {1e-3}
 
 
 def test_muon_gets_the_layers_matrices_alone():

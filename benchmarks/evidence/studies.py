@@ -19,6 +19,7 @@ from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.rate_search import best_factor, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
+from crosslayer.train.settings import GROUP_OF_OPTION, Optimization
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "benchmarks" / "evidence_short.yaml"
@@ -243,13 +244,20 @@ def _read_results(file: Path) -> ComparisonResults:
 
 
 def _read_speeds(file: Path) -> Speeds:
-    """The speeds of the recipe's arms, as shares of pre-norm's."""
+    """The speeds of the recipe's arms, as shares of pre-norm's.
+
+    An arm that differs from another in the optimizer alone need not be measured.
+    """
     speeds: Speeds = {}
     for row in read_rows(file):
         if row["recipe"] == RECIPE.name:
             of_arm = speeds.setdefault(row["arm"], {})
             for call in ("step", "forward", "decode"):
                 of_arm.setdefault(call, []).append(float(row[f"{call} of PreNorm"]))
+    for arm in read_recipe().arms:
+        is_same_model = all(GROUP_OF_OPTION[option] is Optimization for option in arm.options)
+        if arm.name not in speeds and is_same_model and arm.connection in speeds:
+            speeds[arm.name] = speeds[arm.connection]
     return speeds
 
 

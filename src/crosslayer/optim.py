@@ -15,7 +15,9 @@ class _Group(NamedTuple):
     muon: bool
 
 
-def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, lr: float, weight_decay: float, connection_lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
     """Parameter groups of `model` for any torch optimizer.
 
     Matrices of the backbone take weight decay, its vectors take none. Of a connection, the
@@ -25,6 +27,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
         model: any module; its connections are found.
         lr: the model's learning rate.
         weight_decay: the weight decay of the parameters that take it.
+        connection_lr_scale: learning rate of the connections' parameters, as a share of `lr`.
 
     Returns:
         Dicts `{name, params, lr, weight_decay, muon}`. `muon` marks 2-d matrices of the backbone's
@@ -43,7 +46,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
                 decays = name in module.weight_decay_params
                 group = _Group(
                     "connection with weight decay" if decays else "connection",
-                    lr,
+                    connection_lr_scale * lr,
                     weight_decay if decays else 0.0,
                     muon=False,
                 )

@@ -203,15 +203,18 @@ def test_a_comparison_killed_before_its_first_result(tiny, tmp_path):
     assert prepare_comparison(recipe(tiny, "prenorm"), 1, out).missing_runs()
 
 
-def test_weight_decay_is_what_connections_say():
-    settings = Settings.from_options(**TINY)
+def test_weight_decay_and_rate_of_connections():
+    settings = Settings.from_options(**TINY, connection_lr_scale=0.5)
     model = build_model(settings, "hyper", 256, 0)
     (adamw,) = build_optimizers(model, settings.optimization)
     decay = {p: g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
+    share = {p: g["lr"] / settings.optimization.lr for g in adamw.param_groups for p in g["params"]}
     for module in model.modules():
         if isinstance(module, Connection):
             for name, p in module.named_parameters(recurse=False):
                 assert decay[p] == (0.1 if name in ("dynamic_alpha_fn", "dynamic_beta_fn") else 0.0)
+                assert share[p] == 0.5
+    assert share[model.lm_head.weight] == 1
     assert decay[model.lm_head.weight] == 0.1 and decay[model.model.norm.weight] == 0.0
 
 
