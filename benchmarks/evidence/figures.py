@@ -118,14 +118,11 @@ def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
 
 
 def _difference_lines(study: Study, cost: Cost) -> list[LineSeries]:
-    """Differences at the places of pre-norm's curve, seed by seed, with 95 % intervals.
-
-    Only of arms whose rate is found.
-    """
+    """Differences at the places of pre-norm's curve, seed by seed, with 95 % intervals."""
     lines = []
-    baseline = study.runs(BASELINE) if study.has_best_rate(BASELINE) else {}
+    baseline = study.compared_runs(BASELINE)
     for colour, name in enumerate(MAIN_ARMS[:-1]):
-        runs = study.runs(name) if study.has_best_rate(name) else {}
+        runs = study.compared_runs(name)
         x, intervals = [], []
         for place in range(len(next(iter(baseline.values())).curve) if baseline else 0):
             values = []

@@ -163,11 +163,13 @@ class Study:
         """The finished runs of an arm at its own rate, by seed."""
         return self.comparison.finished_runs(self.arms[name]) if name in self.arms else {}
 
+    def compared_runs(self, name: str) -> dict[int, RunResult]:
+        """The same, but none before the search of the arm's rate has ended."""
+        return self.runs(name) if self.has_best_rate(name) else {}
+
     def losses(self, name: str) -> dict[int, float]:
-        """The final losses of an arm, by seed; none before the search of its rate has ended."""
-        if not self.has_best_rate(name):
-            return {}
-        return {seed: run.valid_loss for seed, run in self.runs(name).items()}
+        """The final losses of an arm's compared runs, by seed."""
+        return {seed: run.valid_loss for seed, run in self.compared_runs(name).items()}
 
     def has_best_rate(self, name: str) -> bool:
         """Whether the search of an arm's rate has ended, where rates are searched."""
@@ -203,11 +205,9 @@ class Study:
         return min(times, default=None)
 
     def losses_at_equal_time(self, name: str) -> dict[int, float]:
-        """Its losses when the fastest arm ends, by seed, from its curves; as `losses` otherwise."""
-        losses: dict[int, float] = {}
-        if not self.has_best_rate(name):
-            return losses
-        for seed, run in self.runs(name).items():
+        """The losses of its compared runs when the fastest arm ends, by seed, from their curves."""
+        losses = {}
+        for seed, run in self.compared_runs(name).items():
             time = self.seed_step_time(name, seed)
             if time is None or self.equal_time is None:
                 continue

@@ -55,8 +55,8 @@ SUMMARY_COLUMNS = (
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
     "their 95 % interval. Where arms have different numbers of seeds, compare the differences, not "
-    "the means. An arm whose rate is one so far is not compared. Speeds are shares of "
-    "pre-norm's, mean ± standard deviation over three measurements. The shares of models of one "
+    "the means. An arm is not compared while its rate is only the best so far. Speeds are shares "
+    "of pre-norm's, mean ± standard deviation over three measurements. The shares of models of one "
     "architecture differed by up to 0.13; smaller differences in speed are noise. Losses at equal "
     "time are read from the curves, before the end of the decay, which is worse for slow arms."
 )

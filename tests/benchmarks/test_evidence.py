@@ -78,7 +78,15 @@ def test_an_arm_is_not_compared_before_the_search_of_its_rate_has_ended(planted)
     for study, rate, verdict in ((short, "0.008", "better"), (unfinished, "0.008 so far", "–")):
         cells = arm_cells(study, "mudd")
         assert (cells["rate"], cells["verdict"]) == (rate, verdict)
+        (lines, *_) = (lines for _, lines in study_figures(study)["differences"].data)
+        assert ("mudd" in [line.label for line in lines]) == (verdict == "better")
     assert not sum_losses({"short": unfinished}, {"mudd": 1, "prenorm": -1})
+
+
+def test_arms_of_one_model_share_a_speed(planted):
+    speeds = planted["short"].speeds
+    assert speeds["mudd rate 0.1"] == speeds["mudd"]
+    assert "prenorm deeper" not in speeds and "one-way MUDD" not in speeds
 
 
 def test_tables_of_planted_results(planted):

@@ -107,7 +107,7 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
     """Numbers and tensors combined, wherever they are in dataclasses, lists and mappings.
 
     Args:
-        values: of the same structure, one for each seed. What is no number is the first one's.
+        values: of the same structure, one for each seed. Anything else is taken from the first.
         combine: called with the numbers of all seeds, [seeds …]. Whole numbers in a list are names.
 
     Raises:
