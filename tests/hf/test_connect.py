@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import crosslayer
 from crosslayer import Connection
@@ -473,7 +474,13 @@ def test_granite_of_sizes_is_llama_with_multiplied_embeddings():
     assert factors == {name: getattr(given, name) for name in factors}
     wide = make_config("granite", 2, 32, 2, 97, {"initializer_range": 0.04})
     assert wide.embedding_multiplier == 25
-    # a family whose default is a trained model's factor
-    docling = make_config("granite_docling_text", 2, 32, 2, 97)
-    assert docling.embedding_multiplier == type(docling)().embedding_multiplier != 1
     assert not hasattr(make_config("llama", 2, 32, 2, 97), "attention_multiplier")
+
+
+def test_factors_of_a_trained_model_stay():
+    """They are the defaults of Granite's text model of documents, not 1."""
+    family = "granite_docling_text"
+    if family not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this version of transformers has no {family}")
+    docling = make_config(family, 2, 32, 2, 97)
+    assert docling.embedding_multiplier == type(docling)().embedding_multiplier != 1
