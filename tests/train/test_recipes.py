@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import ViTConfig, ViTModel
 
 import crosslayer
 from crosslayer.cost.estimate import count_parameters
@@ -17,7 +19,7 @@ from crosslayer.hf.attach import find_backbone
 from crosslayer.spec import make
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import Settings
-from crosslayer.train.task import LANGUAGE, build_model
+from crosslayer.train.task import LANGUAGE, build_model, scale_embeddings
 from tests.hf.backbones import build, ids
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
@@ -202,6 +204,32 @@ def test_a_router_z_loss_needs_a_router():
         settings = Settings.from_options(router_z_loss=0.001, **options)
         with pytest.raises(ValueError, match="router_z_loss needs a mixture of experts with"):
             build_model(settings, "prenorm", 256, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gpt2"])
+def test_the_deviation_of_the_embeddings(family):
+    """Of all weights it changes the embeddings alone, and no more than their scale."""
+    settings = Settings.from_options(family=family, layers=1, dim=32, heads=2)
+    plain = build_model(settings, "mudd", 97, 0)
+    changed = build_model(
+        settings._replace(model=replace(settings.model, embedding_std=1.0)), "mudd", 97, 0
+    )
+    name = next(n for n, p in plain.named_parameters() if p is plain.get_input_embeddings().weight)
+    wide, narrow = changed.state_dict(), plain.state_dict()
+    assert wide[name].std() == pytest.approx(1, abs=1e-5)
+    different = {n for n in narrow if not torch.equal(wide[n], narrow[n])}
+    assert different == {name}
+    torch.testing.assert_close(wide[name], narrow[name] / narrow[name].std())
+
+
+def test_a_deviation_of_embeddings_needs_embeddings():
+    with pytest.raises(
+        ValueError, match=r"embedding_std must be a number of at least 0, got -1\.0"
+    ):
+        Settings.from_options(embedding_std=-1)
+    images = ViTModel(ViTConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="needs a backbone with token embeddings, got ViTModel"):
+        scale_embeddings(images, 1.0)
 
 
 def test_the_validation_sets_of_hyper_connections():

@@ -32,6 +32,8 @@ class Model:
         vocab: size of the vocabulary; by default that of the data's tokenizer.
         model_config: further keys of the family's configuration, like {"tie_word_embeddings":
             true}.
+        embedding_std: standard deviation of the initial embeddings; by default the family's, 0.02
+            in most of transformers. torchtitan's is 1. It holds before a constant factor.
         reallocate: give the MLPs MUDD's widths: narrower in early layers, wider in late ones.
         router_z_loss: weight of the z-loss on the router's logits of a mixture of experts.
     """
@@ -42,6 +44,7 @@ class Model:
     heads: int = 4
     vocab: int | None = None
     model_config: dict[str, Any] = field(default_factory=dict)
+    embedding_std: float | None = None
     reallocate: bool = False
     router_z_loss: float = 0.0
 
@@ -52,6 +55,8 @@ class Model:
         check_non_negative(router_z_loss=self.router_z_loss)
         if self.vocab is not None:
             check_positive(vocab=self.vocab)
+        if self.embedding_std is not None:
+            check_non_negative(embedding_std=self.embedding_std)
 
 
 @dataclass

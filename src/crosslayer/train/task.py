@@ -222,7 +222,27 @@ def build_model(
     backbone = task.build_backbone(
         settings.model, settings.data, settings.model.vocab or num_classes, dtype
     )
+    if settings.model.embedding_std is not None:
+        scale_embeddings(backbone, settings.model.embedding_std)
     return connect(backbone, str(make(spec)), reallocate=settings.model.reallocate)
+
+
+@torch.no_grad()
+def scale_embeddings(backbone: nn.Module, std: float) -> None:
+    """Give the token embeddings the standard deviation `std`; a head that is tied to them too.
+
+    They are scaled and not drawn again, so that other weights do not depend on it.
+
+    Raises:
+        ValueError: the backbone has no token embeddings.
+    """
+    embeddings = getattr(backbone, "get_input_embeddings", lambda: None)()
+    if not isinstance(embeddings, nn.Embedding):
+        raise ValueError(
+            f"embedding_std needs a backbone with token embeddings, got {type(backbone).__name__}"
+        )
+    weight = embeddings.weight
+    weight.mul_(std / weight.float().std())
 
 
 def summarize_metrics(
