@@ -215,9 +215,10 @@ def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
 def _describe_size(plan: Plan, options: Collection[str]) -> str:
     """Some options of a study, like "8 layers, width 128"."""
     settings = plan.settings()
-    return ", ".join(
+    words = [
         describe(settings[option]) for option, describe in SIZE_WORDS.items() if option in options
-    )
+    ]
+    return ", ".join(word for word in words if word)
 
 
 def _describe_scale(model_config: Mapping[str, float]) -> str:
@@ -227,11 +228,17 @@ def _describe_scale(model_config: Mapping[str, float]) -> str:
     return f"embeddings × {model_config.get('embedding_multiplier', 1):g}"
 
 
+def _describe_deviation(embedding_std: float | None) -> str:
+    """Like "standard deviation 1", or nothing for the family's own."""
+    return "" if embedding_std is None else f"standard deviation {embedding_std:g}"
+
+
 SIZE_WORDS: dict[str, Callable[[Any], str]] = {
     "layers": "{} layers".format,
     "dim": "width {}".format,
     "steps": "{} steps".format,
     "model_config": _describe_scale,
+    "embedding_std": _describe_deviation,
 }
 
 
