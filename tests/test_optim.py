@@ -41,6 +41,26 @@ def test_connections_are_treated_as_they_say(spec):
     assert {g["lr"] for i, g in group.items() if i not in own_ids} == {1e-3}
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_have_their_own_rate(tied):
+    """Without a gradient, AdamW's step is its decay alone, which is that of other weights."""
+    model = crosslayer.connect(llama(tie_word_embeddings=tied), "mudd")
+    groups = crosslayer.param_groups(model, 1e-3, 0.1, embedding_lr_scale=50)
+    group = {id(p): g for g in groups for p in g["params"]}
+    embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
+    assert group[id(embeddings)]["lr"] == pytest.approx(0.05)
+    assert {g["lr"] for i, g in group.items() if i != id(embeddings)} == {1e-3}
+    assert (group[id(head)]["lr"] == 1e-3) is not tied
+    matrix = model.model.layers[0].mlp.up_proj.weight
+    before = {parameter: parameter.detach().clone() for parameter in (embeddings, head, matrix)}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW(groups).step()
+    for parameter, old in before.items():
+        torch.testing.assert_close(parameter, old * (1 - 1e-4), rtol=1e-6, atol=0)
+    assert crosslayer.param_groups(model, 1e-3, 0.1, embedding_lr_scale=0)[0]["lr"] == 0
+
+
 def test_muon_gets_the_layers_matrices_alone():
     model = crosslayer.connect(llama(), "mudd")
     muon = {

@@ -233,12 +233,18 @@ def _describe_deviation(embedding_std: float | None) -> str:
     return "" if embedding_std is None else f"standard deviation {embedding_std:g}"
 
 
+def _describe_embedding_rate(scale: float) -> str:
+    """Like "their rate × 50", or nothing for that of the model."""
+    return "" if scale == 1 else f"their rate × {scale:g}"
+
+
 SIZE_WORDS: dict[str, Callable[[Any], str]] = {
     "layers": "{} layers".format,
     "dim": "width {}".format,
     "steps": "{} steps".format,
     "model_config": _describe_scale,
     "embedding_std": _describe_deviation,
+    "embedding_lr_scale": _describe_embedding_rate,
 }
 
 

@@ -16,7 +16,11 @@ class _Group(NamedTuple):
 
 
 def param_groups(
-    model: nn.Module, lr: float, weight_decay: float, connection_lr_scale: float = 1.0
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    connection_lr_scale: float = 1.0,
+    embedding_lr_scale: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Parameter groups of `model` for any torch optimizer.
 
@@ -28,6 +32,8 @@ def param_groups(
         lr: the model's learning rate.
         weight_decay: the weight decay of the parameters that take it.
         connection_lr_scale: learning rate of the connections' parameters, as a share of `lr`.
+        embedding_lr_scale: the same of the embeddings, tied heads included. Their weight decay is
+            divided by it, so that AdamW's decay of a step, which is their product, stays.
 
     Returns:
         Dicts `{name, params, lr, weight_decay, muon}`. `muon` marks 2-d matrices of the backbone's
@@ -52,6 +58,9 @@ def param_groups(
                 )
             elif id(parameter) in muon_ids:
                 group = _Group("matrices", lr, weight_decay, muon=True)
+            elif isinstance(module, nn.Embedding):
+                decay = weight_decay / embedding_lr_scale if embedding_lr_scale else 0.0
+                group = _Group("embeddings", embedding_lr_scale * lr, decay, muon=False)
             elif parameter.dim() >= 2:
                 group = _Group("embeddings", lr, weight_decay, muon=False)
             else:

@@ -14,7 +14,13 @@ def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.opt
     """AdamW; or Muon for the 2-d matrices of the layers and, last in the list, AdamW for all other
     parameters.
     """
-    groups = param_groups(model, settings.lr, settings.weight_decay, settings.connection_lr_scale)
+    groups = param_groups(
+        model,
+        settings.lr,
+        settings.weight_decay,
+        settings.connection_lr_scale,
+        settings.embedding_lr_scale,
+    )
     if settings.optimizer == "muon":
         muon_groups = [{**group, "lr": settings.muon_lr} for group in groups if group["muon"]]
         adamw_groups = [group for group in groups if not group["muon"]]

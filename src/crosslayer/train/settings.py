@@ -105,6 +105,8 @@ class Optimization:
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
         connection_lr_scale: learning rate of the connections' parameters, as a share of `lr`.
+        embedding_lr_scale: the same of the embeddings, tied heads included; their weight decay of a
+            step stays.
         weight_decay: weight decay of matrices; each connection declares which of its parameters
             decay.
         betas: of AdamW.
@@ -124,6 +126,7 @@ class Optimization:
     lr: float = 6e-3
     muon_lr: float = 2e-2
     connection_lr_scale: float = 1.0
+    embedding_lr_scale: float = 1.0
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -141,6 +144,7 @@ class Optimization:
         check_non_negative(lr=self.lr, muon_lr=self.muon_lr, weight_decay=self.weight_decay)
         check_non_negative(eps=self.eps, momentum=self.momentum)
         check_non_negative(connection_lr_scale=self.connection_lr_scale)
+        check_non_negative(embedding_lr_scale=self.embedding_lr_scale)
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema must be between 0 and 1, like 0.9999, got {self.ema}")
 

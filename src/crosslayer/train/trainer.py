@@ -30,7 +30,7 @@ from ..data.sampler import evenly_spaced
 from ..optim import zero_connection_updates
 from .averaging import averaged_weights
 from .evaluation import evaluate_examples
-from .optimizers import build_optimizers, set_learning_rates
+from .optimizers import build_optimizers, lr_schedule, set_learning_rates
 from .parallel import setup_model
 from .profiling import measure_forward, model_flops_utilization, peak_memory
 from .recipe import Arm
@@ -226,7 +226,7 @@ class Trainer:
         return StepResult(
             step=step,
             loss=loss,
-            lr=self.optimizers[-1].param_groups[0]["lr"],
+            lr=optimization.lr * lr_schedule(step - 1, optimization),
             grad_norm=grad_norm,
             tokens_per_second=self.state.tokens_per_second,
             mfu=model_flops_utilization(self.forward_flops * engine.accumulate, seconds),
