@@ -8,13 +8,12 @@ import crosslayer
 from benchmarks.evidence.claims import SeedLosses
 from benchmarks.evidence.figures import MAIN_ARMS, Figure, study_figures
 from benchmarks.evidence.pruning import read_pruned_models
+from benchmarks.evidence.size_tables import difference_matrix, multiplier_table
 from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, SMALL, Part, Study, read_parts
 from benchmarks.evidence.tables import (
     arms_tables,
     claims_table,
     connection_tables,
-    difference_matrix,
-    multiplier_table,
     summary_table,
 )
 from crosslayer.files import write_text_atomic

@@ -1,0 +1,103 @@
+"""Tables over several studies: of other depths, sizes or embeddings."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from benchmarks.evidence.studies import BASELINE, Part, Plan, Study
+from benchmarks.evidence.tables import (
+    NOT_RUN,
+    UNKNOWN,
+    arm_cells,
+    describe_embeddings,
+    markdown_table,
+)
+from crosslayer.inspect.training import estimate_multiplier, fit_power_law
+from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
+
+
+def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
+    """Each arm's difference to pre-norm in each study of a part that has results."""
+    # a study of all arms has a table of its own
+    own = [plan for plan in part.plans if plan.arms]
+    commands = "\n".join(plan.command for plan in own)
+    commands = f"```sh\n{commands}\n```"
+    finished = [plan for plan in part.plans if plan.name in studies]
+    if not any(plan in own for plan in finished):
+        return f"Not run yet.\n\n{commands}"
+    varied = {option for plan in part.plans for option in plan.options}
+    rows = []
+    for name in part.arms:
+        cells = {"arm": name}
+        for plan in finished:
+            cells[_describe_size(plan, varied)] = _difference_cell(studies[plan.name], name)
+        rows.append(cells)
+    texts = [markdown_table(tuple(rows[0]), rows)]
+    missing = [_describe_size(plan, varied) for plan in part.plans if plan not in finished]
+    if missing:
+        texts.append(f"Not run yet: {'; '.join(missing)}.")
+    return "\n\n".join([*texts, commands])
+
+
+def _describe_size(plan: Plan, options: Collection[str]) -> str:
+    """Some options of a study, like "8 layers, width 128"."""
+    settings = plan.settings()
+    words = [
+        describe(settings[option]) for option, describe in SIZE_WORDS.items() if option in options
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _describe_deviation(embedding_std: float | None) -> str:
+    """Like "standard deviation 1", or nothing for the family's own."""
+    return "" if embedding_std is None else f"standard deviation {embedding_std:g}"
+
+
+def _describe_embedding_rate(scale: float) -> str:
+    """Like "their rate × 50", or nothing for that of the model."""
+    return "" if scale == 1 else f"their rate × {scale:g}"
+
+
+SIZE_WORDS: dict[str, Callable[[Any], str]] = {
+    "layers": "{} layers".format,
+    "dim": "width {}".format,
+    "steps": "{} steps".format,
+    "model_config": describe_embeddings,
+    "embedding_std": _describe_deviation,
+    "embedding_lr_scale": _describe_embedding_rate,
+}
+
+
+def _difference_cell(study: Study, name: str) -> str:
+    """The loss and its rate, and below them the difference to pre-norm."""
+    if not study.runs(name):
+        return NOT_RUN
+    cells = arm_cells(study, name)
+    text = f"{cells['loss, own rate']} at {cells['rate']}"
+    difference = cells["vs prenorm"]
+    return text if difference == UNKNOWN else f"{text}<br>{difference}"
+
+
+def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
+    """How much compute pre-norm would need for each arm's losses; "" before two sizes have run.
+
+    Compute is 6 × parameters × tokens.
+    """
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for name in part.arms:
+        computes, losses = points.setdefault(name, ([], []))
+        for plan in part.plans:
+            study = studies.get(plan.name)
+            for run in study.runs(name).values() if study else []:
+                computes.append(FLOPS_PER_PARAMETER * run.parameters * study.tokens)
+                losses.append(run.valid_loss)
+    if len(set(points[BASELINE][0])) < 2:
+        return ""
+    law = fit_power_law(*points[BASELINE])
+    rows = []
+    for name in part.arms:
+        computes, losses = points[name]
+        if name != BASELINE and computes and law.b > 0:
+            found = estimate_multiplier(law, computes, losses)
+            text = f"{found.value:.2f} × ({found.low:.2f} to {found.high:.2f})"
+            rows.append({"arm": name, "compute multiplier": text})
+    return markdown_table(("arm", "compute multiplier"), rows)
