@@ -46,9 +46,9 @@ so only differences between runs of the same seed count there. On the larger mod
 differences below 0.01 are chance, so its table does not show that one connection is better.
 
 These runs were made before the order of the batches changed to `torch.randperm`, and before the α
-of DenseFormer took weight decay. Their embeddings start at a standard deviation of 0.02. In
-[Evidence](evidence.md#scale-of-the-embeddings) most gains with such embeddings are gone when the
-embeddings are multiplied by 50. That was not tried here."""
+of DenseFormer took weight decay. Their embeddings learn at the model's rate. In
+[Evidence](evidence.md#the-embeddings) most gains with such embeddings are gone when they learn 50
+times as fast. That was not tried here."""
 COLUMNS = (
     "connection",
     "connected at step",

@@ -9,7 +9,7 @@ from benchmarks.evidence.claims import SeedLosses
 from benchmarks.evidence.figures import MAIN_ARMS, Figure, study_figures
 from benchmarks.evidence.pruning import read_pruned_models
 from benchmarks.evidence.size_tables import difference_matrix, multiplier_table
-from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, SMALL, Part, Study, read_parts
+from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, UNSCALED, Part, Study, read_parts
 from benchmarks.evidence.tables import (
     arms_tables,
     claims_table,
@@ -50,7 +50,7 @@ def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     for part in read_parts():
         texts = [PARTS[name](part, studies) for name in part.shows]
         sections[part.title] = "\n\n".join(text for text in texts if text)
-    tested: dict[str, SeedLosses] = {**studies, SMALL + "pruning": read_pruned_models()}
+    tested: dict[str, SeedLosses] = {**studies, UNSCALED + "pruning": read_pruned_models()}
     return sections | {"Claims": claims_table(tested)}
 
 

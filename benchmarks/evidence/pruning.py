@@ -1,14 +1,14 @@
-"""DenseFormer without its smallest weights over depth: docs/evidence/small-pruning.json."""
+"""DenseFormer without its smallest weights over depth: docs/evidence/unscaled-pruning.json."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.evidence.studies import RESULTS, SMALL
+from benchmarks.evidence.studies import RESULTS, UNSCALED
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.report import JSON_FILE
 
-PRUNING_FILE = f"{SMALL}pruning.json"  # of models with small embeddings
+PRUNING_FILE = f"{UNSCALED}pruning.json"  # of models with unscaled embeddings
 
 
 @dataclass

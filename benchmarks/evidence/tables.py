@@ -16,7 +16,7 @@ from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
     LONG_STUDY,
-    SMALL,
+    UNSCALED,
     Part,
     Plan,
     Study,
@@ -40,14 +40,14 @@ COST_COLUMNS = (
     *("arm", "training", "forward", "decoding", "loss at equal time"),
     "vs prenorm at equal time",
 )
-WITH_SMALL = "vs prenorm, small embeddings"
+WITH_UNSCALED = "vs prenorm, unscaled embeddings"
 CONNECTION_COLUMNS = (
-    *("arm", "loss, own rate", "vs prenorm", "verdict", WITH_SMALL),
+    *("arm", "loss, own rate", "vs prenorm", "verdict", WITH_UNSCALED),
     *("training", "forward", "decoding"),
 )
 SUMMARY_COLUMNS = (
     *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
-    *("training speed", "decoding speed", WITH_SMALL),
+    *("training speed", "decoding speed", WITH_UNSCALED),
 )
 LEGEND = (
     "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
@@ -187,19 +187,21 @@ def _arms_notes(study: Study) -> list[str]:
 
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
-    """Every claim with the paper's number, and what ours say, with large and small embeddings."""
-    columns = ("claim", "source", "paper", "tested sum", "large embeddings", "small embeddings")
+    """Every claim with the paper's number and our verdicts, with embeddings × 50 and unscaled."""
+    columns = ("claim", "source", "paper", "tested sum", "embeddings × 50", "unscaled embeddings")
     # all that is planned, with what has been run
-    large: dict[str, SeedLosses | None] = {**dict.fromkeys(read_plans()), **studies}
-    small = {
-        name.removeprefix(SMALL): study for name, study in large.items() if name.startswith(SMALL)
+    planned: dict[str, SeedLosses | None] = {**dict.fromkeys(read_plans()), **studies}
+    unscaled = {
+        name.removeprefix(UNSCALED): study
+        for name, study in planned.items()
+        if name.startswith(UNSCALED)
     }
     rows = []
     for claim in read_claims():
         arms = " ".join(f"{_format_weight(weight)} {arm}" for arm, weight in claim.sum.items())
         if claim.at != "end":
             arms += f", at {claim.at}"
-        verdicts = (_claim_cell(claim, large), _claim_cell(claim, small))
+        verdicts = (_claim_cell(claim, planned), _claim_cell(claim, unscaled))
         cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, *verdicts)
         rows.append(dict(zip(columns, cells, strict=True)))
     return markdown_table(columns, rows, texts=columns)
@@ -227,7 +229,11 @@ def _format_weight(weight: float) -> str:
 def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
     """The rows of each connection in the first study, by its name; "" where no arm has it."""
     tables = {}
-    study, small, recipe = studies.get(FIRST_STUDY), studies.get(SMALL + FIRST_STUDY), read_recipe()
+    study, unscaled, recipe = (
+        studies.get(FIRST_STUDY),
+        studies.get(UNSCALED + FIRST_STUDY),
+        read_recipe(),
+    )
     for connection in connections:
         arms = [arm for arm in recipe.arms if connection_name(arm) == connection]
         if study is None or not arms:
@@ -235,8 +241,8 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
             continue
         rows = [arm_cells(study, arm.name) for arm in arms]
         for row in rows:
-            difference = difference_to_baseline(small, row["arm"]) if small else None
-            row[WITH_SMALL] = format_interval(difference) if difference else UNKNOWN
+            difference = difference_to_baseline(unscaled, row["arm"]) if unscaled else None
+            row[WITH_UNSCALED] = format_interval(difference) if difference else UNKNOWN
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows)
     return tables
 
@@ -244,7 +250,7 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
 def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     """The arms that have a result in the first study, in short, and how they were run."""
     study, long_study = studies[FIRST_STUDY], studies.get(LONG_STUDY)
-    small = studies.get(SMALL + FIRST_STUDY)
+    unscaled = studies.get(UNSCALED + FIRST_STUDY)
     rows = []
     for name in arms:
         if not study.runs(name):
@@ -252,7 +258,7 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
         cells = arm_cells(study, name)
         at_end = difference_to_baseline(study, name)
         in_long = difference_to_baseline(long_study, name) if long_study else None
-        in_small = difference_to_baseline(small, name) if small else None
+        difference_unscaled = difference_to_baseline(unscaled, name) if unscaled else None
         at_equal_time = difference_to_baseline(study, name, "equal time")
         final = [run.valid_loss for run in study.runs(name).values()]
         values = (
@@ -263,7 +269,7 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
             _format_half_width(at_equal_time),
             cells["training"],
             cells["decoding"],
-            _format_half_width(in_small),
+            _format_half_width(difference_unscaled),
         )
         rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
     return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"
@@ -297,7 +303,7 @@ def _describe_models(study: Study) -> str:
         "Loss in nats a token ± standard deviation over three or five seeds; differences ± 95 % "
         "interval; – is not run, or pre-norm itself. Equal time: when the fastest has ended. "
         "Speeds on one CPU core in float32, without fused kernels. "
-        "Small embeddings are Llama's own, of standard deviation 0.02."
+        "Unscaled embeddings are Llama's own."
     )
 
 

@@ -42,9 +42,10 @@ def planted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("planted")
     for name, arms, seeds in (("main", MAIN, 5), ("rest", ["postnorm", "one-way MUDD"], 3)):
         take_over(write_results(folder / name, arms, seeds), folder / "docs")
-    small = {"family": "llama", "model_config": {}, "lr": 2e-3}
+    unscaled = {"family": "llama", "model_config": {}, "lr": 2e-3}
     take_over(
-        write_results(folder / "small embeddings", ["prenorm", "mudd"], **small), folder / "docs"
+        write_results(folder / "unscaled embeddings", ["prenorm", "mudd"], **unscaled),
+        folder / "docs",
     )
     smaller = {"layers": 6, "dim": 96, "steps": 140}
     take_over(write_results(folder / "small", MAIN, shift=0.3, **smaller), folder / "docs")
@@ -121,17 +122,17 @@ def test_tables_of_planted_results(planted):
     assert "Not run yet: 10 layers, width 160, 433 steps." in size
     assert sections["Depth, at one width"].startswith("Not run yet.")
     # without a study of its own, a part does not show those of other parts
-    assert sections["Scale of the embeddings"].startswith("Not run yet.")
+    assert sections["The embeddings"].startswith("Not run yet.")
     claim = table_row(sections["Claims"], "Four ways of MUDD beat one, dynamic")
     assert claim[4].startswith("agrees: -0.") and claim[5] == "not run yet"
     summary = pages.summary_sections(planted)["In short"]
-    with_small = table_row(summary, "`mudd`")[-1]
-    assert float(with_small.split()[0]) == pytest.approx(-0.2, abs=0.02)
+    with_unscaled = table_row(summary, "`mudd`")[-1]
+    assert float(with_unscaled.split()[0]) == pytest.approx(-0.2, abs=0.02)
     assert table_row(summary, "`hyper`")[-1] == "–"
     value, low, _ = map(float, re.findall(r"[\d.]+", table_row(multipliers, "mudd")[1]))
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     rows = connection_tables(planted, ["mudd", "highway"])
-    assert table_row(rows["mudd"], "arm")[4] == "vs prenorm, small embeddings"
+    assert table_row(rows["mudd"], "arm")[4] == "vs prenorm, unscaled embeddings"
     assert table_row(rows["mudd"], "one-way MUDD")[3] == "better" and rows["highway"] == ""
     data = dict(study_figures(planted["short"])["differences"].data)
     by_time = {line.label: line for line in data["training time (pre-norm's run = 1)"]}

@@ -25,7 +25,7 @@ class Model:
 
     Args:
         family: the backbone's model type in transformers: llama, gpt_neox or another that `connect`
-            knows. granite is llama with embeddings × 50, which start at a standard deviation of 1.
+            knows. granite is llama with embeddings × 50, which learn 50 times as fast.
         layers: number of layers.
         dim: width of the residual stream.
         heads: number of attention heads.
