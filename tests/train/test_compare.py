@@ -94,6 +94,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     for text in (" ".join(printed.split()), markdown, page):
         assert "It cannot show what is left of a difference beyond" in text
         assert "as all are at 0.006" in text and "Against prenorm, by 95 % intervals" in text
+        assert "embeddings learn" not in text, "Granite's factor lets them learn fast"
 
     before = (out / "results.json").read_text()
     assert main([*options(text_file), *arms, "--seeds", "2", "--out", str(out)]) == 0
@@ -425,6 +426,15 @@ def test_names_are_shown_as_they_are(text_file, tmp_path, capsys):
     )
     printed = capsys.readouterr().out
     assert all(name in printed for name in names) and f"Report: {out}" in printed.replace("\n", "")
+
+
+@pytest.mark.parametrize(("extra", "slow"), [([], True), (["--embedding-lr-scale=50"], False)])
+def test_slow_embeddings_are_said(text_file, tmp_path, capsys, extra, slow):
+    command = [*options(text_file), "--family=llama", "--arms", "prenorm", "--steps=1", *extra]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    gain = "what is left of a gain where the embeddings learn faster than other weights"
+    assert (gain in printed) is slow
 
 
 def test_seeds_judged_at_different_steps(text_file, tmp_path):

@@ -1,7 +1,9 @@
 """What a reader of a comparison's table must know, in sentences."""
 
+from ..hf.config import make_config
 from .compare import Comparison
 from .results_table import TableRow, result_table
+from .settings import Settings
 
 SAME_RATE = "at the shared lr"
 
@@ -94,11 +96,17 @@ def scope_notes(comparison: Comparison) -> list[str]:
         amount, unit = amount * data.context, _sequence_unit(comparison)
     size = f"{amount:,} {unit} and {rows[0].parameters:,} parameters"
     open_questions = [f"what is left of a difference beyond {size}"]
-    rates = {recipe.settings(arm).optimization.lr for arm in comparison.arms}
+    of_arms = [recipe.settings(arm) for arm in comparison.arms]
+    rates = {settings.optimization.lr for settings in of_arms}
     if not comparison.search_rates and len(rates) == 1:
         open_questions.append(
             f"how an arm does at its own learning rate, as all are at {optimization.lr:g} "
             "(--search-rates true)"
+        )
+    if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
+        open_questions.append(
+            "what is left of a gain where the embeddings learn faster than other weights "
+            "(--embedding-lr-scale 50)"
         )
     if most_seeds(rows) == 1:
         open_questions.append(
@@ -109,6 +117,16 @@ def scope_notes(comparison: Comparison) -> list[str]:
         f"{scope}{', nor '.join(open_questions)}.",
         *_interval_notes(rows, comparison.search_rates),
     ]
+
+
+def _has_slow_embeddings(settings: Settings) -> bool:
+    """Whether embeddings have the rate of other weights and no factor: docs/evidence.md."""
+    model = settings.model
+    config = make_config(
+        model.family, model.layers, model.dim, model.heads, overrides=model.model_config
+    )
+    factor = getattr(config, "embedding_multiplier", 1)
+    return bool(factor == 1 and settings.optimization.embedding_lr_scale == 1)
 
 
 def _interval_notes(rows: list[TableRow], search_rates: bool) -> list[str]:
