@@ -14,7 +14,9 @@ every_method = pytest.mark.parametrize("spec", DEFAULTS)
 @every_method
 def test_every_parameter_is_in_one_group(spec):
     model = gpt(spec)
-    groups = crosslayer.param_groups(model, 1e-3, 0.1)
+    groups = crosslayer.param_groups(model, 1e-3, 0.1, embedding_lr_scale=50)
+    names = [g["name"] for g in groups]
+    assert len(set(names)) == len(names)
     grouped = [id(p) for g in groups for p in g["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     assert len(set(grouped)) == len(grouped)

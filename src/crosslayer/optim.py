@@ -36,7 +36,7 @@ def param_groups(
             divided by it, so that AdamW's decay of a step, which is their product, stays.
 
     Returns:
-        Dicts `{name, params, lr, weight_decay, muon}`. `muon` marks 2-d matrices of the backbone's
+        Dicts `{name, params, lr, weight_decay, muon}`, one for each name. `muon` marks 2-d matrices of the backbone's
         layers, whose updates an optimizer like Muon may orthogonalise. It excludes embeddings,
         output heads and connection parameters, which are no linear maps between activations.
     """
@@ -62,7 +62,7 @@ def param_groups(
                 decay = weight_decay / embedding_lr_scale if embedding_lr_scale else 0.0
                 group = _Group("embeddings", embedding_lr_scale * lr, decay, muon=False)
             elif parameter.dim() >= 2:
-                group = _Group("embeddings", lr, weight_decay, muon=False)
+                group = _Group("other matrices", lr, weight_decay, muon=False)
             else:
                 group = _Group("vectors", lr, 0.0, muon=False)
             groups.setdefault(group, []).append(parameter)
