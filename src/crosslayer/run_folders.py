@@ -1,15 +1,17 @@
 """How `crosslayer train` and `crosslayer compare` lay out what they write.
 
+RUN/run.json                        the settings, data and seed that decide the run's losses
 RUN/metrics.jsonl                   a line each `log_every` steps and each evaluation
 RUN/result.json, RUN/model/         of `train`, once the run has ended
 RUN/step-00000100/                  a checkpoint
 COMPARISON/results.json             all results so far
-COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`: metrics and checkpoints alone
+COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`, without result and model
 """
 
 import hashlib
 import re
 
+RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"

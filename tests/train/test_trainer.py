@@ -155,7 +155,8 @@ def test_a_full_disk(text, left, tmp_path):
         )  # as a disk with so little left
         with pytest.raises(
             OSError,
-            match=r"step-00000009 cannot be written \(.+\); the last checkpoint is .*06",
+            match=r"step-00000009 cannot be written \((No space left|File too large).*\); "
+            r"the last checkpoint is .*06",
         ):
             run(settings, "prenorm", left)
     finally:
@@ -317,6 +318,22 @@ def test_changed_data(text, tmp_path):
     copy.write_text(copy.read_text() + "one line more\n")
     with pytest.raises(ValueError, match="belongs to another run, whose data sha256"):
         run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
+
+
+def test_another_run_overwrites_nothing(text, left):
+    """run.json says whose folder it is, and where that is missing, a checkpoint does."""
+    identity = left / "run.json"
+    without_checkpoints = shutil.copytree(
+        left, left.parent / "without", ignore=shutil.ignore_patterns("step-*")
+    )
+    identity.unlink()
+    for folder in (left, without_checkpoints):
+        kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        with pytest.raises(ValueError, match="belongs to another run, whose seed is 0"):
+            run({"data": text, "save_every": 3}, "prenorm", folder, seed=1)
+        assert kept == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    run({"data": text, "save_every": 3}, "prenorm", left)
+    assert identity.exists()
 
 
 @pytest.mark.slow

@@ -35,10 +35,11 @@ class SaveCheckpoints(Callback):
         """Restore the newest checkpoint of the folder, if it has one. Call it before `Trainer.fit`.
 
         Raises:
-            ValueError: the checkpoint is damaged, or another run's.
+            ValueError: the checkpoint is damaged, or the folder is another run's.
         """
         checkpoints = self._checkpoints(trainer)
         state = checkpoints.load(trainer.model, trainer.optimizers)
+        checkpoints.claim_folder()
         if state is not None:
             trainer.state = RunState(**state)
             trainer.latest_checkpoint = checkpoints.newest()

@@ -8,8 +8,10 @@ FOLDER/step-00000100/checkpoint.json    the run's identity and state; size and C
 Any number of ranks can load it.
 """
 
+import errno
 import json
 import logging
+import os
 import shutil
 import warnings
 import zlib
@@ -25,7 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..files import atomic_replace, read_json, write_text_atomic
-from ..run_folders import CHECKPOINT_INDEX
+from ..run_folders import CHECKPOINT_INDEX, RUN_FILE
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 
 TEMPORARY_SUFFIX = ".part"
@@ -37,13 +39,29 @@ class Checkpoints:
     Args:
         fabric: every rank saves and loads its shard.
         folder: of this run alone.
-        identity: a checkpoint with another identity belongs to another run and is not loaded.
+        identity: a folder or a checkpoint with another identity belongs to another run.
         keep: number of checkpoints kept.
     """
 
     def __init__(self, fabric: Fabric, folder: Path, identity: dict[str, Any], keep: int):
         self.fabric, self.folder, self.keep = fabric, folder, keep
         self.identity = json.loads(json.dumps(identity))  # with lists for tuples, as in the index
+
+    def claim_folder(self) -> None:
+        """Write the run's identity to the folder, once its checkpoint is loaded, if it has one.
+
+        Raises:
+            ValueError: the folder has another run's, whose files would be overwritten.
+        """
+        path = self.folder / RUN_FILE
+
+        def check_and_write() -> None:
+            if path.exists():
+                self._check_identity(self.folder, read_json(path, dict))
+            else:
+                write_text_atomic(path, json.dumps(self.identity, indent=1))
+
+        self._on_rank_zero(check_and_write)
 
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
@@ -153,13 +171,7 @@ class Checkpoints:
             raise ValueError(
                 f"{path}: {CHECKPOINT_INDEX} is damaged ({_one_line(error)}){remedy}"
             ) from None
-        for key in sorted(self.identity.keys() | identity.keys()):
-            saved, current = identity.get(key), self.identity.get(key)
-            if saved != current:
-                raise ValueError(
-                    f"{path}: belongs to another run, whose {key} is {saved!r}; "
-                    f"here it is {current!r}; choose another --out"
-                )
+        self._check_identity(path, identity)
 
         found = self._fingerprints(path)
         for name, (size, checksum) in files.items():
@@ -172,6 +184,15 @@ class Checkpoints:
             if found[name][1] != checksum:
                 raise ValueError(f"{path}: {name} is damaged, its checksum differs{remedy}")
         return index
+
+    def _check_identity(self, path: Path, identity: dict[str, Any]) -> None:
+        for key in sorted(self.identity.keys() | identity.keys()):
+            saved, current = identity.get(key), self.identity.get(key)
+            if saved != current:
+                raise ValueError(
+                    f"{path}: belongs to another run, whose {key} is {saved!r}; "
+                    f"here it is {current!r}; choose another --out"
+                )
 
     def _fingerprints(self, folder: Path) -> dict[str, tuple[int, int]]:
         """Size and CRC-32 of the files that torch wrote. The ranks share the reading."""
@@ -244,6 +265,8 @@ def _one_line(error: BaseException) -> str:
     text = str(cause)
     if isinstance(cause, OSError) and cause.strerror:
         text = cause.strerror
+    if "unexpected pos" in text:  # torch's words for a file that ends before its content
+        text = os.strerror(errno.ENOSPC)
     return " ".join(text.split()) or type(cause).__name__
 
 

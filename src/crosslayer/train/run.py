@@ -54,7 +54,7 @@ def train_arm(
     Raises:
         Diverged: the loss or its gradient is non-finite, or the loss spiked.
         Stopped: Ctrl-C or SIGTERM; the run is saved.
-        ValueError: the folder's checkpoint is another run's or damaged, or `vocab` is too small
+        ValueError: the folder is another run's, its checkpoint is damaged, or `vocab` is too small
             for the data.
     """
     engine = settings.engine
