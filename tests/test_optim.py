@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import crosslayer
-from crosslayer.optim import zero_connection_updates
+from crosslayer.optim import layer_matrices, zero_connection_updates
 from tests.hf.backbones import llama, vit
 from tests.support.tiny import DEFAULTS, connections, gpt, shake
 
@@ -70,6 +71,21 @@ def test_muon_gets_the_layers_matrices_alone():
     }
     names = {n for n, p in model.named_parameters() if id(p) in muon}
     assert all(n.endswith("_proj.weight") for n in names) and len(names) == 3 * 7
+
+
+def test_muon_of_layers_in_a_dict():
+    """As in torchtitan, where the keys are numbers. nanoGPT's dict has names, so it is no list."""
+    blocks = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+    model = nn.ModuleDict({"wte": nn.Embedding(16, 8), "layers": layers, "head": nn.Linear(8, 16)})
+    assert [id(p) for p in layer_matrices(model)] == [id(block.weight) for block in blocks]
+
+
+def test_muon_gets_no_embedding_or_head_of_a_sequential():
+    embedding, block, head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+    assert [*layer_matrices(nn.Sequential(embedding, nn.Sequential(block), head))] == [block.weight]
+    head.weight = embedding.weight
+    assert [*layer_matrices(nn.ModuleList([embedding, block, head]))] == [block.weight]
 
 
 def test_muon_of_a_model_as_wide_as_its_vocabulary():

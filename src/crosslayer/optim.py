@@ -36,9 +36,10 @@ def param_groups(
             divided by it, so that AdamW's decay of a step, which is their product, stays.
 
     Returns:
-        Dicts `{name, params, lr, weight_decay, muon}`, one for each name. `muon` marks 2-d matrices of the backbone's
-        layers, whose updates an optimizer like Muon may orthogonalise. It excludes embeddings,
-        output heads and connection parameters, which are no linear maps between activations.
+        Dicts `{name, params, lr, weight_decay, muon}`, one for each name. `muon` marks 2-d matrices
+        of the backbone's layers, whose updates an optimizer like Muon may orthogonalise. It
+        excludes embeddings, output heads and connection parameters, which are no linear maps
+        between activations.
     """
     muon_ids = {id(parameter) for parameter in layer_matrices(model)}
     groups: dict[_Group, list[nn.Parameter]] = {}
@@ -72,18 +73,30 @@ def param_groups(
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The 2-d weights inside a model's lists of layers.
 
-    Embeddings inside layers are excluded (DiT's blocks have an embedding of the classes), and so
-    are the connections' parameters.
+    Embeddings are excluded, also inside layers (DiT's blocks have one of the classes) and where a
+    head is tied to them, and so are the connections' parameters.
     """
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedding_ids = {id(module.weight) for module in embeddings}
     matrices = []
     for layers in model.modules():
-        if not isinstance(layers, nn.ModuleList | nn.Sequential):
+        if not _is_list_of_layers(layers):
             continue
         for module in layers.modules():
             if isinstance(module, nn.Embedding | Connection):
                 continue
-            matrices += [p for p in module.parameters(recurse=False) if p.dim() == 2]
+            own = module.parameters(recurse=False)
+            matrices += [p for p in own if p.dim() == 2 and id(p) not in embedding_ids]
     return matrices
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    """A list, or a dict with numbers as keys; an nn.Sequential with an embedding is a model."""
+    if isinstance(module, nn.ModuleDict):
+        return len(module) > 0 and all(key.isdecimal() for key in module)
+    if isinstance(module, nn.Sequential):
+        return not any(isinstance(child, nn.Embedding) for child in module)
+    return isinstance(module, nn.ModuleList)
 
 
 def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
