@@ -91,6 +91,12 @@ def test_the_connection_of_the_tutorial_needs_its_file_only(laurel):
     assert torch.equal(prenorm(hidden), connected(hidden))
 
 
+def test_the_tutorial_adds_half_precision_writes_in_the_streams_dtype(laurel):
+    from tests import test_laws
+
+    test_laws.test_half_precision_outputs_are_summed_in_the_embeddings_dtype("laurel", False)
+
+
 def test_the_mixing_weights_of_the_tutorial_agree(laurel):
     from crosslayer.inspect import unfold_connections
 

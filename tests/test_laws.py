@@ -316,7 +316,7 @@ def test_blocks_compile_to_few_graphs(spec, parallel):
 
 @pytest.fixture(scope="session")
 def sharded_errors(request, tmp_path_factory):
-    """Largest gradient error of each selected case, trained in one pair of processes."""
+    """What `shard_and_train` found for each selected case, in one pair of processes."""
     selected = [
         (item.callspec.params["spec"], item.callspec.params["parallel"])
         for item in request.session.items
@@ -332,7 +332,9 @@ def sharded_errors(request, tmp_path_factory):
 @pytest.mark.xdist_group("fsdp")
 @every_option
 def test_two_rank_fsdp2(spec, parallel, sharded_errors):
-    assert sharded_errors[f"{spec}-{parallel}"] < 1e-5
+    errors = sharded_errors[f"{spec}-{parallel}"]
+    assert errors["gradients"] < 1e-5
+    assert errors["reset parameters"] == []
 
 
 # ---- parameters
@@ -356,7 +358,7 @@ def test_parameters_keep_the_house_rules(spec, parallel):
             assert all(p.is_meta for p in make(site, 6, norm).parameters())
     sites = [make(site, 6, norm) for site in crosslayer.plan(4, parallel)]
     assert torch.equal(random_state, torch.get_rng_state()), (
-        "building a connection must not change the global random state: use init_normal_"
+        "building a connection must not change the global random state: use assign_normal"
     )
     names = {name for site in sites for name, _ in site.named_parameters(recurse=False)}
     if spec in DEFAULTS:
@@ -594,12 +596,30 @@ def test_bf16_error_is_at_most_twice_the_float32_internal_reference(spec, parall
 def test_float16_has_the_range_of_prenorm(spec, parallel):
     """A sum of streams does not overflow before the norm that follows it."""
     make = crosslayer.make(spec)
-    norm = lambda port: nn.RMSNorm(6, eps=1e-6)  # noqa: E731
-    sites = [make(site, 6, norm).half() for site in crosslayer.plan(4, parallel)]
     x = torch.full((1, 1, 6), 5e4, dtype=torch.float16, requires_grad=True)
-    out = run(sites, x)
-    assert out.isfinite().all()
-    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+    for eps in (1e-6, None):
+        norm = lambda port: nn.RMSNorm(6, eps=eps)  # noqa: E731
+        sites = [make(site, 6, norm).half() for site in crosslayer.plan(4, parallel)]
+        out = run(sites, x)
+        assert out.isfinite().all()
+        assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
+@every_variant
+def test_a_model_of_any_default_dtype(spec, parallel):
+    """Under a float64 default all is float64; under a bf16 default initial values stay float32."""
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert gpt(spec, parallel)(tokens()).dtype == torch.float64
+        torch.set_default_dtype(torch.bfloat16)
+        half = gpt(spec, parallel, shaken=False)
+    finally:
+        torch.set_default_dtype(usual)
+    full = gpt(spec, parallel, shaken=False)
+    for one, other in zip(connections(half), connections(full), strict=True):
+        for name, value in one.named_parameters(recurse=False):
+            assert torch.equal(value, other._parameters[name]), name
 
 
 @every_sequential

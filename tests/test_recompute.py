@@ -297,7 +297,7 @@ def test_an_input_that_is_written_into_is_saved():
 @pytest.mark.parametrize(
     ("spec", "how", "message"),
     [
-        ("hyper", "inversion", '"inversion" is not supported by hyper; use "streams", "reads" or'),
+        ("hyper", "inversion", '"inversion" is not supported by hyper; use "streams"'),
         ("postnorm", "streams", '"streams" is not supported by postnorm, whose stream is normed'),
         ("hyper", "stream", "how must be one of streams, inversion, got 'stream'"),
     ],

@@ -192,6 +192,13 @@ def stack_of_two(**options) -> crosslayer.Stack:
     return crosslayer.Stack("prenorm", [nn.Linear(8, 8), nn.Linear(8, 8)], 8, **options)
 
 
+def write_twice(spec: str) -> None:
+    connection = make(spec)(SITE, 8, lambda port: nn.RMSNorm(8))
+    _, state = connection.read(connection.init(torch.zeros(1, 2, 8)))
+    y = torch.zeros(1, 2, 8)
+    connection.write(connection.write(state, y), y)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -200,6 +207,15 @@ def stack_of_two(**options) -> crosslayer.Stack:
         (lambda: make("mudd")(0, 8, nn.RMSNorm), "^site must come from crosslayer.plan, got 0$"),
         (lambda: make("mudd")(SITE, 8, nn.RMSNorm(8)), NO_FUNCTION),
         (lambda: stack_of_two(norm=nn.RMSNorm(8)), NO_FUNCTION),
+        (
+            lambda: make("mudd")(SITE, 8, nn.RMSNorm),
+            r"^norm must take the name of a port, like lambda port: nn.RMSNorm\(8\), got the class",
+        ),
+        (
+            lambda: make("mudd(stream_dtype='float32')")(SITE, 8, lambda port: nn.Identity()),
+            r"^stream_dtype needs norms with a weight, .* got Identity\(\)$",
+        ),
+        (lambda: write_twice("prenorm"), "^a state takes one write, and this one has a write"),
         (lambda: crosslayer.plan("2"), "^layers must be a whole number of at least 1, got '2'$"),
         (
             lambda: stack_of_two(recompute="layers"),

@@ -211,11 +211,20 @@ class Connection(nn.Module, Generic[StateT]):
             return self.mix_inputs(state)[0][0]
 
     def write(self, state: StateT, y: Tensor) -> StateT:
-        """Record the sub-layer's output y [B T D]. The next `read` applies it."""
+        """Record the sub-layer's output y [B T D]. The next `read` applies it.
+
+        Raises:
+            ValueError: the state has a write already, which would be lost.
+        """
         if not hasattr(state, "y"):
             raise TypeError(
                 f"{type(self).__name__}: its state {type(state).__name__} has no field `y`; "
                 "add `y: Tensor | None = None`, where `write` records the sub-layer's output"
+            )
+        if state.y is not None:
+            raise ValueError(
+                "a state takes one write, and this one has a write that no read applied; add up "
+                "the outputs of parallel sub-layers and write the sum"
             )
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
         fields: dict[str, Any] = dict(zip(names, state, strict=True))  # type: ignore[call-overload]
@@ -266,7 +275,7 @@ class Connection(nn.Module, Generic[StateT]):
         normed = []
         for norm, x in zip(self.norms, inputs, strict=True):
             if self.stream_dtype is not None:  # The sub-layers run in their own dtype.
-                x = x.to(norm_dtype(norm, x.dtype))
+                x = x.to(norm_dtype(norm) or x.dtype)
             # A norm kept in a wider dtype than its model does not widen the sub-layer's input.
             normed.append(norm(x).to(x.dtype))
         return tuple(normed)
@@ -344,20 +353,38 @@ def autocast_disabled(state: State) -> torch.autocast:
     return torch.autocast(device, enabled=False)
 
 
-def norm_dtype(norm: nn.Module, default: torch.dtype) -> torch.dtype:
+def norm_dtype(norm: nn.Module) -> torch.dtype | None:
     """The dtype of the weight of a norm, or of the host's norm that it refers to."""
-    own_dtype = getattr(norm, "dtype", None)
+    own_dtype: torch.dtype | None = getattr(norm, "dtype", None)
     if own_dtype is not None:
         return own_dtype
-    return next((p.dtype for p in norm.parameters()), default)
+    return next((p.dtype for p in norm.parameters()), None)
 
 
 def float32_parameter(*shape: int) -> nn.Parameter:
-    """An uninitialised connection parameter, float32 whatever torch's default dtype is."""
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
+    """An uninitialised connection parameter: float32, or float64 if that is torch's default."""
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return nn.Parameter(torch.empty(*shape, dtype=dtype))
 
 
-def init_normal_(parameter: Tensor, std: float, site: Site) -> None:
+def assign_value(parameter: Any, value: Tensor | list[Any]) -> None:
+    """Set a parameter in place. Of one that FSDP2 has sharded, each rank sets its shard.
+
+    Args:
+        parameter: of any device; nothing happens on the meta device.
+        value: of the whole parameter's shape.
+    """
+    value = torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device)
+    if hasattr(parameter, "placements"):  # a DTensor, whose module takes a while to import
+        from torch.distributed.tensor import distribute_tensor
+
+        # all ranks have the value, so none sends it
+        mesh, placements = parameter.device_mesh, parameter.placements
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+def assign_normal(parameter: Tensor, std: float, site: Site) -> None:
     """Fill with N(0, std²), seeded by torch's seed and the site.
 
     The global random state does not change.
@@ -365,4 +392,5 @@ def init_normal_(parameter: Tensor, std: float, site: Site) -> None:
     if parameter.is_meta:
         return
     generator = torch.Generator(parameter.device).manual_seed(torch.initial_seed() + site.index)
-    nn.init.normal_(parameter, std=std, generator=generator)
+    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    assign_value(parameter, value.normal_(std=std, generator=generator))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .class_swap import original_class
-from .connection import Connection, StateT, autocast_disabled, norm_dtype
+from .connection import Connection, StateT, autocast_disabled
 from .norms import NormSpec
 from .ops.dispatch import uses_kernel
 
@@ -68,11 +68,10 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
         return tuple(specs)
 
 
-def norm_spec_of(norm: Any, default_eps: float | None = None) -> NormSpec | None:
+def norm_spec_of(norm: Any) -> NormSpec | None:
     """The norm as kernels take it; None where a kernel cannot replace the module.
 
-    That is a norm with hooks, of an unknown class, or with a weight that is no parameter. An
-    `nn.RMSNorm` without an eps takes `default_eps`, if there is one.
+    That is a norm with hooks, of an unknown class, or with a weight that is no parameter.
 
     A module that refers to a norm of the host model returns that norm from its method
     `host_norm_module`.
@@ -83,12 +82,12 @@ def norm_spec_of(norm: Any, default_eps: float | None = None) -> NormSpec | None
     eps_name, centred = FUSABLE_NORMS.get(original_class(host), ("", False))
     if _is_transformers_rms_norm(host):
         eps_name = "variance_epsilon"
-    eps = getattr(host, eps_name, None)
-    if eps is None and eps_name:
-        eps = default_eps
     weight = getattr(host, "weight", None)
-    if eps is None or type(weight) is not nn.Parameter:
+    if not eps_name or type(weight) is not nn.Parameter:
         return None
+    eps = getattr(host, eps_name)
+    if eps is None:  # PyTorch's default is that of the dtype it computes in
+        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
     return NormSpec(weight, getattr(host, "bias", None), eps, centred)
 
 
@@ -100,9 +99,7 @@ def stream_norm_spec(norm: Any) -> NormSpec | None:
     """
     if hasattr(norm, "host_norm_module") and isinstance(norm.host_norm_module(), nn.Identity):
         return None
-    # PyTorch's own default, which is that of the dtype it computes in.
-    dtype = torch.promote_types(norm_dtype(norm, torch.float32), torch.float32)
-    spec = norm_spec_of(norm, default_eps=torch.finfo(dtype).eps)
+    spec = norm_spec_of(norm)
     if spec is None:
         raise ValueError(f"expected an RMSNorm or a LayerNorm without hooks, got {norm}")
     return spec

@@ -282,13 +282,11 @@ def enable_recompute(
     inverts = recomputed_read is _InvertFromNext
     name = sites[0].name or type(sites[0]).__name__
     if inverts and not hasattr(sites[0], "invert"):
-        raise ValueError(
-            f'recompute="inversion" is not supported by {name}; use "streams", "reads" or "layers"'
-        )
+        raise ValueError(f'recompute="inversion" is not supported by {name}; use "streams"')
     if not inverts and sites[0].norms_its_stream:
         raise ValueError(
             f'recompute="streams" is not supported by {name}, whose stream is normed by the '
-            'layers\' norms; use "layers"'
+            "layers' norms; recompute whole layers (--recompute layers, or torch.utils.checkpoint)"
         )
     if kept is None:
         kept = checkpoint_layers_log2(sites[-1].site.layer)

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from . import connections
-from .connection import Connection, NormFactory, Site, format_spec
+from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
 from .validation import check_option_type, did_you_mean, parse_dtype
 
 # Names under which connections were saved before they had their papers' names.
@@ -63,6 +63,11 @@ class ConnectionSpec:
         if not isinstance(site, Site):
             raise ValueError(f"site must come from crosslayer.plan, got {site!r}")
         check_norm_factory(norm)
+        if isinstance(norm, type):
+            raise ValueError(
+                f"norm must take the name of a port, like lambda port: nn.RMSNorm({dim}), got "
+                f"the class {norm.__name__}"
+            )
         method_options = {
             key: value for key, value in self.options.items() if key not in COMMON_OPTIONS
         }
@@ -75,6 +80,12 @@ class ConnectionSpec:
         stream_dtype = self.options.get("stream_dtype")
         if stream_dtype is not None:
             connection.stream_dtype = parse_dtype(stream_dtype, "stream_dtype")
+            for module in connection.norms:
+                if norm_dtype(module) is None:
+                    raise ValueError(
+                        "stream_dtype needs norms with a weight, whose dtype is that of the "
+                        f"sub-layers, got {module}"
+                    )
         return connection
 
     def __str__(self) -> str:

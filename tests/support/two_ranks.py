@@ -9,11 +9,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.tiny import gpt, loss_and_gradients, tokens
+from tests.support.tiny import connections, gpt, loss_and_gradients, tokens
 
 
 def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> None:
-    """Write the largest gradient error of each (spec, parallel) to `folder`/errors.json."""
+    """Write what is wrong with each (spec, parallel) to `folder`/errors.json.
+
+    The largest error of a gradient, and the names of parameters with other initial values than
+    those of a model that was never sharded.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # A pending write is a Linear's output, which is a view. Nothing here writes into it.
@@ -35,10 +39,23 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
         if expected.keys() == sharded.keys():
             differences = [sharded[n].full_tensor() - g for n, g in expected.items()]
             error = max(difference.abs().max().item() for difference in differences)
-        errors[f"{spec}-{parallel}"] = error
+        wrong = reset_sharded_parameters(model, gpt(spec, parallel, shaken=False))
+        errors[f"{spec}-{parallel}"] = {"gradients": error, "reset parameters": wrong}
     if rank == 0:
         with open(f"{folder}/errors.json", "w") as file:
             json.dump(errors, file)
     dist.barrier()  # neither process leaves while the other still talks to it
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads may outlive the interpreter and abort
+
+
+def reset_sharded_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
+    """Reset the connections' parameters; the names of those that are not as expected."""
+    wrong = []
+    for one, other in zip(connections(model), connections(expected), strict=True):
+        one.reset_parameters()
+        for name, parameter in one.named_parameters(recurse=False):
+            whole = parameter.detach().full_tensor()
+            if not torch.equal(whole, other._parameters[name]):
+                wrong.append(f"{one.site.index}.{name}")
+    return wrong

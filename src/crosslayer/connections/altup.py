@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, float32_parameter
+from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
 from ..norms import NormSpec, add_write, upcast
@@ -64,7 +64,7 @@ class AltUp(FusedNormConnection[Alternating]):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.P is not None and self.g is not None:
-            nn.init.eye_(self.P)
+            assign_value(self.P, torch.eye(self.K, device=self.P.device))
             nn.init.ones_(self.g)
 
     def initial_state(self, x: Tensor) -> Alternating:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..connection import Connection, NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
 from ..norms import NormSpec, upcast
@@ -76,7 +76,9 @@ class DenseFormer(FusedNormConnection[History]):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.alpha is not None:
-            self.alpha.zero_()[-1] = 1
+            last_block = torch.zeros(len(self.sources), device=self.alpha.device)
+            last_block[-1] = 1
+            assign_value(self.alpha, last_block)
 
     def initial_state(self, x: Tensor) -> History:
         return History((), x)

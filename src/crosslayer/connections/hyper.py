@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, NormFactory, Site, float32_parameter
+from ..connection import Connection, NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, upcast
@@ -244,8 +244,8 @@ def reset_wiring_parameters(
     connection: Any, static_alpha: list[list[float]], static_beta: list[float]
 ) -> None:
     """Set the static part to the given values and the dynamic part to zero."""
-    connection.static_alpha.copy_(torch.tensor(static_alpha, device=connection.static_alpha.device))
-    connection.static_beta.copy_(torch.tensor(static_beta, device=connection.static_beta.device))
+    assign_value(connection.static_alpha, static_alpha)
+    assign_value(connection.static_beta, static_beta)
     if not connection.dynamic:
         return
     nn.init.zeros_(connection.dynamic_alpha_fn)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, float32_parameter
+from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, apply_norm, upcast
@@ -109,7 +109,7 @@ class MGR(FusedNormConnection[Gated]):
             nn.init.zeros_(self.w2)
         if self.w1 is not None and self.b is not None:
             nn.init.zeros_(self.w1)
-            self.b.copy_(torch.tensor(self.initial_bias, device=self.b.device))
+            assign_value(self.b, self.initial_bias)
 
     def initial_state(self, x: Tensor) -> Gated:
         return Gated((x,))

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, float32_parameter
+from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights
 from ..norms import NormSpec, apply_norm, upcast
@@ -155,17 +155,18 @@ class MHC(FusedNormConnection[Manifold]):
             return
         nn.init.zeros_(self.fn)
         nn.init.constant_(self.scale, 0.01)
-        nn.init.zeros_(self.base)
         if self.is_readout:
+            nn.init.zeros_(self.base)
             return
         n = self.n
-        self.base[:n] = -1
-        self.base[self.site.index % n] = 1
+        base = torch.zeros(self.base.shape, device=self.base.device)
+        base[:n] = -1
+        base[self.site.index % n] = 1
         sigmoid_of_post = (1 - self.post_eps) / self.magnitude  # so that post = 1
-        self.base[n : 2 * n] = math.log(sigmoid_of_post / (1 - sigmoid_of_post))
+        base[n : 2 * n] = math.log(sigmoid_of_post / (1 - sigmoid_of_post))
         if self.mixes_streams:
-            identity = torch.eye(n, device=self.base.device)
-            self.base[2 * n :] = -8 * (1 - identity.flatten())
+            base[2 * n :] = -8 * (1 - torch.eye(n, device=base.device).flatten())
+        assign_value(self.base, base)
 
     def initial_state(self, x: Tensor) -> Manifold:
         H = expand_to_streams(x, self.n)

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, float32_parameter
+from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights
 from ..norms import NormSpec
@@ -85,10 +85,11 @@ class MHCLite(FusedNormConnection[Streams]):
             nn.init.zeros_(parameter)
         for scale in (self.pre_branch_scale, self.residual_scale, self.h_post_scale):
             nn.init.constant_(scale, 0.01)
-        nn.init.constant_(self.static_alpha, -8)
-        self.static_alpha[: self.n] = -1
-        self.static_alpha[self.site.index % self.n] = 1
-        self.static_alpha[self.n] = 0
+        static_alpha = torch.full(self.static_alpha.shape, -8.0, device=self.static_alpha.device)
+        static_alpha[: self.n] = -1
+        static_alpha[self.site.index % self.n] = 1
+        static_alpha[self.n] = 0
+        assign_value(self.static_alpha, static_alpha)
 
     def initial_state(self, x: Tensor) -> Streams:
         return Streams(expand_to_streams(x, self.n))

@@ -31,7 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..connection import SPLIT_PORTS, NormFactory, Site, float32_parameter, init_normal_
+from ..connection import (
+    SPLIT_PORTS,
+    NormFactory,
+    Site,
+    assign_normal,
+    assign_value,
+    float32_parameter,
+)
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
 from ..norms import NormSpec, add_write, rms, rstd, upcast
@@ -205,11 +212,12 @@ class Mudd(FusedNormConnection[History]):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.a is not None:
-            nn.init.zeros_(self.a)
+            a = torch.zeros(self.a.shape, device=self.a.device)
             if not (self.normed_form.norms_sources and self.normed_form.adds_block):
-                self.a[:, -1] = 1
+                a[:, -1] = 1
+            assign_value(self.a, a)
         if self.W1 is not None and self.W2 is not None:
-            init_normal_(self.W1, self.dim**-0.5, self.site)
+            assign_normal(self.W1, self.dim**-0.5, self.site)
             nn.init.zeros_(self.W2)
         if self.pre is not None:
             nn.init.ones_(self.pre)

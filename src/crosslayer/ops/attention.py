@@ -117,4 +117,4 @@ def project_rms_dx(x: Tensor, Q: Tensor, r: Tensor, z: Tensor, dz: Tensor, dx: T
 def project_rms_dq(x: Tensor, r: Tensor, dz: Tensor) -> Tensor:
     """The gradient of `project_rms`'s Q, [S D]. Arguments: see `project_rms_dx`."""
     g = dz * r[..., None]
-    return g.flatten(0, -2).mT @ upcast(x).flatten(0, -2)
+    return g.reshape(-1, g.shape[-1]).mT @ upcast(x).reshape(-1, x.shape[-1])

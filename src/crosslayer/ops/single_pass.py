@@ -105,7 +105,7 @@ class _SinglePassConnection(Function):
         c = (dz * z).sum(-1, keepdim=True) * (r * r)[..., None] / len(W)
         G = project_back(g, W).addcmul_(c, v, value=-1).view(H.shape)
         G = G.addcmul_(pre[..., None], upcast(dx)[..., None, :]).add_(dwritten)
-        dW = (g.flatten(0, -2).mT @ v.flatten(0, -2)).mT
+        dW = (g.reshape(-1, g.shape[-1]).mT @ v.reshape(-1, v.shape[-1])).mT
         dy = mix_streams(G, beta[..., None]).squeeze(-2)
         dbeta = row_dots(y[..., None, :], G)
         dpre = row_dots(dx[..., None, :], written)
