@@ -15,7 +15,7 @@ from transformers.utils import logging
 import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.convert import load_published, open_tokenizer
-from tests.hf.backbones import llama
+from tests.hf.backbones import build, llama
 
 CASE = "muddformer_llama_L4_D64_qknorm_round64_expandlast"
 
@@ -115,6 +115,23 @@ def test_a_prompt_on_each_line_of_stdin(folder, capsys, monkeypatch):
     printed = generate(capsys, folder, "--max-new-tokens", 6)
     each = [generate(capsys, folder, word, "--max-new-tokens", 6) for word in ("hello", "world")]
     assert printed == "".join(each)
+
+
+def test_the_text_ends_with_the_context(tmp_path, capsys):
+    """GPT-2 has no position after its last one."""
+    model = crosslayer.connect(build("gpt2", max_position_embeddings=16), "hyper")
+    model.save_pretrained(tmp_path)
+    letter_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    code, printed, error = run_command(capsys, "generate", tmp_path, "hello")
+    assert (code, error) == (0, "crosslayer: at most 11 new tokens fit the context of 16\n")
+    assert printed == greedy_text(model, open_tokenizer(tmp_path), "hello", 11)
+    code, _, error = run_command(capsys, "generate", tmp_path, "a" * 16)
+    assert code == 1 and "the prompt has 16 tokens, but the model's context of 16 must" in error
+
+
+def test_a_prompt_that_is_no_text(folder, capsys):
+    code, _, error = run_command(capsys, "generate", folder, "\udcff")
+    assert (code, error) == (1, "crosslayer: the prompt is not UTF-8 text\n")
 
 
 def test_text_is_printed_while_it_is_generated(folder, monkeypatch):

@@ -62,11 +62,14 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
 
     from ..evaluate.windows import end_tokens
 
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ValueError("the prompt is not UTF-8 text")
     inputs = tokenizer(prompt, return_tensors="pt")
     # A prompt without tokens gives an empty tensor of floats.
     ids = inputs["input_ids"].long().to(model.device)
     if ids.numel() == 0:
         raise ValueError("the prompt has no tokens")
+    new_tokens = _tokens_that_fit(model, ids.shape[1], options.max_new_tokens)
     settings: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
         settings = {
@@ -78,7 +81,7 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
     # The tokenizer's end comes first: a published config may have a default of the config's class.
     # What else the folder's generation_config.json asks for would be added to these options.
     model.generation_config = GenerationConfig(
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=new_tokens,
         eos_token_id=end_tokens(tokenizer, model) or None,
         pad_token_id=0,  # One prompt at a time needs no padding, but transformers warns without it.
         **settings,
@@ -90,3 +93,18 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         trust_remote_code=False,
     )
+
+
+def _tokens_that_fit(model: Any, prompt_tokens: int, new_tokens: int) -> int:
+    """The number of new tokens, or as many as the model's context has room for, with a warning."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None or prompt_tokens + new_tokens <= context:
+        return new_tokens
+    if prompt_tokens >= context:
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens, but the model's context of {context} must "
+            "have room for a new one"
+        )
+    room = context - prompt_tokens
+    print(f"crosslayer: at most {room} new tokens fit the context of {context}", file=sys.stderr)
+    return room
