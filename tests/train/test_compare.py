@@ -21,8 +21,10 @@ from crosslayer.cost.estimate import activation_bytes
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.report_notes import report_notes
 from crosslayer.train.results_table import result_table
 from crosslayer.train.run import launch_run, train_arm
+from crosslayer.train.run_state import RunResult
 from crosslayer.train.settings import Optimization, Settings
 from crosslayer.train.task import LANGUAGE, build_model
 
@@ -60,6 +62,13 @@ def trained(options, arm, seed):
     arm = Arm.from_row(arm)
     examples = LANGUAGE.load_examples(settings.data, {})
     return train_arm(launch_run(settings, arm), settings, arm, seed, examples).result()
+
+
+def run_with_loss(arm, seed, loss):
+    """A finished run, without training."""
+    return RunResult(
+        arm.name, arm.connection, seed, 10, 1, loss, {}, {}, 1.0, 1, loss, [[2, loss]], [], 1.0
+    )
 
 
 def options(text_file) -> list[str]:
@@ -412,6 +421,29 @@ def test_a_recipe(text_file, tmp_path, capsys):
     file.write_text(file.read_text().replace("2e-3", "5e-3"))
     assert main([*command, "--steps=2"]) == 1
     assert "whose options is {'lr': 0.002}; here it is {'lr': 0.005}" in capsys.readouterr().err
+
+
+def test_arms_that_differ_in_options(text_file, tmp_path):
+    """The report says in which options, and claims for all arms only what holds for all."""
+    shared = {**TINY, "data": text_file, "lr": 6e-3}
+    slow = {"name": "slow", "connection": "mudd", "lr": 1e-4}
+    deep = {"name": "deep long", "connection": "hyper", "layers": 4, "steps": 8}
+    comparison = prepare_comparison(recipe(shared, "prenorm", slow, deep), 2, tmp_path / "out")
+    for arm in comparison.arms:
+        for seed in (0, 1):
+            run = run_with_loss(arm, seed, 2.0 + seed)
+            comparison.results.runs.append(run)
+    notes = " ".join(report_notes(comparison))
+    for text in (
+        "2 to 4 layers, width 16, 2 heads; 6 to 8 steps of 2 × 32 bytes, AdamW at 0.0001 to 0.006,",
+        "Arms with the same steps see the same batches in the same order.",
+        "Arms with the same layers start from the same backbone weights.",
+        "beyond 384 to 512 bytes and 9 parameters, nor how an arm does at its best learning rate",
+        "The arms differ in options too: layers 2 (prenorm, slow), 4 (deep long); steps 6 (",
+        "lr 0.006 (prenorm, deep long), 0.0001 (slow).",
+        "Against prenorm, by 95 % intervals over seeds, each arm at its given rate: ",
+    ):
+        assert text in notes, text
 
 
 def test_names_are_shown_as_they_are(text_file, tmp_path, capsys):

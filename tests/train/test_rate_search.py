@@ -100,4 +100,4 @@ def test_the_command(text_file, tmp_path, monkeypatch):
     options = [f"--{key}={value}" for key, value in {**TINY, "data": text_file}.items()]
     out = ["--search-rates", "true", "--out", str(tmp_path / "out")]
     assert main(["compare", "--arms", "prenorm", *options, *out]) == 0
-    assert "at the shared lr" in (tmp_path / "out" / "report.html").read_text()
+    assert "at the given lr" in (tmp_path / "out" / "report.html").read_text()

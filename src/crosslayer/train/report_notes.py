@@ -1,23 +1,34 @@
 """What a reader of a comparison's table must know, in sentences."""
 
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
 from ..hf.config import make_config
 from .compare import Comparison
+from .rate_search import RATES
 from .results_table import TableRow, result_table
-from .settings import Settings
+from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
-SAME_RATE = "at the shared lr"
+SAME_RATE = "at the given lr"
+
+# Arms that differ in none of these have the same data, batches, backbone weights, learning rates.
+_DATA_OPTIONS = {"data", "valid", "tokenizer", "context", "task_options", "model_config"}
+_BATCH_OPTIONS = {"steps", *(field.name for field in fields(Data))} - CHANGEABLE_OPTIONS
+_WEIGHT_OPTIONS = {"precision", *_DATA_OPTIONS, *(field.name for field in fields(Model))}
+_RATE_OPTIONS = {*RATES, "optimizer", "connection_lr_scale", "embedding_lr_scale"}
 
 
 def report_notes(comparison: Comparison) -> list[str]:
     """All of it, a sentence or a few each."""
     results, rows = comparison.results, result_table(comparison)
-    model, data, optimization, engine = comparison.recipe.settings()
-    optimizer = "Muon and AdamW" if optimization.optimizer == "muon" else "AdamW"
-    unit = _sequence_unit(comparison)
+    options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
+    optimizer = options["optimizer"].replace("muon", "Muon and AdamW").replace("adamw", "AdamW")
     setup = (
-        f"{model.family} backbone, {model.layers} layers, width {model.dim}, {model.heads} heads; "
-        f"{optimization.steps} steps of {data.batch} × {data.context} {unit}, "
-        f"{optimizer} at {optimization.lr:g}, precision {engine.precision}."
+        f"{options['family']} backbone, {options['layers']} layers, width {options['dim']}, "
+        f"{options['heads']} heads; {options['steps']} steps of {options['batch']} × "
+        f"{options['context']} {_sequence_unit(comparison)}, {optimizer} at {options['lr']}, "
+        f"precision {options['precision']}."
     )
     if results.scale != "full":
         setup += f" Scale: {results.scale}."
@@ -28,15 +39,19 @@ def report_notes(comparison: Comparison) -> list[str]:
     if results.entropy:
         entropy = f"; order-0 entropy {results.entropy:.3f} bits per byte"
     versions = results.environment
+    differing = differing_options(comparison)
+    first = comparison.recipe.arms[0]  # results.json has the sizes of its data
+    owner = f" of {first.name}" if _DATA_OPTIONS & differing.keys() else ""
     notes = [
         setup,
-        f"Data: {data.data}, {sizes}{entropy}.",
+        f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}.",
         (
             f"Measured on {versions['device']}; torch {versions['torch']}, "
             f"Python {versions['python']}, crosslayer {versions['crosslayer']}."
         ),
         (
-            "Every arm sees the same batches in the same order from the same backbone weights. "
+            f"{_arms_alike(differing, _BATCH_OPTIONS)} see the same batches in the same order. "
+            f"{_arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
             f"vs prenorm is the difference in validation loss ({loss_unit_of(comparison)}). Speed "
             "and activations (what one forward pass stores for the backward pass) are ratios to "
             "prenorm's, with the PyTorch operations, not with fused kernels."
@@ -69,7 +84,7 @@ def _rate_notes(comparison: Comparison) -> list[str]:
     if not comparison.search_rates:
         return []
     explanation = (
-        "Each arm is at its own best learning rate, found with seed 0. The column "
+        "Each arm is at the best learning rate of those that were tried with seed 0. The column "
         f"{SAME_RATE!r} has the loss of seed 0 at the given rate, 1 ×."
     )
     notes = [explanation]
@@ -90,17 +105,20 @@ def scope_notes(comparison: Comparison) -> list[str]:
     rows, recipe = result_table(comparison), comparison.recipe
     if not rows:
         return []
-    _, data, optimization, _ = recipe.settings()
-    amount, unit = optimization.steps * data.batch, recipe.task.unit
-    if unit == "tokens":
-        amount, unit = amount * data.context, _sequence_unit(comparison)
-    size = f"{amount:,} {unit} and {rows[0].parameters:,} parameters"
-    open_questions = [f"what is left of a difference beyond {size}"]
     of_arms = [recipe.settings(arm) for arm in comparison.arms]
-    rates = {settings.optimization.lr for settings in of_arms}
-    if not comparison.search_rates and len(rates) == 1:
+    amounts = [settings.optimization.steps * settings.data.batch for settings in of_arms]
+    unit = recipe.task.unit
+    if unit == "tokens":
+        contexts = [settings.data.context for settings in of_arms]
+        amounts = [amount * length for amount, length in zip(amounts, contexts, strict=True)]
+        unit = _sequence_unit(comparison)
+    backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
+    size = f"{_range_text(amounts)} {unit} and {_range_text(backbones)} parameters"
+    open_questions = [f"what is left of a difference beyond {size}"]
+    if not comparison.search_rates:
+        rates = _range_text(settings.optimization.lr for settings in of_arms)
         open_questions.append(
-            f"how an arm does at its own learning rate, as all are at {optimization.lr:g} "
+            f"how an arm does at its best learning rate, as all are at {rates} "
             "(--search-rates true)"
         )
     if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
@@ -113,10 +131,67 @@ def scope_notes(comparison: Comparison) -> list[str]:
             "which of two close arms is better, as one seed has no interval (--seeds 3)"
         )
     scope = "This comparison can show an effect that is large from the start. It cannot show "
-    return [
-        f"{scope}{', nor '.join(open_questions)}.",
-        *_interval_notes(rows, comparison.search_rates),
-    ]
+    notes = [f"{scope}{', nor '.join(open_questions)}."]
+    differing = differing_options(comparison)
+    if differing:
+        notes.append(f"The arms differ in options too: {_describe_options(differing)}.")
+    rates_text = "one learning rate for all"
+    if comparison.search_rates:
+        rates_text = "each arm at its best rate of those tried"
+    elif _RATE_OPTIONS & differing.keys():
+        rates_text = "each arm at its given rate"
+    return notes + _interval_notes(rows, rates_text)
+
+
+def differing_options(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
+    """The options in which the arms differ, with the names of the arms that have each value.
+
+    Options that change losses by rounding alone are left out.
+    """
+    differing = {}
+    for name, values in _option_values(comparison).items():
+        arms_by_value: dict[str, list[str]] = {}
+        for arm, value in zip(comparison.arms, values, strict=True):
+            arms_by_value.setdefault(_value_text(value), []).append(arm.name)
+        if len(arms_by_value) > 1:
+            differing[name] = arms_by_value
+    return differing
+
+
+def _option_values(comparison: Comparison) -> dict[str, list[Any]]:
+    """The value of each arm, by the name of the option."""
+    rows = [comparison.recipe.settings(arm).identity() for arm in comparison.arms]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _range_text(values: Iterable[Any]) -> str:
+    """Values in words: the smallest and the largest number, or every text."""
+    texts = {_value_text(value): value for value in values}
+    if len(texts) > 1 and all(isinstance(value, int | float) for value in texts.values()):
+        low, *_, high = sorted(texts, key=texts.__getitem__)
+        return f"{low} to {high}"
+    return " or ".join(texts)
+
+
+def _describe_options(differing: dict[str, dict[str, list[str]]]) -> str:
+    """Like "layers 2 (prenorm, mudd), 4 (deep); lr 0.006 (prenorm, deep), 0.001 (mudd)"."""
+    options = []
+    for name, arms_by_value in differing.items():
+        values = [f"{value} ({', '.join(arms)})" for value, arms in arms_by_value.items()]
+        options.append(f"{name} {', '.join(values)}")
+    return "; ".join(options)
+
+
+def _arms_alike(differing: dict[str, dict[str, list[str]]], names: set[str]) -> str:
+    """The arms that differ in none of the options of these names, in words."""
+    found = [name for name in differing if name in names]
+    return f"Arms with the same {' and '.join(found)}" if found else "All arms"
 
 
 def _has_slow_embeddings(settings: Settings) -> bool:
@@ -129,8 +204,8 @@ def _has_slow_embeddings(settings: Settings) -> bool:
     return bool(factor == 1 and settings.optimization.embedding_lr_scale == 1)
 
 
-def _interval_notes(rows: list[TableRow], search_rates: bool) -> list[str]:
-    """Which differences count, where there are seeds enough to say."""
+def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
+    """Which differences count, where there are seeds enough to say. rates: the arms', in words."""
     known = [(row, row.interval) for row in rows if row.interval is not None]
     if not known:
         return []
@@ -139,7 +214,6 @@ def _interval_notes(rows: list[TableRow], search_rates: bool) -> list[str]:
         ends = f"{row.arm} ({interval.low:+.4f} to {interval.high:+.4f})"
         names[interval.sign].append(ends)
     words = {-1: "better", 1: "worse", 0: "not told apart"}
-    rates = "each arm at its own best rate" if search_rates else "one learning rate for all"
     verdicts = "; ".join(
         f"{words[sign]}: {', '.join(arms)}" for sign, arms in names.items() if arms
     )
@@ -147,9 +221,11 @@ def _interval_notes(rows: list[TableRow], search_rates: bool) -> list[str]:
 
 
 def _sequence_unit(comparison: Comparison) -> str:
-    return "bytes" if comparison.recipe.settings().data.tokenizer == "bytes" else "tokens"
+    tokenizers = _option_values(comparison)["tokenizer"]
+    return "bytes" if set(tokenizers) == {"bytes"} else "tokens"
 
 
 def loss_unit_of(comparison: Comparison) -> str:
     """The unit of the losses, in words."""
-    return comparison.recipe.task.loss_unit(comparison.recipe.settings().data)
+    recipe = comparison.recipe
+    return _range_text(recipe.task.loss_unit(recipe.settings(arm).data) for arm in comparison.arms)
