@@ -501,9 +501,20 @@ def test_every_run_diverged(text_file, tmp_path, capsys):
         "--out",
         str(tmp_path / "out"),
     ]
-    assert (
-        main(command) == 1 and "Every run diverged; nothing to report." in capsys.readouterr().out
-    )
+    assert main(command) == 1
+    printed = capsys.readouterr().out
+    assert "Every run diverged; nothing to report." in printed
+    assert "prenorm, seed 0: diverged with the loss" in printed
+
+
+def test_the_terminal_names_diverged_arms(text_file, tmp_path, capsys):
+    file = tmp_path / "wild.yaml"
+    wild = {"name": "wild", "connection": "prenorm", "lr": 1e30}
+    file.write_text(json.dumps({"arms": ["prenorm", wild]}))
+    command = ["compare", str(file), *options(text_file)[1:], "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"wild, seed 0: diverged with the loss \S+ at step \d+\.", printed)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from crosslayer.train.comparison_results import DivergedRun
 from crosslayer.train.rate_search import next_factor
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.report import markdown_report
+from crosslayer.train.report_notes import scope_notes
 from crosslayer.train.results_table import result_table
 from crosslayer.train.run_state import RunResult
 
@@ -65,7 +66,7 @@ def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
     assert [row.loss_at_same_rate for row in rows] == pytest.approx([3, 3.2, 3.3])
     assert [row.difference and row.difference.mean for row in rows] == [None, 0, 0]
     report = markdown_report(comparison)
-    assert "mudd: 3.2000 at 1 ×, 3.1000 at 2 ×, 3.0000 at 4 ×, inf at 8 ×" in report
+    assert "mudd: 3.2000 at 1 ×, 3.1000 at 2 ×, 3.0000 at 4 ×, diverged at 8 ×" in report
 
 
 def test_a_search_resumes(text_file, tmp_path, monkeypatch):
@@ -93,6 +94,15 @@ def test_the_grid_ends():
     assert next_factor({0.5: math.inf, 1.0: math.inf, 2.0: math.inf}) == 0.25
     diverged = {2.0**power: math.inf for power in range(-5, 2)}
     assert next_factor(diverged) is None  # 1/32 is the smallest
+
+
+def test_a_search_that_ends_at_its_limit(text_file, tmp_path, monkeypatch):
+    """The report does not call the last rate an arm's best."""
+    monkeypatch.setattr(compare, "_do_run", known_loss)
+    comparison = searched(text_file, tmp_path / "out", seeds=1, lr=1e-3 / 32)
+    run_comparison(comparison, lambda *_: None)
+    limit = "nor the best learning rate of prenorm, mudd, as the search ended at its limit, 32 ×"
+    assert limit in " ".join(scope_notes(comparison))
 
 
 def test_the_command(text_file, tmp_path, monkeypatch):

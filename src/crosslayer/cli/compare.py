@@ -79,7 +79,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
     from ..train.report import table_cells, table_columns, write_report
-    from ..train.report_notes import scope_notes
+    from ..train.report_notes import instability_notes, scope_notes
 
     console = make_console()
     recipe = comparison.recipe
@@ -104,13 +104,15 @@ def _run_and_report(comparison: "Comparison") -> int:
     if not rows:
         reason = "Stopped before any arm had finished" if stopped else "Every run diverged"
         console.print(f"{reason}; nothing to report.")
+        for note in instability_notes(comparison):
+            console.print(note)
         return code or 1
     write_report(comparison)
     table = make_table("crosslayer compare", table_columns(comparison))
     for row in rows:
         table.add_row(*row)
     print_table(table, console)
-    for note in scope_notes(comparison):
+    for note in [*instability_notes(comparison), *scope_notes(comparison)]:
         console.print(note)
     if stopped:
         finished = len(comparison.results.runs)

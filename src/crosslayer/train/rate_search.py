@@ -2,7 +2,8 @@
 
 A connection may train best at another rate than its baseline. Each arm's rates are tried at those
 of the recipe first, then at twice and at half the best ones so far. The search ends when both
-neighbours of the best rates have been tried, so after three trials or more.
+neighbours of the best rates have been tried, so after three trials or more; or at the limit of
+what is tried, 32 times the recipe's rates or a 32nd of them.
 """
 
 import dataclasses
@@ -50,6 +51,15 @@ def next_factor(losses: dict[float, float]) -> float | None:
         if neighbour in FACTORS and neighbour not in losses:
             return neighbour
     return None
+
+
+def is_limit(factor: float) -> bool:
+    """Whether a factor is at an end of the grid, so that a search stops though it may not be best.
+
+    Args:
+        factor: the best one of a search.
+    """
+    return factor in (FACTORS[0], FACTORS[-1])
 
 
 def best_factor(losses: dict[float, float]) -> float:

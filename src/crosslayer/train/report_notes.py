@@ -1,12 +1,13 @@
 """What a reader of a comparison's table must know, in sentences."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 from ..hf.config import make_config
 from .compare import Comparison
-from .rate_search import RATES
+from .rate_search import RATES, best_factor, is_limit
 from .results_table import TableRow, result_table
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
@@ -62,11 +63,23 @@ def report_notes(comparison: Comparison) -> list[str]:
         notes.append(f"Mean ± standard deviation over {seeds} seeds; differences seed by seed.")
     notes += scope_notes(comparison)
     notes += _rate_notes(comparison)
-    for diverged in results.diverged:
-        notes.append(
-            f"{diverged.arm}, seed {diverged.seed}: diverged with the loss {diverged.loss} at "
-            f"step {diverged.step}."
-        )
+    notes += instability_notes(comparison)
+    missing = dict.fromkeys(arm.name for arm, _ in comparison.missing_runs())
+    if missing:
+        notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
+    return notes
+
+
+def instability_notes(comparison: Comparison) -> list[str]:
+    """The runs of the compared arms that diverged, and those of which batches were skipped."""
+    names = {arm.name for arm in comparison.arms}
+    notes = []
+    for diverged in comparison.results.diverged:
+        if diverged.arm in names and diverged.seed < comparison.seeds:
+            notes.append(
+                f"{diverged.arm}, seed {diverged.seed}: diverged with the loss {diverged.loss} at "
+                f"step {diverged.step}."
+            )
     for arm in comparison.arms:
         for seed, run in comparison.finished_runs(arm).items():
             if run.skipped:
@@ -74,9 +87,6 @@ def report_notes(comparison: Comparison) -> list[str]:
                 notes.append(
                     f"{arm.name}, seed {seed}: the batches of {count} unstable steps were skipped."
                 )
-    missing = dict.fromkeys(arm.name for arm, _ in comparison.missing_runs())
-    if missing:
-        notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
     return notes
 
 
@@ -90,9 +100,24 @@ def _rate_notes(comparison: Comparison) -> list[str]:
     notes = [explanation]
     for arm in comparison.recipe.arms:
         trials = sorted(comparison.rate_trials(arm).items())
-        losses = ", ".join(f"{loss:.4f} at {factor:g} ×" for factor, loss in trials)
+        losses = ", ".join(f"{_loss_text(loss)} at {factor:g} ×" for factor, loss in trials)
         notes.append(f"{arm.name}: {losses}.")
     return notes
+
+
+def _loss_text(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+
+
+def _arms_at_limit(comparison: Comparison) -> dict[float, list[str]]:
+    """Names of the recipe's arms whose best rate is the last that a search may try, by factor."""
+    found: dict[float, list[str]] = {}
+    if comparison.search_rates:
+        for arm in comparison.recipe.arms:
+            factor = best_factor(comparison.rate_trials(arm))
+            if is_limit(factor):
+                found.setdefault(factor, []).append(arm.name)
+    return found
 
 
 def most_seeds(rows: list[TableRow]) -> int:
@@ -115,6 +140,11 @@ def scope_notes(comparison: Comparison) -> list[str]:
     backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
     size = f"{_range_text(amounts)} {unit} and {_range_text(backbones)} parameters"
     open_questions = [f"what is left of a difference beyond {size}"]
+    for factor, names in _arms_at_limit(comparison).items():
+        open_questions.append(
+            f"the best learning rate of {', '.join(names)}, as the search ended at its limit, "
+            f"{factor:g} × the given rate (start from another --lr)"
+        )
     if not comparison.search_rates:
         rates = _range_text(settings.optimization.lr for settings in of_arms)
         open_questions.append(
