@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import crosslayer
 from crosslayer.cli.main import main
@@ -21,6 +22,7 @@ from crosslayer.cost.estimate import activation_bytes
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
+from crosslayer.train.report import plot_curves, plot_tradeoff
 from crosslayer.train.report_notes import report_notes
 from crosslayer.train.results_table import result_table
 from crosslayer.train.run import launch_run, train_arm
@@ -444,6 +446,20 @@ def test_arms_that_differ_in_options(text_file, tmp_path):
         "Against prenorm, by 95 % intervals over seeds, each arm at its given rate: ",
     ):
         assert text in notes, text
+
+
+def test_many_arms_can_be_told_apart_in_the_figures(tiny, tmp_path):
+    arms = [{"name": f"arm {number}", "connection": "prenorm"} for number in range(14)]
+    comparison = prepare_comparison(recipe(tiny, *arms), 1, tmp_path / "out")
+    comparison.results.runs = [run_with_loss(arm, 0, 2.0) for arm in comparison.arms]
+    for draw in (plot_curves, plot_tradeoff):
+        axes = Figure().subplots()
+        draw(axes, comparison)
+        styles = {(line.get_color(), line.get_marker()) for line in axes.lines}
+        assert len(styles) == len(arms)
+        assert not axes.texts, "no labels on top of each other"
+        legend = axes.get_legend().get_window_extent()
+        assert legend.x0 > axes.get_window_extent().x1
 
 
 def test_names_are_shown_as_they_are(text_file, tmp_path, capsys):

@@ -12,6 +12,8 @@ from .report_notes import SAME_RATE, loss_unit_of, report_notes
 from .results_table import MeanStd, TableRow, result_table
 
 COLOURS = [BLACK, *HUES, "#7F7F7F"]  # the baseline, often the first, is black
+# marker and line of the first arms that have these colours, of the next ones, and so on
+MARKS = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":")]
 NOT_KNOWN = "–"
 
 STYLE = """
@@ -164,7 +166,7 @@ def render_svg(comparison: Comparison, *panels: Callable[[Any, Comparison], None
 def plot_curves(axes: Any, comparison: Comparison) -> None:
     """Validation loss against step: the mean over seeds, with their range shaded."""
     axes.set_xlabel("step")
-    for arm, colour in zip(comparison.arms, _arm_colours(comparison), strict=True):
+    for arm, style in zip(comparison.arms, _arm_styles(comparison), strict=True):
         curves: list[dict[Any, Any]] = [
             dict(run.curve)  # type: ignore[arg-type]
             for run in comparison.finished_runs(arm).values()
@@ -175,39 +177,66 @@ def plot_curves(axes: Any, comparison: Comparison) -> None:
         steps = [step for step in curves[0] if all(step in curve for curve in curves)]
         losses = [[curve[step] for curve in curves] for step in steps]
         means = [sum(values) / len(values) for values in losses]
-        axes.plot(
-            steps, means, color=colour, label=arm.name, linewidth=1.6, marker="o", markersize=3
-        )
+        axes.plot(steps, means, **style, label=arm.name, linewidth=1.6, markersize=3)
         if len(curves) > 1:
             low, high = [min(values) for values in losses], [max(values) for values in losses]
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15)
-    axes.legend(frameon=False, fontsize=9)
+            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15)
+    if _has_many_arms(comparison):
+        _add_legend_beside(axes)
+    else:
+        axes.legend(frameon=False, fontsize=9)
 
 
 def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     """Final loss against speed: better arms are lower and further right."""
     axes.set_xlabel(f"{comparison.recipe.task.unit} per second")
     names = [arm.name for arm in comparison.arms]
-    colours = dict(zip(names, _arm_colours(comparison), strict=True))
+    styles = dict(zip(names, _arm_styles(comparison), strict=True))
     rows: list[TableRow] = sorted(result_table(comparison), key=lambda row: row.speed)
     for number, row in enumerate(rows):
-        point, colour = (row.speed, row.loss.mean), colours[row.arm]
-        axes.errorbar(*point, yerr=row.loss.std, color=colour, marker="o", markersize=7, capsize=3)
+        point, style = (row.speed, row.loss.mean), styles[row.arm]
+        axes.errorbar(
+            *point,
+            yerr=row.loss.std,
+            **style | {"linestyle": "none"},
+            label=row.arm,
+            markersize=7,
+            capsize=3,
+        )
+        if _has_many_arms(comparison):
+            continue  # their labels would overlap
         # labels of neighbours alternate between below and above
         axes.annotate(
             row.arm,
             point,
             fontsize=9,
-            color=colour,
+            color=style["color"],
             xytext=(0, -17 if number % 2 else 9),
             textcoords="offset points",
             ha="center",
         )
     axes.margins(x=0.2, y=0.15)
+    if _has_many_arms(comparison):
+        _add_legend_beside(axes)
 
 
-def _arm_colours(comparison: Comparison) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(len(comparison.arms))]
+def _arm_styles(comparison: Comparison) -> list[dict[str, str]]:
+    """Colour, marker and line of each arm, as matplotlib's options."""
+    styles = []
+    for number in range(len(comparison.arms)):
+        marker, line = MARKS[number // len(COLOURS) % len(MARKS)]
+        colour = COLOURS[number % len(COLOURS)]
+        styles.append({"color": colour, "marker": marker, "linestyle": line})
+    return styles
+
+
+def _has_many_arms(comparison: Comparison) -> bool:
+    """Whether the arms are more than the colours: too many for names among the curves."""
+    return len(comparison.arms) > len(COLOURS)
+
+
+def _add_legend_beside(axes: Any) -> None:
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _speed_unit(comparison: Comparison) -> str:
