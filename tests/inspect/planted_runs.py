@@ -60,20 +60,23 @@ def run_result(arm: str, connection: str, seed: int, loss: float, **fields) -> d
     }
 
 
-def write_comparison(folder: Path, arms: dict[str, dict], seeds: int = 1, **settings) -> Path:
+def write_comparison(
+    folder: Path, arms: dict[str, dict], seeds: int = 1, digest: str = "", **settings
+) -> Path:
     """A comparison's folder.
 
     Args:
         folder: of the comparison.
         arms: by name: `connection`, `loss_of`, `options`, and fields of its result.
         seeds: each seed's losses are 0.01 above those of the one before.
+        digest: of the data.
         settings: shared options besides `SETTINGS`.
     """
     folder.mkdir(parents=True)
     content = {
         "environment": {},
         "settings": SETTINGS | settings,
-        "data": {},
+        "data": {"sha256": digest},
         "scale": "full",
         "entropy": None,
         "arms": {},

@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from crosslayer.cli.main import main
-from crosslayer.inspect.run_groups import group_runs
+from crosslayer.inspect.report import draw_views
+from crosslayer.inspect.run_groups import group_runs, split_by_data
 from crosslayer.inspect.runs import is_run_folder, read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
 from crosslayer.inspect.training_summary import (
@@ -20,6 +21,8 @@ from crosslayer.inspect.training_summary import (
 from crosslayer.run_folders import METRICS_FILE, RUNS_FOLDER
 from tests.inspect.planted_runs import falling_loss, write_comparison, write_metrics
 
+PLAIN = {"prenorm": {"connection": "prenorm"}}
+FAST = {"hyper": {"connection": "hyper", "loss_of": lambda step: falling_loss(step, speed=1.8)}}
 MOE = {"family": "mixtral", "model_config": {"num_local_experts": 16}}
 
 
@@ -143,6 +146,46 @@ def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
     }
     groups = read_groups(write_comparison(tmp_path / "search", arms))
     assert measure_speedups(groups, 0.99) == {"hyper": pytest.approx(1.8 / 1.2, abs=0.01)}
+    # runs of equal size are points: no line says how the loss changes with size
+    (_, speeds), *_ = TRAINING_VIEWS[5].draw_panels(TrainingRuns(groups))
+    assert [(line.label, line.line) for line in speeds.keywords["lines"]] == [
+        ("prenorm", False),
+        ("hyper", True),
+    ]
+
+
+def test_losses_on_different_data_are_apart(tmp_path):
+    def groups_of(*options):
+        folders = []
+        for arm, own in zip((PLAIN, FAST), options, strict=True):
+            folder = tmp_path / str(len(list(tmp_path.iterdir())))
+            folders.append(write_comparison(folder, arm, **own))
+        return read_groups(*folders)
+
+    def parts_of(*options):
+        return [title for title, _ in split_by_data(groups_of(*options))]
+
+    groups = groups_of({"tokenizer": "bytes"}, {"tokenizer": "bpe:300"})
+    report = draw_views(TrainingRuns(groups), TRAINING_VIEWS)
+    titles = ["tokenizer bytes", "tokenizer bpe:300"]
+    assert [summary.data for summary in report.groups] == titles
+    assert [summary.speedup for summary in report.groups] == [None, None]
+    assert "2 such sets of runs: tokenizer bytes; tokenizer bpe:300." in report.notes[0]
+    drawn = draw(groups)
+    assert drawn["losses"] == [f"training loss; {title}" for title in titles]
+    assert not {"speedups", "speeds"} & drawn.keys()
+
+    # a digest says more than a name: of one file with other content, and of two names of one file
+    assert parts_of({"digest": "1a"}, {"digest": "2b"}) == ["digest 1a", "digest 2b"]
+    moved = ({"data": "a.txt"}, {"data": "b/a.txt"})
+    assert parts_of(*moved) == ["data a.txt", "data b/a.txt"]
+    assert parts_of(*({**own, "digest": "1a"} for own in moved)) == [""]
+    # the loss is that of the first validation set
+    sets = ({"valid": {"a": "a", "b": "b"}}, {"valid": {"b": "b", "a": "a"}})
+    assert len(parts_of(*({**own, "digest": "1a"} for own in sets))) == 2
+
+    other_heads = groups_of({}, {"heads": 8})
+    assert summarise_training(TrainingRuns(other_heads))[1].speedup is None
 
 
 def test_experts_options_and_tasks_have_views(tmp_path):

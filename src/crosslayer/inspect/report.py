@@ -10,7 +10,7 @@ from typing import Any
 from ..files import write_text_atomic
 from .figures import render_figure
 from .inspection import to_json_value
-from .run_groups import format_size
+from .run_groups import format_size, join_titles, split_by_data
 from .sections import SECTIONS, Section, TrainingView
 from .sections.section import Models, Panels
 from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summarise_training
@@ -47,22 +47,33 @@ class TrainingReport:
         scaling: power law and compute multiplier of each series, where there is one.
         pictures: views with their panels.
         not_drawn: a line for each view that the runs cannot feed, with what it needs.
+        notes: sentences on which runs are left out or apart.
     """
 
     groups: list[GroupSummary]
     scaling: dict[str, Any]
     pictures: list[tuple[TrainingView, Panels]]
     not_drawn: list[str]
+    notes: list[str]
 
 
 def draw_views(runs: TrainingRuns, views: Sequence[TrainingView]) -> TrainingReport:
     """The views of training that the runs can feed."""
-    scaling = {
-        series.label: {"law": series.law, "multiplier": series.multiplier}
-        for series in measure_scaling(runs.groups)
-        if series.law is not None
-    }
-    report = TrainingReport(summarise_training(runs), scaling, [], [])
+    scaling = {}
+    parts = split_by_data(runs.groups)
+    for title, part in parts:
+        for series in measure_scaling(part):
+            if series.law is not None:
+                found = {"law": series.law, "multiplier": series.multiplier}
+                scaling[join_titles(series.label, title)] = found
+    notes = []
+    if len(parts) > 1:
+        titles = "; ".join(title for title, _ in parts)
+        notes.append(
+            "Losses are compared only between runs with the same tokenizer, training and "
+            f"validation data. There are {len(parts)} such sets of runs: {titles}."
+        )
+    report = TrainingReport(summarise_training(runs), scaling, [], [], notes)
     for view in views:
         panels = view.draw_panels(runs)
         if panels:
@@ -146,6 +157,7 @@ def _joined(names: Sequence[str]) -> str:
 TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
     ("run", lambda group: group.label),
     ("connection", lambda group: group.connection),
+    ("data", lambda group: group.data),
     ("seeds", lambda group: str(len(group.seeds))),
     ("parameters", lambda group: _shown(group.parameters, format_size)),
     ("validation loss", lambda group: _shown(group.loss, "{:.4f}".format)),
@@ -240,6 +252,8 @@ def _notes_html(models: Models, training: TrainingReport | None) -> str:
                 f"{model.name}: its connection weighs channels apart. The numbers of its unfolded "
                 f"map are projections, of {unfolded.tokens} tokens."
             )
+    if training is not None:
+        notes = training.notes + notes
     shown = "".join(map(_note_html, notes))
     if training is not None and training.not_drawn:
         lines = "".join(_note_html(f"{line}.") for line in training.not_drawn)

@@ -3,13 +3,19 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy
 
+from ..train.settings import Model
 from .runs import TrainingRun
 
 SHAPE = ("layers", "dim")  # of a backbone
+# MUDD's MLP widths belong to the method
+BACKBONE = tuple(option.name for option in fields(Model) if option.name != "reallocate")
+BATCHES = ("context", "batch")
+DATA = ("tokenizer", "data", "valid")
 
 
 @dataclass
@@ -104,7 +110,7 @@ def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
 def find_baseline(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | None:
     """The best pre-norm group of the same backbone, of the same length if there is one; else None.
 
-    There are several where learning rates were searched.
+    There are several where learning rates were searched. The groups have the same data.
     """
     plain = [
         other
@@ -121,36 +127,91 @@ def _final_loss(group: RunGroup) -> float:
 
 
 def backbone_of(group: RunGroup) -> str:
-    """What groups share whose losses can be compared at any step: backbone, data and batches."""
-    return _settings_key(group, ("family", "model_config", *SHAPE, "data", "context", "batch"))
+    """What groups of the same data share whose losses can be compared at any step: backbone and
+    batches.
+    """
+    return _settings_key(group, (*BACKBONE, *BATCHES))
 
 
 def _settings_key(group: RunGroup, names: Sequence[str]) -> str:
     return repr([group.first.settings.get(name) for name in names])
 
 
+def split_by_data(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
+    """Groups whose losses can be compared, with a title; it is empty where all have the same data.
+
+    They have the same tokenizer, training and validation data. Digests say so; the names of the
+    data do where a run has no digest. Of a run without settings neither is known: it stays with
+    the others where these have the same data.
+    """
+    known = [group for group in groups if group.first.settings]
+    has_digests = all(group.first.data_digest for group in known)
+    parts: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        key = _settings_key(group, DATA)
+        if has_digests:
+            # the loss of a run is that of its first validation set
+            key = repr((group.first.data_digest, list(group.first.settings.get("valid", {}))))
+        parts.setdefault(key if group.first.settings else "", []).append(group)
+    if len(parts.keys() - {""}) <= 1:
+        return [("", list(groups))]
+    firsts = [part[0] for part in parts.values()]
+    titles = [_describe_differences(group, firsts, DATA) for group in firsts]
+    if len(set(titles)) < len(titles):  # the content of a file has changed
+        titles = [
+            join_titles(title, f"digest {group.first.data_digest}")
+            for title, group in zip(titles, firsts, strict=True)
+        ]
+    return list(zip(titles, parts.values(), strict=True))
+
+
+def _describe_differences(group: RunGroup, others: Sequence[RunGroup], names: Sequence[str]) -> str:
+    """The settings of a group in which it and others differ, like "tokenizer bytes"."""
+    if not group.first.settings:
+        return "unknown settings"
+    words = []
+    for name in names:
+        if len({_settings_key(other, [name]) for other in others}) > 1:
+            words.append(f"{name} {_format_setting(group.first.settings.get(name))}")
+    return ", ".join(words)
+
+
+def _format_setting(value: Any) -> str:
+    if isinstance(value, dict):
+        return " and ".join(f"{name}: {own}" for name, own in value.items()) or "not given"
+    return str(value)
+
+
+def join_titles(*titles: str) -> str:
+    """Those that are not empty, with a semicolon between."""
+    return "; ".join(title for title in titles if title)
+
+
 def split_by_backbone(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
     """Groups with the same backbone, with a title; the title is empty where all have the same."""
-    return _split_groups(groups, backbone_of)
+    return _split_groups(groups, (*BACKBONE, *BATCHES))
 
 
 def split_by_shape(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]]]:
     """Groups with the same number of layers and width, with a title."""
-    return _split_groups(groups, lambda group: _settings_key(group, SHAPE))
+    return _split_groups(groups, SHAPE)
 
 
 def _split_groups(
-    groups: Sequence[RunGroup], key_of: Callable[[RunGroup], str]
+    groups: Sequence[RunGroup], names: Sequence[str]
 ) -> list[tuple[str, list[RunGroup]]]:
     parts: dict[str, list[RunGroup]] = {}
     for group in groups:
-        parts.setdefault(key_of(group), []).append(group)
+        parts.setdefault(_settings_key(group, names), []).append(group)
     if len(parts) == 1:
         return [("", list(groups))]
-    return [
-        (f"{describe_depth(part[0])}, {format_size(part[0].mean('parameters'))}", part)
-        for part in parts.values()
-    ]
+    firsts = [part[0] for part in parts.values()]
+    others = [name for name in names if name not in SHAPE]
+    titles = []
+    for group in firsts:
+        title = f"{describe_depth(group)}, {format_size(group.mean('parameters'))}"
+        titles.append(join_titles(title, _describe_differences(group, firsts, others)))
+    return list(zip(titles, parts.values(), strict=True))
 
 
 def find_main_series(groups: Sequence[RunGroup]) -> str:

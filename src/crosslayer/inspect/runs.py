@@ -38,6 +38,7 @@ class TrainingRun:
         result: the numbers of its `RunResult` by name; empty for a run that has not finished.
         status: "" for a finished run, else "not finished" or "diverged".
         tasks: (step, accuracy) of each task, by its name.
+        data_digest: identifies tokenizer, training and validation data; "" where it is not known.
     """
 
     name: str
@@ -49,6 +50,7 @@ class TrainingRun:
     result: dict[str, Any] = field(default_factory=dict)
     status: str = ""
     tasks: dict[str, Points] = field(default_factory=dict)
+    data_digest: str = ""
 
     def number(self, name: str) -> float:
         """A number of the result, or of its metrics; NaN where the run has none."""
@@ -118,16 +120,17 @@ def read_runs(folder: Path) -> list[TrainingRun]:
 def _read_single_run(folder: Path) -> TrainingRun:
     """A run of `train`, or one of `compare` whose comparison has no results yet."""
     path = folder / RESULT_FILE
-    if path.is_file():
-        result = read_json(path, dict)
-        return _make_run(folder, result, result.get("settings"), "", path)
-    # what a checkpoint says of a run that has not finished
     identity: dict[str, Any] = {}
     indices = sorted(folder.glob(f"step-*/{CHECKPOINT_INDEX}"))
     if indices:
         identity = read_json(indices[-1], dict).get("identity", {})
+    digest = str(identity.get("data sha256", ""))
+    if path.is_file():
+        result = read_json(path, dict)
+        return _make_run(folder, result, result.get("settings"), digest, "", path)
+    # what a checkpoint says of a run that has not finished
     row: dict[str, Any] = {key: identity[key] for key in ("connection", "seed") if key in identity}
-    run = _make_run(folder, row, identity, "not finished", path)
+    run = _make_run(folder, row, identity, digest, "not finished", path)
     run.result = {}
     return run
 
@@ -143,6 +146,7 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
         finished = {(run["arm"], run["seed"]): run for run in content["runs"]}
         diverged = {(run["arm"], run["seed"]): run for run in content["diverged"]}
         shared, arms = content["settings"], content["arms"]
+        digest = str(content["data"].get("sha256", ""))
         described = {
             name: (arm["connection"], shared | arm["options"]) for name, arm in arms.items()
         }
@@ -159,12 +163,12 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
             if (name, seed) in diverged:
                 status = "diverged"
             row = {"arm": name, "connection": connection, "seed": seed, **(row or {})}
-            runs.append(_make_run(run, row, settings, status, path))
+            runs.append(_make_run(run, row, settings, digest, status, path))
     return runs
 
 
 def _make_run(
-    folder: Path, row: dict[str, Any], settings: Any, status: str, source: Path
+    folder: Path, row: dict[str, Any], settings: Any, digest: str, status: str, source: Path
 ) -> TrainingRun:
     """A run of a `RunResult`'s fields, as far as there are any. `source` is where they are from."""
     valid, metrics = row.get("valid", {}), row.get("metrics", {})
@@ -172,7 +176,10 @@ def _make_run(
         raise ValueError(f"{source}: not the results of a run (damaged?)")
     if not isinstance(row.get("seed"), int | None):
         raise ValueError(f"{source}: the seed is {row['seed']!r} (damaged?)")
-    wanted = {"steps": int, "batch": int, "context": int, "layers": int, "model_config": dict}
+    wanted = {
+        **dict.fromkeys(("steps", "batch", "context", "layers"), int),
+        **dict.fromkeys(("model_config", "valid"), dict),
+    }
     for name, kind in wanted.items():
         if not isinstance(settings.get(name, kind()), kind):
             raise ValueError(f"{source}: {name} is {settings[name]!r} (damaged?)")
@@ -196,6 +203,7 @@ def _make_run(
         result=row,
         status=status,
         tasks=read_task_accuracies(folder, _last_step(curve, settings)),
+        data_digest=digest,
     )
 
 

@@ -14,6 +14,7 @@ from .run_groups import (
     find_main_series,
     has_experts,
     split_by_backbone,
+    split_by_data,
 )
 from .runs import TrainingRun
 from .training import (
@@ -50,6 +51,7 @@ class GroupSummary:
     Attributes:
         label: of the group.
         connection: its spec.
+        data: what its data differ in from those of other groups; "" where all have the same.
         seeds: of its runs.
         parameters: of the model.
         loss: of the first validation set at the end, mean over seeds.
@@ -64,6 +66,7 @@ class GroupSummary:
 
     label: str
     connection: str
+    data: str
     seeds: list[int | None]
     parameters: float | None
     loss: float | None
@@ -78,9 +81,12 @@ class GroupSummary:
 
 def summarise_training(runs: TrainingRuns) -> list[GroupSummary]:
     """The numbers of every group."""
-    speedups = {}
-    for _, part in split_by_backbone(runs.groups):
-        speedups.update(measure_speedups(part, runs.decay))
+    speedups: dict[str, float] = {}
+    data: dict[str, str] = {}
+    for title, part in split_by_data(runs.groups):
+        data |= {group.label: title for group in part}
+        for _, of_backbone in split_by_backbone(part):
+            speedups |= measure_speedups(of_backbone, runs.decay)
     summaries = []
     for group in runs.groups:
         losses = group.values("valid_loss")
@@ -88,6 +94,7 @@ def summarise_training(runs: TrainingRuns) -> list[GroupSummary]:
             GroupSummary(
                 label=group.label,
                 connection=group.first.connection,
+                data=data[group.label],
                 seeds=[run.seed for run in group.runs],
                 parameters=_known(group.mean("parameters")),
                 loss=_known(group.mean("valid_loss")),
@@ -154,7 +161,7 @@ def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, floa
     Those that do not reach it are left out. Where no group is pre-norm, the first is the baseline.
 
     Args:
-        groups: of one backbone.
+        groups: of one backbone and the same data.
         decay: of the running mean of training losses.
     """
     _, curves = loss_curves(groups, decay)
@@ -203,7 +210,8 @@ class ScalingSeries:
 def measure_scaling(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
     """Power laws of loss over size, and compute multipliers over the main pre-norm series.
 
-    Compute is 6 × parameters × tokens. Mixtures of experts are left out.
+    Compute is 6 × parameters × tokens. Mixtures of experts are left out. The groups have the same
+    data.
     """
     gathered: dict[str, list[RunGroup]] = {}
     for group in groups:

@@ -17,12 +17,20 @@ from ..training_summary import (
     shared_tasks,
 )
 from .section import Panels
-from .view import TrainingView, finished_groups, mean_line, series_lines
+from .view import (
+    TrainingView,
+    finished_groups,
+    has_different_sizes,
+    mean_line,
+    series_lines,
+    split_data,
+)
 
 OTHER_DEPTHS = "other depths"
 SIMILAR_SIZE = 0.15  # the largest relative difference of sizes that are compared as equal
 
 
+@split_data
 def _size_panels(runs: TrainingRuns) -> Panels:
     scaling = measure_scaling(runs.groups)
     if not any(series.law for series in scaling):
@@ -115,6 +123,7 @@ def _loss_gaps(group: RunGroup, reference: RunGroup) -> list[float]:
     return gaps or [group.mean("valid_loss") - reference.mean("valid_loss")]
 
 
+@split_data
 def _depth_panels(runs: TrainingRuns) -> Panels:
     groups = [group for group in finished_groups(runs) if not has_experts(group)]
     if len({describe_depth(group) for group in groups}) < 2:
@@ -131,6 +140,7 @@ def _depth_panels(runs: TrainingRuns) -> Panels:
                 part.sort(key=x_of)
                 line = mean_line(part, number, [x_of(group) for group in part], "valid_loss")
                 line.label, line.style = f"{label}, {title}", style
+                line.line = has_different_sizes(part)
                 if title == OTHER_DEPTHS:
                     line.notes = [f"{_depth_of(group):g}" for group in part]
                 lines.append(line)
@@ -174,6 +184,7 @@ def _split_by_size(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     return {f"about {format_size(_size_of(part[0]))}": part for part in similar}
 
 
+@split_data
 def _expert_panels(runs: TrainingRuns) -> Panels:
     groups = finished_groups(runs)
     if len({has_experts(group) for group in groups}) < 2:
@@ -210,7 +221,8 @@ def _task_size_panels(runs: TrainingRuns) -> Panels:
         members.sort(key=lambda group: group.mean("parameters"))
         x = [group.mean("parameters") for group in members]
         y = [mean_accuracy(group, tasks) for group in members]
-        lines.append(LineSeries(label, number, x, y, points=True))
+        line = has_different_sizes(members)
+        lines.append(LineSeries(label, number, x, y, points=True, line=line))
     names = ("parameters", f"mean accuracy over {len(tasks)} tasks")
     return [("accuracy", partial(_draw_sizes, lines=lines, names=names))]
 
@@ -222,7 +234,7 @@ VIEWS = [
         "Power laws L = a · N^(−b), the gaps at equal size, and how many times as much compute "
         "(6 × parameters × tokens) pre-norm needs for the same loss, with its 95 % interval. MUDD, "
         "Figure 3.",
-        "finished runs of one arm or connection in two sizes",
+        "finished runs of one arm or connection in two sizes, with the same data",
         _size_panels,
     ),
     TrainingView(
@@ -230,14 +242,14 @@ VIEWS = [
         "Loss against depth",
         "Left: lines of models with the same number of layers; the others, with their numbers of "
         "layers, are joined too. Right: models of about the same size. MUDD, Figure 4.",
-        "finished runs with different numbers of layers",
+        "finished runs with different numbers of layers and the same data",
         _depth_panels,
     ),
     TrainingView(
         "experts",
         "Dense models and mixtures of experts",
         "The final loss, and ΔL to pre-norm with the same backbone. MUDD, Figure 5.",
-        "finished runs with and without experts",
+        "finished runs with and without experts, with the same data",
         _expert_panels,
     ),
     TrainingView(

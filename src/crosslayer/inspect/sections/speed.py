@@ -10,7 +10,7 @@ from ..figures_training import LineSeries, draw_line_series
 from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline
 from ..training_summary import TrainingRuns
 from .section import Panels
-from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines
+from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines, split_data
 
 # a number of the result, a title, and the name of an axis
 SPEEDS = (
@@ -19,6 +19,7 @@ SPEEDS = (
 )
 
 
+@split_data
 def _speed_panels(runs: TrainingRuns) -> Panels:
     groups = finished_groups(runs)
     if len(groups) < 2:
@@ -58,6 +59,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+@split_data
 def _option_panels(runs: TrainingRuns) -> Panels:
     """Loss and speeds against each option of a method in which groups of one backbone differ."""
     groups = finished_groups(runs)
@@ -134,10 +136,10 @@ VIEWS = [
         "speeds",
         "Loss against speed",
         "Left: training; right: inference, the fastest evaluation. Both relative to pre-norm; "
-        "right and below is better. Lines join groups of one method, with their numbers of "
-        "layers. DenseFormer, Figures 3, 4a, "
+        "right and below is better. Lines join different sizes of one method, with their numbers "
+        "of layers. DenseFormer, Figures 3, 4a, "
         "4b and 14; MUDD, Figure 9.",
-        "two finished runs",
+        "two finished runs with the same data",
         _speed_panels,
     ),
     TrainingView(

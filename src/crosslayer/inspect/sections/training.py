@@ -17,6 +17,7 @@ from ..run_groups import (
     RunGroup,
     average_curves,
     find_baseline,
+    join_titles,
     split_by_backbone,
     split_by_shape,
 )
@@ -24,7 +25,7 @@ from ..runs import TrainingRun
 from ..training import Points, cost_to_loss, find_spikes, loss_at_cost
 from ..training_summary import TrainingRuns, loss_curves, measure_speedups, smooth_runs
 from .section import Panels
-from .view import TrainingView
+from .view import TrainingView, split_data
 
 NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
 MOST_CURVES = 8  # in a panel of all groups
@@ -76,6 +77,7 @@ def _parts_to_draw(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]
     return split_by_shape(groups) if len(groups) > MOST_CURVES else [("", list(groups))]
 
 
+@split_data
 def _loss_panels(runs: TrainingRuns) -> Panels:
     groups = [group for group in runs.groups if any(run.curve.steps for run in group.runs)]
     if not groups:
@@ -135,21 +137,25 @@ def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
             draw = _draw_curves if kind == "valid" else draw_line_series
             if lines:
                 panel = partial(draw, lines=lines, names=(axis, y_name))
-                panels.append((f"{name}; {title}" if title else name, panel))
+                panels.append((join_titles(name, title), panel))
     return panels
 
 
+@split_data
 def _valid_panels(runs: TrainingRuns) -> Panels:
     return _curve_panels(runs.groups, "valid", "validation loss (nats)")
 
 
+@split_data
+def _accuracy_panels(runs: TrainingRuns) -> Panels:
+    return _curve_panels(runs.groups, "accuracies", "accuracy")
+
+
 def _task_panels(runs: TrainingRuns) -> Panels:
-    return [
-        *_curve_panels(runs.groups, "accuracies", "accuracy"),
-        *_curve_panels(runs.groups, "tasks", "accuracy"),
-    ]
+    return [*_accuracy_panels(runs), *_curve_panels(runs.groups, "tasks", "accuracy")]
 
 
+@split_data
 def _speedup_panels(runs: TrainingRuns) -> Panels:
     panels: Panels = []
     bars = []
@@ -191,6 +197,7 @@ def _draw_with_level(
     mark_level(axes, level, vertical)
 
 
+@split_data
 def _time_panels(runs: TrainingRuns) -> Panels:
     panels: Panels = []
     for title, part in split_by_shape(runs.groups):
@@ -222,7 +229,7 @@ def _time_panels(runs: TrainingRuns) -> Panels:
             vertical=True,
         )
         at = f"losses at {equal_time / scale:.3g} {unit}"
-        panels.append((f"{title}; {at}" if title else at, draw))
+        panels.append((join_titles(title, at), draw))
     return panels
 
 
@@ -254,8 +261,9 @@ VIEWS = [
         "speedups",
         "Tokens to equal loss",
         "How many times fewer tokens a run needs for the final loss of pre-norm with the same "
-        "backbone (of the first run, where none is pre-norm). Hyper-Connections, Figure 1.",
-        "two runs of one backbone, of which one reaches the other's final loss",
+        "backbone, data and batches (of the first run, where none is pre-norm). Hyper-Connections, "
+        "Figure 1.",
+        "two runs of one backbone and the same data, of which one reaches the other's final loss",
         _speedup_panels,
     ),
     TrainingView(

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..figures_training import LineSeries
-from ..run_groups import RunGroup
+from ..run_groups import RunGroup, join_titles, split_by_data
 from ..training_summary import TrainingRuns
 from .section import Panels, ReportPicture
 
@@ -23,6 +23,21 @@ class TrainingView(ReportPicture):
     draw_panels: Callable[[TrainingRuns], Panels]
 
 
+def split_data(
+    draw_panels: Callable[[TrainingRuns], Panels],
+) -> Callable[[TrainingRuns], Panels]:
+    """The panels of runs with the same data, one after another: losses on others say nothing."""
+
+    def draw_parts(runs: TrainingRuns) -> Panels:
+        panels: Panels = []
+        for title, part in split_by_data(runs.groups):
+            for name, panel in draw_panels(replace(runs, groups=part)):
+                panels.append((join_titles(name, title), panel))
+        return panels
+
+    return draw_parts
+
+
 def finished_groups(runs: TrainingRuns) -> list[RunGroup]:
     """The groups with a final loss."""
     return [group for group in runs.groups if group.values("valid_loss")]
@@ -35,13 +50,21 @@ def loss_measure(groups: Sequence[RunGroup]) -> tuple[str, str]:
     return "valid_loss", "validation loss (nats)"
 
 
+def has_different_sizes(groups: Sequence[RunGroup]) -> bool:
+    """Whether a line may join the groups: no two have the same size."""
+    return len({group.mean("parameters") for group in groups}) == len(groups)
+
+
 def series_lines(
     groups: Sequence[RunGroup],
     x_of: Callable[[RunGroup], float],
     y_name: str,
     note_of: Callable[[RunGroup], str],
 ) -> list[LineSeries]:
-    """A line a series, through its groups by x, with the range over seeds."""
+    """A line a series, through its groups by x, with the range over seeds.
+
+    Groups of which two have the same size are points.
+    """
     labels = dict.fromkeys(group.series for group in groups)
     lines = []
     for number, label in enumerate(labels):
@@ -51,6 +74,7 @@ def series_lines(
         if members:
             line = mean_line(members, number, [x_of(group) for group in members], y_name)
             line.label = label
+            line.line = has_different_sizes(members)
             line.notes = [note_of(group) for group in members]
             lines.append(line)
     return lines
