@@ -65,6 +65,16 @@ def test_a_comparison_s_runs_are_means_over_seeds(comparison):
     assert draw(groups).keys() == {"losses", "valid_losses", "speedups", "times", "speeds"}
 
 
+def test_a_run_that_is_given_twice_is_one_seed(comparison, tmp_path):
+    shutil.copytree(comparison, tmp_path / "copy")
+    plain, fast = groups = read_groups(comparison, tmp_path / "copy")
+    assert [run.seed for run in plain.runs] == [0, 1, 2]
+    assert [run.folder.parts[-3] for run in fast.duplicates] == ["copy"] * 3
+    notes = draw_views(TrainingRuns(groups), []).notes
+    assert len(notes) == 6
+    assert "is left out: Transformer has a run with the same seed" in notes[0]
+
+
 def test_a_planted_spike_is_counted_in_its_run(comparison, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(comparison, copy)

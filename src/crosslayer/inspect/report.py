@@ -73,6 +73,12 @@ def draw_views(runs: TrainingRuns, views: Sequence[TrainingView]) -> TrainingRep
             "Losses are compared only between runs with the same tokenizer, training and "
             f"validation data. There are {len(parts)} such sets of runs: {titles}."
         )
+    for group in runs.groups:
+        for run in group.duplicates:
+            notes.append(
+                f"{run.folder} is left out: {group.label} has a run with the same seed, settings "
+                "and data already."
+            )
     report = TrainingReport(summarise_training(runs), scaling, [], [], notes)
     for view in views:
         panels = view.draw_panels(runs)

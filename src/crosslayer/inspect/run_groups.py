@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy
@@ -25,12 +25,14 @@ class RunGroup:
     Attributes:
         label: for the reader, different for each group.
         series: the label of groups that differ in their size alone.
-        runs: at least one.
+        runs: at least one, of different seeds.
+        duplicates: runs that were left out, as `runs` has one of the same seed.
     """
 
     label: str
     series: str
     runs: list[TrainingRun]
+    duplicates: list[TrainingRun] = field(default_factory=list)
 
     @property
     def first(self) -> TrainingRun:
@@ -48,22 +50,37 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
-    """Runs with the same name, connection and settings as one group, in the given order.
+    """Runs with the same name, connection, settings and data as one group, in the given order.
 
-    A run that has not finished, or has diverged, is a group by itself.
+    A run that has not finished, or has diverged, is a group by itself. Of runs with the same seed
+    the first one counts: another is no further sample.
     """
     gathered: dict[str, list[TrainingRun]] = {}
     for run in runs:
         own = "" if run.settings and not run.status else str(run.folder)
-        key = repr((run.name, run.connection, sorted(run.settings.items(), key=str), own))
+        settings = sorted(run.settings.items(), key=str)
+        key = repr((run.name, run.connection, run.data_digest, settings, own))
         gathered.setdefault(key, []).append(run)
     groups = list(gathered.values())
     labels = _distinct_labels(groups)
     series = _series_labels(groups)
     return [
-        RunGroup(label, of_series, members)
+        _make_group(label, of_series, members)
         for label, of_series, members in zip(labels, series, groups, strict=True)
     ]
+
+
+def _make_group(label: str, series: str, members: Sequence[TrainingRun]) -> RunGroup:
+    group = RunGroup(label, series, [])
+    seeds: set[object] = set()
+    for run in members:
+        seed = run.folder if run.seed is None else run.seed
+        if seed in seeds:
+            group.duplicates.append(run)
+        else:
+            group.runs.append(run)
+        seeds.add(seed)
+    return group
 
 
 def _distinct_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
