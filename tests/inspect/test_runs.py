@@ -5,8 +5,11 @@ import math
 import shutil
 
 import pytest
+from matplotlib.figure import Figure
 
 from crosslayer.cli.main import main
+from crosslayer.inspect.figures import render_figure
+from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.inspect.report import draw_views
 from crosslayer.inspect.run_groups import group_runs, split_by_data
 from crosslayer.inspect.runs import is_run_folder, read_runs
@@ -228,6 +231,41 @@ def test_experts_options_and_tasks_have_views(tmp_path):
     assert {"experts", "task_sizes"} <= drawn.keys()
     (_, bars), *_ = TRAINING_VIEWS[9].draw_panels(TrainingRuns(groups))
     assert bars.keywords["bars"][1].label == "dense MUDD\ndense, ΔL -0.0596"
+
+
+def test_long_names_stay_within_the_figure(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    arms = {
+        f"arm {number} at another learning rate than {number}e-3": {
+            "connection": "hyper" if number else "prenorm",
+            "loss_of": lambda step, number=number: falling_loss(step, speed=1 + 0.1 * number),
+        }
+        for number in range(9)
+    }
+    runs = TrainingRuns(read_groups(write_comparison(tmp_path / "many", arms)))
+    for view in TRAINING_VIEWS:
+        panels = view.draw_panels(runs)
+        if panels:
+            render_figure(panels)
+            box, (width, height) = drawn[-1].get_tightbbox(), drawn[-1].get_size_inches()
+            assert min(box.x0, box.y0) >= 0, view.name
+            assert box.x1 <= width, view.name
+            assert box.y1 <= height, view.name
+    assert len(drawn) == 2 * 5
+
+
+def test_points_and_their_notes_can_be_told_apart():
+    axes = Figure().subplots()
+    lines = [
+        LineSeries(str(number), number, [1, 2], [3, 3], notes=["12", "24"], points=True)
+        for number in range(8)
+    ]
+    draw_line_series(axes, lines, ("x", "y"))
+    looks = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines]
+    assert len(set(looks)) == 8
+    places = [(note.xy, tuple(note.get_position())) for note in axes.texts[:12]]
+    assert len(set(places)) == 12
 
 
 def test_metrics_alone_and_one_run_alone_are_enough(tmp_path):

@@ -13,10 +13,19 @@ from torch import Tensor
 from ..palette import BLACK, HUES
 
 COLOURS = [*HUES, BLACK]
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D")
 SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
 MAX_TICKS = 13
 TITLE_WIDTH = 46  # characters in a line of a panel's title
+MOST_INSIDE = 6  # labels of a legend within the axes
+LONGEST_INSIDE = 28  # characters of one of them
+MOST_LABELS = 24  # of a legend; more leave no room for the figure
+AXIS_WIDTH = 36  # in a line of an axis's name
+LABEL_WIDTH = 28  # in a line of a label beside the axes
+LABEL_SPACING = 0.3  # lines between two labels
+MOST_LINES = 24  # of labels in the full font, one above another in a panel
 LOG_RATIO = 30  # values that differ by more are drawn on a logarithmic axis
 
 Draw = Callable[[Any], None]  # draws on the axes of one panel
@@ -53,6 +62,8 @@ def render_figure(
         for axes, (title, draw) in zip(all_axes, panels, strict=False):
             axes.set_title(fill(title, TITLE_WIDTH))
             draw(axes)
+            axes.set_xlabel(fill(axes.get_xlabel(), AXIS_WIDTH))
+            axes.set_ylabel(fill(axes.get_ylabel(), AXIS_WIDTH))
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
         figure.draw_without_rendering()
@@ -103,6 +114,18 @@ def draw_matrix(
     axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit)
 
 
+def line_look(number: int) -> dict[str, str]:
+    """Colour, dashes and marker of a line, by its number: with each repeated colour the others
+    change.
+    """
+    repeats = number // len(COLOURS)
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": STYLES[repeats % len(STYLES)],
+        "marker": MARKERS[repeats % len(MARKERS)],
+    }
+
+
 def draw_lines(
     axes: Any,
     labels: Sequence[str],
@@ -123,11 +146,12 @@ def draw_lines(
         limits: of the values, where panels share a scale; None for those of the lines.
         deviations: of the values of a line, by its name: a band on both sides.
     """
-    for (label, values), colour in zip(lines, COLOURS * 4, strict=False):
-        axes.plot(range(len(values)), values, color=colour, label=label, marker="o", markersize=3)
+    for number, (label, values) in enumerate(lines):
+        axes.plot(range(len(values)), values, label=label, markersize=3, **line_look(number))
         if label in deviations:
             middle, deviation = torch.tensor(values), torch.tensor(deviations[label])
             ends = (middle - deviation, middle + deviation)
+            colour = line_look(number)["color"]
             axes.fill_between(range(len(values)), *ends, color=colour, alpha=0.2, linewidth=0)
     low, high = limits or positive_limits([values for _, values in lines])
     if limits is not None:
@@ -199,8 +223,30 @@ def finish_lines(axes: Any, lines: int) -> None:
     """A grid, no frame, and a legend where it helps."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if 1 < lines <= 8:
+    if lines > 1:
+        place_legend(axes)
+
+
+def place_legend(axes: Any) -> None:
+    """A legend: within the axes where it is small, else beside them; none of very many labels."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not 0 < len(labels) <= MOST_LABELS:
+        return
+    if len(labels) <= MOST_INSIDE and len(max(labels, key=len)) <= LONGEST_INSIDE:
         axes.legend(frameon=False, fontsize=9)
+        return
+    labels, font = wrap_labels(labels, 8)
+    style = {"frameon": False, "fontsize": font, "labelspacing": LABEL_SPACING}
+    axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1, 1), **style)
+
+
+def wrap_labels(labels: Sequence[str], font: float) -> tuple[list[str], float]:
+    """Labels in short lines, and the font, smaller where a panel is too low for all of them."""
+    wrapped = []
+    for label in labels:
+        wrapped.append("\n".join(fill(line, LABEL_WIDTH) for line in label.split("\n")))
+    lines = sum(label.count("\n") + 1 + LABEL_SPACING for label in wrapped)
+    return wrapped, font * min(1, MOST_LINES / max(lines, 1))
 
 
 def label_ticks(axis: Any, labels: Sequence[str], rotation: float = 0, first: float = 0) -> None:

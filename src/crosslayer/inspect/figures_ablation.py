@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .ablation import BlockAblation, PruningCurve, SublayerAblation
-from .figures import COLOURS, LOG_RATIO, finish_lines, label_ticks, use_log_scale
+from .figures import LOG_RATIO, finish_lines, label_ticks, line_look, use_log_scale
 
 
 def draw_ablation(
@@ -50,7 +50,8 @@ def _draw_bars(
     for own in by_length:
         labels += [label for label in own if label not in labels]
     width = 0.8 / len(models)
-    for number, ((name, own, values), colour) in enumerate(zip(models, COLOURS, strict=False)):
+    for number, (name, own, values) in enumerate(models):
+        colour = line_look(number)["color"]
         places = [labels.index(label) + number * width for label in own]
         errors = deviations.get(name)
         axes.bar(places, values, width, color=colour, label=name, yerr=errors, capsize=2)
@@ -61,10 +62,10 @@ def _draw_bars(
 def draw_pruning(axes: Any, models: Sequence[tuple[str, PruningCurve]]) -> None:
     """Perplexity against the share of the smallest weights set to zero (DenseFormer Figure 7)."""
     values = []
-    for (name, curve), colour in zip(models, COLOURS, strict=False):
+    for number, (name, curve) in enumerate(models):
         perplexities = torch.tensor(curve.losses).double().exp()
         shares = [100 * share for share in curve.shares]
-        axes.plot(shares, perplexities, color=colour, label=name, marker="o", markersize=3)
+        axes.plot(shares, perplexities, label=name, markersize=3, **line_look(number))
         values.append(perplexities)
     if torch.cat(values).max() > LOG_RATIO * torch.cat(values).min():
         use_log_scale(axes)
@@ -75,8 +76,9 @@ def draw_pruning(axes: Any, models: Sequence[tuple[str, PruningCurve]]) -> None:
 
 def draw_singular_values(axes: Any, models: Sequence[tuple[str, Tensor]]) -> None:
     """Singular values against their rank, a line for each model (DenseFormer Figure 13)."""
-    for (name, values), colour in zip(models, COLOURS, strict=False):
-        axes.plot(range(1, len(values) + 1), values, color=colour, label=name)
+    for number, (name, values) in enumerate(models):
+        look = {**line_look(number), "marker": ""}
+        axes.plot(range(1, len(values) + 1), values, label=name, **look)
     use_log_scale(axes)
     axes.set_xlabel("rank")
     axes.set_ylabel("singular value, mean over blocks")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .figures import COLOURS, POSITIVE_MAP, draw_matrix, finish_lines, label_ticks
+from .figures import COLOURS, POSITIVE_MAP, draw_matrix, finish_lines, label_ticks, line_look
 from .mixing_summary import MixPattern
 from .similarity import CosineSimilarity, DepthDistances
 from .unfolding import UnfoldedMap
@@ -51,11 +51,12 @@ def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
 
 def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind: str) -> None:
     """Median and band from 5 to 95 % over tokens, a line for each model. kind: a field's name."""
-    for (name, cosines), colour in zip(models, COLOURS, strict=False):
+    for number, (name, cosines) in enumerate(models):
+        look = line_look(number)
         values = getattr(cosines, kind)
         depth = torch.arange(len(values))
-        axes.plot(depth, values[:, 1], color=colour, label=name, marker="o", markersize=3)
-        axes.fill_between(depth, values[:, 0], values[:, 2], color=colour, alpha=0.15)
+        axes.plot(depth, values[:, 1], label=name, markersize=3, **look)
+        axes.fill_between(depth, values[:, 0], values[:, 2], color=look["color"], alpha=0.15)
     deepest = max((cosines.labels for _, cosines in models), key=len)
     label_ticks(axes.xaxis, deepest, rotation=90)
     axes.set_ylabel("cosine")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy
 
-from .figures import COLOURS
+from .figures import line_look, place_legend, wrap_labels
 
-STYLES = ("-", "--", ":", "-.")  # for more lines than colours
-MOST_INSIDE = 6  # labels of a legend within the axes
-MOST_LABELS = 24  # of one beside them; more leave no room for the figure
+FEWEST_BARS = 4  # of which each has its share of a panel's height
+NOTE_SHIFTS = (11, -11, 22, -22, 33, -33)  # of a note from its point, in points of the font
+NOTE_SIZE = (10, 9)  # width and height that a note needs
 
 
 @dataclass
@@ -68,16 +68,16 @@ def draw_line_series(
     if log_x:
         axes.set_xscale("log")
     for line in lines:
-        colour = COLOURS[line.colour % len(COLOURS)]
-        style = line.style or STYLES[line.colour // len(COLOURS) % len(STYLES)]
+        look = line_look(line.colour)
+        colour = look["color"]
         axes.plot(
             line.x,
             line.y,
             color=colour,
             label=line.label or None,
-            linestyle=style if line.line else "none",
+            linestyle=(line.style or look["linestyle"]) if line.line else "none",
             linewidth=1.6,
-            marker="o" if line.points else None,
+            marker=look["marker"] if line.points else None,
             markersize=5,
         )
         if line.low and line.points:
@@ -90,31 +90,42 @@ def draw_line_series(
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
         for place, height in line.marks:
             axes.plot(place, height, "v", color=colour, markeredgecolor="white", markersize=9)
-        _add_notes(axes, line, colour)
     axes.set_xlabel(names[0])
     axes.set_ylabel(names[1])
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    labelled = sum(bool(line.label) for line in lines)
-    if MOST_INSIDE < labelled <= MOST_LABELS:
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    elif 0 < labelled <= MOST_INSIDE:
-        axes.legend(frameon=False, fontsize=9)
+    _add_notes(axes, [line for line in lines if line.notes])
+    place_legend(axes)
 
 
-def _add_notes(axes: Any, line: LineSeries, colour: str) -> None:
-    for number, (x, y, note) in enumerate(zip(line.x, line.y, line.notes, strict=False)):
-        # neighbours alternate between above and below
-        shift = (0, -15) if number % 2 else (0, 7)
-        axes.annotate(
-            note,
-            (x, y),
-            xytext=shift,
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color=colour,
-        )
+def _add_notes(axes: Any, lines: Sequence[LineSeries]) -> None:
+    """Notes above or below their points, where no other note or point is."""
+    axes.autoscale_view()
+    scale = 72 / axes.figure.dpi
+    points = [axes.transData.transform(numpy.transpose([line.x, line.y])) * scale for line in lines]
+    taken = [place for of_line in points for place in of_line]
+    for line, of_line in zip(lines, points, strict=True):
+        for x, y, point, note in zip(line.x, line.y, of_line, line.notes, strict=True):
+            if not note:
+                continue
+            places = [numpy.add(point, (0, shift)) for shift in NOTE_SHIFTS]
+            free = [place for place in places if _is_free(place, taken)]
+            place = [*free, places[0]][0]
+            taken.append(place)
+            axes.annotate(
+                note,
+                (x, y),
+                xytext=place - point,
+                textcoords="offset points",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=line_look(line.colour)["color"],
+            )
+
+
+def _is_free(place: Any, taken: Sequence[Any]) -> bool:
+    return all((abs(place - other) >= NOTE_SIZE).any() for other in taken)
 
 
 def focus_on_end(axes: Any, series: Sequence[LineSeries], share: float = 0.15) -> None:
@@ -145,29 +156,28 @@ def draw_bars(
 
     Args:
         axes: of matplotlib.
-        bars: from left to right.
-        name: of the y axis, with its unit.
+        bars: from top to bottom; names of any length stand beside them.
+        name: of the x axis, with its unit.
         form: of the values, like ".2f".
         start: the value where bars start.
     """
     for place, bar in enumerate(bars):
-        axes.bar(place, bar.value - start, 0.7, bottom=start, color=COLOURS[bar.colour % 7])
+        colour = line_look(bar.colour)["color"]
+        axes.barh(place, bar.value - start, 0.7, left=start, color=colour)
         text = f"{bar.value:{form}}"
-        top = bar.value
+        end = bar.value
         if math.isfinite(bar.low):
             ends = [[bar.value - bar.low], [bar.high - bar.value]]
-            axes.errorbar(place, bar.value, ends, color="#333333", capsize=4)
+            axes.errorbar(bar.value, place, xerr=ends, color="#333333", capsize=4)
             text += f"\n({bar.low:{form}} to {bar.high:{form}})"
-            top = bar.high
+            end = bar.high
         axes.annotate(
-            text, (place, top), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
+            text, (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
         )
-    axes.set_xticks(range(len(bars)), [bar.label for bar in bars], fontsize=9)
-    if len(bars) > 3:
-        axes.tick_params("x", rotation=35)
-        for label in axes.get_xticklabels():
-            label.set_horizontalalignment("right")
-    axes.margins(y=0.18)
-    axes.set_ylabel(name)
-    axes.grid(alpha=0.25, axis="y")
+    labels, font = wrap_labels([bar.label for bar in bars], 9)
+    axes.set_yticks(range(len(bars)), labels, fontsize=font)
+    axes.set_ylim(max(len(bars), FEWEST_BARS) - 0.5, -0.5)
+    axes.margins(x=0.3)  # for the values
+    axes.set_xlabel(name)
+    axes.grid(alpha=0.25, axis="x")
     axes.spines[["top", "right"]].set_visible(False)

@@ -171,7 +171,7 @@ def _speedup_panels(runs: TrainingRuns) -> Panels:
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
             line = _mean_line(group, number, curve, per_step[number])
             if group.label in speedups:
-                line.label += f": {speedups[group.label]:.2f} ×"
+                line.label += f": {speedups[group.label]:.2f}\N{NO-BREAK SPACE}×"
                 place = cost_to_loss(line.x, line.y, level)
                 line.marks = [] if place is None else [(place, level)]
                 bars.append(ValueBar(group.label, number, speedups[group.label]))
