@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -21,8 +22,13 @@ from crosslayer.inspect.training_summary import (
     smooth_runs,
     summarise_training,
 )
-from crosslayer.run_folders import METRICS_FILE, RUNS_FOLDER
-from tests.inspect.planted_runs import falling_loss, write_comparison, write_metrics
+from crosslayer.run_folders import METRICS_FILE, RESULT_FILE, RUNS_FOLDER
+from tests.inspect.planted_runs import (
+    falling_loss,
+    run_result,
+    write_comparison,
+    write_metrics,
+)
 
 PLAIN = {"prenorm": {"connection": "prenorm"}}
 FAST = {"hyper": {"connection": "hyper", "loss_of": lambda step: falling_loss(step, speed=1.8)}}
@@ -76,6 +82,18 @@ def test_a_run_that_is_given_twice_is_one_seed(comparison, tmp_path):
     notes = draw_views(TrainingRuns(groups), []).notes
     assert len(notes) == 6
     assert "is left out: Transformer has a run with the same seed" in notes[0]
+
+
+def test_a_relative_folder_has_no_stray_slash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_metrics(Path(name))
+        result = run_result("mudd", "mudd", 0, 2.0, settings={"data": name})
+        (Path(name) / RESULT_FILE).write_text(json.dumps(result))
+    assert [group.label for group in read_groups(Path("a"), Path("b"))] == [
+        "mudd in a",
+        "mudd in b",
+    ]
 
 
 def test_a_planted_spike_is_counted_in_its_run(comparison, tmp_path):
@@ -358,6 +376,7 @@ def test_the_command_draws_training_without_a_model(comparison, tmp_path, capsys
     page = (out / "report.html").read_text()
     assert "<h1>Training of Transformer and DHC×4</h1>" in page
     assert "<td>1.80</td>" in page
+    assert "<td>100 seconds</td><td>1,000</td>" in page
 
 
 def test_no_view_has_the_name_of_a_section():

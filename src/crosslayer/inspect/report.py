@@ -10,7 +10,13 @@ from typing import Any
 from ..files import write_text_atomic
 from .figures import render_figure
 from .inspection import to_json_value
-from .run_groups import format_size, join_titles, split_by_data
+from .run_groups import (
+    format_duration,
+    format_number,
+    format_size,
+    join_titles,
+    split_by_data,
+)
 from .sections import SECTIONS, Section, TrainingView
 from .sections.section import Models, Panels
 from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summarise_training
@@ -166,7 +172,7 @@ TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
     ("data", lambda group: group.data),
     ("seeds", lambda group: str(len(group.seeds))),
     ("parameters", lambda group: _shown(group.parameters, format_size)),
-    ("validation loss", lambda group: _shown(group.loss, "{:.4f}".format)),
+    ("loss on the first validation set", lambda group: _shown(group.loss, "{:.4f}".format)),
     (
         "range over seeds",
         lambda group: (
@@ -177,14 +183,14 @@ TRAINING_COLUMNS: list[tuple[str, Callable[[GroupSummary], str]]] = [
     ),
     ("spikes", lambda group: str(group.spikes)),
     ("times fewer tokens", lambda group: _shown(group.speedup, "{:.2f}".format)),
-    ("hours of training", lambda group: _shown(group.seconds, lambda s: f"{s / 3600:.3g}")),
+    ("time of training", lambda group: _shown(group.seconds, format_duration)),
     (
         "training, tokens (images) per second",
-        lambda group: _shown(group.training_speed, "{:.4g}".format),
+        lambda group: _shown(group.training_speed, format_number),
     ),
     (
         "inference, examples per second",
-        lambda group: _shown(group.inference_speed, "{:.4g}".format),
+        lambda group: _shown(group.inference_speed, format_number),
     ),
     ("mean accuracy of tasks", lambda group: _shown(group.accuracy, "{:.3f}".format)),
 ]

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ SHAPE = ("layers", "dim")  # of a backbone
 # MUDD's MLP widths belong to the method
 BACKBONE = tuple(option.name for option in fields(Model) if option.name != "reallocate")
 BATCHES = ("context", "batch")
+TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 DATA = ("tokenizer", "data", "valid")
 
 
@@ -89,7 +91,8 @@ def _distinct_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
         lambda run: run.name,
         lambda run: f"{run.name} {format_size(run.number('parameters'))}",
         lambda run: run.name if run.seed is None else f"{run.name}, seed {run.seed}",
-        lambda run: f"{run.name} in {run.folder.parent.name}/{run.folder.name}",
+        lambda run: f"{run.name} in {Path(*run.folder.parts[-2:])}",
+        lambda run: f"{run.name} in {Path(*run.folder.parts[-3:])}",
         lambda run: f"{run.name} in {run.folder}",
     ]
     labels = []
@@ -264,6 +267,22 @@ def format_size(parameters: float) -> str:
         if parameters >= factor:
             return f"{parameters / factor:.3g}{suffix}"
     return f"{parameters:.0f}"
+
+
+def format_number(value: float) -> str:
+    """Like "18,240" or "9.13"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def choose_time_unit(seconds: float) -> tuple[float, str]:
+    """The seconds of the largest unit of which there are two at least, and its name."""
+    return next((pair for pair in TIME_UNITS if seconds >= 2 * pair[0]), TIME_UNITS[-1])
+
+
+def format_duration(seconds: float) -> str:
+    """Like "2.8 hours"."""
+    scale, unit = choose_time_unit(seconds)
+    return f"{format_number(seconds / scale)} {unit}"
 
 
 @dataclass

@@ -16,7 +16,9 @@ from ..run_groups import (
     MeanCurve,
     RunGroup,
     average_curves,
+    choose_time_unit,
     find_baseline,
+    format_duration,
     join_titles,
     split_by_backbone,
     split_by_shape,
@@ -29,7 +31,6 @@ from .view import TrainingView, split_data
 
 NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
 MOST_CURVES = 8  # in a panel of all groups
-TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
@@ -213,9 +214,7 @@ def _time_panels(runs: TrainingRuns) -> Panels:
         if not lines:
             continue
         equal_time = min(line.x[-1] for line in lines)
-        scale, unit = next(
-            (pair for pair in TIME_UNITS if equal_time >= 2 * pair[0]), (1, "seconds")
-        )
+        scale, unit = choose_time_unit(equal_time)
         for line in lines:
             loss = loss_at_cost(line.x, line.y, equal_time)
             line.x = [value / scale for value in line.x]
@@ -228,7 +227,7 @@ def _time_panels(runs: TrainingRuns) -> Panels:
             level=equal_time / scale,
             vertical=True,
         )
-        at = f"losses at {equal_time / scale:.3g} {unit}"
+        at = f"losses at {format_duration(equal_time)}"
         panels.append((join_titles(title, at), draw))
     return panels
 
