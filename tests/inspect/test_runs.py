@@ -22,8 +22,9 @@ from crosslayer.inspect.training_summary import (
     smooth_runs,
     summarise_training,
 )
-from crosslayer.run_folders import METRICS_FILE, RESULT_FILE, RUNS_FOLDER
+from crosslayer.run_folders import METRICS_FILE, RESULT_FILE, RUN_FILE, RUNS_FOLDER
 from tests.inspect.planted_runs import (
+    SETTINGS,
     falling_loss,
     run_result,
     write_comparison,
@@ -295,6 +296,15 @@ def test_metrics_alone_and_one_run_alone_are_enough(tmp_path):
     groups = read_groups(tmp_path / "run", tmp_path / "faster")
     # nothing says which is pre-norm: the first is the baseline
     assert measure_speedups(groups, 0.99) == {"faster (not finished)": pytest.approx(2, abs=0.02)}
+
+
+def test_an_unfinished_run_says_what_it_is(tmp_path):
+    write_metrics(tmp_path)
+    identity = SETTINGS | {"connection": "hyper", "seed": 3, "data sha256": "1a"}
+    (tmp_path / RUN_FILE).write_text(json.dumps(identity))
+    (run,) = read_runs(tmp_path)
+    assert (run.connection, run.seed, run.data_digest) == ("hyper", 3, "1a")
+    assert run.settings["layers"] == 12
 
 
 def test_runs_without_a_result_are_apart(comparison, tmp_path):

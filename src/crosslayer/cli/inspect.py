@@ -125,7 +125,7 @@ def _print_remarks(
     for inspection in inspections:
         for alarm in inspection.results.get("alarms", []):
             console.print(f"{inspection.name}: {alarm}")
-    for line in [] if training is None else training.not_drawn:
+    for line in [] if training is None else [*training.notes, *training.not_drawn]:
         console.print(line, soft_wrap=True)
 
 

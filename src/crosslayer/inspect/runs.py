@@ -12,10 +12,10 @@ import numpy
 
 from ..files import read_json
 from ..run_folders import (
-    CHECKPOINT_INDEX,
     METRICS_FILE,
     RESULT_FILE,
     RESULTS_FILE,
+    RUN_FILE,
     RUNS_FOLDER,
     run_folder_name,
 )
@@ -121,14 +121,12 @@ def _read_single_run(folder: Path) -> TrainingRun:
     """A run of `train`, or one of `compare` whose comparison has no results yet."""
     path = folder / RESULT_FILE
     identity: dict[str, Any] = {}
-    indices = sorted(folder.glob(f"step-*/{CHECKPOINT_INDEX}"))
-    if indices:
-        identity = read_json(indices[-1], dict).get("identity", {})
+    if (folder / RUN_FILE).is_file():
+        identity = read_json(folder / RUN_FILE, dict)
     digest = str(identity.get("data sha256", ""))
     if path.is_file():
         result = read_json(path, dict)
         return _make_run(folder, result, result.get("settings"), digest, "", path)
-    # what a checkpoint says of a run that has not finished
     row: dict[str, Any] = {key: identity[key] for key in ("connection", "seed") if key in identity}
     run = _make_run(folder, row, identity, digest, "not finished", path)
     run.result = {}

@@ -123,7 +123,8 @@ def html_report(comparison: Comparison) -> str:
     for cells in table_cells(comparison):
         tag = '<tr class="best">' if cells[0] == best_arm else "<tr>"
         body += tag + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-    setup, *notes = (html.escape(note) for note in report_notes(comparison))
+    all_notes = [*report_notes(comparison), f"In bold: {best_arm}, which has the lowest val loss."]
+    setup, *notes = (html.escape(note) for note in all_notes)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
