@@ -482,6 +482,7 @@ def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "metrics.jsonl",
         "model",
+        "run.json",
         "step-00000009",
         "step-00000012",
     ]
