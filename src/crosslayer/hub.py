@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 NO_NETWORK = (
     "not in the local cache, and the Hugging Face Hub cannot be reached (no network, or "
@@ -11,12 +12,13 @@ NO_NETWORK = (
 _CACHED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-def check_model_source(source: str | Path, expected: str = "folder") -> None:
+def check_model_source(source: str | Path, expected: str = "folder", **place: Any) -> None:
     """Check what can be found out about a model's place without loading it.
 
     Args:
         source: a folder, or a name on the Hub.
         expected: what may be at a local path, for the message.
+        place: where a name's files are: subfolder, and options of `snapshot_download`.
 
     Raises:
         ValueError: it is the folder of a training run, a local path where there is nothing, or a
@@ -29,7 +31,7 @@ def check_model_source(source: str | Path, expected: str = "folder") -> None:
         return
     elif not _can_be_hub_name(str(source)):
         raise ValueError(f"{source}: no such {expected}")
-    elif not _is_reachable(str(source)):
+    elif not _is_reachable(str(source), place):
         raise ValueError(f"{source}: no such {expected}; {NO_NETWORK}")
 
 
@@ -50,14 +52,19 @@ def _can_be_hub_name(source: str) -> bool:
     return "/" not in source or not Path(source).parent.is_dir()
 
 
-def _is_reachable(name: str) -> bool:
+def _is_reachable(name: str, place: dict[str, Any]) -> bool:
     """Whether the cache has files of this name, or the Hub answers. It is asked once."""
+    if place.get("local_files_only"):
+        return True  # the loader looks into the cache
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    cache = {key: place[key] for key in ("cache_dir", "revision") if key in place}
     try:
-        if any(isinstance(try_to_load_from_cache(name, file), str) for file in _CACHED_FILES):
-            return True
+        for file in _CACHED_FILES:
+            path = Path(place.get("subfolder", ""), file).as_posix()
+            if isinstance(try_to_load_from_cache(name, path, **cache), str):
+                return True
         get_hf_file_metadata(hf_hub_url(name, _CACHED_FILES[0]))
     except (HfHubHTTPError, HFValidationError):
         return True  # the loader names the problem

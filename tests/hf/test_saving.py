@@ -24,6 +24,7 @@ from tests.hf.backbones import (
     output,
     trained,
 )
+from tests.support.hub import snapshot_folder
 from tests.support.tiny import shake
 
 
@@ -174,6 +175,21 @@ def test_a_backbone_without_a_head(tmp_path):
     backbone.save_pretrained(tmp_path)
     for loaded in (LlamaModel.from_pretrained(tmp_path), crosslayer.from_pretrained(tmp_path)):
         assert torch.equal(loaded(ids()).last_hidden_state, backbone(ids()).last_hidden_state)
+
+
+def test_a_revision_and_a_subfolder_on_the_hub(tmp_path):
+    main = snapshot_folder(tmp_path, "org/net")
+    connected("llama", "mudd").save_pretrained(main)
+    branch = main.with_name("1" * 40)
+    (main.parents[1] / "refs" / "branch").write_text(branch.name)
+    connected("llama", "hyper").save_pretrained(branch / "part")
+    place = {"revision": "branch", "subfolder": "part"}
+    loaded = crosslayer.from_pretrained("org/net", cache_dir=tmp_path, **place)
+    assert loaded.config.crosslayer == "hyper"
+    loaded = crosslayer.from_pretrained(branch, subfolder="part", revision="not looked up")
+    assert loaded.config.crosslayer == "hyper"
+    with pytest.raises(ValueError, match="not in the local cache"):
+        crosslayer.from_pretrained("org/net", cache_dir=tmp_path / "empty", local_files_only=True)
 
 
 class TestBadFolders:

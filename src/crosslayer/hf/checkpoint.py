@@ -36,6 +36,10 @@ CONFIG_FILE = "config.json"
 _ADAPTER_FILE = "adapter_config.json"  # of PEFT
 _HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors"]
 _HUB_FILES += ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*.safetensors"]
+# Options of `from_pretrained` that say where its folder is.
+_PLACE_OPTIONS = (
+    "revision", "subfolder", "cache_dir", "token", "force_download", "local_files_only"
+)  # fmt: skip
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Any:
@@ -46,7 +50,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
 
     Args:
         path: a folder that `save_pretrained` wrote, or a model's name on the Hub.
-        options: those of the class's `from_pretrained`, for example dtype or device_map.
+        options: those of the class's `from_pretrained`, for example dtype, device_map or revision.
 
     Returns:
         The connected model, in eval mode.
@@ -55,7 +59,8 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
         ValueError: the folder has no connected model, or its weights are damaged, incomplete or
             another model's.
     """
-    folder = find_folder(path)
+    place = {name: options.pop(name) for name in _PLACE_OPTIONS if name in options}
+    folder = find_folder(path, **place)
     config_dict = read_json(folder / CONFIG_FILE, dict)
     if not names_connection(config_dict, folder):
         raise ValueError(
@@ -146,7 +151,11 @@ def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[st
 
 
 def find_folder(
-    path: str | Path, files: Sequence[str] = _HUB_FILES, expected: str = "folder"
+    path: str | Path,
+    files: Sequence[str] = _HUB_FILES,
+    expected: str = "folder",
+    subfolder: str = "",
+    **download: Any,
 ) -> Path:
     """A local folder, or the files of a name on the Hub: downloaded, or from the cache.
 
@@ -154,19 +163,24 @@ def find_folder(
         path: a folder or a name.
         files: patterns of the files to download.
         expected: what may be at a local path, for the message.
+        subfolder: the folder in it that is meant.
+        download: options of `snapshot_download`, like revision and cache_dir.
 
     Raises:
         ValueError: there is no such folder and no such name, or it is a training run's.
     """
-    check_model_source(path, expected)
     if Path(path).is_dir():
-        return Path(path)
+        folder = Path(path, subfolder)
+        check_model_source(folder, expected)
+        return folder
+    check_model_source(path, expected, subfolder=subfolder, **download)
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    patterns = [Path(subfolder, file).as_posix() for file in (CONFIG_FILE, *files)]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=[CONFIG_FILE, *files]))
+        return Path(snapshot_download(str(path), allow_patterns=patterns, **download), subfolder)
     except LocalEntryNotFoundError:
         raise ValueError(f"{path}: no such {expected}; {NO_NETWORK}") from None
     except (HFValidationError, HfHubHTTPError) as error:
