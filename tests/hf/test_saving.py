@@ -8,10 +8,17 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, LlamaModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaModel,
+)
 
 import crosslayer
 from crosslayer import Connection
+from crosslayer.hf.checkpoint import read_config
 from tests.hf.backbones import (
     KINDS,
     METHODS,
@@ -175,6 +182,31 @@ def test_a_backbone_without_a_head(tmp_path):
     backbone.save_pretrained(tmp_path)
     for loaded in (LlamaModel.from_pretrained(tmp_path), crosslayer.from_pretrained(tmp_path)):
         assert torch.equal(loaded(ids()).last_hidden_state, backbone(ids()).last_hidden_state)
+
+
+def test_configs_whose_sizes_are_not_those_of_every_layer(tmp_path):
+    """DeepSeek-V3 does not use its num_key_value_heads; others have sizes of single layers."""
+    unused = DeepseekV3Config(num_attention_heads=4, num_key_value_heads=128)
+    single = LlamaConfig(per_layer_config={1: {"intermediate_size": 96}})
+    for config in (unused, single):
+        config.save_pretrained(tmp_path)
+        loaded, _ = read_config(tmp_path)
+        assert type(loaded) is type(config)
+    single.per_layer_config = {1: {"intermediate_size": 0}}
+    single.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="intermediate_size must be from 1 to"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("max_shard_size", ["20KB", "1GB"])
+def test_a_variant_beside_the_other_weights(max_shard_size, tmp_path):
+    model = connected("llama", "mudd")
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    variant = shake(connected("llama", "mudd"))
+    variant.save_pretrained(tmp_path, variant="fp16", max_shard_size=max_shard_size)
+    for expected, options in ((model, {}), (variant, {"variant": "fp16"})):
+        loaded = crosslayer.from_pretrained(tmp_path, **options)
+        assert torch.equal(output(loaded, "llama"), output(expected, "llama"))
 
 
 def test_a_revision_and_a_subfolder_on_the_hub(tmp_path):

@@ -34,12 +34,18 @@ from .weights import check_weights
 
 CONFIG_FILE = "config.json"
 _ADAPTER_FILE = "adapter_config.json"  # of PEFT
-_HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors"]
-_HUB_FILES += ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*.safetensors"]
 # Options of `from_pretrained` that say where its folder is.
 _PLACE_OPTIONS = (
     "revision", "subfolder", "cache_dir", "token", "force_download", "local_files_only"
 )  # fmt: skip
+
+
+def _hub_files(variant: str | None = None) -> list[str]:
+    """Patterns of a model's files on the Hub, but for its tokenizer."""
+    suffix = f".{variant}" if variant else ""
+    names = [f"{name}{suffix}" for name in ("model", "diffusion_pytorch_model")]
+    ends = (".safetensors", "-*.safetensors")  # of one file, and of shards
+    return ["*.json", *[name + end for name in names for end in ends]]
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Any:
@@ -60,7 +66,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
             another model's.
     """
     place = {name: options.pop(name) for name in _PLACE_OPTIONS if name in options}
-    folder = find_folder(path, **place)
+    folder = find_folder(path, _hub_files(options.get("variant")), **place)
     config_dict = read_json(folder / CONFIG_FILE, dict)
     if not names_connection(config_dict, folder):
         raise ValueError(
@@ -97,7 +103,7 @@ def load_complete(cls: Any, folder: Path, **options: Any) -> Any:
         )
     if any(folder.glob("shard-*-model-*.safetensors")):
         raise ValueError(f"{folder} holds a distributed checkpoint; save the whole model")
-    check_weights(folder)
+    check_weights(folder, options.get("variant"))
     try:
         model, info = cls.from_pretrained(
             folder,
@@ -152,7 +158,7 @@ def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[st
 
 def find_folder(
     path: str | Path,
-    files: Sequence[str] = _HUB_FILES,
+    files: Sequence[str] = _hub_files(),
     expected: str = "folder",
     subfolder: str = "",
     **download: Any,

@@ -119,6 +119,7 @@ def _build_config(
             keys = _granite_factors(plain, keys) | keys
         config = AutoConfig.for_model(**keys)
     check_sizes(config)
+    _check_heads(config)
     if hasattr(plain, "is_decoder") and "is_decoder" not in overrides:
         config.is_decoder = True  # BERT and its like attend to both sides otherwise.
     known = {*vars(plain), *type(plain).attribute_map}
@@ -169,10 +170,20 @@ def check_sizes(config: Any) -> None:
         "num_key_value_heads": MAX_WIDTH,
         "head_dim": MAX_WIDTH,
     }
+    of_layers = getattr(config, "per_layer_attributes", None) or ()
     for name, bound in bounds.items():
-        size = getattr(config, name, None)
-        if isinstance(size, int) and not 1 <= size <= bound:
-            raise ValueError(f"{name} must be from 1 to {bound:,}, got {size}")
+        # A config raises an error where it is asked for a size that its layers differ in.
+        for part in config.per_layer_config if name in of_layers else [config]:
+            size = getattr(part, name, None)
+            if isinstance(size, int) and not 1 <= size <= bound:
+                raise ValueError(f"{name} must be from 1 to {bound:,}, got {size}")
+
+
+def _check_heads(config: Any) -> None:
+    """Raise a ValueError where query heads cannot be divided between key and value heads.
+
+    Other people's configs are not checked: DeepSeek-V3 does not use its num_key_value_heads.
+    """
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
     if heads and kv_heads and heads % kv_heads:

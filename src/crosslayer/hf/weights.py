@@ -11,14 +11,14 @@ from torch import Tensor
 from ..files import read_json
 
 WEIGHTS_FILE = "model.safetensors"
-_INDEX_FILES = "*.safetensors.index.json"
+_INDEX_FILES = "*.safetensors.index{suffix}.json"
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _PICKLE_SUFFIXES = ("bin", "pt", "pth", "ckpt")
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path, variant: str | None = None) -> None:
     """Raise a ValueError where the folder's weights are not complete safetensors files."""
-    for path in _weight_files(folder):
+    for path in _weight_files(folder, variant):
         with _open_safetensors(path):
             pass
 
@@ -45,7 +45,7 @@ class FolderWeights:
             with _open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     self._add_tensor(name, path, file.get_slice(name))
-        for index in folder.glob(_INDEX_FILES):
+        for index in folder.glob(_INDEX_FILES.format(suffix="")):
             indexed = set(read_json(index, dict).get("weight_map", {}))
             differing = sorted(indexed.symmetric_difference(self._file_of))
             if differing:
@@ -70,10 +70,14 @@ class FolderWeights:
         self.shapes[name] = tuple(header.get_shape())
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    for index in folder.glob(_INDEX_FILES):
+def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:
+    # A variant's file is beside the others: model.fp16.safetensors.
+    suffix = f".{variant}" if variant else ""
+    for index in folder.glob(_INDEX_FILES.format(suffix=suffix)):
         return _indexed_files(index)
     files = sorted(folder.glob("*.safetensors"))
+    of_variant = [file for file in files if Path(file.stem).suffix == suffix]
+    files = of_variant or files
     if len(files) == 1:
         return files
     if files:
