@@ -17,6 +17,7 @@ from tests.hf.backbones import (
     each_family,
     ids,
     inputs,
+    llama,
     output,
     trained,
 )
@@ -65,10 +66,27 @@ def test_a_host_that_computes_with_recorded_hidden_states_is_told_so():
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=48, attention_window=[4, 4], max_position_embeddings=32,
     )  # fmt: skip
-    plain = transformers.LongformerModel(config).eval()
-    model = crosslayer.connect(copy.deepcopy(plain), "postnorm")
-    assert torch.equal(model(ids()).last_hidden_state, plain(ids()).last_hidden_state)
-    with pytest.raises(ValueError, match="output_hidden_states: LongformerModel computes with"):
+    longformer = transformers.LongformerModel(config).eval()
+    config = transformers.CpmAntConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, dim_head=8,
+        dim_ff=48, prompt_length=2, prompt_types=3, segment_types=3,
+    )  # fmt: skip
+    cpm_ant = transformers.CpmAntModel(config).eval()
+    for plain, spec in ((longformer, "postnorm"), (cpm_ant, "prenorm")):
+        model = crosslayer.connect(copy.deepcopy(plain), spec)
+        assert torch.equal(model(ids()).last_hidden_state, plain(ids()).last_hidden_state)
+        with pytest.raises(ValueError, match=f"{type(plain).__name__} computes with what it"):
+            model(ids(), output_hidden_states=True)
+
+
+def test_a_host_that_returns_no_hidden_states_is_told_so():
+    class Bare(transformers.LlamaModel):
+        def forward(self, input_ids, **kwargs):
+            return super().forward(input_ids, **kwargs).last_hidden_state
+
+    model = crosslayer.connect(Bare(llama().config), "mudd")
+    assert model(ids()).shape == (*ids().shape, 32)
+    with pytest.raises(ValueError, match="output_hidden_states: Bare returns none"):
         model(ids(), output_hidden_states=True)
 
 

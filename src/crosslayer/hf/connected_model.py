@@ -47,7 +47,7 @@ class ConnectedModel:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
-            return_dict = config.return_dict
+            return_dict = getattr(config, "return_dict", True)
         recorder = HiddenStateRecorder()
         try:
             out = super().forward(  # type: ignore[misc]
@@ -58,6 +58,11 @@ class ConnectedModel:
                 f"output_hidden_states: {type(self).__name__} computes with what it records, and "
                 f"cannot report hidden states while it is connected ({error})"
             ) from None
+        if not hasattr(out, "hidden_states"):
+            raise ValueError(
+                f"output_hidden_states: {type(self).__name__} returns none, and what the model "
+                "around it records are parts of a connection's state"
+            )
         if out.hidden_states is not None:  # Llama takes a None as False, whatever its config says.
             out.hidden_states = replace_recorded(self, out, recorder)
         return out if return_dict else out.to_tuple()

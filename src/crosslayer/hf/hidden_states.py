@@ -25,14 +25,22 @@ class HiddenState(NamedTuple):
         return self.dtype_like.dtype
 
     def __getattr__(self, name: str) -> Any:
-        raise StreamUseError(
-            f"between connected layers there is a connection's state in place of the stream: the "
-            f"host cannot use its {name!r} there"
-        )
+        raise StreamUseError(repr(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int):  # A host takes a part of the stream.
+            raise StreamUseError("parts")
+        return tuple.__getitem__(self, index)
 
 
 class StreamUseError(AttributeError):
     """A host uses the stream between two of its layers."""
+
+    def __init__(self, use: str):
+        super().__init__(
+            f"between connected layers there is a connection's state in place of the stream: the "
+            f"host cannot use its {use} there"
+        )
 
 
 class HiddenStateRecorder:
