@@ -15,6 +15,7 @@ from crosslayer.hf.families import FAMILIES, Family, Sublayer
 from crosslayer.hf.proof import prove_wiring
 from tests.hf.all_families import build_model, read_logits
 from tests.hf.backbones import build, ids
+from tests.hf.small_models import LANGUAGE
 from tests.support.tiny import shake
 
 # What each has that the others have not, and the ports that MUDD feeds in its layers.
@@ -158,6 +159,22 @@ def test_a_backbone_that_changes_the_stream_between_layers_is_refused():
 
     with pytest.raises(ValueError, match=r"reads or changes the stream after layers.0"):
         crosslayer.connect(Doubling(build("llama").config), "mudd")
+
+
+def test_one_of_several_stacks_is_connected_by_its_path():
+    model, expected = build_model("blt", ids())
+    with pytest.raises(ValueError, match=r"several stacks of BltTransformerLayer, local_encoder, "):
+        crosslayer.connect(model, "mudd")
+    crosslayer.connect(model.base_model.global_transformer, "mudd")
+    assert torch.equal(read_logits(model, ids()), expected)
+
+
+@pytest.mark.skipif("hrm_text" not in LANGUAGE.classes, reason="not in this transformers")
+def test_a_stack_without_a_config_takes_that_of_its_layers():
+    model, expected = build_model("hrm_text", ids())
+    for stack in (model.base_model.L_module, model.base_model.H_module):
+        crosslayer.connect(stack, "mudd")
+    assert torch.equal(read_logits(model, ids()), expected)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 layers' own code does (`layer_recognition.py`).
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,16 +26,21 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
         raise ValueError(
             "encoder-decoder models cannot be connected, as their layers have two inputs"
         )
-    owner, path = _find_layers(backbone)
-    layers = owner.get_submodule(path)
+    owner, path, alike = _find_layers(backbone)
+    layers: Any = owner.get_submodule(path)
     final = _find_final_norm(owner, path)
-    config = getattr(owner, "config", getattr(backbone, "config", None))
+    config = next(_configs((owner, backbone, layers)), None)
     dim = _stream_width(owner, layers, final, config)
     try:
         of_layers = _recognise_layers(layers, dim)
     except ValueError:
         _check_list_of_layers(owner, path)
         raise
+    if len(alike) > 1:
+        raise ValueError(
+            f"it has several stacks of {type(layers[0]).__name__}, {', '.join(alike)}; connect "
+            f"those you choose, like connect(model.base_model.{alike[0]}, spec)"
+        )
     last_norms = {bool(wiring.last_norm) for wiring in of_layers}
     if len(last_norms) == 2:
         raise ValueError("some of its layers are pre-norm and others post-norm")
@@ -84,8 +90,10 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
     return (modules, *settings)
 
 
-def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
-    """The module that owns the layers, and the name of their list in it."""
+def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
+    """The module that owns the layers, the name of their list in it, and the parts of the backbone
+    that have a list of such layers.
+    """
     config: Any = getattr(backbone, "config", None)
     searched = backbone
     if hasattr(config, "get_text_config"):
@@ -95,14 +103,19 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str]:
     if not found:
         raise ValueError("it has no list of layers")
     count = getattr(config, "num_hidden_layers", None)
-    of_count = [place for place in found if len(getattr(place.owner, place.name)) == count]
-    chosen = (of_count or found)[0]
+    of_count = [place for place in found if len(place.layers) == count]
+    candidates = of_count or found
+    chosen = candidates[0]
+    # A tower of images beside a language model has layers of another class.
+    alike = [p for p in candidates if type(p.layers[0]) is type(chosen.layers[0])]
+    names = {module: name for name, module in backbone.named_modules()}
+    paths = [names[p.owner if p.model is searched else p.model] for p in alike]
     # Two stacks that a model runs by turns, each with its norm, are connected apart.
     stacks = [p for p in found if p.model is chosen.model and _norm_names(p.owner)]
     is_stack = len(stacks) > 1 and _norm_names(chosen.owner)
     if isinstance(chosen.model, PreTrainedModel) and not is_stack:
-        return chosen.model, chosen.path
-    return chosen.owner, chosen.name
+        return chosen.model, chosen.path, paths
+    return chosen.owner, chosen.name, paths
 
 
 class _ListPlace(NamedTuple):
@@ -112,6 +125,10 @@ class _ListPlace(NamedTuple):
     name: str  # of the list in its owner
     model: nn.Module  # around the owner, which reports hidden states
     path: str  # of the list in this model
+
+    @property
+    def layers(self) -> Any:
+        return getattr(self.owner, self.name)
 
 
 def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
@@ -148,6 +165,14 @@ def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
 def _norm_names(owner: nn.Module) -> list[str]:
     """The children of a module that are norms."""
     return [name for name, child in owner.named_children() if is_norm(name, child)]
+
+
+def _configs(parts: Iterable[nn.Module]) -> Iterator[Any]:
+    """The configs of parts of a model and of what they contain."""
+    for part in parts:
+        for module in part.modules():
+            if hasattr(module, "config"):
+                yield module.config
 
 
 def _stream_width(owner: nn.Module, layers: Any, final: str | None, config: Any) -> int:
