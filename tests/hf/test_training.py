@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 import crosslayer
 from crosslayer import Connection
+from crosslayer.hf.adapters import _register_with_peft, register_with_imported_peft
 from tests.hf import sharded
 from tests.hf.backbones import (
     FAMILIES,
@@ -231,6 +232,32 @@ def test_adapters_are_not_saved_without_the_trained_connections(tmp_path):
     crosslayer.connect(model, "mudd")
     with pytest.raises(ValueError, match="would lack the trained connections"):
         model.save_pretrained(tmp_path)
+
+
+def test_peft_may_be_imported_after_connect(tmp_path, monkeypatch):
+    import peft
+
+    model = connected("llama", "mudd")
+    register_with_imported_peft()
+    plain_method = peft.PeftModel.save_pretrained.__wrapped__
+    monkeypatch.setattr(peft.PeftModel, "save_pretrained", plain_method)
+    _register_with_peft.cache_clear()  # as if it were imported here
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.base_model.model.model.norm.connection.requires_grad_(True)
+    with pytest.raises(ValueError, match="would lack the trained connections"):
+        adapted.save_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT's, of every RMSNorm
+def test_a_copied_final_norm_is_saved_with_its_connection(tmp_path):
+    import peft
+
+    model = connected("llama", "mudd")
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LNTuningConfig(task_type="CAUSAL_LM"))
+    shake_parameters(adapted, "ln_tuning_layers")
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path)
+    assert torch.equal(output(loaded.eval(), "llama"), output(adapted.eval(), "llama"))
 
 
 def test_trainer_with_the_groups_of_param_groups(tmp_path):

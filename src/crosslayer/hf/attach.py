@@ -156,11 +156,6 @@ def is_connected(backbone: Any) -> bool:
     return isinstance(backbone, ConnectedModel)
 
 
-def is_adapted(model: Any) -> bool:
-    """Whether PEFT has put adapters into a model."""
-    return hasattr(model, "peft_config")
-
-
 def set_config_keys(model: Any, **keys: Any) -> None:
     """Set keys in a model's config, if it has one, to be saved with it. None removes a key."""
     if is_diffusers_model(model):  # Its config is frozen.

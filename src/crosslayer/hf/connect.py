@@ -12,11 +12,11 @@ from torch import nn
 
 from ..connection import Connection
 from ..spec import ConnectionSpec, make
+from .adapters import register_with_imported_peft
 from .attach import (
     attach_connections,
     final_norm,
     find_backbone,
-    is_adapted,
     is_connected,
     is_diffusers_model,
     set_config_keys,
@@ -24,7 +24,7 @@ from .attach import (
 from .families import ModelWiring
 from .mlp_widths import growing_widths, mlp_hidden_width
 from .proof import prove_wiring
-from .registration import register_with_diffusers, register_with_peft
+from .registration import register_with_diffusers
 from .sharding import keep_parameters_apart
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -104,8 +104,7 @@ def _connect_backbone(
     set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     for part in (backbone, model):
         keep_parameters_apart(part)
-    if is_adapted(model):
-        register_with_peft()
+    register_with_imported_peft()  # It may have put adapters into the model.
     first = backbone.get_submodule(wiring.layers)[0].connections[0]
     reason = inequivalence_reason(first, wiring)
     if reason and looks_pretrained(backbone, wiring):

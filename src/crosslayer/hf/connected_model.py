@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection
+from .adapters import register_with_imported_peft
 from .families import ModelWiring
 from .hidden_states import HiddenState, HiddenStateRecorder, StreamUseError, replace_recorded
 from .host_norms import OwnedNorm
@@ -79,9 +80,14 @@ class ConnectedModel:
         if all(module is not readout for module in value.modules()):
             make_readout(value, readout.connection)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """What PEFT calls to add its adapters, however late it is imported."""
+        register_with_imported_peft()
+        return super().named_modules(*args, **kwargs)  # type: ignore[misc]
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Let a host's checkpoint fill the norms that connections own, too."""
-        modules = dict(self.named_modules())  # type: ignore[attr-defined]
+        modules = dict(self.named_modules())
         names = {module: name for name, module in modules.items()}
         for name, norm in modules.items():
             if not isinstance(norm, OwnedNorm):

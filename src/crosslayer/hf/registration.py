@@ -24,9 +24,9 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..connection import Connection
 from ..spec import make
 from ..validation import check_positive
+from .adapters import refuse_to_drop_connections
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 from .sharding import keep_parameters_apart
@@ -75,13 +75,11 @@ def register_with_transformers() -> None:
     # transformers has no hook for what a config writes: the model type is that of its class.
     PreTrainedConfig.to_json_file = _mark_after_writing(PreTrainedConfig.to_json_file)
     # The adapters of transformers' own `add_adapter` are saved by this method.
-    PreTrainedModel.get_adapter_state_dict = _refuse_to_drop_connections(
+    PreTrainedModel.get_adapter_state_dict = refuse_to_drop_connections(
         PreTrainedModel.get_adapter_state_dict
     )
     if "diffusers" in sys.modules:
         register_with_diffusers()
-    if "peft" in sys.modules:
-        register_with_peft()
 
 
 @functools.cache
@@ -95,16 +93,6 @@ def register_with_diffusers() -> None:
     # diffusers has no registry of models, nor a hook between building one and loading weights.
     from_config = _connect_after_from_config(ConfigMixin.from_config.__func__)
     ConfigMixin.from_config = classmethod(from_config)
-
-
-@functools.cache
-def register_with_peft() -> None:
-    """Let PEFT refuse to save adapters without the connections that were trained with them."""
-    from peft import PeftModel
-
-    # PEFT has no hook for what an adapter's checkpoint contains.
-    saving_method = _refuse_to_drop_connections(PeftModel.save_pretrained)
-    PeftModel.save_pretrained = saving_method  # type: ignore[method-assign]
 
 
 def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
@@ -201,27 +189,6 @@ def _mark_after_writing(to_json_file: Callable[..., None]) -> Callable[..., None
             mark_config(Path(json_file_path))
 
     return marking_to_json_file
-
-
-def _refuse_to_drop_connections(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise a ValueError where a checkpoint of adapters would lack trained connections."""
-
-    @functools.wraps(save)
-    def refusing_save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, module in self.named_modules():
-            is_saved = "modules_to_save" in name.split(".")
-            if isinstance(module, Connection) and not is_saved:
-                parameters = module.parameters(recurse=False)
-                if any(parameter.requires_grad for parameter in parameters):
-                    raise ValueError(
-                        f"a checkpoint of PEFT's would lack the trained connections, like {name}: "
-                        "save the whole model, `model.merge_and_unload().save_pretrained(folder)`, "
-                        "or connect before get_peft_model and name the connections in "
-                        "modules_to_save"
-                    )
-        return save(self, *args, **kwargs)
-
-    return refusing_save
 
 
 def _connect_after_from_config(from_config: Callable[..., Any]) -> Callable[..., Any]:
