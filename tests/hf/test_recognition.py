@@ -161,6 +161,28 @@ def test_a_backbone_that_changes_the_stream_between_layers_is_refused():
         crosslayer.connect(Doubling(build("llama").config), "mudd")
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sub_layers_get_their_input_as_the_host_passes_it(family):
+    """By name or by position: PEFT's AdaptionPrompt takes the place of Llama's attention, and has
+    no positional arguments.
+    """
+    calls = []
+
+    def record(module, args, kwargs):
+        calls.append((type(module).__name__, len(args), "hidden_states" in kwargs))
+
+    model = build(family)
+    for module in model.modules():
+        if type(module).__name__.endswith(("Attention", "MLP")):
+            module.register_forward_pre_hook(record, with_kwargs=True)
+    model(ids())
+    expected = calls.copy()
+    calls.clear()
+    crosslayer.connect(model, "prenorm")
+    model(ids())
+    assert calls == expected
+
+
 def test_one_of_several_stacks_is_connected_by_its_path():
     model, expected = build_model("blt", ids())
     with pytest.raises(ValueError, match=r"several stacks of BltTransformerLayer, local_encoder, "):

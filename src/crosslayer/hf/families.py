@@ -57,6 +57,7 @@ class Sublayer(NamedTuple):
     qkv: tuple[str, ...] = ()
     fused: Fused | None = None  # the order of their outputs, where one projection is all three
     arguments: Arguments | None = None  # None: all of the layer's
+    input_name: str = ""  # by which the layer passes its input; empty where it does so by position
 
 
 class LayerWiring(NamedTuple):

@@ -174,6 +174,7 @@ def _sublayer(
             scale=_exact_factor(layer, scale),
             input_scale=_exact_factor(layer, input_scale),
             arguments=_sources(layer, calls[main]),
+            input_name=calls[main].input_name,
         ),
         width,
     )

@@ -134,7 +134,12 @@ class ConnectedLayer:
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
             kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
-        returned = find_module(self, sublayer.module)(x, **kwargs)
+        module = find_module(self, sublayer.module)
+        # As the host passes it, for hooks, and for modules that are put in place of the host's.
+        if sublayer.input_name:
+            returned = module(**{sublayer.input_name: x}, **kwargs)
+        else:
+            returned = module(x, **kwargs)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)

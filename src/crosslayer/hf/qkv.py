@@ -45,8 +45,8 @@ class SplitInputAttention:
         host_forward: Any = vars(cls)["host"].forward
 
         @wraps(host_forward)
-        def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-            return host_forward(self, x, *args, **kwargs)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return host_forward(self, *args, **kwargs)
 
         cls.forward = forward  # type: ignore[attr-defined]
 

@@ -34,6 +34,7 @@ class Call(NamedTuple):
     inputs: Sum  # what its first argument is
     arguments: dict[str, Any]  # the others, by name
     dropout: float = 0.0  # probability, where it is a function
+    input_name: str = ""  # of its first argument, where it is passed by name
 
 
 class Trace(NamedTuple):
@@ -59,14 +60,16 @@ class _Recorder:
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         arguments = name_arguments(module, args, kwargs)
-        inputs = self.decompose(arguments.pop(next(iter(arguments))), path)
+        first = next(iter(arguments))
+        inputs = self.decompose(arguments.pop(first), path)
         residual = arguments.pop(residual_argument(module), None)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 if not same_sum(self.decompose(value, path), inputs):
                     raise SeveralStreamsError(path, name)
                 arguments[name] = Argument(SAME_INPUT)
-        self.calls.append(Call(path, inputs, arguments))
+        input_name = first if first in kwargs else ""
+        self.calls.append(Call(path, inputs, arguments, input_name=input_name))
         output = self._next_vector()
         return output if residual is None else output + residual
 
