@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import crosslayer
@@ -125,6 +126,15 @@ def test_only_a_pretrained_model_causes_a_warning(tmp_path):
     olmo.config._name_or_path = "a checkpoint"
     with pytest.warns(UserWarning, match=DIFFERS):
         crosslayer.connect(olmo, "postnorm")
+
+
+def test_a_model_that_skips_layers_in_training_causes_a_warning():
+    config = transformers.OPTConfig(
+        vocab_size=97, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=32, layerdrop=0.5,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="skips layers at random .config.layerdrop is 0.5"):
+        crosslayer.connect(transformers.OPTModel(config), "prenorm")
 
 
 @pytest.mark.parametrize(("family", "spec"), each_family())

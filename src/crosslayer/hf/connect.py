@@ -113,6 +113,13 @@ def _connect_backbone(
             "fine-tune it before use",
             stacklevel=3,
         )
+    layer_drop = getattr(getattr(backbone, "config", None), "layerdrop", 0)
+    if layer_drop:
+        warnings.warn(
+            f"in training this model skips layers at random (config.layerdrop is {layer_drop}), "
+            "and connections that read earlier layers need them all; load it with layerdrop=0",
+            stacklevel=3,
+        )
     scale_output_weights(backbone, wiring)
 
 
