@@ -121,6 +121,18 @@ def test_what_is_no_stream_is_refused(family, reason):
     assert modules == {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
 
 
+def test_a_dropout_of_two_outputs_is_named():
+    """Falcon-7B's layout drops out the sum of attention and MLP."""
+    model = transformers.FalconModel(
+        transformers.FalconConfig(
+            vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            parallel_attn=True, hidden_dropout=0.1,
+        )
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"a dropout gets self_attention \+ mlp, and not the"):
+        crosslayer.connect(model, "mudd")
+
+
 def test_a_wrong_row_is_refused(monkeypatch):
     """Without proof, granite under a row like llama's is silently another function."""
     model, expected = build_model("granite", ids())

@@ -81,7 +81,7 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerWi
             pending = {}
         if not same_sum(source, stream):
             raise ValueError(
-                f"{trace.calls[chain[0] - 1].path} gets {_describe(trace, source)}, and not the "
+                f"{trace.calls[chain[0] - 1].title} gets {_describe(trace, source)}, and not the "
                 f"stream, {_describe(trace, stream)}"
             )
         if not pending:
@@ -116,8 +116,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerW
         is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
         if not (ends_with_norm and is_sum and factor == 1):
             raise _NoSumError(
-                f"it returns the output of {norm.path or 'a dropout'}, and not its input plus "
-                "outputs of modules"
+                f"it returns the output of {norm.title}, and not its input plus outputs of modules"
             )
         site = []
         for output in sorted(norm.inputs.keys() - {stream}):
@@ -141,7 +140,7 @@ def _chain_to_stream(trace: Trace, vector: int, stream: int) -> list[int]:
         call = trace.calls[chain[0] - 1]
         if len(call.inputs) != 1:
             raise ValueError(
-                f"{call.path} gets {_describe(trace, call.inputs)}, and not the stream"
+                f"{call.title} gets {_describe(trace, call.inputs)}, and not the stream"
             )
         chain.insert(0, next(iter(call.inputs)))
     return chain
@@ -153,7 +152,7 @@ def _sublayer(
     calls = [trace.calls[vector - 1] for vector in chain]
     heavy = [call.path != "" and has_matrix(find_module(layer, call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
-        names = ", ".join(call.path for call in calls)
+        names = ", ".join(call.title for call in calls)
         raise ValueError(f"{names} is no sub-layer with at most one norm before it")
     main = heavy.index(True)
     norm = calls[0].path if main else None
@@ -214,7 +213,7 @@ def _sources(layer: nn.Module, call: Call) -> Arguments:
 def _describe(trace: Trace, total: Sum) -> str:
     if not total:
         return "zeros"
-    names = ["its input", *(call.path or "a dropout" for call in trace.calls)]
+    names = ["its input", *(call.title for call in trace.calls)]
     return " + ".join(
         names[vector] if factor == 1 else f"{factor:.4g} · {names[vector]}"
         for vector, factor in total.items()

@@ -36,6 +36,11 @@ class Call(NamedTuple):
     dropout: float = 0.0  # probability, where it is a function
     input_name: str = ""  # of its first argument, where it is passed by name
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return self.path or "a dropout"
+
 
 class Trace(NamedTuple):
     """The calls of a layer's forward, in order, and the sum that it returns."""
