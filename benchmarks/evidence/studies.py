@@ -16,7 +16,7 @@ from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import ComparisonResults
-from crosslayer.train.rate_search import best_factor, next_factor
+from crosslayer.train.rate_search import best_factor, is_limit, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
 from crosslayer.train.settings import GROUP_OF_OPTION, Optimization
@@ -172,7 +172,7 @@ class Study:
         return {seed: run.valid_loss for seed, run in self.compared_runs(name).items()}
 
     def has_best_rate(self, name: str) -> bool:
-        """Whether the search of an arm's rate has ended, where rates are searched."""
+        """Whether the search of an arm's rate has ended within its limits, where rates are searched."""
         if not self.plan.search_rates:
             return True
         recipe = self.comparison.recipe
@@ -180,7 +180,8 @@ class Study:
         trials = self.comparison.rate_trials(original) if original else {}
         if not trials or next_factor(trials) is not None:
             return False
-        return math.isfinite(trials[best_factor(trials)])
+        best = best_factor(trials)
+        return math.isfinite(trials[best]) and not is_limit(best)
 
     def step_times(self, name: str) -> list[float]:
         """The training time of a step as a multiple of pre-norm's; one a measurement."""

@@ -28,6 +28,7 @@ from benchmarks.evidence.tables import (
 )
 from crosslayer.inspect.inspection import PRUNED_SHARES
 from crosslayer.intervals import Interval
+from crosslayer.train import rate_search
 from crosslayer.train.compare import Comparison, prepare_comparison
 from crosslayer.train.recipe import load_recipe
 from tests.benchmarks.planted import write_results, write_speeds
@@ -82,6 +83,12 @@ def test_an_arm_is_not_compared_before_the_search_of_its_rate_has_ended(planted)
         (lines, *_) = (lines for _, lines in study_figures(study)["differences"].data)
         assert ("mudd" in [line.label for line in lines]) == (verdict == "better")
     assert not sum_losses({"short": unfinished}, {"mudd": 1, "prenorm": -1})
+
+
+def test_an_arm_is_not_compared_where_the_search_of_its_rate_ended_at_its_limit(planted, monkeypatch):
+    monkeypatch.setattr(rate_search, "FACTORS", (0.5, 1.0, 2.0))
+    cells = arm_cells(planted["short"], "mudd")
+    assert (cells["rate"], cells["verdict"]) == ("0.008 so far", "–")
 
 
 def test_arms_of_one_model_share_a_speed(planted):

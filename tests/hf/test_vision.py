@@ -97,6 +97,10 @@ def test_a_tower_is_connected_by_itself(tmp_path):
     assert torch.equal(read_output(loaded, inputs), read_output(model, inputs))
     crosslayer.connect(model.model.language_model, "denseformer")
     assert len(find_connections(model)) == 2 * len(find_connections(tower))
+    with pytest.raises(ValueError, match=r"2 parts .*: model.vision_tower.*, model.language_model"):
+        crosslayer.disconnect(model)
+    crosslayer.disconnect(model.model.language_model)
+    assert find_connections(model) == find_connections(tower)
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def written(tmp_path, content):
         ("lr: .nan", "lr must be a finite number, got nan"),
         ("router_z_loss: -1", "router_z_loss must be a number of at least 0, got -1.0"),
         ('arms: [{connection: mudd, name: "a\\nb"}]', "must be a line of text, got 'a\\nb'"),
+        ('arms: [{connection: mudd, name: " "}]', "must not be empty, got ' '"),
         ("arms: [{connection: mudd, parameters: .inf}]", "parameters of an arm must be a number"),
         ("arms: [{connection: mudd, layers: 0}]", "layers must be a whole number of at least 1"),
         ("clip: -1", "clip must be a number of at least 0, got -1.0"),

@@ -39,12 +39,18 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
         The same model, of the classes it had before `connect`.
 
     Raises:
-        ValueError: the model is not connected, or the host model computes another function. The
-            model is then unchanged.
+        ValueError: the model is not connected, several of its parts are, or the host model computes
+            another function. The model is then unchanged.
     """
     backbone, wiring = find_backbone(model)
     if not is_connected(backbone):
         raise ValueError("the model is not connected")
+    connected = [path for path, module in model.named_modules() if is_connected(module)]
+    if len(connected) > 1:
+        raise ValueError(
+            f"{len(connected)} parts of the model are connected: {', '.join(connected)}; "
+            "disconnect each of them"
+        )
     config = getattr(backbone, "config", None)
     for key, property_name in _OWN_CONFIG_KEYS.items():
         if getattr(config, key, None):

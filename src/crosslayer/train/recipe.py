@@ -78,6 +78,8 @@ class Arm:
         for key, text in (("name", name), ("reason", reason)):
             if not isinstance(text, str) or not text.isprintable():
                 raise ValueError(f"{key} of an arm must be a line of text, got {text!r}")
+        if not name.strip():
+            raise ValueError(f"name of an arm must not be empty, got {name!r}")
         if not isinstance(paper, dict):
             raise ValueError(f"paper of an arm must be a mapping, got {paper!r}")
         parameters = row.get("parameters")
