@@ -125,7 +125,8 @@ def test_bad_keywords():
         ("hyper(dynamic=False, tanh=False)", "tanh=False and dynamic=False exclude each other"),
         ("hyper(streams=True)", "streams must be a whole number, got True"),
         ("attnres(block_size=-1)", "block_size must be a whole number of at least 1, got -1"),
-        ("hyper(matrix=[])", r"cannot build hyper\(matrix=\[\]\) with these values"),
+        ("hyper(matrix=[])", r"matrix must be 5 by 5 for 4 streams.*got \[\]"),
+        ("hyper(matrix=[1, 2])", r"matrix must be 5 by 5 for 4 streams.*got \[1, 2\]"),
         ("hyper(matrix=[[0, 1], [1]], streams=1)", "matrix must be 2 by 2 for 1 streams"),
         ("hyper(beta='x')", "hyper: beta must be a finite number, got 'x'"),
         ("hyper(frozen=3)", "frozen must be one of '', 'B', 'WC', 'B WC', got 3"),
@@ -169,14 +170,13 @@ def test_split_specs():
 
 def test_plan():
     assert [
-        (s.index, s.layer, s.ports, s.opens_layer, s.closes_layer, s.depth)
-        for s in crosslayer.plan(2)
+        (s.index, s.layer, s.ports, s.opens_layer, s.layers, s.depth) for s in crosslayer.plan(2)
     ] == [
-        (0, 0, ("attn",), True, False, 4),
-        (1, 0, ("mlp",), False, True, 4),
-        (2, 1, ("attn",), True, False, 4),
-        (3, 1, ("mlp",), False, True, 4),
-        (4, 2, ("out",), True, True, 4),
+        (0, 0, ("attn",), True, 2, 4),
+        (1, 0, ("mlp",), False, 2, 4),
+        (2, 1, ("attn",), True, 2, 4),
+        (3, 1, ("mlp",), False, 2, 4),
+        (4, 2, ("out",), True, 2, 4),
     ]
     assert [s.ports for s in crosslayer.plan(1, parallel=True)] == [("attn", "mlp"), ("out",)]
     with pytest.raises(ValueError, match="layers must be a whole number of at least 1, got 0"):

@@ -172,7 +172,7 @@ class Study:
         return {seed: run.valid_loss for seed, run in self.compared_runs(name).items()}
 
     def has_best_rate(self, name: str) -> bool:
-        """Whether the search of an arm's rate has ended within its limits, where rates are searched."""
+        """Whether the search of an arm's rate, if there is one, has ended within its limits."""
         if not self.plan.search_rates:
             return True
         recipe = self.comparison.recipe

@@ -48,7 +48,7 @@ class Site:
     # one input for all of q, k and v.
     ports: tuple[str, ...]
     opens_layer: bool  # the first site of its layer
-    closes_layer: bool  # the last site of its layer
+    layers: int  # the number of layers
     depth: int  # the index of the readout, which is the number of sub-layers
 
 
@@ -79,12 +79,11 @@ def plan_layers(ports_of_layers: Sequence[Sequence[tuple[str, ...]]]) -> list[Si
     """
     depth = sum(len(ports_of_layer) for ports_of_layer in ports_of_layers)
     sites: list[Site] = []
+    layers = len(ports_of_layers)
     for layer, ports_of_layer in enumerate(ports_of_layers):
         for i, ports in enumerate(ports_of_layer):
-            is_first = i == 0
-            is_last = i == len(ports_of_layer) - 1
-            sites.append(Site(len(sites), layer, ports, is_first, is_last, depth))
-    return [*sites, Site(depth, len(ports_of_layers), ("out",), True, True, depth)]
+            sites.append(Site(len(sites), layer, ports, i == 0, layers, depth))
+    return [*sites, Site(depth, layers, ("out",), True, layers, depth)]
 
 
 class Connection(nn.Module, Generic[StateT]):
@@ -119,6 +118,8 @@ class Connection(nn.Module, Generic[StateT]):
         bitwise_postnorm: bitwise equal to post-norm at initialisation.
         prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
             sub-layer's norm removes. A model without such norms is not equal.
+        scales_readout: equal to pre-norm up to a scale of the readout, which the final norm
+            removes. A model without this norm is not equal.
         norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
             connects must have these norms.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
@@ -141,6 +142,7 @@ class Connection(nn.Module, Generic[StateT]):
     bitwise_prenorm: ClassVar[bool] = False
     bitwise_postnorm: ClassVar[bool] = False
     prenorm_up_to_scale: ClassVar[bool] = False
+    scales_readout: bool = False
     norms_its_stream: ClassVar[bool] = False
     parts_are_streams: ClassVar[bool] = False
     gate_fields: ClassVar[tuple[str, ...]] = ()

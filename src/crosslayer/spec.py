@@ -76,7 +76,7 @@ class ConnectionSpec:
         except (TypeError, IndexError, AttributeError) as error:
             # A value of the wrong kind, like a word for a number.
             raise ValueError(f"cannot build {self} with these values ({error})") from error
-        connection.options = self.options
+        connection.options = dict(self.options)
         stream_dtype = self.options.get("stream_dtype")
         if stream_dtype is not None:
             connection.stream_dtype = parse_dtype(stream_dtype, "stream_dtype")
@@ -92,8 +92,8 @@ class ConnectionSpec:
         return format_spec(self.name, self.options)
 
     def __hash__(self) -> int:
-        # Options may be lists, which have no hash; their order does not matter, as in `==`.
-        return hash((self.name, frozenset(map(repr, self.options.items()))))
+        # Values may be lists, which have no hash, and 2 equals 2.0. The order does not matter.
+        return hash((self.name, frozenset(self.options)))
 
 
 def check_norm_factory(norm: object) -> None:

@@ -53,6 +53,8 @@ class Stack(nn.Module):
         self.dim = dim
         self.sublayers = nn.ModuleList(sublayers)
         count = len(self.sublayers)
+        if count == 0:
+            raise ValueError("Stack: sublayers must be attention and MLP of a layer or more, got 0")
         if not parallel and count % 2:
             raise ValueError(
                 "Stack: sublayers must be attention and MLP by turns, an even number of them, "

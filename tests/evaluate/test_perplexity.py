@@ -185,5 +185,7 @@ def test_span_files_that_are_wrong(content, message, tmp_path):
 def test_context_and_stride_out_of_range(model):
     with pytest.raises(ValueError, match="context must be from 2 to the model's 32, got 33"):
         text_perplexity(model, byte_tokenizer(), [TEXT], context=33)
+    with pytest.raises(ValueError, match="context must be from 2 to the model's 32, got 1"):
+        text_perplexity(model, byte_tokenizer(), [TEXT], context=1)
     with pytest.raises(ValueError, match="stride must be from 1 to the context of 32, got 40"):
         text_perplexity(model, byte_tokenizer(), [TEXT], stride=40)

@@ -122,6 +122,14 @@ def test_only_a_pretrained_model_causes_a_warning(tmp_path):
     loaded = type(llama()).from_pretrained(tmp_path / "plain")
     with pytest.warns(UserWarning, match=f"connecting postnorm {DIFFERS}"):
         crosslayer.connect(loaded, "postnorm")
+    # Only the second of these matrices makes the streams differ.
+    same, other = "[[0, 1, 1], [1, 1, 0], [0, 0, 1]]", "[[0, 1, 1], [1, 1, 0], [0, 3, 1]]"
+    spec = "hyper(streams=2, dynamic=False, matrix=[" + same + ", {}])"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        crosslayer.connect(trained("llama"), spec.format(same))
+    with pytest.warns(UserWarning, match=DIFFERS):
+        crosslayer.connect(trained("llama"), spec.format(other))
     olmo = trained("olmo")  # Its final norm has no weight.
     olmo.config._name_or_path = "a checkpoint"
     with pytest.warns(UserWarning, match=DIFFERS):
@@ -403,6 +411,15 @@ class TestDisconnect:
         attributes = {name: vars(module).keys() for name, module in model.named_modules()}
         assert attributes == {name: vars(module).keys() for name, module in plain.named_modules()}
         assert model.state_dict().keys() == plain.state_dict().keys()
+        bodies = [getattr(m, "base_model", m) for m in (model, plain)]
+        for part, plain_part in ((model, plain), bodies):
+            kept, plain_kept = (
+                set(getattr(p, "_keep_in_fp32_modules_strict", None) or ())
+                for p in (part, plain_part)
+            )
+            assert kept == plain_kept
+            plans = [getattr(p, "_fsdp_plan", None) for p in (part, plain_part)]
+            assert plans[0] == plans[1]
         assert "crosslayer" not in dict(vars(model.config) if family != "dit" else model.config)
         assert torch.equal(output(model, family), output(plain, family))
         crosslayer.connect(model, "hyper")

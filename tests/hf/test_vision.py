@@ -1,6 +1,7 @@
 """Vision towers, and models that have a tower and a language model."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -134,3 +135,16 @@ def test_the_page_of_families():
             if number % 16 == 0:
                 status = page.split(row)[1].split(" | ")[0]
                 assert check_family(kind, family).status == status, family
+
+
+@pytest.mark.parametrize("spec", ["hyper", "altup", "hyper(streams=1)"])
+def test_a_readout_that_no_norm_scales_back_is_announced(spec):
+    """CLIP's tower returns a hidden state that no norm has passed."""
+    plain, inputs, expected, _ = build_small(VISION, "clip_vision_model")
+    plain.config._name_or_path = "a checkpoint"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = crosslayer.connect(copy.deepcopy(plain), spec)
+    changed = not torch.allclose(read_output(model, inputs), expected, atol=1e-2)
+    announced = any("no norm beside the layers removes that" in str(w.message) for w in caught)
+    assert changed == announced == (spec != "hyper(streams=1)")

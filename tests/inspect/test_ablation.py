@@ -73,7 +73,7 @@ def test_without_a_stream_in_an_input(monkeypatch):
     ("spec", "weights"), [("attnres", 2 + 3 + 4 + 5), ("mgr(streams=2)", 4 * 2), ("prenorm", 0)]
 )
 def test_the_number_of_sources(spec, weights):
-    assert len(find_mix_weights(language_model(spec))) == weights
+    assert len(find_mix_weights(language_model(spec), BATCHES[:1])) == weights
 
 
 def test_perplexity_without_a_block():

@@ -20,11 +20,17 @@ from crosslayer.inspect.ablation import ablate_sublayers, mean_token_loss
 from crosslayer.inspect.averaging import average_groups, average_seeds, describe_configuration
 from crosslayer.inspect.group_weights import compare_groups
 from crosslayer.inspect.image_batches import join_batches, make_image_batches
-from crosslayer.inspect.inspection import InspectionSubject, ModelInspection, inspect_model
+from crosslayer.inspect.inspection import (
+    ANALYSES,
+    InspectionSubject,
+    ModelInspection,
+    inspect_model,
+)
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.over_steps import collect_scalars, distance_to_last, split_runs
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.subjects import find_step, image_subject, text_subject
+from tests.hf.small_models import LANGUAGE, VISION, build_small
 from tests.inspect.test_report import BATCHES, language_model
 from tests.support.tiny import shake
 
@@ -286,6 +292,32 @@ def test_classes_of_a_classifier(images, tmp_path):
     cosines = torch.cosine_similarity(first, inputs[0][:, 0], dim=-1)
     expected = (cosines.arccos() / math.pi).mean().item()
     assert compare_depths(plain, batches).angular[0, 2] == pytest.approx(expected, abs=1e-4)
+
+
+HOSTS = [
+    (LANGUAGE, "falcon_h1"),  # a mixer and an attention in parallel
+    (VISION, "beit"),  # scales that are parameters
+    (VISION, "vit"),
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), HOSTS, ids=[family for _, family in HOSTS])
+@pytest.mark.parametrize("spec", ["mudd", "denseformer"])
+def test_every_analysis_of_a_host_of_another_kind(kind, family, spec):
+    model, inputs, _, _ = build_small(kind, family)
+    connect(model, spec)
+    batch = {key: value for key, value in inputs.items() if key != "use_cache"}
+    if "input_ids" in batch:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    else:
+        batch["labels"] = torch.zeros(len(batch["pixel_values"]), dtype=torch.long)
+    steps = []
+    subject = InspectionSubject(model, [batch], groups={"one": [batch], "other": [batch]})
+    inspection = inspect_model(family, subject, ANALYSES, lambda *step: steps.append(step))
+    # Active heads are defined for texts, and where each layer has one attention and nothing else.
+    assert [line.partition(":")[0] for line in inspection.not_done] == ["attention"]
+    assert {"findings", "ablation", "sources"} <= set(inspection.results)
+    assert all(done <= total for _, done, total in steps)
 
 
 def test_what_needs_a_classifier_is_not_done_without_one(images, tmp_path):

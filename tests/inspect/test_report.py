@@ -141,6 +141,19 @@ def test_ways_of_mudd():
                 site.W2.unflatten(1, site.a.shape)[:, 1].zero_()
     expected = mean_token_loss(model, BATCHES) - whole
     assert ablation.increase[1] == pytest.approx(expected, abs=1e-6)
+    shared = ablate_ways(language_model("mudd(ways='qk v r')"), BATCHES)
+    assert shared.labels == ["qk", "v", "r"]
+    one_way = language_model("mudd(ways='qkvr')")
+    ablation = ablate_ways(one_way, BATCHES)
+    for site in find_connections(one_way):  # without its only way it is the plain residual
+        if site.a is not None:
+            with torch.no_grad():
+                site.a.zero_()
+                site.a[0, -1] = 1
+                site.W2.zero_()
+    expected = mean_token_loss(one_way, BATCHES) - ablation.loss
+    assert ablation.labels == ["qkvr"]
+    assert ablation.increase == pytest.approx([expected], abs=1e-6)
     with pytest.raises(ValueError, match="not connected with mudd"):
         ablate_ways(language_model("hyper"), BATCHES)
 

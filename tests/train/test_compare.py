@@ -207,6 +207,28 @@ def test_two_comparisons_in_one_folder_lose_no_result(tiny, tmp_path):
     assert [row["arm"] for row in rows] == ["prenorm", "skip_gain"] and not left.exists()
 
 
+def test_the_report_names_the_machines_of_its_runs(tiny, tmp_path):
+    tiny |= {"steps": 1, "evals": 1, "layers": 1}
+    out, path = tmp_path / "out", tmp_path / "out" / "results.json"
+    run_comparison(prepare_comparison(recipe(tiny, "prenorm"), 1, out), lambda *_: None)
+    content = json.loads(path.read_text())
+    here = content["environment"]["device"]
+    content["environment"] |= {"device": "a GPU", "operations": "fused kernels"}
+    path.write_text(json.dumps(content))
+
+    def setup_notes(*arms):
+        comparison = prepare_comparison(recipe(tiny, *arms), 1, out)
+        run_comparison(comparison, lambda *_: None)
+        return " ".join(report_notes(comparison))
+
+    finished = setup_notes("prenorm")
+    assert "Measured on a GPU;" in finished and "prenorm's, with fused kernels." in finished
+    for _ in range(2):
+        more = setup_notes("prenorm", "skip_gain")
+        assert f"Measured on a GPU and {here};" in more
+        assert "with fused kernels and PyTorch operations." in more
+
+
 def test_a_comparison_killed_before_its_first_result(tiny, tmp_path):
     out = tmp_path / "out"
     (out / "runs").mkdir(parents=True)

@@ -24,10 +24,13 @@ from crosslayer.cli.main import main
 from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
+from crosslayer.train.parallel import prepare_model
 from crosslayer.train.recipe import Arm, Recipe
+from crosslayer.train.settings import Engine
 from crosslayer.train.signals import StopSignals
 from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarize_metrics
 from crosslayer.train.trainer import Diverged
+from tests.hf.backbones import connected, ids
 from tests.train.runs import SMALL, run
 
 HERE = Path(__file__).parent
@@ -537,6 +540,14 @@ def test_recomputation_is_bitwise_identical(text, recompute, recomputing_nothing
     assert again["result"]["activation_bytes"] < 0.85 * plain["result"]["activation_bytes"]
 
 
+def test_recomputed_reads_with_hidden_states():
+    model = connected("llama", "mudd")
+    expected = model(ids(), output_hidden_states=True).hidden_states
+    model = prepare_model(model, Engine(recompute="reads"))
+    states = model(ids(), output_hidden_states=True).hidden_states
+    assert all(map(torch.equal, states, expected))
+
+
 @pytest.mark.slow
 def test_inversion_is_as_good_as_streams_that_are_kept(text):
     settings = {"data": text, "layers": 6}
@@ -712,3 +723,5 @@ def test_a_signal_between_two_runs_stops_the_second():
     assert whole.received == signal.SIGINT
     with StopSignals() as later:
         assert not later.ask_to_stop
+    with whole:  # as a trainer whose `fit` is called again
+        assert not whole.ask_to_stop

@@ -53,6 +53,7 @@ class AltUp(FusedNormConnection[Alternating]):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
         self.K = streams
+        self.scales_readout = streams > 1
         # An integer that differs between layers: compiled layer by layer, there are K graphs.
         self.j = site.layer % streams
         self.can_fuse_norms = self.is_readout

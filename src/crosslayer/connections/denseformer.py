@@ -204,10 +204,9 @@ def blocks_averaged_later(
     """Those of a site's sources that are averaged after a later block too."""
     if not sources:
         return ()
-    layers = site.depth * site.layer // site.index
     later: set[int] = set()
-    for i in range(site.layer + 1, layers + 1):
-        later |= set(_blocks_averaged_after(i, i == layers, dilation, period, window))
+    for i in range(site.layer + 1, site.layers + 1):
+        later |= set(_blocks_averaged_after(i, i == site.layers, dilation, period, window))
     return tuple(j for j in sources if j in later)
 
 

@@ -17,6 +17,7 @@ State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2),
 D(n+2) + |N| + 2 more. Traffic: at least (2n + 2)D a token and site.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -120,18 +121,19 @@ class Hyper(FusedNormConnection[Streams]):
             )
         self.output_scale = streams ** OUTPUT_SCALE_EXPONENTS[output_scale]
         self.n = streams
+        self.scales_readout = streams > 1
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"
         self.statistics = check_choice("stats", stats, STREAM_STATISTICS)
         if eps is not None:
             check_non_negative(eps=eps)
             self.statistics = self.statistics._replace(eps=eps)
-        self.starts_as_prenorm = beta == 1.0
         if matrix is None:
             self.initial_alpha = _initial_alpha(site, streams)
             self.initial_beta = [float(beta)] * streams
         else:
             self.initial_alpha, self.initial_beta = _split_matrix(matrix, site, streams)
+        self.starts_as_prenorm = _keeps_streams_equal(self.initial_alpha, self.initial_beta)
         if not self.is_readout:
             add_wiring_parameters(self, width=dim, streams=streams, columns=streams + 1)
             self._freeze(frozen)
@@ -190,6 +192,12 @@ class Hyper(FusedNormConnection[Streams]):
         return streams_memory_traffic(self, self.n)
 
 
+def _keeps_streams_equal(alpha: list[list[float]], beta: list[float]) -> bool:
+    """Whether equal streams are read unscaled and stay equal: each column of alpha sums to 1."""
+    sums = [sum(column) for column in zip(*alpha, strict=True)]
+    return all(math.isclose(value, 1) for value in [*sums, *beta])
+
+
 def _initial_alpha(site: Site, n: int) -> list[list[float]]:
     """[e | I]: the sub-layer reads one stream, by turns, and every stream is kept."""
     read_stream = site.index % n
@@ -204,10 +212,17 @@ def _split_matrix(
     matrix: Sequence[Any], site: Site, n: int
 ) -> tuple[list[list[float]], list[float]]:
     """static_alpha and static_beta of the paper's matrix [[0, B], [A_m, A_r]] at this site."""
-    matrices = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
-    rows = matrices[site.index % len(matrices)]
-    if [len(row) for row in rows] != [n + 1] * (n + 1):
-        raise ValueError(f"matrix must be {n + 1} by {n + 1} for {n} streams, got {matrix!r}")
+    try:
+        matrices = matrix if isinstance(matrix[0][0], Sequence) else [matrix]
+        rows = matrices[site.index % len(matrices)]
+        has_right_size = [len(row) for row in rows] == [n + 1] * (n + 1)
+    except (TypeError, IndexError):
+        has_right_size = False
+    if not has_right_size:
+        raise ValueError(
+            f"matrix must be {n + 1} by {n + 1} for {n} streams, or a list of such matrices, "
+            f"got {matrix!r}"
+        )
     beta = list(rows[0][1:])
     alpha = [list(row) for row in rows[1:]]
     return alpha, beta

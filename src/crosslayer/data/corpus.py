@@ -130,7 +130,7 @@ def _open_with_sets(
     prepared = open_prepared(source)
     known = prepared.tokenizer
     is_same = tokenizer == known.name
-    if not is_same and not tokenizer.startswith(("bytes", "bpe:")):
+    if not is_same and tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
         is_same = load_tokenizer(tokenizer).digest == known.digest
     if not is_same:
         raise ValueError(f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}")

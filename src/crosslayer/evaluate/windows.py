@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..evaluation_mode import evaluation_mode
 from ..validation import check_positive
 
 if TYPE_CHECKING:
@@ -62,21 +63,20 @@ def log_likelihoods(
     # Longest first: windows of a batch are of similar length, and a lack of memory shows at once.
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].context + windows[i].target))
     scores = [0.0] * len(windows)
-    was_training = model.training
-    model.eval()
-    # disable=None: only on a terminal
-    for start in tqdm(range(0, len(order), batch_size), "perplexity", unit="batch", disable=None):
-        batch = order[start : start + batch_size]
-        # The last token is predicted, never seen. Padding on the right changes nothing before it.
-        inputs = [torch.tensor((windows[i].context + windows[i].target)[:-1]) for i in batch]
-        padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(model.device)
-        log_probabilities = F.log_softmax(model(padded).logits, dim=-1, dtype=torch.float32)
-        for row, i in enumerate(batch):
-            target = torch.tensor(windows[i].target, device=model.device)
-            positions = slice(len(inputs[row]) - len(target), len(inputs[row]))
-            of_target = log_probabilities[row, positions].gather(-1, target[:, None])
-            scores[i] = of_target.sum().item()
-    model.train(was_training)
+    starts = range(0, len(order), batch_size)
+    with evaluation_mode(model):
+        for start in tqdm(starts, "perplexity", unit="batch", disable=None):  # only on a terminal
+            batch = order[start : start + batch_size]
+            # The last token is predicted, never seen. Padding on the right changes nothing before.
+            inputs = [torch.tensor((windows[i].context + windows[i].target)[:-1]) for i in batch]
+            padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(model.device)
+            logits = model(padded, use_cache=False).logits
+            log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+            for row, i in enumerate(batch):
+                target = torch.tensor(windows[i].target, device=model.device)
+                positions = slice(len(inputs[row]) - len(target), len(inputs[row]))
+                of_target = log_probabilities[row, positions].gather(-1, target[:, None])
+                scores[i] = of_target.sum().item()
     return scores
 
 
@@ -89,8 +89,10 @@ def check_context(model: "PreTrainedModel", context: int | None) -> int:
         context = limit
     if context is None:
         raise ValueError("the model's config has no max_position_embeddings; name a context")
-    if context < 2 or (limit is not None and context > limit):
+    if limit is not None and not 2 <= context <= limit:
         raise ValueError(f"context must be from 2 to the model's {limit}, got {context}")
+    if context < 2:
+        raise ValueError(f"context must be at least 2, got {context}")
     return context
 
 

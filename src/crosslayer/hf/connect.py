@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..connection import Connection
+from ..connection import Connection, find_connections
 from ..spec import ConnectionSpec, make
 from .adapters import register_with_imported_peft
 from .attach import (
@@ -105,8 +105,8 @@ def _connect_backbone(
     for part in (backbone, model):
         keep_parameters_apart(part)
     register_with_imported_peft()  # It may have put adapters into the model.
-    first = backbone.get_submodule(wiring.layers)[0].connections[0]
-    reason = inequivalence_reason(first, wiring)
+    reasons = (inequivalence_reason(c, wiring) for c in find_connections(backbone))
+    reason = next(filter(None, reasons), "")
     if reason and looks_pretrained(backbone, wiring):
         warnings.warn(
             f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
@@ -183,7 +183,8 @@ def inequivalence_reason(connection: Connection[Any], wiring: ModelWiring) -> st
         return "" if is_same else "its layers are post-norm: postnorm alone computes the same"
     if not connection.starts_as_prenorm:
         return "not equivalent to pre-norm at initialisation"
-    if connection.prenorm_up_to_scale and wiring.final is None:
+    scales_readout = connection.prenorm_up_to_scale or connection.scales_readout
+    if scales_readout and wiring.final is None:
         return "it scales the hidden state, and no norm beside the layers removes that"
     if connection.prenorm_up_to_scale and not wiring.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"

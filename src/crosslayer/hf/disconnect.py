@@ -13,6 +13,7 @@ from ..norms import add_write
 from .attach import check_not_dispatched, find_backbone, is_connected, set_config_keys
 from .host_norms import OwnedNorm
 from .qkv import FusedProjection, SplitInputAttention, select_port
+from .sharding import forget_parameters_apart
 
 Model = TypeVar("Model", bound=nn.Module)
 # Keys that the plain model's config does not have, and what they say.
@@ -43,20 +44,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
             another function. The model is then unchanged.
     """
     backbone, wiring = find_backbone(model)
-    if not is_connected(backbone):
-        raise ValueError("the model is not connected")
-    connected = [path for path, module in model.named_modules() if is_connected(module)]
-    if len(connected) > 1:
-        raise ValueError(
-            f"{len(connected)} parts of the model are connected: {', '.join(connected)}; "
-            "disconnect each of them"
-        )
-    config = getattr(backbone, "config", None)
-    for key, property_name in _OWN_CONFIG_KEYS.items():
-        if getattr(config, key, None):
-            raise ValueError(
-                f"the model's {property_name}, which the plain model's config cannot express"
-            )
+    _check_plain_model_exists(model, backbone)
     layers = backbone.get_submodule(wiring.layers)
     finals = [] if wiring.final is None else [backbone.get_submodule(wiring.final)]
     check_not_dispatched(*layers, *finals)
@@ -71,6 +59,8 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
             f"a sub-layer's input differs by up to {difference:.1e}, "
             f"and the tolerance is {tolerance:.1e}"
         )
+    for owner in (model, backbone):
+        forget_parameters_apart(owner)
     for layer in layers:
         _merge_qkv_inputs(layer)
         restore_class(layer)
@@ -84,6 +74,24 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     for owner in (model, backbone):
         set_config_keys(owner, crosslayer=None)
     return model
+
+
+def _check_plain_model_exists(model: nn.Module, backbone: Any) -> None:
+    """Raise a ValueError where not one part is connected, or its plain config would differ."""
+    if not is_connected(backbone):
+        raise ValueError("the model is not connected")
+    connected = [path for path, module in model.named_modules() if is_connected(module)]
+    if len(connected) > 1:
+        raise ValueError(
+            f"{len(connected)} parts of the model are connected: {', '.join(connected)}; "
+            "disconnect each of them"
+        )
+    config = getattr(backbone, "config", None)
+    for key, property_name in _OWN_CONFIG_KEYS.items():
+        if getattr(config, key, None):
+            raise ValueError(
+                f"the model's {property_name}, which the plain model's config cannot express"
+            )
 
 
 @torch.no_grad()

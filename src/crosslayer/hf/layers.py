@@ -60,10 +60,15 @@ class ConnectedLayer:
         if checkpointed and isinstance(self.connections[0], RecomputedConnection):
             raise ValueError(
                 "gradient checkpointing of layers cannot be combined with the recomputation "
-                'of states (recompute="streams", "reads" or "inversion"); choose one'
+                'of states (recompute="streams" or "inversion"); choose one'
             )
         # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
         leaves, spec = tree_flatten(hidden_states)
+        if len(args) > len(self.argument_names):
+            raise TypeError(
+                f"{type(self).__name__} takes {len(self.argument_names)} arguments after "
+                f"hidden_states, got {len(args)}"
+            )
         kwargs |= zip(self.argument_names, args, strict=False)
         recorder = kwargs.pop("hidden_state_recorder", None)
         kwargs["records"] = recorder is not None and isinstance(hidden_states, HiddenState)

@@ -80,7 +80,6 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
     Raises:
         ValueError: the number of widths is not that of the layers.
     """
-    old_width = mlp_hidden_width(backbone, wiring)
     layers = backbone.get_submodule(wiring.layers)
     if len(widths) != len(layers):
         raise ValueError(
@@ -89,6 +88,7 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
     for layer, layer_wiring, width in zip(layers, wiring.of_layers, widths, strict=True):
         sublayer = _find_mlp(layer_wiring)
         mlp = layer.get_submodule(sublayer.module)
+        old_width, _ = _linear_shape(getattr(mlp, sublayer.output_projection))
         for name in (*sublayer.up_projections, sublayer.output_projection):
             projection = getattr(mlp, name)
             inputs, outputs = _linear_shape(projection)

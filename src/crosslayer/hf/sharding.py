@@ -21,8 +21,30 @@ def keep_parameters_apart(model: Any) -> None:
     """
     if not hasattr(model, "_keep_in_fp32_modules_strict"):
         return
-    plan = {}
-    float32_names = set(model._keep_in_fp32_modules_strict or ())
+    plan, float32_names = _own_entries(model)
+    model._keep_in_fp32_modules_strict = float32_names | set(
+        model._keep_in_fp32_modules_strict or ()
+    )
+    if getattr(model, "_fsdp_plan", None):
+        model._fsdp_plan = {**model._fsdp_plan, **plan}
+
+
+def forget_parameters_apart(model: Any) -> None:
+    """Undo `keep_parameters_apart`, while the connections are still there."""
+    if not hasattr(model, "_keep_in_fp32_modules_strict"):
+        return
+    plan, float32_names = _own_entries(model)
+    model._keep_in_fp32_modules_strict = (
+        set(model._keep_in_fp32_modules_strict or ()) - float32_names
+    )
+    if getattr(model, "_fsdp_plan", None):
+        model._fsdp_plan = {k: v for k, v in model._fsdp_plan.items() if k not in plan}
+
+
+def _own_entries(model: Any) -> tuple[dict[str, str], set[str]]:
+    """What the plan for FSDP2 and the list of float32 parameters get for the connections."""
+    plan: dict[str, str] = {}
+    float32_names: set[str] = set()
     for path, module in model.named_modules():
         # The next layer reads through the last norm of a post-norm layer.
         if isinstance(module, ConnectedLayer) and module.wiring.last_norm:
@@ -35,9 +57,7 @@ def keep_parameters_apart(model: Any) -> None:
             plan[_without_numbers(path)] = FREES_WEIGHTS
             # without the layer's number, like "connections.0.W1"
             float32_names.add(re.sub(r".*\b(?=connections?\b)", "", f"{path}.{name}"))
-    model._keep_in_fp32_modules_strict = float32_names
-    if getattr(model, "_fsdp_plan", None):
-        model._fsdp_plan = {**model._fsdp_plan, **plan}
+    return plan, float32_names
 
 
 def _without_numbers(path: str) -> str:

@@ -15,9 +15,11 @@ from torch import nn
 
 from ..connection import find_connections
 from ..connections.mgr import MGR
-from ..connections.mudd import STREAMS, Mudd
+from ..connections.mudd import Mudd
+from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
-from .observation import Batch, evaluation_mode
+from ..hf.host_norms import find_module
+from .observation import Batch
 from .scoring import score_logits
 
 # Static weights over depth: DenseFormer's α and MUDD's a.
@@ -140,9 +142,10 @@ def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             for sublayer in sublayers if site not in appended else ():
                 path = sublayer.module
                 for step in sublayer.after:
-                    # ViT's attention and MLP pass the same dropout.
+                    # ViT's attention and MLP pass the same dropout. BEiT's scales are parameters.
                     if isinstance(step, str) and steps[step] == 1:
-                        path = step
+                        is_module = isinstance(find_module(layer, step), nn.Module)
+                        path = step if is_module else path
                 yield f"{number}.{sublayer.port}", layer.get_submodule(path)
             site += 1
 
@@ -158,26 +161,42 @@ def ablate_ways(model: nn.Module, batches: Sequence[Batch]) -> SublayerAblation:
     Raises:
         ValueError: the model is not connected with mudd.
     """
-    sites = [site for site in find_connections(model) if isinstance(site, Mudd)]
+    sites = _mudd_sites(model)
     if not sites:
         raise ValueError("the model is not connected with mudd, so it has no ways")
-    labels, increases = [], []
+    ways, increases = mudd_ways(model), []
     with evaluation_mode(model):
         whole = mean_token_loss(model, batches)
-        for stream in STREAMS:
-            if all(site.mixture_of_stream[stream] is None for site in sites):
-                continue
-            with _without_way(sites, stream):
+        for way in ways:
+            with _without_way(sites, way):
                 increases.append(mean_token_loss(model, batches) - whole)
-            labels.append(stream)
-    return SublayerAblation(whole, labels, increases)
+    return SublayerAblation(whole, ways, increases)
+
+
+def mudd_ways(model: nn.Module) -> list[str]:
+    """The ways of a model's MUDD, each by the streams that it feeds, like "qk"; none without."""
+    of_sites = [streams_of_ways(site) for site in _mudd_sites(model)]
+    return max(of_sites, key=len, default=[])  # an MLP or the readout may have fewer
+
+
+def streams_of_ways(site: Mudd) -> list[str]:
+    """The streams that each mixture of a site feeds, in their order."""
+    streams = [""] * (0 if site.a is None else len(site.a))
+    for stream, mixture in site.mixture_of_stream.items():
+        if mixture is not None and streams:
+            streams[mixture] += stream
+    return streams
+
+
+def _mudd_sites(model: nn.Module) -> list[Mudd]:
+    return [site for site in find_connections(model) if isinstance(site, Mudd)]
 
 
 @contextmanager
-def _without_way(sites: Sequence[Mudd], stream: str) -> Iterator[None]:
+def _without_way(sites: Sequence[Mudd], streams: str) -> Iterator[None]:
     before = [(site.mixture_of_stream, site.can_fuse_norms) for site in sites]
     for site in sites:
-        site.mixture_of_stream = site.mixture_of_stream | {stream: None}
+        site.mixture_of_stream = site.mixture_of_stream | dict.fromkeys(streams)
         site.can_fuse_norms = False  # X_l is no output of the op that mixes
     try:
         yield

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from .moments import RunningMoments
-from .observation import Batch, evaluation_mode
+from .observation import Batch
 
 # Tokens of the first sequence whose patterns are kept.
 PATTERN_TOKENS = 32

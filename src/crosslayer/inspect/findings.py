@@ -55,7 +55,7 @@ class MapFindings:
 def find_patterns(unfolded: UnfoldedMap) -> MapFindings:
     """The findings of a map. See `MapFindings`."""
     weights = unfolded.mean.abs()
-    counts = [_sources_before(label, unfolded.sources) for label in unfolded.inputs]
+    counts = _sources_before_inputs(unfolded)
     rows = [row[:count] for row, count in zip(weights, counts, strict=True)]
     readout = rows[-1]
     attention = ["attn" in label and "mlp" not in label for label in unfolded.sources]
@@ -70,19 +70,26 @@ def find_patterns(unfolded: UnfoldedMap) -> MapFindings:
     )
 
 
-def _sources_before(input_label: str, sources: list[str]) -> int:
-    """The number of sources that exist where an input is read."""
-    if input_label == "readout":
-        return len(sources)
-    layer, _, ports = input_label.partition(".")
-    names = {ports, f"{ports}+mlp", f"attn+{ports}"}
-    if ports in WAYS_APART:
-        names = {"attn", "attn+mlp"}
-    for number, source in enumerate(sources):
-        source_layer, _, source_ports = source.partition(".")
-        if source_layer == layer and source_ports in names:
-            return number
-    raise AssertionError(f"no sub-layer has the input {input_label}")
+def _sources_before_inputs(unfolded: UnfoldedMap) -> list[int]:
+    """The number of sources that exist where each input is read."""
+    counts = []
+    site = 1  # its output is the source of that number
+    labels_of_site: set[str] = set()
+    for label in unfolded.inputs[:-1]:
+        while label in labels_of_site or not _is_input_of(label, unfolded.sources[site]):
+            site += 1
+            labels_of_site = set()
+        labels_of_site.add(label)
+        counts.append(site)
+    return [*counts, len(unfolded.sources)]
+
+
+def _is_input_of(label: str, site: str) -> bool:
+    """Whether an input, like "3.q", is one of a site's, like "3.attn+mlp"."""
+    layer, _, ports = label.partition(".")
+    site_layer, _, site_ports = site.partition(".")
+    names = {"attn"} if ports in WAYS_APART else set(ports.split("+"))
+    return layer == site_layer and names <= set(site_ports.split("+"))
 
 
 def _lambda_score(rows: list[Tensor]) -> float:

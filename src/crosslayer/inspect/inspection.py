@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..connection import find_connections, format_spec
-from ..connections.mudd import STREAMS
 from .ablation import (
     PruningCurve,
     SublayerAblation,
@@ -19,6 +18,7 @@ from .ablation import (
     count_blocks,
     count_sublayers,
     find_depth_weights,
+    mudd_ways,
     prune_depth_weights,
 )
 from .attention import HeadActivations, measure_head_activations
@@ -30,7 +30,7 @@ from .observation import Batch, observe_model, plain_connection
 from .scales import ScaleAnalysis, find_alarms
 from .similarity import CosineAnalysis, DistanceAnalysis
 from .singular_values import measure_singular_values
-from .source_ablation import ablate_sources, find_mix_weights
+from .source_ablation import MixWeight, ablate_sources, find_mix_weights
 from .unfolding import UnfoldingAnalysis
 
 # called with a step's name, the number of batches that it has seen and of those it will see
@@ -103,6 +103,10 @@ def _chosen_layers(subject: InspectionSubject) -> list[int] | None:
     return None if subject.layer is None else [subject.layer]
 
 
+def _find_mix_weights(subject: InspectionSubject) -> list[MixWeight]:
+    return find_mix_weights(subject.model, subject.batches[:1], _chosen_layers(subject))
+
+
 def _prune_weights(subject: InspectionSubject) -> PruningCurve | None:
     if not find_depth_weights(subject.model):
         return None
@@ -131,7 +135,7 @@ SINGLE = {
     ),
     "ways": SingleAnalysis(
         _ablate_ways,
-        lambda subject: 1 + len(STREAMS) if _has_ways(subject.model) else 0,
+        lambda subject: 1 + len(mudd_ways(subject.model)) if _has_ways(subject.model) else 0,
     ),
     "blocks": SingleAnalysis(
         lambda subject: ablate_blocks(subject.model, subject.batches),
@@ -139,7 +143,7 @@ SINGLE = {
     ),
     "sources": SingleAnalysis(
         lambda subject: ablate_sources(subject.model, subject.batches, _chosen_layers(subject)),
-        lambda subject: 1 + len(find_mix_weights(subject.model, _chosen_layers(subject))),
+        lambda subject: 2 + len(_find_mix_weights(subject)),
         most_batches=1,
     ),
     "pruning": SingleAnalysis(
@@ -259,8 +263,8 @@ def _run_single(
 ) -> None:
     analysis = SINGLE[key]
     batches = subject.batches[: analysis.most_batches]
-    batches = _count_batches(batches, key, analysis.passes(subject), progress)
     try:
+        batches = _count_batches(batches, key, analysis.passes(subject), progress)
         result = analysis.run(dataclasses.replace(subject, batches=batches))
     except ValueError as error:
         inspection.not_done.append(f"{key}: {error}")

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import find_connections
+from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from .moments import RunningMoments
 from .observation import (
     Batch,
     SiteVisit,
     connected_for_analysis,
-    evaluation_mode,
     model_arguments,
     site_label,
     visited_sites,

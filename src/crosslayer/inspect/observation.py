@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..connection import WAYS_APART, Connection, autocast_disabled, find_connections
+from ..evaluation_mode import evaluation_mode
 from ..hf import connect, disconnect
 from ..hf.attach import find_backbone
 from ..hf.families import own_connection
@@ -174,18 +175,6 @@ def _find_observed(model: nn.Module) -> nn.Module:
     """What to call: the backbone of a transformers model, without its head, or else the model."""
     has_own_connections = find_connections(model) and not hasattr(model, "config")
     return model if has_own_connections else find_backbone(model)[0]
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without dropout; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager

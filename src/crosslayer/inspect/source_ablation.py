@@ -5,7 +5,7 @@ and of MGR's pool, or the weight of a stream in an input for the other methods. 
 and the other weights keep their values: a softmax is not renormalised.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ..connection import Connection, autocast_disabled, find_connections
 from ..connections.denseformer import DenseFormer
 from ..connections.mudd import Mudd
-from .ablation import mean_token_loss
+from ..evaluation_mode import evaluation_mode
+from .ablation import mean_token_loss, streams_of_ways
 from .mixing_summary import MixingAnalysis, SiteMixing, averaged_sources
-from .observation import Batch, SiteVisit, evaluation_mode, observe_model, site_label
+from .observation import Batch, SiteVisit, observe_model, site_label
 
 
 class MixWeight(NamedTuple):
@@ -68,7 +69,7 @@ def ablate_sources(
         batches: with `input_ids`, and an `attention_mask` where some are padded.
         layers: whose mixes lose weights, the number of layers for the readout; None for all.
     """
-    weights = find_mix_weights(model, layers)
+    weights = find_mix_weights(model, batches[:1], layers)
     if not weights:
         return None
     mixes = list(dict.fromkeys(weight.mix for weight in weights))
@@ -84,18 +85,23 @@ def ablate_sources(
     return SourceAblation(whole, mixes, sources, increase)
 
 
-def find_mix_weights(model: nn.Module, layers: Collection[int] | None = None) -> list[MixWeight]:
+def find_mix_weights(
+    model: nn.Module, batches: Iterable[Batch], layers: Collection[int] | None = None
+) -> list[MixWeight]:
     """The weights of all mixes of some layers, or of all, in the order of depth.
 
     Methods that weigh channels apart have none: a single number says little there.
+
+    Args:
+        model: connected.
+        batches: any, for one pass of the model.
+        layers: whose mixes, the number of layers for the readout; None for all.
     """
     connections = find_connections(model)
     if not connections or connections[-1].weighs_channels:
         return []
     analysis = MixingAnalysis()
-    device = next(model.parameters()).device
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-    observe_model(model, [{"input_ids": tokens}], [analysis])
+    observe_model(model, batches, [analysis])
     weights: list[MixWeight] = []
     for connection, site in zip(connections, analysis.result(), strict=True):
         if site.is_mix and (layers is None or connection.site.layer in layers):
@@ -120,14 +126,9 @@ def _weights_of_site(connection: Connection[Any], site: SiteMixing) -> Iterator[
 
 def _way_labels(connection: Mudd) -> list[str]:
     """Like "3.q" or "3.qkv", by the streams that each mixture feeds."""
-    assert connection.a is not None
     if connection.is_readout:
         return [site_label(connection)]
-    streams = [""] * len(connection.a)
-    for stream, mixture in connection.mixture_of_stream.items():
-        if mixture is not None:
-            streams[mixture] += stream
-    return [f"{connection.site.layer}.{names}" for names in streams]
+    return [f"{connection.site.layer}.{streams}" for streams in streams_of_ways(connection)]
 
 
 @contextmanager

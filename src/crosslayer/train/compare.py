@@ -23,6 +23,7 @@ from .comparison_results import (
     ComparisonResults,
     DivergedRun,
     describe_environment,
+    join_environments,
     load_results,
 )
 from .parallel import launch_fabric
@@ -85,6 +86,8 @@ class Comparison:
         if previous is not None:
             self.results.arms = {**previous.arms, **self.results.arms}
             self.results.runs, self.results.diverged = previous.runs, previous.diverged
+            now = self.results.environment if self.missing_runs() else {}
+            self.results.environment = join_environments(previous.environment, now)
 
     @property
     def arms(self) -> list[Arm]:

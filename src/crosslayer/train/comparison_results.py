@@ -10,6 +10,7 @@ import torch
 
 from .. import __version__
 from ..files import LOCK_FILE, read_json
+from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
 from ..validation import check_option_type
 from .run_state import RunResult
@@ -30,7 +31,7 @@ class ComparisonResults:
     """The content of results.json.
 
     Args:
-        environment: device and versions.
+        environment: device and versions, of all runs.
         settings: options that decide what is learned, shared by the arms.
         data: sizes and digest of the data.
         scale: of the recipe.
@@ -78,8 +79,11 @@ def _check_fields(row_class: type, content: dict[str, Any]) -> None:
         check_option_type(name, finite, kinds[name])
 
 
+TORCH_OPERATIONS = "PyTorch operations"  # what results that do not say it were measured with
+
+
 def describe_environment() -> dict[str, str]:
-    """Device and versions."""
+    """Device, versions, and whether the connections ran as fused kernels."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
@@ -89,7 +93,17 @@ def describe_environment() -> dict[str, str]:
         "device": device,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "operations": "fused kernels" if dispatch.kernel_devices else TORCH_OPERATIONS,
     }
+
+
+def join_environments(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+    """The environments of earlier and of further runs, like "CPU, 2 threads and NVIDIA H100"."""
+    joined = dict(before)
+    for name, value in now.items():
+        values = [*before.get(name, value).split(" and "), *value.split(" and ")]
+        joined[name] = " and ".join(dict.fromkeys(values))
+    return joined
 
 
 def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults | None:

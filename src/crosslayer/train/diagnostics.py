@@ -62,9 +62,11 @@ def _unsharded(model: nn.Module) -> Iterator[None]:
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
-    yield
-    for module in sharded:
-        module.reshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
 
 
 def _replay_connections(sites: list[Connection], outputs: list[Tensor]) -> dict[str, float]:

@@ -55,6 +55,7 @@ class MetricsLog:
         self.fabric = fabric
         self.path: Path | None = None
         if folder is not None and fabric.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / METRICS_FILE
             if self.path.exists():
                 if not self.path.is_file():  # a pipe would wait for someone to write to it

@@ -229,10 +229,10 @@ def checkpoint_layers(model: Any) -> None:
 
 
 class CheckpointedRead:
-    """Mixed into a connection's class: `read` stores its state alone, and is recomputed in the
+    """Mixed into a connection's class: a call stores its state alone, and is recomputed in the
     backward pass.
     """
 
-    def forward(self, state: State) -> Any:
-        read = super().forward  # type: ignore[misc]
-        return checkpoint(read, state, use_reentrant=False, preserve_rng_state=False)
+    def forward(self, state: State, *verb: str) -> Any:
+        call = super().forward  # type: ignore[misc]
+        return checkpoint(call, state, *verb, use_reentrant=False, preserve_rng_state=False)

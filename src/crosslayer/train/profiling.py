@@ -1,6 +1,7 @@
 """Memory, FLOPs and model FLOPs utilization of a run."""
 
 import resource
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -37,4 +38,5 @@ def peak_memory() -> int:
     """Peak bytes of the GPU, or of the process where there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, not KiB

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..hf.config import make_config
 from .compare import Comparison
+from .comparison_results import TORCH_OPERATIONS
 from .rate_search import RATES, best_factor, is_limit
 from .results_table import TableRow, result_table
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
@@ -55,7 +56,7 @@ def report_notes(comparison: Comparison) -> list[str]:
             f"{_arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
             f"vs prenorm is the difference in validation loss ({loss_unit_of(comparison)}). Speed "
             "and activations (what one forward pass stores for the backward pass) are ratios to "
-            "prenorm's, with the PyTorch operations, not with fused kernels."
+            f"prenorm's, with {versions.get('operations', TORCH_OPERATIONS)}."
         ),
     ]
     seeds = most_seeds(rows)

@@ -221,7 +221,9 @@ YAML_ONLY = frozenset(
     {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
     | {"log_every", "ema", "router_z_loss", "valid_groups"}
 )
-# options that may change when a run is resumed: they change its losses by rounding at most
+# Options that may change when a run is resumed. They change its losses by rounding at most, but for
+# `spike` and `unstable`, which decide what is done when it fails: a run's result names the batches
+# that were skipped.
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
 
 

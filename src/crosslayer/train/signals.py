@@ -20,8 +20,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-        if isinstance(outer, StopSignals):
-            self.received = outer.received
+        self.received = outer.received if isinstance(outer, StopSignals) else None
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._receive)
