@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Kind = TypeVar("Kind", dict[str, Any], list[Any], object)
 
 LOCK_FILE = ".lock"
-KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
+JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
 
 
 def write_text_atomic(path: Path, content: str) -> None:
@@ -104,6 +104,6 @@ def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
         raise ValueError(f"{source}: not JSON ({error})") from None
     if not isinstance(value, kind):
         raise ValueError(
-            f"{source}: expected {KIND_NAMES[kind]} of JSON, got {type(value).__name__}"
+            f"{source}: expected {JSON_KIND_NAMES[kind]} of JSON, got {type(value).__name__}"
         )
     return value

@@ -68,15 +68,17 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
         return tuple(specs)
 
 
+def resolve_host_norm(norm: Any) -> Any:
+    """The host's norm that a module refers to by its method `host_norm_module`, or the module."""
+    return norm.host_norm_module() if hasattr(norm, "host_norm_module") else norm
+
+
 def norm_spec_of(norm: Any) -> NormSpec | None:
     """The norm as kernels take it; None where a kernel cannot replace the module.
 
     That is a norm with hooks, of an unknown class, or with a weight that is no parameter.
-
-    A module that refers to a norm of the host model returns that norm from its method
-    `host_norm_module`.
     """
-    host = norm.host_norm_module() if hasattr(norm, "host_norm_module") else norm
+    host = resolve_host_norm(norm)
     if has_hooks(norm) or has_hooks(host):
         return None
     eps_name, centred = FUSABLE_NORMS.get(original_class(host), ("", False))
@@ -97,7 +99,7 @@ def stream_norm_spec(norm: Any) -> NormSpec | None:
     Raises:
         ValueError: the norm is of a class that is not known.
     """
-    if hasattr(norm, "host_norm_module") and isinstance(norm.host_norm_module(), nn.Identity):
+    if isinstance(resolve_host_norm(norm), nn.Identity):
         return None
     spec = norm_spec_of(norm)
     if spec is None:

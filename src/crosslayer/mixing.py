@@ -42,16 +42,16 @@ def part_weights(out: int, parts: int, index: int, like: Tensor) -> Tensor:
 
 def join_rows(*blocks: Tensor) -> Tensor:
     """Weights of the same columns beneath each other: the rows of one, then those of the next."""
-    return torch.cat(_broadcast_weights(blocks, axis=-3), -3)
+    return torch.cat(_broadcast_weights(blocks), -3)
 
 
 def join_columns(*blocks: Tensor) -> Tensor:
     """Weights of the same rows beside each other."""
-    return torch.cat(_broadcast_weights(blocks, axis=-2), -2)
+    return torch.cat(_broadcast_weights(blocks), -2)
 
 
-def _broadcast_weights(blocks: tuple[Tensor, ...], axis: int) -> list[Tensor]:
-    """The blocks with equal leading axes and an equal K; only `axis` may differ."""
+def _broadcast_weights(blocks: tuple[Tensor, ...]) -> list[Tensor]:
+    """The blocks with equal leading axes and an equal K, and their own rows and columns."""
     leads = torch.broadcast_shapes(*(block.shape[:-3] for block in blocks))
     K = max(block.shape[-1] for block in blocks)
     expanded = []

@@ -173,6 +173,11 @@ def parse_dtype(name: str, option: str = "dtype") -> torch.dtype:
     return check_choice(option, name, DTYPES)
 
 
+def error_in_one_line(error: BaseException) -> str:
+    """An error's message, or its class where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def did_you_mean(word: object, known_words: Iterable[str]) -> str:
     """` (did you mean 'mudd'?)` where a known word is close to `word`, else an empty string."""
     close = difflib.get_close_matches(str(word), list(known_words), n=1)

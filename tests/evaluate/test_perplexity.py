@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity
-from crosslayer.evaluate.windows import Window, rolling_windows, split_window
+from crosslayer.evaluate.windows import ScoredWindow, rolling_windows, split_window
 from tests.evaluate.tiny_models import byte_tokenizer, log_probabilities, tiny_model, write_lines
 
 TEXT = "".join(f"{i}: the quick “naïve” fox jumps over {i * i} lazy dogs.\n" for i in range(9))
@@ -146,7 +146,7 @@ def test_training_mode_is_restored(model):
 @pytest.mark.parametrize(("seen", "scored"), [(3, 5), (40, 5), (3, 32), (3, 33), (40, 100)])
 def test_split_windows_score_every_target_token_once(seen, scored):
     tokens = list(range(seen + scored))
-    windows = split_window(Window(tokens[:seen], tokens[seen:]), CONTEXT)
+    windows = split_window(ScoredWindow(tokens[:seen], tokens[seen:]), CONTEXT)
     assert [token for window in windows for token in window.target] == tokens[seen:]
     for window in windows:
         end = window.target[-1] + 1

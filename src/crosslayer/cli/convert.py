@@ -7,17 +7,7 @@ from typing import Any
 from ..validation import parse_dtype
 from .console import make_parser, silence_libraries
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def parser() -> Any:
@@ -42,6 +32,7 @@ def parser() -> Any:
 def run(options: Any) -> int:
     silence_libraries()
     from ..convert import load_published
+    from ..convert.pretrained import TOKENIZER_FILES
 
     source = Path(options.source)
     out = Path(options.out)
@@ -52,7 +43,7 @@ def run(options: Any) -> int:
     dtype = None if options.dtype is None else parse_dtype(options.dtype)
     model = load_published(source, options.rope, dtype)
     model.save_pretrained(out)
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *CHAT_TEMPLATE_FILES):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from .. import __version__
 from ..files import lock_folder, write_text_atomic
+from ..run_folders import RESULTS_FILE
 from ..validation import check_positive, parse_dtype
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
-
-RESULTS_FILE = "results.json"
 
 
 def parser() -> Any:

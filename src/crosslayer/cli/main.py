@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__, cli
-from ..validation import describe_wrong_value, did_you_mean
+from ..validation import describe_wrong_value, did_you_mean, error_in_one_line
 
 HELPERS = ("main", "console")
 MESSAGE_LENGTH = 1000
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if limit is None:
             raise  # an error of ours, which deserves its traceback
         message = limit
-    print(f"crosslayer: {_one_line(message)}", file=sys.stderr)
+    print(f"crosslayer: {_shorten(message)}", file=sys.stderr)
     return 1
 
 
-def _one_line(message: str) -> str:
+def _shorten(message: str) -> str:
     """At most `MESSAGE_LENGTH` characters of one line: a value in it may be of any length."""
     message = " ".join(message.split())
     if len(message) <= MESSAGE_LENGTH:
@@ -106,7 +106,7 @@ def _run_command(arguments: Sequence[str]) -> int:
     try:
         options = parser.parse_args(arguments, defaults=defaults)
     except ArgumentError as error:
-        message = " ".join(str(error).split())
+        message = error_in_one_line(error)
         raise ValueError(_plain_message(message, command, actions)) from None
     return modules[options.command].run(options[options.command])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ..connection import Connection, autocast_disabled
-from ..fused_norms import stream_norm_spec
+from ..fused_norms import resolve_host_norm, stream_norm_spec
 from ..mixing import MixingWeights, identity_weights
 from ..norms import add_write
 from .prenorm import Stream
@@ -76,8 +76,7 @@ def norm_stream(
     normed = connection.apply_port_norms(*inputs)
     if connection.stream_dtype is None or connection.is_readout:
         return normed, normed[0]
-    norm: Any = connection.norms[0]
-    host = norm.host_norm_module() if hasattr(norm, "host_norm_module") else norm
+    host = resolve_host_norm(connection.norms[0])
     weights = {name: weight.to(inputs[0].dtype) for name, weight in host.named_parameters()}
     x = functional_call(host, weights, (inputs[0],))
     return (x.to(normed[0].dtype), *normed[1:]), x

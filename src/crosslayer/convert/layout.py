@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..spec import ConnectionSpec, make
-from ..validation import MAX_LAYERS, check_option_type
+from ..validation import MAX_LAYERS, check_option_type, check_positive
 from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows, short_spec
 
 ConfigDict = dict[str, Any]
@@ -46,7 +46,6 @@ class Layout(NamedTuple):
 
 
 SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
-LARGEST_SIZE = 2**31 - 1
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The reference's config class replaces it by dim / n_head, whatever config.json says.
 IGNORED = "head_dim"
@@ -74,12 +73,12 @@ def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
     _check_types(config, layout)
     config["dense_type"] = DENSE_TYPE_ALIASES.get(config["dense_type"], config["dense_type"])
     if config["intermediate_size"] is None:
-        _check_size(config, "dim")
+        check_positive(**{"config.json: dim": config["dim"]})
         config["intermediate_size"] = layout.default_width(config["dim"])
     if config["n_local_heads"] == -1:
         config["n_local_heads"] = config["n_head"]
     for name in (*SIZES, "n_local_heads"):
-        _check_size(config, name)
+        check_positive(**{f"config.json: {name}": config[name]})
     for name, value in layout.fixed.items():
         is_ignored = name in DENSE_OPTIONS and not config["dense"]
         if config[name] != value and not is_ignored:
@@ -126,15 +125,6 @@ def _check_shape(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"config.json: an even number of a head's {head_dim} components must be rotated, "
             f"got {rotated} (rotary_pct={rotary_pct!r})"
-        )
-
-
-def _check_size(config: Mapping[str, Any], name: str) -> None:
-    value = config[name]
-    if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
-        raise ValueError(
-            f"config.json: {name} must be a whole number of at least 1 and below 2^31, "
-            f"got {reprlib.repr(value)}"
         )
 
 

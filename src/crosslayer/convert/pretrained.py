@@ -22,9 +22,10 @@ from ..files import read_json
 from ..hf import from_pretrained
 from ..hf.checkpoint import CONFIG_FILE, find_folder, load_complete, read_config
 from ..hf.registration import names_connection
+from ..validation import error_in_one_line
 from .published import is_published, load_published
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -106,7 +107,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     if path.is_file():
         file = path
     else:
-        path = find_folder(source, _TOKENIZER_FILES, "folder or file")
+        path = find_folder(source, TOKENIZER_FILES, "folder or file")
         file = path / "tokenizer.json"
     try:
         if path.is_dir():
@@ -120,12 +121,12 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
         tokenizer.decode(tokenizer("a")["input_ids"])  # A spoilt setting fails at its first use.
     except Exception as error:  # tokenizers raises plain Exceptions
-        if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ValueError(
                 f"{source} has no tokenizer; copy that of the original model into it, "
                 "or name one with --tokenizer"
             ) from None
-        reason = " ".join(str(error).split())
+        reason = error_in_one_line(error)
         raise ValueError(
             f"no tokenizer can be read from {source} ({reason}); --tokenizer names another"
         ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files import LOCK_FILE, atomic_replace, fsync_path, lock_folder, read_json
-from ..validation import check_non_negative, check_positive
+from ..validation import check_non_negative, check_positive, error_in_one_line
 from .sources import (
     CORPUS_FILE,
     TRAIN,
@@ -112,7 +112,7 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
         streams = _open_streams(folder, tokenizer, counts, description["digests"])
         return PreparedCorpus(str(description["source"]), tokenizer, streams, counts)
     except Exception as error:  # of JSON, of `datasets`, and of Arrow beneath it
-        reason = " ".join(str(error).split())
+        reason = error_in_one_line(error)
         raise ValueError(f"{folder}: damaged, prepare it again ({reason})") from None
 
 

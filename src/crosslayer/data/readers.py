@@ -12,7 +12,7 @@ import numpy as np
 
 from ..files import parse_json
 from ..hub import NO_NETWORK
-from ..validation import did_you_mean
+from ..validation import did_you_mean, error_in_one_line
 
 SUFFIXES = (
     ".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js",
@@ -103,7 +103,9 @@ def read_token_ids(file: Path) -> Document:
         else:
             ids = np.fromfile(file, "<u2")
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{file}: cannot be read as token ids ({_one_line(error)})") from None
+        raise ValueError(
+            f"{file}: cannot be read as token ids ({error_in_one_line(error)})"
+        ) from None
     is_cut = not has_header and file.stat().st_size % 2 != 0
     if ids.ndim != 1 or ids.dtype.kind != "u" or is_cut or not len(ids):
         raise ValueError(f"{file}: expected one row of unsigned whole numbers, the token ids")
@@ -152,7 +154,7 @@ def _check_zstd(file: Path) -> None:
                     frame.decompress(chunk)
                     chunk = frame.unused_data
         except zstandard.ZstdError as error:
-            raise ValueError(f"{file}: cannot be read ({_one_line(error)})") from None
+            raise ValueError(f"{file}: cannot be read ({error_in_one_line(error)})") from None
     if not frame.eof:
         raise ValueError(f"{file}: cannot be read (it ends within compressed data)")
 
@@ -168,7 +170,7 @@ def _rows(subject: str, load: Callable[[], Iterable[Any]]) -> Iterator[dict[str,
         # the HTTP library, and so the class, depends on huggingface_hub's version
         if isinstance(error, ConnectionError) or type(error).__name__ == "ConnectError":
             raise ValueError(f"{subject}: {NO_NETWORK}") from None
-        reason = _one_line(error)
+        reason = error_in_one_line(error)
         if "zst" in reason and not find_spec("zstandard"):
             reason = ZSTANDARD_MISSING
         raise ValueError(f"{subject}: cannot be read ({reason})") from None
@@ -198,7 +200,3 @@ def _text_column(subject: str, name: str, rows: Iterable[dict[str, Any]]) -> Ite
         label = row.get("label")
         label = str(label) if isinstance(label, str | int) else ""
         yield Document(f"{name}:{number}", text, label=label)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

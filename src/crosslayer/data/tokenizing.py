@@ -16,10 +16,10 @@ import numpy as np
 
 from ..files import read_json
 from ..hub import NO_NETWORK
-from ..validation import did_you_mean
+from ..validation import did_you_mean, error_in_one_line
 
 TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no tokenizer_config.json says so: the first of these that is known
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -117,11 +117,11 @@ def _download_tokenizer(name: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(name, allow_patterns=[TOKENIZER_FILE, CONFIG_FILE])
+        folder = snapshot_download(name, allow_patterns=[TOKENIZER_FILE, TOKENIZER_CONFIG_FILE])
     except LocalEntryNotFoundError:
         raise ValueError(f"{name}: no such folder; {NO_NETWORK}") from None
     except Exception as error:  # no such repository, no access, a broken connection
-        reason = " ".join(str(error).split())
+        reason = error_in_one_line(error)
         raise ValueError(f"{name}: no such folder, nor a tokenizer of the Hub ({reason})") from None
     return Path(folder) / TOKENIZER_FILE
 
@@ -182,7 +182,7 @@ def byte_tokenizer_json() -> str:
 
 
 def _read_tokenizer(name: str, file: Path) -> Tokenizer:
-    config_file = file.with_name(CONFIG_FILE)
+    config_file = file.with_name(TOKENIZER_CONFIG_FILE)
     if not file.is_file():
         raise ValueError(f"{file}: no such file, expected a tokenizer")
     try:
@@ -203,7 +203,7 @@ def _read_tokenizer(name: str, file: Path) -> Tokenizer:
             return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[token], definition)
     raise ValueError(
         f"{file}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
-        f"name it as eos_token in a {CONFIG_FILE} beside it"
+        f"name it as eos_token in a {TOKENIZER_CONFIG_FILE} beside it"
     )
 
 

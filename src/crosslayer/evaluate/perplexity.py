@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from .windows import (
-    Window,
+    ScoredWindow,
     check_context,
     find_first_token,
     finite_exp,
@@ -68,7 +68,7 @@ def text_perplexity(
     if not 1 <= stride <= context:
         raise ValueError(f"stride must be from 1 to the context of {context}, got {stride}")
     first_token = find_first_token(tokenizer, model)
-    windows: list[Window] = []
+    windows: list[ScoredWindow] = []
     scored_bytes = words = 0
     for text in texts:
         tokens = tokenizer.encode(text, add_special_tokens=False)

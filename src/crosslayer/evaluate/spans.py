@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import parse_json
 from .windows import (
-    Window,
+    ScoredWindow,
     check_context,
     find_first_token,
     finite_exp,
@@ -134,7 +134,7 @@ def read_spans(file: str | Path) -> list[Span]:
 
 def _encode_span(
     tokenizer: "PreTrainedTokenizerBase", first_token: int | None, span: Span
-) -> Window:
+) -> ScoredWindow:
     """Tokenize as the harness does: both together, with the context's trailing space given to the
     target.
     """
@@ -142,11 +142,11 @@ def _encode_span(
     if not context:
         tokens = tokenizer.encode(span.context + span.target, add_special_tokens=False)
         if first_token is not None:
-            return Window([first_token], tokens)
-        return Window(tokens[:1], tokens[1:])
+            return ScoredWindow([first_token], tokens)
+        return ScoredWindow(tokens[:1], tokens[1:])
     context_tokens = tokenizer.encode(context)
     tokens = tokenizer.encode(span.context + span.target)
-    return Window(context_tokens, tokens[len(context_tokens) :])
+    return ScoredWindow(context_tokens, tokens[len(context_tokens) :])
 
 
 def _parse_span(record: dict[str, object], place: str) -> Span:

@@ -17,7 +17,7 @@ from ..data.sources import Document
 from ..data.streams import encode_in_memory
 from ..validation import check_positive
 from .perplexity import TextPerplexity
-from .windows import Window, check_context, end_tokens, finite_exp, log_likelihoods
+from .windows import ScoredWindow, check_context, end_tokens, finite_exp, log_likelihoods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ def stream_perplexity(
         raise ValueError("the text has no token to score")
     whole = Windows(stream, min(context, len(stream) - 1))
     rows = [whole[i].tolist() for i in evenly_spaced(len(whole), windows or len(whole))]
-    scores = log_likelihoods(model, [Window(row[:1], row[1:]) for row in rows], batch_size)
+    scores = log_likelihoods(model, [ScoredWindow(row[:1], row[1:]) for row in rows], batch_size)
     tokens = len(rows) * whole.context
     loss = -sum(scores) / tokens
     words = sum(len(document.text.split()) for document in documents)

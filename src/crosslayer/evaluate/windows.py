@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class Window(NamedTuple):
+class ScoredWindow(NamedTuple):
     """Tokens of one forward pass. Only the target's tokens are scored."""
 
     context: list[int]
     target: list[int]
 
 
-def rolling_windows(tokens: list[int], context: int, stride: int) -> list[Window]:
+def rolling_windows(tokens: list[int], context: int, stride: int) -> list[ScoredWindow]:
     """Windows that score every token but the first once.
 
     Args:
@@ -33,13 +33,13 @@ def rolling_windows(tokens: list[int], context: int, stride: int) -> list[Window
     start = 1
     end = min(context + 1, len(tokens))
     while start < len(tokens):
-        windows.append(Window(tokens[max(0, end - context - 1) : start], tokens[start:end]))
+        windows.append(ScoredWindow(tokens[max(0, end - context - 1) : start], tokens[start:end]))
         start = end
         end = min(end + stride, len(tokens))
     return windows
 
 
-def split_window(window: Window, context: int) -> list[Window]:
+def split_window(window: ScoredWindow, context: int) -> list[ScoredWindow]:
     """Windows that fit in `context` and score every target token once, each with all the context
     that fits.
     """
@@ -48,13 +48,13 @@ def split_window(window: Window, context: int) -> list[Window]:
     windows = []
     for start in range(len(window.context), len(tokens), piece):
         end = min(start + piece, len(tokens))
-        windows.append(Window(tokens[max(0, end - context - 1) : start], tokens[start:end]))
+        windows.append(ScoredWindow(tokens[max(0, end - context - 1) : start], tokens[start:end]))
     return windows
 
 
 @torch.no_grad()
 def log_likelihoods(
-    model: "PreTrainedModel", windows: Sequence[Window], batch_size: int
+    model: "PreTrainedModel", windows: Sequence[ScoredWindow], batch_size: int
 ) -> list[float]:
     """The log-likelihood of each window's target, in nats. Computed in float32 from the logits."""
     from tqdm import tqdm  # type: ignore[import-untyped]

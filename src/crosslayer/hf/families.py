@@ -33,7 +33,7 @@ NO_RESIDUAL = "0"
 SAME_INPUT = "x"
 REST = "**"  # stands for the arguments that a layer has no name for and passes on
 # Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets.
-Arguments = tuple[tuple[str, str], ...]
+ArgumentSources = tuple[tuple[str, str], ...]
 
 
 class Sublayer(NamedTuple):
@@ -56,7 +56,7 @@ class Sublayer(NamedTuple):
     # its input, such as gates, may follow.
     qkv: tuple[str, ...] = ()
     fused: Fused | None = None  # the order of their outputs, where one projection is all three
-    arguments: Arguments | None = None  # None: all of the layer's
+    arguments: ArgumentSources | None = None  # None: all of the layer's
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
 
 

@@ -11,7 +11,7 @@ import inspect
 from torch import nn
 
 from .arguments import Argument, argument_parameters, residual_argument
-from .families import NO_RESIDUAL, REST, SAME_INPUT, Arguments, LayerWiring, Sublayer
+from .families import NO_RESIDUAL, REST, SAME_INPUT, ArgumentSources, LayerWiring, Sublayer
 from .host_norms import find_module
 from .projections import describe_sublayer, has_matrix
 from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
@@ -59,11 +59,11 @@ def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
     trace = trace_layer(layer, width, opened)
     _check_all_called(layer, trace)
     if STREAM not in trace.output and len(trace.output) == 1:
-        return _read_post_norm_wiring(layer, trace, width)
-    return _read_pre_norm_wiring(layer, trace, width)
+        return _read_post_norm_wiring(layer, trace)
+    return _read_pre_norm_wiring(layer, trace)
 
 
-def _read_pre_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerWiring:
+def _read_pre_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
     """The wiring of a layer that returns its input plus outputs."""
     if trace.output.get(STREAM) != 1:
         raise ValueError(
@@ -87,7 +87,7 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerWi
         if not pending:
             sites.append([])
         pending[vector] = trace.output[vector]
-        sites[-1].append(_sublayer(layer, trace, chain, pending[vector], width))
+        sites[-1].append(_sublayer(layer, trace, chain, pending[vector]))
     if not sites:
         raise ValueError("no module's output joins its stream")
     return LayerWiring(tuple(tuple(site) for site in sites), trace.extras)
@@ -104,7 +104,7 @@ def _check_all_called(layer: nn.Module, trace: Trace) -> None:
         raise ValueError(f"its {name} runs in some forward passes only")
 
 
-def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerWiring:
+def _read_post_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
     """The wiring of a layer that returns a normed sum: x ← Norm(x + outputs), site by site."""
     sites: list[tuple[Sublayer, ...]] = []
     norms: list[str] = []  # after each of these sites
@@ -121,7 +121,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace, width: int) -> LayerW
         site = []
         for output in sorted(norm.inputs.keys() - {stream}):
             chain = _chain_to_stream(trace, output, stream)
-            sublayer = _sublayer(layer, trace, chain, norm.inputs[output], width)
+            sublayer = _sublayer(layer, trace, chain, norm.inputs[output])
             if sublayer.norm is not None:
                 raise ValueError(f"{sublayer.module} has a norm before it and one after its sum")
             site.append(sublayer)
@@ -146,9 +146,7 @@ def _chain_to_stream(trace: Trace, vector: int, stream: int) -> list[int]:
     return chain
 
 
-def _sublayer(
-    layer: nn.Module, trace: Trace, chain: list[int], scale: float, width: int
-) -> Sublayer:
+def _sublayer(layer: nn.Module, trace: Trace, chain: list[int], scale: float) -> Sublayer:
     calls = [trace.calls[vector - 1] for vector in chain]
     heavy = [call.path != "" and has_matrix(find_module(layer, call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
@@ -175,19 +173,18 @@ def _sublayer(
             arguments=_sources(layer, calls[main]),
             input_name=calls[main].input_name,
         ),
-        width,
     )
 
 
 def _exact_factor(layer: nn.Module, factor: float) -> float:
-    """The number in the layer that a measured factor is."""
+    """The layer's own number that equals a measured factor; the factor where there is none."""
     for value in vars(layer).values():
         if isinstance(value, float | int) and abs(value - factor) <= 1e-6 * abs(factor):
             return float(value)
     return factor
 
 
-def _sources(layer: nn.Module, call: Call) -> Arguments:
+def _sources(layer: nn.Module, call: Call) -> ArgumentSources:
     """From which of the layer's arguments those of a call come."""
     of_layer = argument_parameters(layer)
     module = layer.get_submodule(call.path)

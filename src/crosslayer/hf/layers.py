@@ -19,7 +19,7 @@ from .families import (
     NO_RESIDUAL,
     REST,
     SAME_INPUT,
-    Arguments,
+    ArgumentSources,
     LayerWiring,
     Modulation,
     Sublayer,
@@ -177,7 +177,7 @@ def _inputs_of_sublayers(
 
 
 def _select_arguments(
-    sources: Arguments, kwargs: dict[str, Any], names: tuple[str, ...], x: Any
+    sources: ArgumentSources, kwargs: dict[str, Any], names: tuple[str, ...], x: Any
 ) -> dict[str, Any]:
     """The arguments of a sub-layer. names: those that the layer's forward names. x: its input."""
     selected: dict[str, Any] = {}

@@ -38,7 +38,7 @@ _SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
 
 
-def describe_sublayer(layer: nn.Module, sublayer: Sublayer, width: int) -> Sublayer:
+def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     """Add what a module's names tell: its kind and its projections."""
     module = layer.get_submodule(sublayer.module)
     is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments

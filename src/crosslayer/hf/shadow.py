@@ -141,7 +141,7 @@ def run_shadow(
         module: a layer or a backbone.
         make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
             output into another number of names than expected.
-        args: of the forward, from the observer's attribute `stream`, if empty.
+        args: of the forward; without any it gets the observer's `stream`.
         replaced: paths of the modules that stand-ins replace; None for all.
         opened: paths of the modules that run their own code, with stand-ins for their modules.
 

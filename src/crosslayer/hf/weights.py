@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..files import read_json
+from ..validation import error_in_one_line
 
 WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILES = "*.safetensors.index{suffix}.json"
@@ -114,5 +115,5 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
+        reason = error_in_one_line(error)
         raise ValueError(f"{path} is truncated or not safetensors ({reason})") from error

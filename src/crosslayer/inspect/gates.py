@@ -13,7 +13,7 @@ from .moments import RunningMoments, TokenSample
 from .observation import SiteVisit
 
 GATE_BINS = 100
-# Tokens whose gates are kept for quantiles and histograms. All others are.
+# Quantiles and histograms are of at most this many tokens, all other numbers of all tokens.
 SAMPLED_TOKENS = 16_384
 SMALL_GATE = 0.1  # the paper's "majority falling below 0.1"
 

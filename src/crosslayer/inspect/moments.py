@@ -16,7 +16,7 @@ class RunningMoments:
         self._squares = torch.zeros(())  # the sum of squared deviations from the mean
 
     def add(self, values: Tensor) -> None:
-        """values: [N …], or […] where one value holds for all tokens: pass it as [1 …]."""
+        """values: [N …]; [1 …] where one value holds for all tokens."""
         values = values.detach().double().cpu()
         count = len(values)
         mean = values.mean(0)

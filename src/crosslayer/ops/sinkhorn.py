@@ -40,7 +40,7 @@ def sums_stay_positive(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> b
 def _sinkhorn_of_logarithms(logits: Tensor, rounds: int) -> Tensor:
     """`sinkhorn` without eps: a division by a sum subtracts the sum's logarithm."""
     log_M = logits.log_softmax(-1)
-    for axis in (-2, *(-1, -2) * (rounds - 1)):
+    for axis in _summed_axes(rounds, row=-2, column=-1):
         log_M = log_M - log_M.logsumexp(axis, keepdim=True)
     return log_M.exp()
 
@@ -51,7 +51,7 @@ class _Sinkhorn(Function):
     @staticmethod
     def definition(logits: Tensor, rounds: int, eps: float) -> Tensor:
         M = logits.softmax(-1) + eps
-        for axis in (-2, *(-1, -2) * (rounds - 1)):
+        for axis in _summed_axes(rounds, row=-2, column=-1):
             M = M / (M.sum(axis, keepdim=True) + eps)
         return M
 
@@ -59,7 +59,7 @@ class _Sinkhorn(Function):
     def forward(ctx: Any, logits: Tensor, rounds: int, eps: float) -> Tensor:
         M = _row_softmax(logits) + eps
         divisions = []
-        for axis in (0, *(1, 0) * (rounds - 1)):
+        for axis in _summed_axes(rounds, row=0, column=1):
             s = M.sum(axis, keepdim=True).add_(eps)
             M = M / s
             divisions += [s, M]
@@ -73,13 +73,18 @@ class _Sinkhorn(Function):
         if torch.is_grad_enabled():  # create_graph
             return definition_gradients(_Sinkhorn.definition, (logits, ctx.rounds, ctx.eps), dM)
         d = dM.movedim((-2, -1), (0, 1)).contiguous()
-        axes = (0, *(1, 0) * (len(divisions) // 4))
+        axes = _summed_axes(ctx.rounds, row=0, column=1)
         steps = list(zip(axes, divisions[::2], divisions[1::2], strict=True))
         for axis, s, M in reversed(steps):
             d = (d - (d * M).sum(axis, keepdim=True)).div_(s)
         P = _row_softmax(logits)
         d = P * (d - (P * d).sum(1, keepdim=True))
         return d.movedim((0, 1), (-2, -1)), None, None
+
+
+def _summed_axes(rounds: int, row: int, column: int) -> list[int]:
+    """The axis that each division sums over; the softmax was the first sum over columns."""
+    return [row] + [column, row] * (rounds - 1)
 
 
 def _row_softmax(logits: Tensor) -> Tensor:

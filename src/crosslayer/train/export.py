@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ..data.tokenizing import CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
+from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
 from ..files import atomic_replace
 
 
@@ -54,4 +54,4 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
         if token["id"] == tokenizer.end:  # Any other token would become special by being named.
             config["eos_token"] = token["content"]
     (folder / TOKENIZER_FILE).write_text(definition, "utf8")
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf8")
+    (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf8")

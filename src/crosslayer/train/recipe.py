@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..spec import make
-from ..validation import check_choice, did_you_mean
+from ..validation import check_choice, did_you_mean, error_in_one_line
 from .settings import GROUP_OF_OPTION, Settings, parse_options
 from .task import LANGUAGE, Task
 
@@ -194,7 +194,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path}: cannot be read as a recipe (nested too deep)") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = error_in_one_line(error)
         raise ValueError(f"{path}: cannot be read as a recipe ({reason})") from None
     if not isinstance(options, dict):
         raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
