@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from .connection import Connection, Site, plan
 from .kernel_switch import use_kernels
+from .methods import available, register_connection
 from .optim import param_groups
-from .spec import ConnectionSpec, available, make
+from .spec import ConnectionSpec, make
 from .stack import Stack
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = [
     "make",
     "param_groups",
     "plan",
+    "register_connection",
     "use_kernels",
 ]
 

@@ -4,7 +4,7 @@
              read                     write(y_1), read                write(y_S), read
 
 A connection decides what a sub-layer reads and where its output goes. It processes every token
-alone, so it is causal by construction and needs no cache when decoding. A whole model:
+alone, so it is causal and needs no cache when decoding. A whole model:
 
     state = sites[0].init(embed(tokens))
     for connection, sublayer in zip(sites, sublayers):
@@ -15,6 +15,7 @@ alone, so it is causal by construction and needs no cache when decoding. A whole
 Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
@@ -107,7 +108,7 @@ class Connection(nn.Module, Generic[StateT]):
         norm: takes the name of a port and returns its norm: a new module, or a reference to a norm
             of the model that is connected, the host.
         ports: names of the sub-layer's inputs; `site.ports` unless the method feeds q, k and v
-            separately.
+            separately. Then those of `SPLIT_PORTS` stand in place of the attention's port.
 
     Attributes:
         name: the name that `make` knows, which is the name of the file in `connections/`.
@@ -151,6 +152,9 @@ class Connection(nn.Module, Generic[StateT]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for attribute in ("gate_fields", "weight_decay_params", "test_variants"):
+            if isinstance(getattr(cls, attribute), str):
+                raise TypeError(f"{cls.__name__}: {attribute} must contain names, got a string")
         package, _, module = cls.__module__.rpartition(".")
         if package == "crosslayer.connections":
             cls.name = module
@@ -162,7 +166,7 @@ class Connection(nn.Module, Generic[StateT]):
         super().__init__()
         self.site = site
         self.dim = dim
-        self.ports = ports or site.ports
+        self.ports = site.ports if ports is None else _check_ports(ports, site)
         self.fractions = 1
         self.weighs_channels = self.norms_its_stream
         self.options: dict[str, Any] = {}
@@ -183,7 +187,7 @@ class Connection(nn.Module, Generic[StateT]):
 
     def initial_state(self, x: Tensor) -> StateT:
         """The state before the first sub-layer. x: [B T D], in the dtype of the streams."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs initial_state")
 
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         """Apply the pending write and mix.
@@ -192,7 +196,7 @@ class Connection(nn.Module, Generic[StateT]):
             The inputs before their norms, one [B T D] for all ports or one for each port; and the
             state to write to.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs mix_inputs")
 
     def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         """The sub-layer's inputs, one [B T D] for each port, and the state to write to.
@@ -242,6 +246,7 @@ class Connection(nn.Module, Generic[StateT]):
     def state_parts(self, state: StateT) -> tuple[Tensor, ...]:
         """The tensors that a read mixes, [B T D] each, without the pending write.
 
+        Where q, k and v are mixed apart, the last one is the stream that the output joins.
         `crosslayer.inspect` needs this and `mixing_weights` of a method, and nothing else does.
         """
         raise ValueError(f"{self.name} cannot be inspected: it has no state_parts")
@@ -274,6 +279,11 @@ class Connection(nn.Module, Generic[StateT]):
         """Apply each port's norm to its input, or to the one input that all ports share."""
         if len(inputs) == 1:
             inputs = inputs * len(self.norms)
+        if len(inputs) != len(self.norms):
+            raise ValueError(
+                f"{type(self).__name__}.mix_inputs must return a tuple of one input or of "
+                f"{len(self.norms)}, one for each of the ports {self.ports}, got {len(inputs)}"
+            )
         normed = []
         for norm, x in zip(self.norms, inputs, strict=True):
             if self.stream_dtype is not None:  # The sub-layers run in their own dtype.
@@ -312,6 +322,20 @@ class Connection(nn.Module, Generic[StateT]):
             for child in self.children():
                 child._apply(fn)
         return super()._apply(apply_in_float32, recurse=False)
+
+
+def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
+    """The ports, if they are the site's, with all inputs of an attention in its place or none.
+
+    A readout, which feeds no sub-layer, has one norm for each of its own.
+    """
+    if site.index == site.depth:
+        return ports
+    choices = [[(port,), SPLIT_PORTS.get(port, (port,))] for port in site.ports]
+    allowed = list(dict.fromkeys(sum(choice, ()) for choice in itertools.product(*choices)))
+    if ports not in allowed:
+        raise ValueError(f"ports must be {' or '.join(map(str, allowed))}, got {ports!r}")
+    return ports
 
 
 def _check_state_class(cls: type[Connection[Any]]) -> None:

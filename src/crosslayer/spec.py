@@ -1,26 +1,22 @@
 """Connections by name: "mudd(dilation=2)".
 
 The command line, config.json, tables of results and the names of tests use the same string. The
-names are those of the files in `connections/`, and the options are the keyword arguments of their
-classes: "mudd(dilation=2)" is the class in `connections/mudd.py`, called with `dilation=2`.
+names are those of `methods.py`, and the options are the keyword arguments of the classes:
+"mudd(dilation=2)" is the class in `connections/mudd.py`, called with `dilation=2`.
 """
 
 import ast
-import importlib
 import inspect
-import pkgutil
 import reprlib
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from torch import nn
 
-from . import connections
 from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
+from .methods import current_name, find_method
 from .validation import check_option_type, did_you_mean, parse_dtype
 
-# Names under which connections were saved before they had their papers' names.
-FORMER_NAMES = {"gains": "skip_gain", "residual_dual": "resi_dual"}
 COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every connection has
 
 
@@ -40,13 +36,8 @@ class ConnectionSpec:
 
     @property
     def method(self) -> type[Connection[Any]]:
-        """The class in `connections/`."""
-        module = importlib.import_module(f"{connections.__name__}.{self.name}")
-        for value in vars(module).values():
-            defined_here = isinstance(value, type) and value.__module__ == module.__name__
-            if defined_here and issubclass(value, Connection):
-                return value
-        raise AssertionError(f"{module.__name__} defines no Connection")
+        """The class of this name."""
+        return find_method(self.name)
 
     def __call__(self, site: Site, dim: int, norm: NormFactory) -> Connection[Any]:
         """Build the connection of one site.
@@ -76,6 +67,7 @@ class ConnectionSpec:
         except (TypeError, IndexError, AttributeError) as error:
             # A value of the wrong kind, like a word for a number.
             raise ValueError(f"cannot build {self} with these values ({error})") from error
+        _check_contents(connection)
         connection.options = dict(self.options)
         stream_dtype = self.options.get("stream_dtype")
         if stream_dtype is not None:
@@ -96,15 +88,21 @@ class ConnectionSpec:
         return hash((self.name, frozenset(self.options)))
 
 
+def _check_contents(connection: Connection[Any]) -> None:
+    """Raise a TypeError for what loading, sharding and optimizers would treat as the backbone's."""
+    others = [name for name, _ in connection.named_children() if name != "norms"]
+    others += [name for name, _ in connection.named_buffers(recurse=False)]
+    if others:
+        raise TypeError(
+            f"{type(connection).__name__} has {others[0]!r}: a connection contains parameters of "
+            "its own, from float32_parameter, and its norms; no other modules and no buffers"
+        )
+
+
 def check_norm_factory(norm: object) -> None:
     """Raise a ValueError for a norm where a function that makes norms is expected."""
     if isinstance(norm, nn.Module) or not callable(norm):
         raise ValueError(f"norm must be a function that makes a norm, like nn.RMSNorm, got {norm}")
-
-
-def available() -> tuple[str, ...]:
-    """The names that `make` knows: the files in `crosslayer/connections/`."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(connections.__path__)))
 
 
 def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
@@ -132,12 +130,7 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
         name, spec_options = spec.name, dict(spec.options)
     else:
         name, spec_options = _parse_spec(spec)
-        name = FORMER_NAMES.get(name, name)
-    if name not in available():
-        raise ValueError(
-            f"unknown connection {name!r}{did_you_mean(name, available())}; "
-            f"known: {', '.join(available())}"
-        )
+    name = current_name(name)
     for key, value in options.items():
         if key in spec_options:
             raise ValueError(
@@ -149,12 +142,14 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     annotations = get_type_hints(method.__init__) | {"stream_dtype": str | None}
     for key in spec_options:
         if key not in known:
-            listed = ", ".join(f"{k}={v!r}" for k, v in known.items())
+            listed = ", ".join(
+                k if v is inspect.Parameter.empty else f"{k}={v!r}" for k, v in known.items()
+            )
             raise ValueError(
                 f"unknown option {key!r} of {name!r}{did_you_mean(key, known)}; "
                 f"its options: {listed}"
             )
-        check_option_type(f"{name}: {key}", spec_options[key], annotations[key])
+        check_option_type(f"{name}: {key}", spec_options[key], annotations.get(key, Any))
     return ConnectionSpec(name, spec_options)
 
 

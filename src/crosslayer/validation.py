@@ -125,7 +125,9 @@ def _fits_kind(value: object, annotation: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and math.isfinite(value)
     if kind is Sequence:
-        return isinstance(value, list | tuple)
+        if not isinstance(value, list | tuple):
+            return False
+        return all(_fits_kind(item, part) for part in parts for item in value)
     return isinstance(value, kind) and _items_fit(value, parts)
 
 
@@ -134,6 +136,8 @@ def _items_fit(value: Any, parts: tuple[Any, ...]) -> bool:
     if isinstance(value, dict) and parts:
         return all(_fits_kind(key, parts[0]) and _fits_kind(value[key], parts[1]) for key in value)
     if isinstance(value, list) and parts:
+        return all(_fits_kind(item, parts[0]) for item in value)
+    if isinstance(value, tuple) and parts[1:] == (...,):
         return all(_fits_kind(item, parts[0]) for item in value)
     if isinstance(value, tuple) and parts:
         return len(value) == len(parts) and all(map(_fits_kind, value, parts))
@@ -144,10 +148,10 @@ def _describe_kind(kind: Any) -> str:
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts))
-    words = KIND_NAMES[origin]
-    if origin is list:
+    words = KIND_NAMES.get(origin, getattr(origin, "__name__", str(origin)))
+    if origin is list or (origin is tuple and parts[1:] == (...,)):
         words += f", each item {_describe_kind(parts[0])}"
-    elif origin is tuple:
+    elif origin is tuple and parts:
         words += f" of {len(parts)}, each {_describe_kind(parts[0])}"
     elif origin is dict and parts[1] is not Any:
         words += f" whose values are each {_describe_kind(parts[1])}"

@@ -24,7 +24,8 @@ import yaml
 from hypothesis import strategies as st
 
 from crosslayer.cli.main import main
-from crosslayer.spec import available, default_options, make
+from crosslayer.methods import available
+from crosslayer.spec import default_options, make
 from tests.support.scenes import SCENES, working_in
 
 MEMORY = 3 * 2**30  # bytes that a case may allocate

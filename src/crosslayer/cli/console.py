@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from ..files import lock_folder
-from ..spec import available
+from ..methods import available
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe

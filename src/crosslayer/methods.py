@@ -1,0 +1,125 @@
+"""The methods by name: the files in `connections/`, and those that other packages bring.
+
+A package brings a method as an entry point, which makes it known wherever the package is installed:
+
+    [project.entry-points."crosslayer.connections"]
+    laurel = "my_package.laurel:Laurel"
+
+`register_connection` makes one known to the running process alone.
+"""
+
+import importlib
+import pkgutil
+import warnings
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from . import connections
+from .connection import Connection
+from .validation import did_you_mean, error_in_one_line
+
+ENTRY_POINT_GROUP = "crosslayer.connections"
+# Names under which connections were saved before they had their papers' names.
+FORMER_NAMES = {"gains": "skip_gain", "residual_dual": "resi_dual"}
+_registered: dict[str, type[Connection[Any]]] = {}
+
+
+def register_connection(name: str, method: type[Connection[Any]]) -> None:
+    """Make a method known by name, in this process: to `make`, `connect`, `from_pretrained`, ….
+
+    An entry point of a package, see docs/add-a-connection.md, does so in every process.
+
+    Args:
+        name: by which specs name it, like "laurel". A second call with a name replaces the method.
+        method: its class.
+
+    Raises:
+        ValueError: crosslayer has a connection of this name, or the name is no identifier.
+        TypeError: the method is no class of connections.
+    """
+    if not isinstance(method, type) or not issubclass(method, Connection):
+        raise TypeError(
+            f"method must be a class derived from crosslayer.Connection, got {method!r}"
+        )
+    if not name.isidentifier():
+        raise ValueError(f"name must be an identifier, like 'laurel', got {name!r}")
+    if name in _own_names():
+        raise ValueError(f"crosslayer has a connection {name!r} already; choose another name")
+    method.name = name
+    _registered[name] = method
+
+
+def available() -> tuple[str, ...]:
+    """The names that `make` knows: the files in `crosslayer/connections/`, registered methods, and
+    those of installed packages.
+    """
+    return tuple(sorted({*_own_names(), *_registered, *_entry_points()}))
+
+
+def current_name(name: str) -> str:
+    """The name of a connection that may be given by a former one.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    name = FORMER_NAMES.get(name, name)
+    if name not in available():
+        raise ValueError(
+            f"unknown connection {name!r}{did_you_mean(name, available())}; "
+            f"known: {', '.join(available())}"
+        )
+    return name
+
+
+def find_method(name: str) -> type[Connection[Any]]:
+    """The class of a connection, by one of the names of `available()`.
+
+    Raises:
+        ValueError: the package that brings it cannot be imported, or brings something else.
+    """
+    if name in _own_names():
+        return _method_of_file(name)
+    if name in _registered:
+        return _registered[name]
+    entry_point = _entry_points()[name]
+    try:
+        method = entry_point.load()
+    except (ImportError, AttributeError) as error:
+        reason = error_in_one_line(error)
+        raise ValueError(
+            f"the connection {name!r}, {entry_point.value}, fails ({reason})"
+        ) from error
+    try:
+        register_connection(name, method)
+    except TypeError as error:
+        raise ValueError(f"the connection {name!r}, {entry_point.value}: {error}") from None
+    return _registered[name]
+
+
+def _own_names() -> list[str]:
+    names = [module.name for module in pkgutil.iter_modules(connections.__path__)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _method_of_file(name: str) -> type[Connection[Any]]:
+    """The Connection that a file defines, which others in the file may be bases of."""
+    module = importlib.import_module(f"{connections.__name__}.{name}")
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    own = [c for c in classes if c.__module__ == module.__name__ and issubclass(c, Connection)]
+    methods = [c for c in own if not any(c in other.__bases__ for other in own)]
+    if len(methods) != 1:
+        found = ", ".join(method.__name__ for method in methods) or "none"
+        raise TypeError(f"{module.__file__} must define one Connection, got {found}")
+    return methods[0]
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    found = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    for name in sorted(found.keys() & set(_own_names())):
+        warnings.warn(
+            f"{found.pop(name).value} is not used: crosslayer has a connection {name!r} already",
+            stacklevel=2,
+        )
+    return found
