@@ -9,7 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 import crosslayer
@@ -166,6 +171,13 @@ def test_another_tokenizer(connected, folder, capsys):
     for tokenizer in (folder, folder / "tokenizer.json"):
         options = ["--tokenizer", tokenizer, "--max-new-tokens", 3]
         assert generate(capsys, connected, "hello", *options)
+
+
+def test_an_empty_tokenizer_of_the_models_type_is_none(tmp_path, capsys):
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "model")
+    code, _, error = run_command(capsys, "generate", tmp_path / "model", "hello")
+    assert code == 1 and "model has no tokenizer; copy that of the original model" in error
 
 
 def test_a_tokenizer_of_another_model(folder, capsys):

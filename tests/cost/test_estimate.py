@@ -1,6 +1,7 @@
 """Estimated costs: as the papers count them, and as a real model on the CPU measures them."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -301,6 +302,12 @@ def test_command_prints_the_estimate(capsys):
     assert f"{cost.model.parameters:,}" in printed
     assert f"{sum(cost.model.site_traffic):g}" in printed
     assert f"{1e3 * cost.bandwidth_bound_seconds(GPUS['A100']):.2f}" in printed
+
+
+def test_the_estimate_of_a_tiny_model_is_not_rounded_to_nothing(capsys):
+    assert main(["cost", *SIZES, "--connections", "prenorm", "hyper"]) == 0
+    printed = capsys.readouterr().out
+    assert not re.search(r"[ +]0(\.0+)?( ms| GiB| MiB|  )", printed.split("hyper", 1)[1])
 
 
 @pytest.mark.parametrize(

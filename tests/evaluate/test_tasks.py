@@ -61,6 +61,13 @@ def test_few_shot_and_limit(include_path):
     assert results["n-samples"]["local_choice"]["effective"] == 4
 
 
+def test_a_template_that_does_not_fit_its_documents(include_path, tmp_path):
+    task = (include_path / "word.yaml").read_text().replace("{{context}}", "{{sentence}}")
+    (tmp_path / "wrong.yaml").write_text(task.replace("local_word", "wrong"))
+    with pytest.raises(ValueError, match="a template of wrong does not fit its documents"):
+        evaluate(tiny_model(), tmp_path, ["wrong"])
+
+
 def test_batch_size_changes_nothing(include_path):
     model = tiny_model("hyper")
     one = values(evaluate(model, include_path, batch_size=1))

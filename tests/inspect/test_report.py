@@ -16,6 +16,7 @@ from crosslayer.cli.main import main
 from crosslayer.connection import find_connections
 from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
+from crosslayer.inspect import compare_depths, measure_cosines
 from crosslayer.inspect.ablation import (
     ablate_sublayers,
     ablate_ways,
@@ -257,6 +258,33 @@ def test_only_what_the_sections_need_is_run():
     assert drawn == ["unfolded", "one_token", "streams", "ablation"]
     names = {analysis for section in SECTIONS for analysis in section.analyses}
     assert names == set(ANALYSES)
+
+
+def test_what_cannot_be_shown_is_said(tmp_path, capsys):
+    """In a model with a context of 16 tokens, of the method whose weights are no gates."""
+    model = language_model("mudd", vocab=256)
+    model.config.max_position_embeddings = 16
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(byte_tokenizer_json())
+    (tmp_path / "text.txt").write_text("A stream of text.\n" * 20)
+    twice = [str(tmp_path / "model")] * 2
+    command = ["inspect", *twice, "--data", str(tmp_path / "text.txt"), "--sequences", "2"]
+    out = tmp_path / "out"
+    assert main([*command, "--sections", "gates,cosines", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "gates is not drawn" in printed
+    assert "cosines is not" not in printed and "Runs without a model" not in printed
+    assert "sequences of up to 16 tokens" in (out / "report.html").read_text()
+    for option, message in (
+        ("--context=17", "context must be from 2 to the model's 16, got 17"),
+        ("--layer=3", "--layer must be from 0 to 1, or 2 for the readout, got 3"),
+    ):
+        assert main([*command, option, "--out", str(tmp_path / "new")]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="nothing was observed"):
+        measure_cosines(model, [])
+    with pytest.raises(ValueError, match="nothing was observed"):
+        compare_depths(model, [])
 
 
 def test_an_unknown_section_is_refused(tmp_path, capsys):

@@ -542,7 +542,7 @@ def test_every_run_diverged(text_file, tmp_path, capsys):
     assert main(command) == 1
     printed = capsys.readouterr().out
     assert "Every run diverged; nothing to report." in printed
-    assert "prenorm, seed 0: diverged with the loss" in printed
+    assert "prenorm, seed 0: diverged at step" in printed
 
 
 def test_the_terminal_names_diverged_arms(text_file, tmp_path, capsys):
@@ -552,7 +552,7 @@ def test_the_terminal_names_diverged_arms(text_file, tmp_path, capsys):
     command = ["compare", str(file), *options(text_file)[1:], "--out", str(tmp_path / "out")]
     assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"wild, seed 0: diverged with the loss \S+ at step \d+\.", printed)
+    assert re.search(r"wild, seed 0: diverged at step \d+: the loss is \S+", printed)
 
 
 @pytest.mark.slow

@@ -323,6 +323,30 @@ def test_changed_data(text, tmp_path):
         run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
 
 
+def test_a_run_that_had_ended(text, tmp_path, capsys):
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    command = ["train", f"--data={text}", f"--out={tmp_path / 'run'}", *small]
+    assert main(command) == 0
+    assert "had ended already" not in capsys.readouterr().out
+    results = tmp_path / "run" / "results.json"
+    results.write_text("{}")  # of crosslayer eval
+    assert main(command) == 0
+    assert "the run had ended already; nothing was trained" in capsys.readouterr().out
+    file = tmp_path / "file"
+    file.touch()
+    assert main([*command[:2], f"--out={file}", *small]) == 1
+    assert f"{file}: a file is in the way of the output folder" in capsys.readouterr().err
+
+
+def test_moved_data(text, tmp_path):
+    copies = [tmp_path / name for name in ("text.txt", "moved.txt")]
+    copies[0].write_text(Path(text).read_text())
+    run({"data": str(copies[0]), "save_every": 3}, "prenorm", tmp_path / "run", stop=4)
+    copies[0].rename(copies[1])
+    again = run({"data": str(copies[1]), "save_every": 3}, "prenorm", tmp_path / "run")
+    assert 0 < len(again["losses"]) < SMALL["steps"]
+
+
 def test_another_run_overwrites_nothing(text, left):
     """run.json says whose folder it is, and where that is missing, a checkpoint does."""
     identity = left / "run.json"

@@ -76,27 +76,39 @@ def run(options: Any) -> int:
 def _table_row(cost: Any, gpu: Any) -> list[str]:
     """The cells of `COLUMNS`."""
     bound = cost.bandwidth_bound_seconds(gpu)
+    extra = _format_rounded(1e3 * cost.extra_seconds(gpu), "+.2f")
     return [
         cost.spec,
         f"{cost.model.parameters:,}",
         f"{cost.extra_parameters:.3%}",
-        f"{cost.model.forward_flops / 1e9:,.0f}",
+        _format_rounded(cost.model.forward_flops / 1e9, ",.0f"),
         f"{cost.extra_flops:.2%}",
         f"{cost.activation_ratio:.2f}×",
         f"{sum(cost.model.site_traffic):g}",
-        f"{1e3 * bound:.2f}",
-        f"{1e3 * cost.extra_seconds(gpu):+.2f} ms, {cost.relative_slowdown(gpu):+.1%}",
+        _format_rounded(1e3 * bound, ".2f"),
+        f"{extra} ms, {cost.relative_slowdown(gpu):+.1%}",
     ]
+
+
+def _format_rounded(value: float, form: str) -> str:
+    """A number in this form, or with two significant digits where less would be left of it."""
+    if 0 < abs(value) < 1:
+        return f"{value:{'+' if '+' in form else ''}.2g}"
+    return f"{value:{form}}"
 
 
 def _legend(cost: Any, gpu: Any) -> str:
     flops_ms = 3e3 * cost.baseline.forward_flops / gpu.flops
-    activations = cost.baseline.activation_bytes / 2**30
+    activations = cost.baseline.activation_bytes
+    size = f"{activations / 2**20:,.1f} MiB"
+    if activations >= 2**30:
+        size = f"{activations / 2**30:,.1f} GiB"
     return (
         f"One training step on one {gpu.name}: {gpu.bandwidth / 1e9:,.0f} GB/s, "
         f"{gpu.flops / 1e12:,.0f} bf16 TFLOP/s. At that peak the FLOPs of pre-norm take "
-        f"{flops_ms:,.1f} ms. Activations: saved for the backward pass by the reference "
-        f"implementation; pre-norm saves {activations:,.1f} GiB. Traffic: elements of D a token, "
+        f"{_format_rounded(flops_ms, ',.1f')} ms; the share beyond pre-norm is of that time. "
+        "Activations: saved for the backward pass of a bfloat16 model by the reference "
+        f"implementation; pre-norm saves {size}. Traffic: elements of D a token, "
         "forward, summed over depth. Bound: the least time of that traffic and of the backward "
         "pass's, if every site is one kernel in each pass."
     )

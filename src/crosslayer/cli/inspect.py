@@ -42,7 +42,12 @@ def parser() -> Any:
     )
     add("--out", type=str, default="inspection", help="folder for report.html and its files")
     add("--sequences", type=int, default=64, help="sequences, or images, that the models see")
-    add("--context", type=int, default=256, help="tokens in a sequence")
+    add(
+        "--context",
+        type=int | None,
+        default=None,
+        help="tokens in a sequence; default: 256, or the model's context where that is smaller",
+    )
     add("--batch-size", type=int, default=8, help="sequences in a batch")
     add(
         "--average",
@@ -88,22 +93,22 @@ def run(options: Any) -> int:
     silence_libraries()
     from ..inspect.report import REPORT_FILE, write_report
 
-    sizes = {"sequences": options.sequences, "context": options.context}
-    check_positive(**sizes, batch_size=options.batch_size)
+    check_positive(sequences=options.sequences, batch_size=options.batch_size)
     if not 0 <= options.running_mean < 1:
         raise ValueError(f"--running-mean must be from 0 to below 1, got {options.running_mean}")
     folder = Path(options.out)
     if (folder / REPORT_FILE).exists():
         raise ValueError(f"{folder / REPORT_FILE} exists already; choose another folder with --out")
     sections, views = _choose_sections(options.sections)
-    models, runs = _find_sources(options.models)
+    sources = list(dict.fromkeys(options.models))
+    models, runs = _find_sources(sources)
     _check_sources(options, sections, views, models, runs)
     console = make_console()
     start = time.perf_counter()
     training = _read_training(runs, views, options.running_mean) if runs and views else None
     inspections: list[ModelInspection] = []
     setup = ""
-    if sections and len(models) < len(options.models):
+    if sections and len(models) < len(sources):
         console.print("Runs without a model have views of training alone.")
     with lock_folder(folder):
         if sections and models:
@@ -113,18 +118,37 @@ def run(options: Any) -> int:
             setup = f"{count} {'run' if count == 1 else 'runs'}. {setup}"
         with console.status("drawing"):
             report = write_report(inspections, folder, setup, sections, training)
-    _print_remarks(inspections, training, console)
+    not_drawn = _sections_not_drawn(options, sections, inspections)
+    _print_remarks(inspections, not_drawn, training, console)
     console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
     return 0
 
 
+def _sections_not_drawn(
+    options: Any, sections: "list[Section]", inspections: "list[ModelInspection]"
+) -> list[str]:
+    """The sections that --sections names and no model has anything to show in."""
+    if not inspections or not _names_each_section(options):
+        return []
+    return [section.name for section in sections if not section.panels(inspections)]
+
+
+def _names_each_section(options: Any) -> bool:
+    return not {"all", "standard"} & set(",".join(options.sections).split(","))
+
+
 def _print_remarks(
-    inspections: "list[ModelInspection]", training: "TrainingReport | None", console: Any
+    inspections: "list[ModelInspection]",
+    not_drawn: list[str],
+    training: "TrainingReport | None",
+    console: Any,
 ) -> None:
-    """Print alarms, and which views the runs cannot feed."""
+    """Print alarms, analyses that failed, and what could not be drawn."""
     for inspection in inspections:
-        for alarm in inspection.results.get("alarms", []):
-            console.print(f"{inspection.name}: {alarm}")
+        for line in [*inspection.results.get("alarms", []), *inspection.not_done]:
+            console.print(f"{inspection.name}: {line}", soft_wrap=True)
+    for name in not_drawn:
+        console.print(f"{name} is not drawn: nothing in these models to show there")
     for line in [] if training is None else [*training.notes, *training.not_drawn]:
         console.print(line, soft_wrap=True)
 
@@ -166,7 +190,7 @@ def _check_sources(
         check_exists(options.data)
         choose_device(options.device)
         _parse_dtype_option(options.dtype)
-    is_choice = not {"all", "standard"} & set(",".join(options.sections).split(","))
+    is_choice = _names_each_section(options)
     if not models and (is_choice or not views) and sections:
         raise ValueError(
             f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
@@ -239,7 +263,7 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
         takes_images,
     )
     from ..hf.checkpoint import find_folder
-    from ..inspect.subjects import image_subject, text_subject
+    from ..inspect.subjects import check_layer, choose_context, image_subject, text_subject
 
     dtype = _parse_dtype_option(options.dtype)
     sizes = (options.sequences, options.batch_size)
@@ -250,7 +274,9 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
         tokenizer = open_tokenizer(options.tokenizer or source)
         model = open_model(source, dtype).to(device)
         check_tokenizer(tokenizer, model)
-        subject = text_subject(model, tokenizer, options.data, *sizes, context=options.context)
+        context = choose_context(model, options.context)
+        subject = text_subject(model, tokenizer, options.data, *sizes, context=context)
+    check_layer(model, options.layer)
     return replace(subject, layer=options.layer)
 
 

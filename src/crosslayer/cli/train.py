@@ -21,6 +21,7 @@ from .console import (
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
+    from ..train.run_state import StepResult
     from ..train.task import Examples
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
@@ -91,8 +92,15 @@ def _train_in_folder(
     settings = recipe.settings(arm)
     steps = settings.optimization.steps
     fabric = launch_run(settings, arm, folder)
+    last_step = None
     try:
         with ProgressBars(console, recipe.task.unit) as bars:
+
+            def show_step(result: "StepResult") -> None:
+                nonlocal last_step
+                last_step = result.step
+                bars.show_step(arm.name, steps, result)
+
             trainer = train_arm(
                 fabric,
                 settings,
@@ -101,7 +109,7 @@ def _train_in_folder(
                 examples,
                 recipe.task,
                 folder,
-                lambda result: bars.show_step(arm.name, steps, result),
+                show_step,
             )
             result = trainer.result()
     except Stopped as stop:
@@ -121,6 +129,9 @@ def _train_in_folder(
             **result.to_json(),
         }
         write_text_atomic(folder / RESULT_FILE, json.dumps(content, indent=1))
+        if last_step is None:
+            note = f"{folder}: the run had ended already; nothing was trained."
+            console.print(note, soft_wrap=True)
         if result.skipped:
             console.print(f"The batches of {len(result.skipped)} unstable steps were skipped.")
         losses = []
@@ -134,6 +145,8 @@ def _train_in_folder(
 
 def check_out_folder(folder: Path) -> None:
     """Refuse a folder where a comparison, or a model of another origin, would be overwritten."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: a file is in the way of the output folder")
     # A run's folder may hold the results of `crosslayer eval`, in a file of the same name.
     is_comparison = (folder / RESULTS_FILE).exists() and not (folder / RUN_FILE).exists()
     has_other_model = (folder / MODEL_FOLDER).exists() and not (folder / METRICS_FILE).exists()

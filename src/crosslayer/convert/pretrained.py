@@ -119,13 +119,14 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
-        tokenizer.decode(tokenizer("a")["input_ids"])  # A spoilt setting fails at its first use.
+        ids = tokenizer("a")["input_ids"]
+        tokenizer.decode(ids)  # A spoilt setting fails at its first use.
+        if not ids and path.is_dir():
+            # AutoTokenizer may have made an empty one of the model's type.
+            _check_tokenizer_files(source, path)
     except Exception as error:  # tokenizers raises plain Exceptions
-        if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
-            raise ValueError(
-                f"{source} has no tokenizer; copy that of the original model into it, "
-                "or name one with --tokenizer"
-            ) from None
+        if path.is_dir():
+            _check_tokenizer_files(source, path)
         reason = error_in_one_line(error)
         raise ValueError(
             f"no tokenizer can be read from {source} ({reason}); --tokenizer names another"
@@ -134,6 +135,15 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         tokenizer.eos_token = next((token for token in SEPARATORS if token in added), None)
     return tokenizer
+
+
+def _check_tokenizer_files(source: str | Path, folder: Path) -> None:
+    """Raise a ValueError where a folder has none of the files of a tokenizer."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{source} has no tokenizer; copy that of the original model into it, "
+            "or name one with --tokenizer"
+        ) from None
 
 
 def _check_tokenizer_class(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..connection import find_connections
 from ..recompute import enable_recompute
+from ..validation import check_option_type
 from .estimate import build_on_meta, language_model_loss
 
 
@@ -53,6 +54,7 @@ def estimate_peak_memory(
         recompute: "none", or what `enable_recompute` recomputes: "streams" or "inversion".
         dtype: dtype of the model and of its stream.
     """
+    check_option_type("recompute", recompute, Literal["none", "streams", "inversion"])
     model = build_on_meta(spec, config, context, dtype)
     if recompute != "none":
         enable_recompute(find_connections(model), recompute)

@@ -50,9 +50,10 @@ def evaluate_tasks(
         What `lm_eval.simple_evaluate` returns, like "results" by task and metric and "n-shot".
 
     Raises:
-        ValueError: a task is unknown, its data cannot be loaded, or an answer is longer than the
-            context.
+        ValueError: a task is unknown, its data cannot be loaded, a template does not fit them, or
+            an answer is longer than the context.
     """
+    from jinja2 import TemplateError
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -98,6 +99,10 @@ def evaluate_tasks(
         raise ValueError(
             f"the harness refused a request of {', '.join(tasks)}: is an answer longer than the "
             f"context of {harness_model.max_length} tokens?"
+        ) from error
+    except TemplateError as error:
+        raise ValueError(
+            f"a template of {', '.join(tasks)} does not fit its documents ({error})"
         ) from error
 
 

@@ -61,7 +61,9 @@ def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind
     label_ticks(axes.xaxis, deepest, rotation=90)
     axes.set_ylabel("cosine")
     axes.set_xlabel("input of")
-    axes.set_ylim(top=1.02)
+    lowest, _ = axes.get_ylim()
+    if lowest < 1:
+        axes.set_ylim(lowest, 1 + 0.03 * (1 - lowest))
     finish_lines(axes, len(models))
 
 

@@ -136,7 +136,9 @@ def focus_on_end(axes: Any, series: Sequence[LineSeries], share: float = 0.15) -
     if not known:
         return
     place = share * max(line.x[-1] for line in known)
-    top = max(float(numpy.interp(place, line.x, line.y)) for line in known)
+    tops = [line.high if len(line.high) else line.y for line in known]
+    of_lines = zip(known, tops, strict=True)
+    top = max(float(numpy.interp(place, line.x, heights)) for line, heights in of_lines)
     bottom = min(min([*line.y, *line.low]) for line in known)
     if top > bottom:
         margin = 0.06 * (top - bottom)

@@ -4,7 +4,7 @@ Nothing of a batch is kept but what an analysis keeps, so memory does not grow w
 tokens.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -217,6 +217,12 @@ def _flatten_tokens(connection: Connection[Any], state: Any, arguments: Batch) -
         return leaf[chosen][None] if varies else leaf
 
     return SiteVisit(connection, tree_map(at_tokens, state), samples, answers)
+
+
+def check_observed(of_sites: Collection[Any]) -> None:
+    """Raise a ValueError where an analysis was shown no site."""
+    if not of_sites:
+        raise ValueError("nothing was observed: give at least one batch of at least one token")
 
 
 def splits_ways(connection: Connection[Any]) -> bool:

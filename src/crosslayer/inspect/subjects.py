@@ -8,10 +8,14 @@ from typing import Any
 
 from ..data.readers import Document, list_text_files
 from ..data.sources import Source, read_documents
+from ..evaluate.windows import check_context
+from ..hf.attach import find_backbone
 from .image_batches import ImageBatches, join_batches, make_image_batches
 from .inspection import InspectionSubject
 from .observation import Batch
 from .text_batches import find_sink_ids, make_text_batches
+
+DEFAULT_CONTEXT = 256  # tokens in a sequence
 
 
 def text_subject(
@@ -42,6 +46,31 @@ def text_subject(
     batches = list(chain.from_iterable(groups.values()))
     named = groups if len(groups) > 1 else {}
     return InspectionSubject(model, batches, find_sink_ids(tokenizer), groups=named)
+
+
+def choose_context(model: Any, context: int | None) -> int:
+    """The context given, or `DEFAULT_CONTEXT`, or the model's where that is smaller.
+
+    Raises:
+        ValueError: the model's is smaller than the one given.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
+    return context if limit is None else check_context(model, context)
+
+
+def check_layer(model: Any, layer: int | None) -> None:
+    """Raise a ValueError for the number of a layer that a model does not have.
+
+    One more than that of the last layer stands for the readout.
+    """
+    backbone, wiring = find_backbone(model)
+    layers = len(backbone.get_submodule(wiring.layers))
+    if layer is not None and not 0 <= layer <= layers:
+        raise ValueError(
+            f"--layer must be from 0 to {layers - 1}, or {layers} for the readout, got {layer}"
+        )
 
 
 def image_subject(

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..connection import Connection
 from ..norms import NormSpec, rstd
 from .moments import RunningMoments
-from .observation import SiteVisit, input_labels, site_label
+from .observation import SiteVisit, check_observed, input_labels, site_label
 
 # The tokens of a batch that are unfolded where each channel has another map.
 CHANNELWISE_TOKENS = 32
@@ -120,8 +120,8 @@ class UnfoldingAnalysis:
         Raises:
             ValueError: no batch has been observed.
         """
-        if self._one_token is None:
-            raise ValueError("nothing was observed: give at least one batch of at least one token")
+        check_observed(self._sources)
+        assert self._one_token is not None
         return UnfoldedMap(
             sources=self._sources,
             inputs=self._inputs,

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from ..files import atomic_replace, read_json, write_text_atomic
 from ..run_folders import CHECKPOINT_INDEX, RUN_FILE
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
+from .settings import DATA_DIGEST, PLACES_OF_DATA
 
 TEMPORARY_SUFFIX = ".part"
 
@@ -186,7 +187,10 @@ class Checkpoints:
         return index
 
     def _check_identity(self, path: Path, identity: dict[str, Any]) -> None:
-        for key in sorted(self.identity.keys() | identity.keys()):
+        keys = self.identity.keys() | identity.keys()
+        if identity.get(DATA_DIGEST) == self.identity.get(DATA_DIGEST):  # they may have been moved
+            keys -= PLACES_OF_DATA
+        for key in sorted(keys):
             saved, current = identity.get(key), self.identity.get(key)
             if saved != current:
                 raise ValueError(

@@ -265,7 +265,7 @@ def _do_run(
         trainer = train_arm(fabric, settings, arm, seed, examples, task, folder, on_step)
         return trainer.result()
     except Diverged as error:  # a result too, and no reason to stop the other arms
-        return DivergedRun(arm.name, seed, error.step, str(error.loss))
+        return DivergedRun(arm.name, seed, error.step, str(error.loss), error.problem)
 
 
 def _remove_checkpoints(comparison: Comparison) -> None:

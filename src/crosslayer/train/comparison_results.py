@@ -14,16 +14,21 @@ from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
 from ..validation import check_option_type
 from .run_state import RunResult
+from .settings import PLACES_OF_DATA
 
 
 @dataclass
 class DivergedRun:
-    """A run that ended with a non-finite or spiking loss. The loss is text, as JSON has no NaN."""
+    """A run that ended with a loss or a gradient that was not finite, or with a spike.
+
+    The loss is text, as JSON has no NaN. `problem` says what was wrong.
+    """
 
     arm: str
     seed: int
     step: int
     loss: str
+    problem: str = ""
 
 
 @dataclass
@@ -127,7 +132,10 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
         return None
     try:
         previous = ComparisonResults.from_json(read_json(path, dict))
-        pairs = [(previous.settings, current.settings), (previous.data, current.data)]
+        pairs = [(previous.data, current.data)]
+        if previous.data == json.loads(json.dumps(current.data)):  # they may have been moved
+            moved = {key: current.settings[key] for key in PLACES_OF_DATA}
+            pairs.append((previous.settings | moved, current.settings))
         for name, arm in current.arms.items():
             if name in previous.arms:
                 pairs.append((previous.arms[name], arm))

@@ -77,10 +77,9 @@ def instability_notes(comparison: Comparison) -> list[str]:
     notes = []
     for diverged in comparison.results.diverged:
         if diverged.arm in names and diverged.seed < comparison.seeds:
-            notes.append(
-                f"{diverged.arm}, seed {diverged.seed}: diverged with the loss {diverged.loss} at "
-                f"step {diverged.step}."
-            )
+            problem = diverged.problem or f"the loss is {diverged.loss}"
+            name = f"{diverged.arm}, seed {diverged.seed}"
+            notes.append(f"{name}: diverged at step {diverged.step}: {problem}.")
     for arm in comparison.arms:
         for seed, run in comparison.finished_runs(arm).items():
             if run.skipped:

@@ -225,6 +225,9 @@ YAML_ONLY = frozenset(
 # `spike` and `unstable`, which decide what is done when it fails: a run's result names the batches
 # that were skipped.
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
+# Where the data and their tokenizer are. What they are, a digest says.
+DATA_DIGEST = "data sha256"  # its key in a run's identity
+PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
 
 
 class Settings(NamedTuple):

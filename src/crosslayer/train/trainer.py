@@ -35,7 +35,7 @@ from .parallel import setup_model
 from .profiling import measure_forward, model_flops_utilization, peak_memory
 from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
-from .settings import Settings
+from .settings import DATA_DIGEST, Settings
 from .signals import StopSignals
 from .task import LANGUAGE, Batch, Examples, Task, summarize_metrics
 
@@ -54,7 +54,7 @@ class Diverged(Exception):
     def __init__(self, arm: str, step: int, loss: float, problem: str, checkpoint: Path | None):
         saved = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         super().__init__(f"{arm}: {problem} at step {step}; {saved}")
-        self.step, self.loss = step, loss
+        self.step, self.loss, self.problem = step, loss, problem
 
 
 class Stopped(KeyboardInterrupt):
@@ -314,7 +314,7 @@ class Trainer:
             **self.settings.identity(),
             "connection": self.arm.connection,
             "seed": self.seed,
-            "data sha256": self.examples.digest,
+            DATA_DIGEST: self.examples.digest,
         }
 
     def training_batches(self, step: int) -> Iterator[Batch]:

@@ -50,7 +50,7 @@ def _weight_panels(models: Models) -> Panels:
     if not lines:
         return []
     name = "‖w − w at the end‖ / ‖w at the end‖"
-    draw = partial(draw_lines, labels=_step_labels(runs), lines=lines, name=name)
+    draw = partial(draw_lines, labels=_step_labels(runs), lines=lines, name=name, depth="step")
     return [*panels, ("all weights: distance to the last step", draw)]
 
 
@@ -66,7 +66,8 @@ def _scalar_panels(models: Models) -> Panels:
             if any(map(math.isfinite, values)):
                 lines.append((run, _at_steps(runs, of_run, values)))
         if lines:
-            draw = partial(draw_lines, labels=_step_labels(runs), lines=lines, name=name)
+            labels = _step_labels(runs)
+            draw = partial(draw_lines, labels=labels, lines=lines, name=name, depth="step")
             panels.append((name, draw))
     return panels
 
