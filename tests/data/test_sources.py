@@ -101,6 +101,16 @@ def test_compressed_json_has_a_document_a_line(tmp_path):
     assert texts(tmp_path) == ["a", "b"]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.JSONL", "a.Jsonl.gz"])
+def test_suffixes_of_json_lines(tmp_path, name):
+    write = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(write(b'{"text": "one"}\n{"text": "two"}\n'))
+    assert texts(tmp_path / name) == ["one", "two"]
+    (tmp_path / "settings.json").write_text('{"no": "text"}')  # not read with its folder
+    (tmp_path / "b.TXT").write_text("three")
+    assert texts(tmp_path) == (["three"] if name == "a.json" else ["one", "two", "three"])
+
+
 def test_what_is_neither_file_nor_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     assert "pipe.txt: neither a regular file nor a folder" in error_of(tmp_path / "pipe.txt")

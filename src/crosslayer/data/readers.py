@@ -50,7 +50,8 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, ["stdlib", *siblings])
         raise ValueError(f"{path}: no such file or folder{hint}")
-    files = sorted(f for f in path.rglob("*") if _suffix(f) in SUFFIXES and f.is_file())
+    files = [f for f in sorted(path.rglob("*")) if _suffix(f) in SUFFIXES and f.is_file()]
+    files = [file for file in files if file.suffix.lower() != ".json"]  # settings, as a rule
     if not files:
         raise ValueError(
             f"{path}: no text file in it (looked for {', '.join(SUFFIXES)}, also compressed as "
@@ -113,10 +114,9 @@ def read_token_ids(file: Path) -> Document:
 
 
 def _suffix(file: Path) -> str:
-    """The suffix before that of a compression. A compressed .json has a document a line."""
-    if file.suffix not in COMPRESSIONS:
-        return file.suffix
-    suffix = file.with_suffix("").suffix
+    """The suffix before that of a compression, in lower case. A .json has a document a line."""
+    name = file.with_suffix("") if file.suffix in COMPRESSIONS else file
+    suffix = name.suffix.lower()
     return ".jsonl" if suffix == ".json" else suffix
 
 

@@ -59,6 +59,8 @@ def report_notes(comparison: Comparison) -> list[str]:
             f"prenorm's, with {versions.get('operations', TORCH_OPERATIONS)}."
         ),
     ]
+    if not any(arm.connection == "prenorm" for arm in comparison.arms):
+        notes.append("No arm is prenorm, so there is nothing to compare with; add it to the arms.")
     seeds = most_seeds(rows)
     if seeds > 1:
         notes.append(f"Mean ± standard deviation over {seeds} seeds; differences seed by seed.")
