@@ -53,7 +53,6 @@ def evaluate_tasks(
         ValueError: a task is unknown, its data cannot be loaded, a template does not fit them, or
             an answer is longer than the context.
     """
-    from jinja2 import TemplateError
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -100,7 +99,9 @@ def evaluate_tasks(
             f"the harness refused a request of {', '.join(tasks)}: is an answer longer than the "
             f"context of {harness_model.max_length} tokens?"
         ) from error
-    except TemplateError as error:
+    except Exception as error:
+        if not type(error).__module__.startswith("jinja2"):  # of a template
+            raise
         raise ValueError(
             f"a template of {', '.join(tasks)} does not fit its documents ({error})"
         ) from error

@@ -272,7 +272,7 @@ def zero_output(module: nn.Module) -> Iterator[None]:
     """Zeros for the output of a module, or for the first of its outputs."""
 
     def zero(_: nn.Module, __: Any, outputs: Any) -> Any:
-        if isinstance(outputs, tuple):
+        if isinstance(outputs, tuple | list):
             return (torch.zeros_like(outputs[0]), *outputs[1:])
         return torch.zeros_like(outputs)
 

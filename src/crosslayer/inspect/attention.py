@@ -118,7 +118,7 @@ class _HeadRecorder:
                 handle.remove()
 
     def _record(self, layer: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        A = outputs[1] if isinstance(outputs, tuple) else None  # [B H T T]
+        A = outputs[1] if isinstance(outputs, tuple) and outputs[1:] else None  # [B H T T]
         if A is None:
             raise ValueError(f"{type(module).__name__} returns no attention weights")
         top = A.argmax(-1)  # [B H T]

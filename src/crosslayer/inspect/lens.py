@@ -20,6 +20,7 @@ from .observation import (
     Batch,
     SiteVisit,
     connected_for_analysis,
+    find_body,
     model_arguments,
     site_label,
     visited_sites,
@@ -54,6 +55,10 @@ class _LensAnalysis:
         self.head = find_head(model)
         self.dtype = model.dtype
         self.readout = find_connections(model)[-1]
+        if getattr(self.head, "in_features", self.readout.dim) != self.readout.dim:
+            raise ValueError(
+                f"the head of {type(model).__name__} reads something else than the hidden state"
+            )
         self.losses: dict[str, RunningMoments] = {}
         self.targets = torch.zeros(0)  # of the tokens that have one
         self.is_scored: Tensor | None = None  # [N], which tokens these are; None for the answers
@@ -76,8 +81,10 @@ def measure_site_losses(model: Any, batches: Iterable[Batch]) -> SiteLosses:
             whose readout has one norm.
         batches: with `input_ids`, and an `attention_mask` where some are padded; or with
             `pixel_values` and `labels`.
+
+    Raises:
+        ValueError: the model has no head, or one that reads something else than the hidden state.
     """
-    backbone, _ = find_backbone(model)
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         analysis = _LensAnalysis(model)
@@ -90,7 +97,7 @@ def measure_site_losses(model: Any, batches: Iterable[Batch]) -> SiteLosses:
                 mask = arguments.get("attention_mask", torch.ones_like(targets))
                 analysis.is_scored = has_target[mask.bool()]
             with visited_sites(model, arguments, [analysis]):
-                backbone(**arguments)
+                find_body(model, arguments)(**arguments)
     labels = list(analysis.losses)
     return SiteLosses(labels, [analysis.losses[label].mean.item() for label in labels])
 

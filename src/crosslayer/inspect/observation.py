@@ -7,12 +7,14 @@ tokens.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..class_swap import original_class
 from ..connection import WAYS_APART, Connection, autocast_disabled, find_connections
 from ..evaluation_mode import evaluation_mode
 from ..hf import connect, disconnect
@@ -23,6 +25,7 @@ from ..mixing import MixingWeights
 # a model's arguments, like input_ids and attention_mask; of images also their classes
 Batch = Mapping[str, Tensor]
 LABELS = "labels"
+MODEL_INPUTS = frozenset({"input_ids", "pixel_values"})
 
 
 class SiteVisit:
@@ -135,13 +138,12 @@ def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence
         batches: arguments of the model. Tokens whose `attention_mask` is 0 are left out.
         analyses: called in their order.
     """
-    backbone = _find_observed(model)
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         for batch in batches:
             arguments = model_arguments(batch, device)
             with visited_sites(model, arguments, analyses):
-                backbone(**arguments)
+                find_body(model, arguments)(**arguments)
 
 
 def model_arguments(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -171,10 +173,19 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
         disconnect(model)
 
 
-def _find_observed(model: nn.Module) -> nn.Module:
-    """What to call: the backbone of a transformers model, without its head, or else the model."""
-    has_own_connections = find_connections(model) and not hasattr(model, "config")
-    return model if has_own_connections else find_backbone(model)[0]
+def find_body(model: nn.Module, arguments: Batch) -> nn.Module:
+    """What to call with a batch: of a transformers model the part without its head, if it takes it.
+
+    Its backbone may be an encoder of embeddings (DINOv2), which does not.
+    """
+    if find_connections(model) and not hasattr(model, "config"):
+        return model
+    inputs = MODEL_INPUTS & arguments.keys()
+    for part in (find_backbone(model)[0], getattr(model, "base_model", model)):
+        host: Any = original_class(part)
+        if inputs <= signature(host.forward).parameters.keys():
+            return part
+    return model
 
 
 @contextmanager

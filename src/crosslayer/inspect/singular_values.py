@@ -44,11 +44,21 @@ def measure_singular_values(model: nn.Module) -> SingularValues:
         if len(blocks) == len(layers) and len({block.shape for block in blocks}) == 1:
             names.append(name)
             values.append(_mean_singular_values(blocks))
-    embedding: Any = backbone.get_input_embeddings() if hasattr(backbone, "config") else None
-    if getattr(embedding, "weight", None) is not None:
+    embedding = _token_embedding(backbone)
+    if embedding is not None:
         names.append("embedding")
-        values.append(_mean_singular_values([embedding.weight]))
+        values.append(_mean_singular_values([embedding]))
     return SingularValues(names, values)
+
+
+def _token_embedding(backbone: Any) -> Tensor | None:
+    """The matrix of a backbone's token embedding; None where it has none."""
+    try:
+        embedding = backbone.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a stack, or an encoder of embeddings
+        return None
+    weight: Tensor | None = getattr(embedding, "weight", None)
+    return weight
 
 
 def _mean_singular_values(matrices: list[Tensor]) -> Tensor:

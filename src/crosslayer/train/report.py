@@ -206,15 +206,16 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
         )
         if _has_many_arms(comparison):
             continue  # their labels would overlap
-        # labels of neighbours alternate between below and above
+        # Labels of neighbours alternate between below and above, and stand beside an error bar.
+        has_bar = bool(row.loss.std)
         axes.annotate(
             row.arm,
             point,
             fontsize=9,
             color=style["color"],
-            xytext=(0, -17 if number % 2 else 9),
+            xytext=(6 if has_bar else 0, -17 if number % 2 else 9),
             textcoords="offset points",
-            ha="center",
+            ha="left" if has_bar else "center",
         )
     axes.margins(x=0.2, y=0.15)
     if _has_many_arms(comparison):
