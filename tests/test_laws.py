@@ -473,6 +473,26 @@ def test_second_derivatives(spec, parallel):
         assert (product - expected).norm() < 1e-5 * expected.norm()
 
 
+# Attention over depth adds a gradient in place, by an op that torch cannot vectorise.
+VECTORISED = [spec for spec in SPECS if not spec.startswith(("attnres", "mgr"))]
+
+
+@pytest.mark.parametrize(("spec", "parallel"), cases(VECTORISED, False))
+def test_vectorised_jacobian(spec, parallel):
+    """All rows of a Jacobian in one backward pass: every gradient has one more axis."""
+    sites = chain(spec, parallel, layers=2)
+    x = torch.randn(1, 2, 6, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *(p for site in sites for p in site.parameters() if p.requires_grad)]
+    y = run(sites, x).flatten()
+    options = {"retain_graph": True, "allow_unused": True}
+    rows = [torch.autograd.grad(row, inputs, **options) for row in y]
+    basis = torch.eye(len(y), dtype=y.dtype)
+    jacobians = torch.autograd.grad(y, inputs, basis, is_grads_batched=True, allow_unused=True)
+    for jacobian, of_rows in zip(jacobians, zip(*rows, strict=True), strict=True):
+        if jacobian is not None:
+            torch.testing.assert_close(jacobian, torch.stack(of_rows))
+
+
 @every_sequential
 def test_vmap_over_the_batch(spec, parallel):
     sites, x = chain(spec, parallel), torch.randn(2, 1, 3, 6, dtype=torch.float64)

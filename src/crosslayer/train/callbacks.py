@@ -140,6 +140,9 @@ class OnStep(Callback):
 class ConnectAtStep(Callback):
     """Replaces the model's connection after a step. Optimizer states of the backbone are kept.
 
+    A run does not resume from checkpoints after that step: its model is built with the connection
+    of the arm, and theirs has other parameters.
+
     Args:
         step: the step after which it happens.
         spec: the new connection, like "mudd(dilation=2)".
