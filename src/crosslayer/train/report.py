@@ -50,14 +50,14 @@ def table_columns(comparison: Comparison) -> list[str]:
     metrics: dict[str, None] = {}  # ordered
     for row in rows:
         metrics |= dict.fromkeys(row.metrics)
-    columns = ["arm", "parameters", "extra", "val loss"]
+    columns = ["arm", "parameters", "extra", "val loss", "vs prenorm"]
     if comparison.search_rates:
         columns.append(SAME_RATE)
+    columns += [_speed_unit(comparison), "activations"]
     for metric in metrics:
         # a set's own metrics, like "c4 loss", are in results.json; the table has its group's
         if metric.rpartition(" ")[0] not in grouped_sets:
             columns.append(metric)
-    columns += ["vs prenorm", _speed_unit(comparison), "activations"]
     # at another scale than the paper's its results say nothing
     if comparison.recipe.scale == "full" and any(row.paper for row in rows):
         columns.append("paper")
@@ -81,7 +81,8 @@ def table_cells(comparison: Comparison) -> list[list[str]]:
             "paper": ", ".join(f"{name} {value:g}" for name, value in row.paper.items()),
         }
         for name, value in row.metrics.items():
-            cells.setdefault(name, format_mean_std(value, ".4f"))
+            form = ".2f" if name.endswith("perplexity") else ".4f"
+            cells.setdefault(name, format_mean_std(value, form))
         table.append([cells.get(column) or NOT_KNOWN for column in columns])
     return table
 
