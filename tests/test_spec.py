@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import ConnectionSpec, make
-from crosslayer.connection import Connection
+from crosslayer.connection import Connection, plan_layers
+from crosslayer.connections.denseformer import blocks_averaged_later
 from crosslayer.spec import split_specs
 from tests.hf.backbones import llama
 
@@ -166,6 +167,15 @@ def test_split_specs():
         'c(z="(")',
         "d",
     ]
+
+
+def test_blocks_averaged_later_in_layers_of_different_lengths():
+    one, two = [("mlp",)], [("attn",), ("mlp",)]
+    sites = plan_layers([one, one, two, two])
+    first = sites[1]
+    assert first.layer == 1 and first.layers == 4
+    assert blocks_averaged_later(first, (0, 1), dilation=1, period=4, window=None) == (0, 1)
+    assert blocks_averaged_later(first, (0, 1), dilation=1, period=5, window=None) == ()
 
 
 def test_plan():

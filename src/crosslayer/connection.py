@@ -327,7 +327,7 @@ class Connection(nn.Module, Generic[StateT]):
 def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
     """The ports, if they are the site's, with all inputs of an attention in its place or none.
 
-    A readout, which feeds no sub-layer, has one norm for each of its own.
+    The ports of a readout feed no sub-layer, so a method chooses them freely.
     """
     if site.index == site.depth:
         return ports

@@ -14,6 +14,12 @@ LOCK_FILE = ".lock"
 JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
 
 
+def check_no_file(folder: Path) -> None:
+    """Raise a ValueError where a file is in the place of an output folder."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: a file is in the way of the output folder")
+
+
 def write_text_atomic(path: Path, content: str) -> None:
     """Write `content` to a temporary file beside `path`, then rename it to `path`."""
     temporary = path.with_name(path.name + ".part")

@@ -78,10 +78,10 @@ def find_method(name: str) -> type[Connection[Any]]:
     Raises:
         ValueError: the package that brings it cannot be imported, or brings something else.
     """
-    if name in _own_names():
-        return _method_of_file(name)
     if name in _registered:
         return _registered[name]
+    if name not in _entry_points():
+        return _method_of_file(name)
     entry_point = _entry_points()[name]
     try:
         method = entry_point.load()

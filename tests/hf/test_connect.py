@@ -111,6 +111,13 @@ def test_the_language_model_of_a_larger_model(tmp_path):
     assert torch.equal(loaded(ids()).logits, model(ids()).logits)
 
 
+def test_surplus_arguments_of_a_layer_are_an_error():
+    layer = crosslayer.connect(llama(), "mudd").model.layers[0]
+    surplus = [None] * (len(layer.argument_names) + 1)
+    with pytest.raises(TypeError, match=r"takes \d+ arguments after hidden_states"):
+        layer(torch.zeros(1, 2, 8), *surplus)
+
+
 def test_only_a_pretrained_model_causes_a_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from crosslayer.cli.main import main
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
+from crosslayer.train.comparison_results import describe_environment
 from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.report import plot_curves, plot_tradeoff
@@ -205,6 +207,24 @@ def test_two_comparisons_in_one_folder_lose_no_result(tiny, tmp_path):
     run_comparison(second, lambda *_: None)
     rows = json.loads((out / "results.json").read_text())["runs"]
     assert [row["arm"] for row in rows] == ["prenorm", "skip_gain"] and not left.exists()
+
+
+def test_a_comparison_goes_on_where_its_data_have_been_moved(tiny, tmp_path):
+    tiny |= {"steps": 1, "evals": 1, "layers": 1}
+    out, moved = tmp_path / "out", tmp_path / "moved.txt"
+    run_comparison(prepare_comparison(recipe(tiny, "prenorm"), 1, out), lambda *_: None)
+    moved.write_bytes(Path(tiny["data"]).read_bytes())
+    tiny["data"] = str(moved)
+    assert not prepare_comparison(recipe(tiny, "prenorm"), 1, out).missing_runs()
+    moved.write_text(moved.read_text() + "one line more\n")
+    with pytest.raises(ValueError, match="another comparison, whose bytes to train on"):
+        prepare_comparison(recipe(tiny, "prenorm"), 1, out)
+
+
+def test_kernels_without_a_gpu_are_not_named(monkeypatch):
+    monkeypatch.setattr("crosslayer.ops.dispatch.kernel_devices", ("cuda",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert describe_environment()["operations"] == "PyTorch operations"
 
 
 def test_the_report_names_the_machines_of_its_runs(tiny, tmp_path):

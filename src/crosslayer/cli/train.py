@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import check_no_file
 from ..run_folders import METRICS_FILE, MODEL_FOLDER, RESULT_FILE, RESULTS_FILE, RUN_FILE
 from ..validation import did_you_mean
 from .console import (
@@ -145,8 +146,7 @@ def _train_in_folder(
 
 def check_out_folder(folder: Path) -> None:
     """Refuse a folder where a comparison, or a model of another origin, would be overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: a file is in the way of the output folder")
+    check_no_file(folder)
     # A run's folder may hold the results of `crosslayer eval`, in a file of the same name.
     is_comparison = (folder / RESULTS_FILE).exists() and not (folder / RUN_FILE).exists()
     has_other_model = (folder / MODEL_FOLDER).exists() and not (folder / METRICS_FILE).exists()

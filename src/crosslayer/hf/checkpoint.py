@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ..connection import Connection
 from ..files import read_json
 from ..hub import NO_NETWORK, check_model_source
-from ..validation import did_you_mean
+from ..validation import did_you_mean, error_in_one_line
 from .config import check_sizes
 from .families import FAMILIES
 from .registration import (
@@ -196,7 +196,7 @@ def find_folder(
 
 
 def _one_line(error: Exception) -> str:
-    message = " ".join(str(error).split())
+    message = error_in_one_line(error)
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 

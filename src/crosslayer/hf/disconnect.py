@@ -77,7 +77,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
 
 
 def _check_plain_model_exists(model: nn.Module, backbone: Any) -> None:
-    """Raise a ValueError where not one part is connected, or its plain config would differ."""
+    """Raise a ValueError unless exactly one part is connected, and a plain config describes it."""
     if not is_connected(backbone):
         raise ValueError("the model is not connected")
     connected = [path for path, module in model.named_modules() if is_connected(module)]

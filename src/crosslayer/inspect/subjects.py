@@ -52,12 +52,12 @@ def choose_context(model: Any, context: int | None) -> int:
     """The context given, or `DEFAULT_CONTEXT`, or the model's where that is smaller.
 
     Raises:
-        ValueError: the model's is smaller than the one given.
+        ValueError: the model's is smaller than the one given, or that is less than 2.
     """
+    if context is not None:
+        return check_context(model, context)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
-    return context if limit is None else check_context(model, context)
+    return min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
 
 
 def check_layer(model: Any, layer: int | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import torch
 
 from .. import __version__
-from ..files import LOCK_FILE, read_json
+from ..files import LOCK_FILE, check_no_file, read_json
 from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
 from ..validation import check_option_type
@@ -89,16 +89,16 @@ TORCH_OPERATIONS = "PyTorch operations"  # what results that do not say it were 
 
 def describe_environment() -> dict[str, str]:
     """Device, versions, and whether the connections ran as fused kernels."""
+    device, operations = f"CPU, {torch.get_num_threads()} threads", TORCH_OPERATIONS
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-    else:
-        device = f"CPU, {torch.get_num_threads()} threads"
+        operations = "fused kernels" if dispatch.kernel_devices else TORCH_OPERATIONS
     return {
         "crosslayer": __version__,
         "device": device,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "operations": "fused kernels" if dispatch.kernel_devices else TORCH_OPERATIONS,
+        "operations": operations,
     }
 
 
@@ -119,8 +119,7 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
             data.
     """
     path = folder / RESULTS_FILE
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: a file is in the way of the output folder")
+    check_no_file(folder)
     if not path.exists():
         # what a comparison that was killed before its first result leaves
         own_names = {RUNS_FOLDER, LOCK_FILE, f"{RESULTS_FILE}.part"}

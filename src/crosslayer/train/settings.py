@@ -222,8 +222,8 @@ YAML_ONLY = frozenset(
     | {"log_every", "ema", "router_z_loss", "valid_groups"}
 )
 # Options that may change when a run is resumed. They change its losses by rounding at most, but for
-# `spike` and `unstable`, which decide what is done when it fails: a run's result names the batches
-# that were skipped.
+# `spike` and `unstable`, which decide whether an unstable step ends the run or is skipped. A run's
+# result names the steps that were skipped.
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
 # Where the data and their tokenizer are. What they are, a digest says.
 DATA_DIGEST = "data sha256"  # its key in a run's identity
