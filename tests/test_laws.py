@@ -473,11 +473,7 @@ def test_second_derivatives(spec, parallel):
         assert (product - expected).norm() < 1e-5 * expected.norm()
 
 
-# Attention over depth adds a gradient in place, by an op that torch cannot vectorise.
-VECTORISED = [spec for spec in SPECS if not spec.startswith(("attnres", "mgr"))]
-
-
-@pytest.mark.parametrize(("spec", "parallel"), cases(VECTORISED, False))
+@every_variant_slow
 def test_vectorised_jacobian(spec, parallel):
     """All rows of a Jacobian in one backward pass: every gradient has one more axis."""
     sites = chain(spec, parallel, layers=2)

@@ -15,7 +15,7 @@ from crosslayer.hf.families import FAMILIES, Family, Sublayer
 from crosslayer.hf.proof import prove_wiring
 from tests.hf.all_families import build_model, read_logits
 from tests.hf.backbones import build, ids
-from tests.hf.small_models import LANGUAGE
+from tests.hf.small_models import LANGUAGE, VISION, build_small
 from tests.support.tiny import shake
 
 # What each has that the others have not, and the ports that MUDD feeds in its layers.
@@ -86,6 +86,12 @@ def test_a_family_without_a_row(family):
         if ".connection" in name:
             assert parameter.grad is not None, name
             assert parameter.grad.any(), name
+
+
+def test_an_attention_that_is_passed_only_its_input_is_no_mlp():
+    tower = build_small(VISION, "internvl_vision").model
+    crosslayer.connect(tower, "mudd")
+    assert ports_of_layers(tower) == "attn|mlp, attn|mlp|out"
 
 
 @pytest.mark.parametrize("family", ["gptj", mark_slow("jamba", ("jamba",))])

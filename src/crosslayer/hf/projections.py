@@ -36,12 +36,13 @@ _OUTPUT = (
 )  # fmt: skip
 _SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
+_ATTENTION_NAMES = ("attn", "attention")
 
 
 def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     """Add what a module's names tell: its kind and its projections."""
     module = layer.get_submodule(sublayer.module)
-    is_mlp = any(part in sublayer.module for part in _MLP_NAMES) or not sublayer.arguments
+    is_mlp = _is_mlp(sublayer)
     qkv, fused = find_projections(module)
     port = "mlp" if is_mlp else "mixer"
     if qkv and not is_mlp:
@@ -61,6 +62,14 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
         up_projections=up if is_mlp else (),
         output_projection=output,
     )
+
+
+def _is_mlp(sublayer: Sublayer) -> bool:
+    if any(part in sublayer.module for part in _MLP_NAMES):
+        return True
+    # Some attentions of images are passed nothing but their input, as MLPs are.
+    is_named_attention = any(part in sublayer.module for part in _ATTENTION_NAMES)
+    return not sublayer.arguments and not is_named_attention
 
 
 def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | None]:

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
-from .mix import mixture, pass_sources_on, scale_and_add, weighted_sum
+from .mix import add_weighted_sum, mixture, pass_sources_on, weighted_sum
 from .products import project_manual_grad, row_dot
 
 
@@ -78,10 +78,10 @@ class _DepthAttention(Function):
         dQ = torch.zeros_like(q)[None]
         for l, x in enumerate(X):
             e_l, p_l, z_l = (c[..., l, None] for c in (e, p, z))
-            dQ += project_rms_dq(x, r[l], p_l * e_l)
+            dQ = dQ + project_rms_dq(x, r[l], p_l * e_l)
             # One product at the end, because dX'_l is large: it is rounded once a site.
             dx = project_rms_dx(x, q[None], r[l], z_l, e_l, dout)
-            dX.append(scale_and_add(dx, p_l, later[l]).to(x.dtype))
+            dX.append(add_weighted_sum(later[l], [dx], p_l).to(x.dtype))
         return dQ[0], None, *dX
 
 

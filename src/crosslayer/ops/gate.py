@@ -110,13 +110,13 @@ class _GatePool(Function):
         dS = []
         dbeta = []
         dQ = torch.zeros_like(Q)
-        dy = torch.zeros_like(upcast(y))
+        dy: Any = None
         for i, s in enumerate(S):
             b = beta[..., i, None]
             ds = torch.addcmul(upcast(dgated[i]), p[..., i, None], upcast(dh))
             ds = project_rms_dx(gated[i], Q, r[i], z[..., i], dz[..., i], ds)
-            dQ += project_rms_dq(gated[i], r[i], dz[..., i])
+            dQ = dQ + project_rms_dq(gated[i], r[i], dz[..., i])
             dbeta.append(row_dot(ds, upcast(y) - s))
-            dy.addcmul_(b, ds)
+            dy = b * ds if dy is None else dy.addcmul_(b, ds)
             dS.append(ds.mul_(1 - b).to(s.dtype))
         return dy.to(y.dtype), torch.stack(dbeta, -1), dQ, None, *dS

@@ -130,8 +130,3 @@ def add_weighted_sum(start: Tensor | None, X: Sequence[Tensor], w: Tensor) -> Te
     for l in range(1, len(X)):
         out.addcmul_(w[..., l, None], X[l])
     return out.add_(start) if start is not None and starts_large else out
-
-
-def scale_and_add(x: Tensor, w: Tensor, start: Tensor | None) -> Tensor:
-    """x ← start + w · x, which is returned; `start` None for zero. [B T D], and w [B T 1]."""
-    return x.mul_(w) if start is None else torch.addcmul(start, w, x, out=x)
