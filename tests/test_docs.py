@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import crosslayer
 from crosslayer import connections
 from crosslayer.train.recipe import load_recipe
+from tests.hf.test_plain_models import GPT
 from tests.support.hub import snapshot_folder
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +42,8 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
     build("neox-parallel").save_pretrained(snapshot_folder(tmp_path, "EleutherAI/pythia-160m"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    nanogpt = SimpleNamespace(GPT=lambda config: GPT(), GPTConfig=object)
+    monkeypatch.setitem(sys.modules, "model", nanogpt)
     exec(block, {})
 
 

@@ -93,10 +93,15 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
 def _is_list_of_layers(module: nn.Module) -> bool:
     """A list, or a dict with numbers as keys; an nn.Sequential with an embedding is a model."""
     if isinstance(module, nn.ModuleDict):
-        return len(module) > 0 and all(key.isdecimal() for key in module)
+        return has_numbered_layers(module)
     if isinstance(module, nn.Sequential):
         return not any(isinstance(child, nn.Embedding) for child in module)
     return isinstance(module, nn.ModuleList)
+
+
+def has_numbered_layers(modules: nn.ModuleDict) -> bool:
+    """Whether the keys are the numbers of layers, as in torchtitan."""
+    return len(modules) > 0 and all(key.isdecimal() for key in modules)
 
 
 def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:

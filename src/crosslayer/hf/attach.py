@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..class_swap import swap_class
 from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
@@ -47,7 +48,7 @@ def attach_connections(
         ValueError: an option has a wrong value, or the model is dispatched by accelerate. The
             backbone is then unchanged.
     """
-    layers = backbone.get_submodule(wiring.layers)
+    layers = wiring.find_layers(backbone)
     final = None if wiring.final is None else backbone.get_submodule(wiring.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
@@ -157,13 +158,16 @@ def is_connected(backbone: Any) -> bool:
 
 
 def set_config_keys(model: Any, **keys: Any) -> None:
-    """Set keys in a model's config, if it has one, to be saved with it. None removes a key."""
+    """Set keys in a model's config, if it has transformers' or diffusers', to be saved with it.
+
+    None removes a key.
+    """
     if is_diffusers_model(model):  # Its config is frozen.
         config = {**model.config, **keys}
         config = {key: value for key, value in config.items() if value is not None}
         model._internal_dict = type(model.config)(config)
         return
-    if not hasattr(model, "config"):
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         return
     for key, value in keys.items():
         if value is None:

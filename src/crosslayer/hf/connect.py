@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..connection import Connection, find_connections
 from ..spec import ConnectionSpec, make
@@ -81,7 +82,7 @@ def connect(
         )
     mlp_widths = None
     if reallocate:
-        layers = backbone.get_submodule(wiring.layers)
+        layers = wiring.find_layers(backbone)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, wiring))
     with _restored_on_error(model):
         _connect_backbone(model, backbone, wiring, spec, mlp_widths)
@@ -130,7 +131,8 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
     The values of weights are not restored: who changes them in place does so last.
     """
     changed: list[Any] = [*model.modules()]
-    configs = {id(config): config for m in changed if (config := vars(m).get("config")) is not None}
+    found = [vars(module).get("config") for module in changed]
+    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
     changed += configs.values()
     classes = [type(thing) for thing in changed]
     # A module's parameters, children and hooks are dicts.
@@ -161,7 +163,7 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
     `connect` does so once. What is loaded afterwards replaces the weights.
     """
     weights = []
-    for layer in backbone.get_submodule(wiring.layers):
+    for layer in wiring.find_layers(backbone):
         for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=False):
             if connection.output_scale == 1:
                 continue

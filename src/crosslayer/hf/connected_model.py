@@ -29,6 +29,8 @@ class ConnectedModel:
 
     def __init_subclass__(cls) -> None:
         """Give the class of a connected host the signature of its host, which trainers read."""
+        if "host" not in vars(cls):  # FSDP2 makes a subclass of it.
+            return
         forward: Any = ConnectedModel.forward
         copied: Any = FunctionType(
             forward.__code__, forward.__globals__, "forward", None, forward.__closure__

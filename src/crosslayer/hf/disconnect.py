@@ -45,7 +45,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     """
     backbone, wiring = find_backbone(model)
     _check_plain_model_exists(model, backbone)
-    layers = backbone.get_submodule(wiring.layers)
+    layers = wiring.find_layers(backbone)
     finals = [] if wiring.final is None else [backbone.get_submodule(wiring.final)]
     check_not_dispatched(*layers, *finals)
     like = next(backbone.parameters())

@@ -99,6 +99,10 @@ class ModelWiring(NamedTuple):
     def sublayers(self) -> list[Sublayer]:
         return [sublayer for layer in self.of_layers for sublayer in layer.sublayers]
 
+    def find_layers(self, backbone: nn.Module) -> list[Any]:
+        """The layers in the order of depth."""
+        return list_layers(backbone.get_submodule(self.layers))
+
     @property
     def norms_inputs(self) -> bool:
         """Whether a norm comes before every sub-layer."""
@@ -108,6 +112,13 @@ class ModelWiring(NamedTuple):
     def is_post_norm(self) -> bool:
         """Whether the stream is normed after every sub-layer. The last layer reads out."""
         return bool(self.of_layers[-1].last_norm)
+
+
+def list_layers(layers: Any) -> list[Any]:
+    """The members of an `nn.ModuleList`, or of an `nn.ModuleDict` with the layers' numbers as keys,
+    as torchtitan has it.
+    """
+    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
 
 
 def own_connection(wiring: LayerWiring) -> str:
@@ -153,7 +164,7 @@ class Family(NamedTuple):
         is_parallel = self.parallel is not None and getattr(config, self.parallel)
         sites = ((attn, mlp),) if is_parallel else ((attn,), (mlp,))
         layer = LayerWiring(sites, condition=self.condition)
-        of_layers = (layer,) * len(backbone.get_submodule(self.layers))
+        of_layers = (layer,) * len(list_layers(backbone.get_submodule(self.layers)))
         return ModelWiring(self.layers, self.final, attrgetter(self.width)(backbone), of_layers)
 
 
@@ -173,11 +184,32 @@ def qkv_concatenated(config: Any) -> Fused:
     return Fused(1, (config.num_attention_heads * head_dim, kv_size, kv_size))
 
 
-# By the class of an attention: its projection to q, k and v together, and the order of the outputs.
-FUSED_PROJECTIONS: dict[str, tuple[str, Callable[[Any], Fused]]] = {
-    "GPT2Attention": ("c_attn", qkv_concatenated),
-    "Phi3Attention": ("qkv_proj", qkv_concatenated),
-    "GPTNeoXAttention": ("query_key_value", qkv_per_head),
+def _nanogpt_qkv(attention: Any) -> Fused:
+    return Fused(1, (attention.n_embd, attention.n_embd, attention.n_embd))
+
+
+def _litgpt_qkv(attention: Any) -> Fused:
+    config = attention.config
+    kv_size = config.n_query_groups * config.head_size
+    return Fused(1, (config.n_head * config.head_size, kv_size, kv_size))
+
+
+def _torchtitan_qkv(projections: Any) -> Fused:
+    """Outputs in the order (head of k and v, its heads of q | k | v, channel)."""
+    size = projections.head_dim
+    heads = projections.wqkv.out_features // (projections.r_dim * size)
+    return Fused(heads, (projections.heads_per_kv * size, size, size))
+
+
+# Projections to q, k and v together, by the class of the module that has them, and their name in
+# it: the order of the outputs, given that module.
+FUSED_PROJECTIONS: dict[str, Callable[[Any], Fused]] = {
+    "GPT2Attention.c_attn": lambda attention: qkv_concatenated(attention.config),
+    "Phi3Attention.qkv_proj": lambda attention: qkv_concatenated(attention.config),
+    "GPTNeoXAttention.query_key_value": lambda attention: qkv_per_head(attention.config),
+    "CausalSelfAttention.c_attn": _nanogpt_qkv,
+    "CausalSelfAttention.qkv": _litgpt_qkv,
+    "FusedQKVLinear.wqkv": _torchtitan_qkv,
 }
 
 

@@ -90,10 +90,7 @@ def replace_recorded(backbone: Any, outputs: Any, recorder: HiddenStateRecorder)
 
 def _read_from_states(backbone: Any, recorded: tuple[Any, ...]) -> tuple[Any, ...]:
     """The hidden states, where the host has recorded whole states before and after its layers."""
-    readers = [
-        partial(read_hidden_state, layer)
-        for layer in backbone.get_submodule(backbone.wiring.layers)
-    ]
+    readers = [partial(read_hidden_state, layer) for layer in backbone.wiring.find_layers(backbone)]
     if backbone.wiring.final is not None:
         final = backbone.get_submodule(backbone.wiring.final)
         readers.append(partial(final, verb="hidden_state"))

@@ -52,7 +52,7 @@ def mlp_hidden_width(backbone: Any, wiring: ModelWiring) -> int:
         ValueError: the names of an MLP's projections are not known, as in a mixture of experts.
     """
     mlps = [_find_mlp(layer) for layer in wiring.of_layers]
-    first_layer = backbone.get_submodule(wiring.layers)[0]
+    first_layer = wiring.find_layers(backbone)[0]
     module = first_layer.get_submodule(mlps[0].module)
     hidden_width, _ = _linear_shape(getattr(module, mlps[0].output_projection))
     return hidden_width
@@ -80,7 +80,7 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
     Raises:
         ValueError: the number of widths is not that of the layers.
     """
-    layers = backbone.get_submodule(wiring.layers)
+    layers = wiring.find_layers(backbone)
     if len(widths) != len(layers):
         raise ValueError(
             f"crosslayer_widths must be one width a layer, {len(layers)} in all, got {len(widths)}"

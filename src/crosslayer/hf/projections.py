@@ -72,7 +72,7 @@ def _is_mlp(sublayer: Sublayer) -> bool:
     return not sublayer.arguments and not is_named_attention
 
 
-def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | None]:
+def find_projections(attention: Any) -> tuple[tuple[str, ...], Fused | None]:
     """The projections of an attention's input: of q, k and v, and then others, such as gates.
 
     Returns:
@@ -80,15 +80,27 @@ def find_projections(attention: nn.Module) -> tuple[tuple[str, ...], Fused | Non
         attention does more with its input than to project it.
     """
     called = _calls_of_input(original_class(attention))
-    if called is not None:  # Some exist in cross-attention alone.
-        called = {name for name in called if name in attention._modules}
-    fused_name, order = FUSED_PROJECTIONS.get(original_class(attention).__name__, ("", None))
-    if order is not None and called == {fused_name}:
-        return (fused_name,), order(attention.config)
+    if called is None:
+        return (), None
+    called = {name for name in called if name in attention._modules}  # Some are of other variants.
+    if len(called) == 1:
+        return _find_joint_projections(attention, called.pop())
     for names in _QKV + _LATENT:
-        if called is not None and called.issuperset(names):
+        if called.issuperset(names):
             return (*names, *sorted(called.difference(names))), None
     return (), None
+
+
+def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], Fused | None]:
+    """`find_projections` where one module gets the input: all projections, or their parent."""
+    order = FUSED_PROJECTIONS.get(f"{original_class(attention).__name__}.{name}")
+    if order is not None:
+        return (name,), order(attention)
+    module = attention.get_submodule(name)
+    if not any(True for _ in module.children()):
+        return (), None
+    names, fused = find_projections(module)
+    return tuple(f"{name}.{projection}" for projection in names), fused
 
 
 @functools.cache
@@ -109,6 +121,8 @@ def _calls_of_input(cls: type) -> set[str] | None:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name) or node.id != name:
             continue
+        if _is_local_name(node, parents):
+            continue
         parent = parents[node]
         if isinstance(parent, ast.Attribute) and parent.attr in _SIZE_ATTRIBUTES:
             continue
@@ -120,6 +134,17 @@ def _calls_of_input(cls: type) -> set[str] | None:
             case _:
                 return None
     return called
+
+
+def _is_local_name(name: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a function within the forward has an argument of this name."""
+    node: Any = parents[name]
+    while not isinstance(node, ast.Module):
+        is_inner = isinstance(node, ast.FunctionDef) and not isinstance(parents[node], ast.Module)
+        if is_inner and any(argument.arg == name.id for argument in node.args.args):
+            return True
+        node = parents[node]
+    return False
 
 
 def _has_attribute(module: Any, path: str) -> bool:

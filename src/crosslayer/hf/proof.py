@@ -40,7 +40,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
             or the backbone changes the stream between layers. The message says what the layer does.
     """
     proven = set()
-    for number, layer in enumerate(backbone.get_submodule(wiring.layers)):
+    for number, layer in enumerate(wiring.find_layers(backbone)):
         layer_wiring = wiring.of_layers[number]
         kind = (layer_kind(layer), layer_wiring)
         if kind in proven or layer_wiring.condition is not None:

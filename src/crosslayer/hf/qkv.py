@@ -42,6 +42,8 @@ class SplitInputAttention:
         """Wrap the host's forward. vLLM finds its attention in the source, but does not merge
         projections of q, k and v whose inputs differ.
         """
+        if "host" not in vars(cls):  # FSDP2 makes a subclass of it.
+            return
         host_forward: Any = vars(cls)["host"].forward
 
         @wraps(host_forward)
@@ -68,9 +70,15 @@ def split_qkv_inputs(attention: Any, projections: tuple[str, ...], fused: Fused 
 
     Args:
         attention: the host's attention module.
-        projections: names of its projections of q, k and v, or of the one that is all three.
+        projections: names of its projections of q, k and v, or of the one that is all three. They
+            may be within one module of it.
         fused: how the outputs of the one projection are divided; None where there are three.
     """
+    parent = projections[0].rpartition(".")[0]
+    if parent:
+        names = tuple(path.rpartition(".")[2] for path in projections)
+        split_qkv_inputs(attention.get_submodule(parent), names, fused)
+        return
     swap_class(attention, SplitInputAttention)
     vars(attention).update(projections=projections, fused=fused)
     for name in projections:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from .families import LayerWiring, ModelWiring
+from ..optim import has_numbered_layers
+from .families import LayerWiring, ModelWiring, list_layers
 from .layer_recognition import is_norm, recognise_layer
 
 
@@ -27,9 +28,9 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
             "encoder-decoder models cannot be connected, as their layers have two inputs"
         )
     owner, path, alike = _find_layers(backbone)
-    layers: Any = owner.get_submodule(path)
+    layers = list_layers(owner.get_submodule(path))
     final = _find_final_norm(owner, path)
-    config = next(_configs((owner, backbone, layers)), None)
+    config = next(_configs((owner, backbone, *layers)), None)
     dim = _stream_width(owner, layers, final, config)
     try:
         of_layers = _recognise_layers(layers, dim)
@@ -47,7 +48,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     return owner, ModelWiring(path, None if True in last_norms else final, dim, of_layers)
 
 
-def _recognise_layers(layers: Any, dim: int) -> tuple[LayerWiring, ...]:
+def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
@@ -72,8 +73,8 @@ def _check_list_of_layers(owner: nn.Module, path: str) -> None:
     if getattr(getattr(owner, "config", None), "num_hidden_groups", None):
         raise ValueError("its layers share their weights, and connections need separate layers")
     parent, _, name = path.rpartition(".")
-    children = dict(owner.get_submodule(parent).named_children())
-    lists = {key: child for key, child in children.items() if isinstance(child, nn.ModuleList)}
+    children: dict[str, Any] = dict(owner.get_submodule(parent).named_children())
+    lists = {key: child for key, child in children.items() if _is_list(child)}
     alike = [key for key, child in lists.items() if len(child) == len(lists[name])]
     if len(alike) > 1:
         raise ValueError(f"its sub-layers are in separate lists, {', '.join(alike)}, not in layers")
@@ -127,8 +128,8 @@ class _ListPlace(NamedTuple):
     path: str  # of the list in this model
 
     @property
-    def layers(self) -> Any:
-        return getattr(self.owner, self.name)
+    def layers(self) -> list[Any]:
+        return list_layers(getattr(self.owner, self.name))
 
 
 def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
@@ -137,14 +138,21 @@ def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
     owners = [(backbone, backbone, "")]  # a module, the model around it, the module's path in it
     while owners:
         owner, model, prefix = owners.pop(0)
-        for name, child in owner.named_children():
+        children: Iterable[tuple[str, Any]] = owner.named_children()
+        for name, child in children:
             if isinstance(child, PreTrainedModel):
                 owners.append((child, child, ""))
-            elif not isinstance(child, nn.ModuleList):
+            elif not _is_list(child):
                 owners.append((child, model, f"{prefix}{name}."))
             elif len(child):
                 found.append(_ListPlace(owner, name, model, prefix + name))
     return found
+
+
+def _is_list(module: Any) -> bool:
+    if isinstance(module, nn.ModuleDict):
+        return has_numbered_layers(module)
+    return isinstance(module, nn.ModuleList)
 
 
 def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
@@ -175,7 +183,7 @@ def _configs(parts: Iterable[nn.Module]) -> Iterator[Any]:
                 yield module.config
 
 
-def _stream_width(owner: nn.Module, layers: Any, final: str | None, config: Any) -> int:
+def _stream_width(owner: nn.Module, layers: list[Any], final: str | None, config: Any) -> int:
     """The width of the stream, from a norm of it or from the config."""
     norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
     if final is not None:

@@ -135,7 +135,7 @@ def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     backbone, wiring = find_backbone(model)
     appended = _appended_writes(model)
     site = 0
-    for number, layer in enumerate(backbone.get_submodule(wiring.layers)):
+    for number, layer in enumerate(wiring.find_layers(backbone)):
         layer_wiring = wiring.of_layers[number]
         steps = Counter(step for sublayer in layer_wiring.sublayers for step in sublayer.after)
         for sublayers in layer_wiring.sites:

@@ -61,7 +61,7 @@ def measure_head_activations(
     """
     backbone, wiring = find_backbone(model)
     device = next(model.parameters()).device
-    layers = backbone.get_submodule(wiring.layers)
+    layers = wiring.find_layers(backbone)
     if pattern_layer is None:
         pattern_layer = 3 * len(layers) // 4
     if not 0 <= pattern_layer < len(layers):

@@ -123,7 +123,7 @@ def measure_block_gradients(model: Any, batches: Iterable[Batch]) -> BlockGradie
                 logits, targets = score_logits(model, batch)
                 F.cross_entropy(logits, targets, reduction="sum").backward()
                 count += len(targets)
-        layers = backbone.get_submodule(wiring.layers)
+        layers = wiring.find_layers(backbone)
         return BlockGradients([_gradient_rms(layer) / max(count, 1) for layer in layers])
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):

@@ -34,7 +34,7 @@ def measure_singular_values(model: nn.Module) -> SingularValues:
     """
     backbone, wiring = find_backbone(model)
     matrices: dict[str, list[Tensor]] = {}
-    layers = backbone.get_submodule(wiring.layers)
+    layers = wiring.find_layers(backbone)
     for layer in layers:
         for name, parameter in layer.named_parameters():
             if parameter.dim() == 2 and not name.startswith("connections."):

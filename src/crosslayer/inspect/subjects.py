@@ -66,7 +66,7 @@ def check_layer(model: Any, layer: int | None) -> None:
     One more than that of the last layer stands for the readout.
     """
     backbone, wiring = find_backbone(model)
-    layers = len(backbone.get_submodule(wiring.layers))
+    layers = len(wiring.find_layers(backbone))
     if layer is not None and not 0 <= layer <= layers:
         raise ValueError(
             f"--layer must be from 0 to {layers - 1}, or {layers} for the readout, got {layer}"

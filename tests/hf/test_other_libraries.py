@@ -1,0 +1,76 @@
+"""Models of LitGPT and torchtitan, which CI installs for these tests alone."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.connection import find_connections
+from tests.support.split_inputs import check_split_inputs
+
+pytestmark = [
+    pytest.mark.slow,  # The libraries take seconds to import.
+    pytest.mark.filterwarnings("ignore"),  # their own
+]
+IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_litgpt():
+    litgpt = pytest.importorskip("litgpt")
+    config = litgpt.Config(
+        n_layer=3, n_embd=32, n_head=4, n_query_groups=2, intermediate_size=64, vocab_size=50,
+        padding_multiple=2, block_size=16, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
+        bias=False, parallel_residual=False,
+    )  # fmt: skip
+    plain = litgpt.GPT(config).eval()
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(IDS), plain(IDS))
+    assert model.transformer.h[1].connections[0].ports == ("q", "k", "v")
+
+    attention = plain.transformer.h[1].attn
+    sizes = [config.head_size * heads for heads in (4, 2, 2)]
+    check_split_inputs(attention, lambda x: attention.qkv(x).split(sizes, dim=-1), 32)
+
+
+def build_as_torchtitan(config: Any) -> Any:
+    """Build a model as torchtitan's trainer does: without weights, which are made afterwards."""
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device="cpu")
+    model.init_states(buffer_device=torch.device("cpu"))
+    return model
+
+
+def test_torchtitan():
+    pytest.importorskip("torchtitan")
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import config_registry
+
+    from examples.torchtitan_llama import debugmodel_mudd
+
+    training = debugmodel_mudd()
+    configs = [config_registry.llama3_debugmodel().model_spec.model, training.model_spec.model]
+    for config in configs:
+        for layer in config.layers:  # flex attention has no backward on a CPU
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    plain, model = map(build_as_torchtitan, configs)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    positions = torch.arange(9).expand(2, 9)
+    assert torch.equal(model(IDS, positions), plain(IDS, positions))
+    model(IDS, positions).square().mean().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+    # torchtitan's optimizer exempts the same parameters of connections from weight decay.
+    groups = crosslayer.param_groups(model, lr=1.0, weight_decay=0.1)
+    without_decay = {id(p) for g in groups if not g["weight_decay"] for p in g["params"]}
+    pattern = training.optimizer.param_groups[0].pattern
+    for connection in find_connections(model):
+        for name, parameter in connection.named_parameters():
+            is_exempt = re.search(pattern, f"layers.0.connections.0.{name}") is not None
+            assert is_exempt == (id(parameter) in without_decay), name
+
+    attention = plain.layers["1"].attention
+    check_split_inputs(attention, attention.qkv_linear, 256)

@@ -1,0 +1,132 @@
+"""Models of plain torch, with nanoGPT's names and layout."""
+
+import copy
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import crosslayer
+from tests.support.split_inputs import check_split_inputs
+from tests.support.tiny import shake
+
+DIM = 32
+HEADS = 4
+CONNECTIONS = ["mudd", "hyper", "denseformer", "mhc"]
+
+
+class CausalSelfAttention(nn.Module):
+    """Named and built as nanoGPT's."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_attn = nn.Linear(DIM, 3 * DIM)
+        self.c_proj = nn.Linear(DIM, DIM)
+        self.resid_dropout = nn.Dropout(0.1)
+        self.n_embd = DIM
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.size()
+        qkv = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (part.view(B, T, HEADS, -1).transpose(1, 2) for part in qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, DIM)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(DIM)
+        self.attn = CausalSelfAttention()
+        self.ln_2 = nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(
+            OrderedDict(
+                c_fc=nn.Linear(DIM, 4 * DIM), gelu=nn.GELU(), c_proj=nn.Linear(4 * DIM, DIM)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """A GPT with tied embeddings and nanoGPT's names; its layers are in a list or in a dict."""
+
+    def __init__(self, numbered: bool = False):
+        super().__init__()
+        self.config = SimpleNamespace(n_embd=DIM, block_size=16)
+        blocks = [Block() for _ in range(3)]
+        layers: Any = nn.ModuleList(blocks)
+        if numbered:
+            layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(50, DIM),
+                "wpe": nn.Embedding(16, DIM),
+                "h": layers,
+                "ln_f": nn.LayerNorm(DIM),
+            }
+        )
+        self.lm_head = nn.Linear(DIM, 50, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        parts: Any = self.transformer
+        x = parts.wte(ids) + parts.wpe(torch.arange(ids.shape[1]))
+        blocks = parts.h.values() if isinstance(parts.h, nn.ModuleDict) else parts.h
+        for block in blocks:
+            x = block(x)
+        return self.lm_head(parts.ln_f(x))
+
+
+def make_ids() -> Tensor:
+    return torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["list", "dict"])
+@pytest.mark.parametrize("spec", CONNECTIONS)
+def test_a_model_of_plain_torch(spec, numbered, tmp_path):
+    """It starts as the model was, every parameter learns, and it is saved as any module is."""
+    plain = GPT(numbered).eval()
+    expected = plain(make_ids())
+    model = crosslayer.connect(copy.deepcopy(plain), spec)
+    rounding = 0 if spec in ("mudd", "denseformer") else 1e-4
+    torch.testing.assert_close(model(make_ids()), expected, rtol=0, atol=rounding)
+    assert not hasattr(model.config, "crosslayer")
+
+    shake(model, 0.05)(make_ids()).square().mean().backward()
+    without_gradient = [name for name, p in model.named_parameters() if p.grad is None]
+    assert without_gradient == []
+    groups = crosslayer.param_groups(model, lr=1e-3, weight_decay=0.1)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = crosslayer.connect(GPT(numbered).eval(), spec)
+    loaded.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert torch.equal(loaded(make_ids()), model(make_ids()))
+
+
+def test_disconnecting_a_model_of_plain_torch():
+    plain = GPT(numbered=True).eval()
+    model = crosslayer.disconnect(crosslayer.connect(copy.deepcopy(plain), "mudd"))
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert torch.equal(model(make_ids()), plain(make_ids()))
+
+
+def test_a_subclass_of_a_connected_model_runs():
+    """FSDP2 makes subclasses of the classes that `connect` made."""
+    model = crosslayer.connect(GPT().eval(), "mudd")
+    expected = model(make_ids())
+    for module in [model, *model.transformer.h, model.transformer.h[1].attn]:
+        module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
+    assert torch.equal(model(make_ids()), expected)
+
+
+def test_q_k_and_v_of_nanogpt():
+    attention = CausalSelfAttention()
+    check_split_inputs(attention, lambda x: attention.c_attn(x).split(DIM, dim=2), DIM)
