@@ -6,7 +6,8 @@ from torch import nn
 
 import crosslayer
 from crosslayer.optim import layer_matrices, zero_connection_updates
-from tests.hf.backbones import llama, vit
+from tests.hf.all_families import build_model
+from tests.hf.backbones import ids, llama, vit
 from tests.support.tiny import DEFAULTS, connections, gpt, shake
 
 every_method = pytest.mark.parametrize("spec", DEFAULTS)
@@ -64,6 +65,40 @@ def test_embeddings_have_their_own_rate(tied):
     assert crosslayer.param_groups(model, 1e-3, 0.1, embedding_lr_scale=0)[0]["lr"] == 0
 
 
+def test_a_tied_embedding_is_one_wherever_its_head_stands():
+    model = nn.ModuleDict({"head": nn.Linear(16, 65, bias=False), "embed": nn.Embedding(65, 16)})
+    model["head"].weight = model["embed"].weight
+    (group,) = crosslayer.param_groups(model, 1e-3, 0.1, embedding_lr_scale=50)
+    assert group["name"] == "embeddings"
+
+
+def test_muon_gets_no_heads():
+    """Heads behind a norm, and in a list, as those of several next tokens."""
+    model = nn.ModuleDict(
+        {
+            "head": nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 65)),
+            "heads": nn.ModuleList([nn.Linear(16, 65) for _ in range(2)]),
+            "blocks": nn.ModuleList([nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16))]),
+        }
+    )
+    shapes = [
+        p.shape for g in crosslayer.param_groups(model, 1.0, 0.1) if g["muon"] for p in g["params"]
+    ]
+    assert shapes == [(8, 16), (16, 8)]
+
+
+def test_the_decay_of_a_state_is_no_matrix():
+    """Mamba's A_log takes no weight decay, and Muon does not orthogonalise it."""
+    model, _ = build_model("mamba", ids())
+    crosslayer.connect(model, "mudd")
+    group = {id(p): g for g in crosslayer.param_groups(model, 1.0, 0.1) for p in g["params"]}
+    found = [p for name, p in model.named_parameters() if name.endswith("A_log")]
+    assert found
+    for parameter in found:
+        assert parameter.dim() == 2
+        assert group[id(parameter)]["name"] == "vectors"
+
+
 def test_muon_gets_the_layers_matrices_alone():
     model = crosslayer.connect(llama(), "mudd")
     muon = {
@@ -83,7 +118,8 @@ def test_muon_of_layers_in_a_dict():
 
 def test_muon_gets_no_embedding_or_head_of_a_sequential():
     embedding, block, head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
-    assert [*layer_matrices(nn.Sequential(embedding, nn.Sequential(block), head))] == [block.weight]
+    layers = nn.Sequential(nn.Sequential(block))
+    assert [*layer_matrices(nn.Sequential(embedding, layers, head))] == [block.weight]
     head.weight = embedding.weight
     assert [*layer_matrices(nn.ModuleList([embedding, block, head]))] == [block.weight]
 

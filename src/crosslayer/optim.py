@@ -8,6 +8,10 @@ from torch import nn
 from .connection import Connection
 
 
+# Parameters of two dimensions that are no linear maps: the logarithm of the decay of Mamba's state
+_LOGARITHMS = ("A_log",)
+
+
 class _Group(NamedTuple):
     name: str
     lr: float
@@ -24,7 +28,7 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups of `model` for any torch optimizer.
 
-    Matrices of the backbone take weight decay, its vectors take none. Of a connection, the
+    Matrices of the backbone take weight decay, its vectors and Mamba's `A_log` take none. Of a connection, the
     parameters in its class's `weight_decay_params` take it. Frozen parameters are left out.
 
     Args:
@@ -42,6 +46,7 @@ def param_groups(
         between activations.
     """
     muon_ids = {id(parameter) for parameter in layer_matrices(model)}
+    embedding_ids = _embedding_ids(model)
     groups: dict[_Group, list[nn.Parameter]] = {}
     seen_ids: set[int] = set()
     for module in model.modules():
@@ -59,10 +64,10 @@ def param_groups(
                 )
             elif id(parameter) in muon_ids:
                 group = _Group("matrices", lr, weight_decay, muon=True)
-            elif isinstance(module, nn.Embedding):
+            elif id(parameter) in embedding_ids:
                 decay = weight_decay / embedding_lr_scale if embedding_lr_scale else 0.0
                 group = _Group("embeddings", embedding_lr_scale * lr, decay, muon=False)
-            elif parameter.dim() >= 2:
+            elif parameter.dim() >= 2 and name not in _LOGARITHMS:
                 group = _Group("other matrices", lr, weight_decay, muon=False)
             else:
                 group = _Group("vectors", lr, 0.0, muon=False)
@@ -74,10 +79,9 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The 2-d weights inside a model's lists of layers.
 
     Embeddings are excluded, also inside layers (DiT's blocks have one of the classes) and where a
-    head is tied to them, and so are the connections' parameters.
+    head is tied to them, and so are the connections' parameters and Mamba's `A_log`.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    embedding_ids = {id(module.weight) for module in embeddings}
+    embedding_ids = _embedding_ids(model)
     matrices = []
     for layers in model.modules():
         if not _is_list_of_layers(layers):
@@ -85,15 +89,26 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
         for module in layers.modules():
             if isinstance(module, nn.Embedding | Connection):
                 continue
-            own = module.parameters(recurse=False)
-            matrices += [p for p in own if p.dim() == 2 and id(p) not in embedding_ids]
+            for name, parameter in module.named_parameters(recurse=False):
+                is_map = parameter.dim() == 2 and name not in _LOGARITHMS
+                if is_map and id(parameter) not in embedding_ids:
+                    matrices.append(parameter)
     return matrices
 
 
+def _embedding_ids(model: nn.Module) -> set[int]:
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
 def _is_list_of_layers(module: nn.Module) -> bool:
-    """A list, or a dict with numbers as keys; an nn.Sequential with an embedding is a model."""
+    """A list, or a dict with numbers as keys; an nn.Sequential with an embedding is a model.
+
+    Layers have modules. A list of linear maps alone may be of output heads.
+    """
     if isinstance(module, nn.ModuleDict):
         return has_numbered_layers(module)
+    if not any(True for child in module.children() for _ in child.children()):
+        return False
     if isinstance(module, nn.Sequential):
         return not any(isinstance(child, nn.Embedding) for child in module)
     return isinstance(module, nn.ModuleList)

@@ -186,6 +186,16 @@ def saved_bytes(model: nn.Module, ids: torch.Tensor) -> int:
     return total
 
 
+def test_flops_of_experts():
+    """Each token passes two experts of three matrices, whatever their number is."""
+    flops = []
+    for width in (64, 1024):
+        options = {"intermediate_size": width, "num_local_experts": 4, "num_experts_per_tok": 2}
+        config = small_config("mixtral", layers=2, dim=64, overrides=options)
+        flops.append(estimate_cost("prenorm", config, 1, 64).model.forward_flops)
+    assert flops[1] - flops[0] == pytest.approx(2 * 64 * 2 * 3 * 2 * 64 * (1024 - 64), rel=0.01)
+
+
 def test_flops_agree_with_torchs_own_counter():
     """The unextended counter on an eager model is within 1 %: norms and rotations are little."""
     config = small_config(layers=2, dim=256)

@@ -274,8 +274,15 @@ def activation_bytes(
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's FLOP counter, extended by the element-wise operations of weighted sums."""
-    return FlopCounterMode(display=False, custom_mapping=_FLOP_FORMULAS)
+    """torch's FLOP counter, extended by the element-wise operations of weighted sums and by the
+    products of experts.
+    """
+    formulas = dict(_FLOP_FORMULAS)
+    # transformers' own, where torch's product has no kernel
+    experts = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if experts is not None:
+        formulas[experts] = _grouped_product_flops
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def _flops_per_element(flops: int) -> Callable[..., int]:
@@ -298,6 +305,11 @@ def _matrix_vector_flops(matrix: torch.Size, vector: torch.Size, *_: Any, **__: 
     return 2 * matrix.numel()
 
 
+def _grouped_product_flops(tokens: torch.Size, weights: torch.Size, *_: Any, **__: Any) -> int:
+    """Of [M K] tokens in groups, each with the weights of its expert in [E K N]."""
+    return 2 * tokens.numel() * weights[-1]
+
+
 def _attention_flops(causal_index: int) -> Callable[..., int]:
     """The formula of a fused attention; `is_causal` is argument `causal_index` after q, k, v."""
 
@@ -318,6 +330,7 @@ _FLOP_FORMULAS = {
     aten.lerp: _flops_per_element(3),
     aten.sub: _subtraction_flops,
     aten.mv: _matrix_vector_flops,
+    aten._grouped_mm: _grouped_product_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops(1),
     aten._scaled_dot_product_flash_attention: _attention_flops(1),
     aten._scaled_dot_product_efficient_attention: _attention_flops(3),

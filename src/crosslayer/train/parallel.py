@@ -164,7 +164,7 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
         _shard_together(norms, mesh, norm_policy)
         _shard_together(connections, mesh, full_policy)
 
-    for layer in backbone.get_submodule(wiring.layers):
+    for layer in wiring.find_layers(backbone):
         shard_connections(layer.connections, layer_policy)
         if layer.wiring.last_norm:  # The next layer reads through this norm.
             last_norm = layer.get_submodule(layer.wiring.last_norm)
@@ -207,7 +207,7 @@ def prepare_model(model: Any, engine: Engine) -> Any:
         return model
     torch.compiler.reset()  # graphs of an arm before count towards the limit below
     backbone, wiring = find_backbone(model)
-    layers = backbone.get_submodule(wiring.layers)
+    layers = wiring.find_layers(backbone)
     # each layer of a dense method has another graph, as its state has another number of tensors
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(layers))
