@@ -121,7 +121,9 @@ def test_muon_gets_no_embedding_or_head_of_a_sequential():
     layers = nn.Sequential(nn.Sequential(block))
     assert [*layer_matrices(nn.Sequential(embedding, layers, head))] == [block.weight]
     head.weight = embedding.weight
-    assert [*layer_matrices(nn.ModuleList([embedding, block, head]))] == [block.weight]
+    assert [*layer_matrices(nn.ModuleList([embedding, nn.Sequential(block), head]))] == [
+        block.weight
+    ]
 
 
 def test_muon_of_a_model_as_wide_as_its_vocabulary():

@@ -7,7 +7,6 @@ from torch import nn
 
 from .connection import Connection
 
-
 # Parameters of two dimensions that are no linear maps: the logarithm of the decay of Mamba's state
 _LOGARITHMS = ("A_log",)
 
@@ -28,8 +27,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups of `model` for any torch optimizer.
 
-    Matrices of the backbone take weight decay, its vectors and Mamba's `A_log` take none. Of a connection, the
-    parameters in its class's `weight_decay_params` take it. Frozen parameters are left out.
+    Matrices of the backbone take weight decay, its vectors and Mamba's `A_log` take none. Of a
+    connection, the parameters in its class's `weight_decay_params` take it. Frozen parameters are
+    left out.
 
     Args:
         model: any module; its connections are found.

@@ -15,6 +15,7 @@ RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
+CONFIG_FILE = "config.json"  # of a model
 CHECKPOINT_INDEX = "checkpoint.json"  # of a complete checkpoint
 RESULTS_FILE = "results.json"
 RUNS_FOLDER = "runs"

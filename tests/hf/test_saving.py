@@ -240,6 +240,12 @@ class TestBadFolders:
         change(tensors)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
+    def test_options(self, folder):
+        """Those that agree with what it does are accepted."""
+        crosslayer.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+        with pytest.raises(ValueError, match="takes trust_remote_code=False alone, got True"):
+            crosslayer.from_pretrained(folder, trust_remote_code=True)
+
     def test_truncated(self, folder):
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])

@@ -214,6 +214,18 @@ def test_peft_trains_the_connections_too(tmp_path):
     assert torch.equal(output(loaded.eval(), "llama"), expected)
 
 
+@pytest.mark.parametrize("spec", [None, "hyper", "mudd(ways='qkvr')"])
+def test_trained_connections_of_an_adapter_need_their_host(spec, tmp_path):
+    import peft
+
+    names = [f"connections.{i}" for i in range(2)] + ["norm.connection"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names)
+    peft.get_peft_model(connected("llama", "mudd"), config).save_pretrained(tmp_path)
+    host = build("llama") if spec is None else connected("llama", spec)
+    with pytest.raises(ValueError, match="connections that this model does not have"):
+        peft.PeftModel.from_pretrained(host, tmp_path)
+
+
 def test_adapters_are_not_saved_without_the_trained_connections(tmp_path):
     import peft
 

@@ -272,6 +272,19 @@ def test_weight_decay_and_rate_of_connections():
     assert decay[model.lm_head.weight] == 0.1 and decay[model.model.norm.weight] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup": 2.5}, "a whole number of steps, got 2.5"),
+        ({"floor": 3.0}, "floor must be at most 1"),
+        ({"momentum": 2.0}, "momentum must be at most 1"),
+    ],
+)
+def test_no_rate_exceeds_its_peak(options, message):
+    with pytest.raises(ValueError, match=message):
+        Optimization(**options)
+
+
 def test_schedule():
     rates = [lr_schedule(step, Optimization(steps=100)) for step in range(100)]
     assert (

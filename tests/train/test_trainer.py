@@ -336,6 +336,9 @@ def test_a_run_that_had_ended(text, tmp_path, capsys):
     file.touch()
     assert main([*command[:2], f"--out={file}", *small]) == 1
     assert f"{file}: a file is in the way of the output folder" in capsys.readouterr().err
+    model = tmp_path / "run" / "model"
+    assert main([*command[:2], f"--out={model}", *small]) == 1
+    assert f"{model}: is a model's folder" in capsys.readouterr().err
 
 
 def test_moved_data(text, tmp_path):

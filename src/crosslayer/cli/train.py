@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import check_no_file
-from ..run_folders import METRICS_FILE, MODEL_FOLDER, RESULT_FILE, RESULTS_FILE, RUN_FILE
+from ..run_folders import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    MODEL_FOLDER,
+    RESULT_FILE,
+    RESULTS_FILE,
+    RUN_FILE,
+)
 from ..validation import did_you_mean
 from .console import (
     ProgressBars,
@@ -150,6 +157,8 @@ def check_out_folder(folder: Path) -> None:
     # A run's folder may hold the results of `crosslayer eval`, in a file of the same name.
     is_comparison = (folder / RESULTS_FILE).exists() and not (folder / RUN_FILE).exists()
     has_other_model = (folder / MODEL_FOLDER).exists() and not (folder / METRICS_FILE).exists()
+    if (folder / CONFIG_FILE).exists():
+        raise ValueError(f"{folder}: is a model's folder; choose another --out")
     if is_comparison or has_other_model:
         raise ValueError(
             f"{folder}: holds a comparison, or a model that no run wrote there; "

@@ -92,6 +92,7 @@ class DenseFormer(FusedNormConnection[History]):
         # A block ends here: its output X_i joins the history, and the average Y_i replaces it.
         h, _ = add_norm(state.h, state.y)
         X = self._finished_blocks(state, h)
+        check_place(X, self.site)
         averaged = tuple(X[j] for j in self.sources)
         outputs = ((0, None), *((0, norm) for norm in norms))
         (Y, *normed), averaged = depth_mix(averaged, self.alpha[None], outputs)
@@ -168,6 +169,15 @@ def write_to_stream(state: History) -> Tensor:
     parts = len(state.X) + 1
     kept = identity_weights(parts, upcast(state.h))
     return kept if state.y is None else join_columns(kept, kept[:, -1:])
+
+
+def check_place(X: tuple[Tensor, ...], site: Site) -> None:
+    """Raise a ValueError unless as many blocks are finished as there are layers before a site."""
+    if len(X) != site.layer + 1:
+        raise ValueError(
+            f"a connection made for layer {site.layer} runs after {len(X) - 1} layers: layers were "
+            "added, removed or moved; connect a model once its layers are final"
+        )
 
 
 def exits_early(state: History, sources: tuple[int, ...]) -> bool:

@@ -48,6 +48,7 @@ from .denseformer import (
     History,
     averaged_blocks,
     blocks_averaged_later,
+    check_place,
     dense_backward_traffic,
     dense_memory_traffic,
     exits_early,
@@ -238,6 +239,7 @@ class Mudd(FusedNormConnection[History]):
         # A block ends here, and h is its output X_l.
         A, h = self.aggregation_weights(state.h, state.y, self.a)
         X = self._finished_blocks(state, h)
+        check_place(X, self.site)
         mixed = tuple(X[j] for j in self.sources)
         if norms:
             inputs, h, mixed = self._mix_and_norm(mixed, A, h, norms)

@@ -135,6 +135,8 @@ def _read_pattern(subject: str, name: str, pattern: str) -> Iterator[Document]:
     # a field that nobody reads has another type.
     if suffix == ".jsonl":
         rows = _parse_lines(subject, rows)
+    elif builder == "text":
+        rows = _check_text(subject, rows)
     return _text_column(subject, name, rows)
 
 
@@ -180,6 +182,17 @@ def _parse_lines(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[
     for number, row in enumerate(rows, start=1):
         value = parse_json(row["text"].strip() or '""', f"{subject}: line {number}", object)
         yield value if isinstance(value, dict) else {"text": value}
+
+
+def _check_text(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Raise a ValueError for binary numbers, which may be valid UTF-8 with many zeros."""
+    for row in rows:
+        if row["text"].count("\0") > len(row["text"]) / 10:
+            raise ValueError(
+                f"{subject}: not text, as many of its bytes are zero; token ids are read from .npy "
+                "files, for validation"
+            )
+        yield row
 
 
 def _text_column(subject: str, name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:

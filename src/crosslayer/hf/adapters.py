@@ -1,6 +1,7 @@
 """Checkpoints of PEFT's adapters, which must not lack connections that were trained with them."""
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,13 @@ def _register_with_peft() -> None:
     # PEFT has no hook for what an adapter's checkpoint contains.
     saving_method = refuse_to_drop_connections(PeftModel.save_pretrained)
     PeftModel.save_pretrained = saving_method  # type: ignore[method-assign]
+    loading_method = _refuse_other_connections(PeftModel.load_adapter)
+    PeftModel.load_adapter = loading_method  # type: ignore[method-assign]
 
 
 def register_with_imported_peft() -> None:
-    """Let PEFT, if it is imported, refuse to save adapters without the connections that were
-    trained with them. Importing it takes seconds, so crosslayer does not.
+    """Let PEFT, if it is imported, refuse to save and to load adapters without the connections that
+    were trained with them. Importing it takes seconds, so crosslayer does not.
     """
     if "peft" in sys.modules:
         _register_with_peft()
@@ -40,6 +43,32 @@ def refuse_to_drop_connections(save: Callable[..., Any]) -> Callable[..., Any]:
         return save(self, *args, **kwargs)
 
     return refusing_save
+
+
+def _refuse_other_connections(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise a ValueError where an adapter was trained with connections that its host lacks."""
+
+    @functools.wraps(load)
+    def refusing_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = load(self, *args, **kwargs)
+            unexpected = list(result.unexpected_keys)
+        except (KeyError, RuntimeError) as error:  # parameters of another connection
+            unexpected = [str(error)]
+            if not _names_connection(unexpected[0]):
+                raise
+        if any(map(_names_connection, unexpected)):
+            raise ValueError(
+                "the adapter was trained together with connections that this model does not have: "
+                "connect the model as it was in the adapter's training, then load the adapter"
+            )
+        return result
+
+    return refusing_load
+
+
+def _names_connection(key: str) -> bool:
+    return re.search(r"\.connections?\.", key) is not None
 
 
 def _dropped_parameters(model: Any, state_dict: dict[str, Any] | None) -> list[str]:

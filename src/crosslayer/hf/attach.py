@@ -16,7 +16,7 @@ from .host_norms import FinalNormReference, NormReference, copy_norm
 from .layers import ConnectedLayer, make_readout
 from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
-from .recognition import recognise_model
+from .recognition import NoStackError, recognise_model
 
 FAMILY_TEMPLATE = """
     from crosslayer.hf.families import FAMILIES, Family, Sublayer
@@ -134,6 +134,8 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
         return backbone, family.wire(backbone)
     try:
         return recognise_model(backbone)
+    except NoStackError as error:
+        raise ValueError(f"connect cannot connect {name!r}: {error}") from None
     except ValueError as error:
         raise ValueError(
             f"connect cannot connect {name!r}: {error}. "

@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ..connection import Connection
 from ..files import read_json
 from ..hub import NO_NETWORK, check_model_source
+from ..run_folders import CONFIG_FILE
 from ..validation import did_you_mean, error_in_one_line
 from .config import check_sizes
 from .families import FAMILIES
@@ -32,12 +33,19 @@ from .registration import (
 )
 from .weights import check_weights
 
-CONFIG_FILE = "config.json"
 _ADAPTER_FILE = "adapter_config.json"  # of PEFT
 # Options of `from_pretrained` that say where its folder is.
 _PLACE_OPTIONS = (
     "revision", "subfolder", "cache_dir", "token", "force_download", "local_files_only"
 )  # fmt: skip
+# Options of `from_pretrained` that have one value here: a model is complete, and runs no code of a
+# folder.
+_FIXED_OPTIONS = {
+    "use_safetensors": True,
+    "trust_remote_code": False,
+    "ignore_mismatched_sizes": False,
+    "output_loading_info": False,
+}
 
 
 def _hub_files(variant: str | None = None) -> list[str]:
@@ -65,6 +73,12 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
         ValueError: the folder has no connected model, or its weights are damaged, incomplete or
             another model's.
     """
+    for name, fixed in _FIXED_OPTIONS.items():
+        given = options.pop(name, fixed)
+        if given not in (fixed, None):
+            raise ValueError(
+                f"crosslayer.from_pretrained takes {name}={fixed} alone, got {given!r}"
+            )
     place = {name: options.pop(name) for name in _PLACE_OPTIONS if name in options}
     folder = find_folder(path, _hub_files(options.get("variant")), **place)
     config_dict = read_json(folder / CONFIG_FILE, dict)
@@ -258,8 +272,8 @@ def _check_loading_info(model: nn.Module, info: dict[str, Any], folder: Path) ->
         if of_connections:
             raise ValueError(
                 f"{folder} has tensors of a connection, like {min(of_connections)!r} "
-                f"({len(of_connections)} in all), but its config.json has no key 'crosslayer' that "
-                "names the connection"
+                f"({len(of_connections)} in all), but its config.json, or the config given, has no "
+                "key 'crosslayer' that names the connection"
             )
         unexpected = [key for key in unexpected if _belongs_to(model, key)]
     kinds = {

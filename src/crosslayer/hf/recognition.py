@@ -13,6 +13,10 @@ from .families import LayerWiring, ModelWiring, list_layers
 from .layer_recognition import is_norm, recognise_layer
 
 
+class NoStackError(ValueError):
+    """A model has no layers that could be connected, whatever they compute."""
+
+
 def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     """The module that owns a model's layers, and its wiring.
 
@@ -24,8 +28,9 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
         ValueError: there is no such list, or its layers have no stream. The message says why.
     """
     if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
-        raise ValueError(
-            "encoder-decoder models cannot be connected, as their layers have two inputs"
+        raise NoStackError(
+            "encoder-decoder models cannot be connected, as their layers have two inputs; an "
+            "encoder alone can, such as T5EncoderModel"
         )
     owner, path, alike = _find_layers(backbone)
     layers = list_layers(owner.get_submodule(path))
@@ -102,7 +107,7 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
         searched = _find_language_model(backbone, config)
     found = _find_lists(searched)
     if not found:
-        raise ValueError("it has no list of layers")
+        raise NoStackError("it has no list of layers; crosslayer.Stack builds a model around them")
     count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(place.layers) == count]
     candidates = of_count or found

@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..spec import make
 from ..validation import check_positive
-from .adapters import refuse_to_drop_connections
+from .adapters import refuse_to_drop_connections, register_with_imported_peft
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 from .sharding import keep_parameters_apart
@@ -78,6 +78,7 @@ def register_with_transformers() -> None:
     PreTrainedModel.get_adapter_state_dict = refuse_to_drop_connections(
         PreTrainedModel.get_adapter_state_dict
     )
+    register_with_imported_peft()
     if "diffusers" in sys.modules:
         register_with_diffusers()
 

@@ -157,23 +157,22 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
     layer_policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
     full_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
 
-    def shard_connections(
-        connections: Iterable[Connection], norm_policy: MixedPrecisionPolicy
-    ) -> None:
+    def shard_connections(connections: Iterable[Connection]) -> None:
+        # Norms read the stream, which has the dtype of the parameters.
         norms = [norm for connection in connections for norm in connection.norms]
-        _shard_together(norms, mesh, norm_policy)
+        _shard_together(norms, mesh, full_policy)
         _shard_together(connections, mesh, full_policy)
 
     for layer in wiring.find_layers(backbone):
-        shard_connections(layer.connections, layer_policy)
+        shard_connections(layer.connections)
         if layer.wiring.last_norm:  # The next layer reads through this norm.
             last_norm = layer.get_submodule(layer.wiring.last_norm)
-            fully_shard(last_norm, mesh=mesh, mp_policy=layer_policy)
+            fully_shard(last_norm, mesh=mesh, mp_policy=full_policy)
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
     # embedding, final norm, readout and head compute in the dtype of their parameters, like the
     # stream
     if wiring.final is not None:
-        shard_connections([backbone.get_submodule(wiring.final).connection], full_policy)
+        shard_connections([backbone.get_submodule(wiring.final).connection])
     fully_shard(model, mesh=mesh, mp_policy=full_policy)
     return model
 

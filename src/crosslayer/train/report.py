@@ -75,7 +75,7 @@ def table_cells(comparison: Comparison) -> list[list[str]]:
             "extra": f"{row.extra:.2%}",
             "val loss": format_mean_std(row.loss, ".4f"),
             SAME_RATE: _format_loss(row.loss_at_same_rate),
-            "vs prenorm": format_mean_std(row.difference, "+.4f"),
+            "vs prenorm": _format_difference(row),
             _speed_unit(comparison): _format_ratio(row.relative_speed),
             "activations": _format_ratio(row.relative_activations),
             "paper": ", ".join(f"{name} {value:g}" for name, value in row.paper.items()),
@@ -94,6 +94,16 @@ def format_mean_std(value: MeanStd | None, form: str) -> str:
     text = f"{value.mean:{form}}"
     if value.std is not None:
         text += f" ± {value.std:{form.lstrip('+')}}"
+    return text
+
+
+def _format_difference(row: TableRow) -> str:
+    """Like "+0.0018 (+0.0004 to +0.0033)", with the 95 % interval where there are several seeds."""
+    if row.difference is None:
+        return NOT_KNOWN
+    text = f"{row.difference.mean:+.4f}"
+    if row.interval is not None:
+        text += f" ({row.interval.low:+.4f} to {row.interval.high:+.4f})"
     return text
 
 

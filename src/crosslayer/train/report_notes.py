@@ -63,7 +63,10 @@ def report_notes(comparison: Comparison) -> list[str]:
         notes.append("No arm is prenorm, so there is nothing to compare with; add it to the arms.")
     seeds = most_seeds(rows)
     if seeds > 1:
-        notes.append(f"Mean ± standard deviation over {seeds} seeds; differences seed by seed.")
+        notes.append(
+            f"Mean ± standard deviation over {seeds} seeds; differences seed by seed, with their "
+            "95 % interval."
+        )
     notes += scope_notes(comparison)
     notes += _rate_notes(comparison)
     notes += instability_notes(comparison)
@@ -238,13 +241,12 @@ def _has_slow_embeddings(settings: Settings) -> bool:
 
 def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
     """Which differences count, where there are seeds enough to say. rates: the arms', in words."""
-    known = [(row, row.interval) for row in rows if row.interval is not None]
-    if not known:
-        return []
     names: dict[int, list[str]] = {-1: [], 1: [], 0: []}
-    for row, interval in known:
-        ends = f"{row.arm} ({interval.low:+.4f} to {interval.high:+.4f})"
-        names[interval.sign].append(ends)
+    for row in rows:
+        if row.interval is not None:
+            names[row.interval.sign].append(row.arm)
+    if not any(names.values()):
+        return []
     words = {-1: "better", 1: "worse", 0: "not told apart"}
     verdicts = "; ".join(
         f"{words[sign]}: {', '.join(arms)}" for sign, arms in names.items() if arms

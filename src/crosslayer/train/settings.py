@@ -145,6 +145,14 @@ class Optimization:
         check_non_negative(eps=self.eps, momentum=self.momentum)
         check_non_negative(connection_lr_scale=self.connection_lr_scale)
         check_non_negative(embedding_lr_scale=self.embedding_lr_scale)
+        if self.warmup > 1 and self.warmup != int(self.warmup):
+            raise ValueError(
+                f"warmup must be a share of the steps below 1, or a whole number of steps, got "
+                f"{self.warmup}"
+            )
+        for name in ("floor", "momentum"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema must be between 0 and 1, like 0.9999, got {self.ema}")
 
