@@ -376,7 +376,7 @@ def test_models_that_cannot_be_connected():
 
     with pytest.raises(ValueError, match="cannot read the connection None"):
         crosslayer.connect(llama(), None)
-    with pytest.raises(ValueError, match="'Linear': it has no list of layers; crosslayer.Stack"):
+    with pytest.raises(ValueError, match=r"'Linear': it has no list of layers; crosslayer\.Stack"):
         crosslayer.connect(torch.nn.Linear(2, 2), "mudd")
     model = crosslayer.connect(llama(), "mudd(dilation=2)")
     with pytest.raises(ValueError, match=r"already connected, with 'mudd\(dilation=2\)'"):

@@ -21,6 +21,7 @@ SUFFIXES = (
 COMPRESSIONS = (".gz", ".zst")
 TOKENS_SUFFIX = ".npy"
 ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstandard"
+_FEW_ZEROS = 100  # A text may have some.
 _ZSTD_CHUNK = 2**16  # bytes
 
 
@@ -187,7 +188,7 @@ def _parse_lines(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[
 def _check_text(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Raise a ValueError for binary numbers, which may be valid UTF-8 with many zeros."""
     for row in rows:
-        if row["text"].count("\0") > len(row["text"]) / 10:
+        if row["text"].count("\0") > max(_FEW_ZEROS, len(row["text"]) / 10):
             raise ValueError(
                 f"{subject}: not text, as many of its bytes are zero; token ids are read from .npy "
                 "files, for validation"
