@@ -127,6 +127,19 @@ def test_a_subclass_of_a_connected_model_runs():
     assert torch.equal(model(make_ids()), expected)
 
 
+@pytest.mark.parametrize("change", ["names", "outputs"])
+def test_another_class_of_the_same_name_has_one_input(change):
+    """Its q, k and v cannot be told, so MUDD mixes one input for it."""
+    model = GPT()
+    for block in model.transformer.h:
+        if change == "names":
+            del block.attn.n_embd
+        else:
+            block.attn.c_attn = nn.Linear(DIM, 2 * DIM)
+    crosslayer.connect(model, "mudd")
+    assert model.transformer.h[1].connections[0].ports == ("mixer",)
+
+
 def test_q_k_and_v_of_nanogpt():
     attention = CausalSelfAttention()
     check_split_inputs(attention, lambda x: attention.c_attn(x).split(DIM, dim=2), DIM)

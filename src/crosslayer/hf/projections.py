@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ _QKV = (
     ("query", "key", "value"),
     ("to_q", "to_k", "to_v"),
     ("wq", "wk", "wv"),
+    ("c_q", "c_k", "c_v"),
 )
 # Of q and the latent of k and v (MLA).
 _LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
@@ -93,14 +95,25 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], Fused | None]:
 
 def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], Fused | None]:
     """`find_projections` where one module gets the input: all projections, or their parent."""
+    module = attention.get_submodule(name)
     order = FUSED_PROJECTIONS.get(f"{original_class(attention).__name__}.{name}")
     if order is not None:
-        return (name,), order(attention)
-    module = attention.get_submodule(name)
+        fused = _order_of_outputs(order, attention, module)
+        return ((name,), fused) if fused else ((), None)
     if not any(True for _ in module.children()):
         return (), None
     names, fused = find_projections(module)
     return tuple(f"{name}.{projection}" for projection in names), fused
+
+
+def _order_of_outputs(order: Callable[[Any], Fused], attention: Any, module: Any) -> Fused | None:
+    """The order of a row; None where it is that of another class with the same name."""
+    try:
+        fused = order(attention)
+    except AttributeError:
+        return None
+    outputs = fused.groups * sum(fused.sizes)
+    return fused if getattr(module, "out_features", outputs) == outputs else None
 
 
 @functools.cache

@@ -157,17 +157,20 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
     layer_policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
     full_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
 
-    def shard_connections(connections: Iterable[Connection]) -> None:
+    def shard_connections(
+        connections: Iterable[Connection], host_norms: Iterable[nn.Module] = ()
+    ) -> None:
         # Norms read the stream, which has the dtype of the parameters.
         norms = [norm for connection in connections for norm in connection.norms]
-        _shard_together(norms, mesh, full_policy)
+        _shard_together([*host_norms, *norms], mesh, full_policy)
         _shard_together(connections, mesh, full_policy)
 
     for layer in wiring.find_layers(backbone):
-        shard_connections(layer.connections)
-        if layer.wiring.last_norm:  # The next layer reads through this norm.
-            last_norm = layer.get_submodule(layer.wiring.last_norm)
-            fully_shard(last_norm, mesh=mesh, mp_policy=full_policy)
+        last_norm = layer.wiring.last_norm
+        names = {sublayer.norm for sublayer in layer.wiring.sublayers} - {None, last_norm}
+        shard_connections(layer.connections, [layer.get_submodule(name) for name in sorted(names)])
+        if last_norm:  # The next layer reads through this norm.
+            fully_shard(layer.get_submodule(last_norm), mesh=mesh, mp_policy=full_policy)
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
     # embedding, final norm, readout and head compute in the dtype of their parameters, like the
     # stream
