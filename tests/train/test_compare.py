@@ -298,6 +298,9 @@ def test_schedule():
     assert [lr_schedule(step, constant) for step in (0, 9, 19, 20, 99)] == pytest.approx(
         [0.05, 0.5, 1, 1, 1]
     )
+    stable = Optimization(steps=100, warmup=20, decay="linear", decay_ratio=0.2, floor=0.0)
+    assert [lr_schedule(step, stable) for step in (19, 20, 80, 90)] == pytest.approx([1, 1, 1, 0.5])
+    assert lr_schedule(99, Optimization(steps=100, decay_ratio=0.0)) == 1
 
 
 def test_muon_takes_the_layers_matrices_alone():

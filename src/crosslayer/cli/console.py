@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
@@ -84,7 +84,7 @@ def add_settings(parser: Any) -> None:
     """
     import docstring_parser
 
-    from ..train.settings import GROUPS, YAML_ONLY
+    from ..train.settings import GROUPS, YAML_ONLY, default_of
 
     for settings_group in GROUPS:
         doc = docstring_parser.parse(settings_group.__doc__)
@@ -95,13 +95,10 @@ def add_settings(parser: Any) -> None:
         for option in fields(settings_group):
             if option.name in YAML_ONLY:
                 continue
-            default = option.default
-            if option.default_factory is not MISSING:
-                default = option.default_factory()
             group.add_argument(
                 "--" + option.name.replace("_", "-"),
                 type=types[option.name],
-                default=default,
+                default=default_of(option),
                 help=help_texts[option.name],
             )
 

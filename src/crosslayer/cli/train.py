@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from os.path import expandvars
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import check_no_file
+from ..hub import check_model_source
 from ..run_folders import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -79,6 +81,8 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
         out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     folder = Path(out)
     check_out_folder(folder)
+    if settings.model.pretrained is not None:  # before the data are read
+        check_model_source(expandvars(settings.model.pretrained))
     examples = recipe.task.load_examples(settings.data, settings.model.model_config)
 
     with hold_folder(folder):
@@ -142,6 +146,9 @@ def _train_in_folder(
             console.print(note, soft_wrap=True)
         if result.skipped:
             console.print(f"The batches of {len(result.skipped)} unstable steps were skipped.")
+        passes = steps * settings.data.batch / len(examples.train)
+        if passes > 1:
+            console.print(f"The run saw its training data {passes:.1f} times.")
         losses = []
         for name, values in result.valid.items():
             losses += [f"{name} {key} {value:.4f}" for key, value in values.items()]

@@ -4,6 +4,7 @@ The libraries are `tokenizers` and, for a name on the Hub, `huggingface_hub`.
 """
 
 import hashlib
+import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
@@ -198,6 +199,8 @@ def _read_tokenizer(name: str, file: Path) -> Tokenizer:
             f"{config_file}: its eos_token must be text, got {reprlib.repr(separator)}"
         )
     vocabulary = _parse_definition(definition, str(file)).get_vocab(with_added_tokens=True)
+    if json.loads(definition) == json.loads(byte_tokenizer_json()):  # of a model trained on bytes
+        return load_tokenizer("bytes")
     for token in (separator, *SEPARATORS):
         if token in vocabulary:
             return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[token], definition)

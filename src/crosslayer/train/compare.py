@@ -158,17 +158,18 @@ def prepare_comparison(
         recipe = _rates_in_options(recipe)
     # An arm that cannot be built must say so before any other is trained.
     for arm in recipe.arms:
-        with torch.device("meta"):
-            build_model(recipe.settings(arm), arm.connection, 256, 0, recipe.task)
+        settings = recipe.settings(arm)
+        with torch.device("cpu" if settings.model.pretrained else "meta"):
+            build_model(settings, arm.connection, 1, 0, recipe.task)
     examples = _load_examples(recipe)
 
     first = examples[recipe.arms[0].name]
-    settings = recipe.settings().identity()
+    shared = recipe.settings().identity()
     data = {**first.sizes, "sha256": first.digest}
     if folder is None:
-        text = json.dumps({"settings": settings, "data": data}, sort_keys=True)
+        text = json.dumps({"settings": shared, "data": data}, sort_keys=True)
         folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-    results = ComparisonResults(describe_environment(), settings, data, recipe.scale, first.entropy)
+    results = ComparisonResults(describe_environment(), shared, data, recipe.scale, first.entropy)
     for arm in recipe.arms:
         results.arms[arm.name] = _describe_arm(arm)
 

@@ -46,8 +46,8 @@ def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.opt
 
 
 def lr_schedule(step: int, settings: Optimization) -> float:
-    """Learning rate of a step (from 0) as a share of its peak: linear warm-up, then down to
-    `floor`.
+    """Learning rate of a step (from 0) as a share of its peak: linear warm-up, constant where
+    `decay_ratio` says so, then down to `floor`.
     """
     if settings.warmup >= 1:
         warmup = settings.warmup
@@ -55,7 +55,10 @@ def lr_schedule(step: int, settings: Optimization) -> float:
         warmup = max(1, int(settings.steps * settings.warmup))
     if step < warmup:
         return (step + 1) / warmup
-    progress = (step - warmup) / max(1, settings.steps - warmup)
+    decay_start = warmup
+    if settings.decay_ratio is not None:
+        decay_start = max(warmup, round(settings.steps * (1 - settings.decay_ratio)))
+    progress = max(0, step - decay_start) / max(1, settings.steps - decay_start)
     if settings.decay == "cosine":
         share = (1 + math.cos(math.pi * progress)) / 2
     else:

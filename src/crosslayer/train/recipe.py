@@ -134,6 +134,11 @@ class Recipe:
         """The settings of an arm, or those that all arms share."""
         options = {**self.options, **(arm.options if arm else {})}
         if self.scale == "tiny":
+            if options.get("pretrained") is not None:
+                raise ValueError(
+                    "--scale tiny builds a small model with random weights, and the recipe starts "
+                    f"from a pretrained one, {options['pretrained']}"
+                )
             stated = Settings.from_options(**options).to_options()
             options |= _tiny_options(stated, self.task)
         return Settings.from_options(**{**options, **self.overrides})

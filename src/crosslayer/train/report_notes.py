@@ -9,6 +9,7 @@ from ..hf.config import make_config
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS
 from .rate_search import RATES, best_factor, is_limit
+from .recipe import Arm
 from .results_table import TableRow, result_table
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
@@ -26,9 +27,14 @@ def report_notes(comparison: Comparison) -> list[str]:
     results, rows = comparison.results, result_table(comparison)
     options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
     optimizer = options["optimizer"].replace("muon", "Muon and AdamW").replace("adamw", "AdamW")
-    setup = (
+    backbone = (
         f"{options['family']} backbone, {options['layers']} layers, width {options['dim']}, "
-        f"{options['heads']} heads; {options['steps']} steps of {options['batch']} × "
+        f"{options['heads']} heads"
+        if "family" in options
+        else f"Pretrained backbone: {options['pretrained']}"
+    )
+    setup = (
+        f"{backbone}; {options['steps']} steps of {options['batch']} × "
         f"{options['context']} {_sequence_unit(comparison)}, {optimizer} at {options['lr']}, "
         f"precision {options['precision']}."
     )
@@ -46,7 +52,10 @@ def report_notes(comparison: Comparison) -> list[str]:
     owner = f" of {first.name}" if _DATA_OPTIONS & differing.keys() else ""
     notes = [
         setup,
-        f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}.",
+        (
+            f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"
+            f"{_passes_text(comparison, first)}."
+        ),
         (
             f"Measured on {versions['device']}; torch {versions['torch']}, "
             f"Python {versions['python']}, crosslayer {versions['crosslayer']}."
@@ -74,6 +83,16 @@ def report_notes(comparison: Comparison) -> list[str]:
     if missing:
         notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
     return notes
+
+
+def _passes_text(comparison: Comparison, arm: Arm) -> str:
+    """How often a run saw its data, where that is more than once and the data are at hand."""
+    if arm.name not in comparison.examples:
+        return ""
+    settings = comparison.recipe.settings(arm)
+    examples_seen = settings.optimization.steps * settings.data.batch
+    passes = examples_seen / len(comparison.examples[arm.name].train)
+    return f"; each run saw them {passes:.1f} times" if passes > 1 else ""
 
 
 def instability_notes(comparison: Comparison) -> list[str]:
@@ -194,9 +213,10 @@ def differing_options(comparison: Comparison) -> dict[str, dict[str, list[str]]]
 
 
 def _option_values(comparison: Comparison) -> dict[str, list[Any]]:
-    """The value of each arm, by the name of the option."""
+    """The value of each arm, by the name of the option; None where an arm has no such option."""
     rows = [comparison.recipe.settings(arm).identity() for arm in comparison.arms]
-    return {name: [row[name] for row in rows] for name in rows[0]}
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _value_text(value: Any) -> str:
@@ -232,6 +252,8 @@ def _arms_alike(differing: dict[str, dict[str, list[str]]], names: set[str]) -> 
 def _has_slow_embeddings(settings: Settings) -> bool:
     """Whether embeddings have the rate of other weights and no factor: docs/evidence.md."""
     model = settings.model
+    if model.pretrained is not None:  # they have learned already
+        return False
     config = make_config(
         model.family, model.layers, model.dim, model.heads, overrides=model.model_config
     )

@@ -21,6 +21,7 @@ class StepResult:
         memory: peak so far, in bytes.
         seconds: of training so far, without evaluation.
         seconds_left: until the last step.
+        epoch: passes over the training data so far.
         evaluation: metrics of each validation set, if the step was followed by an evaluation.
     """
 
@@ -33,6 +34,7 @@ class StepResult:
     memory: int
     seconds: float
     seconds_left: float
+    epoch: float
     evaluation: dict[str, dict[str, float]] | None = None
 
 
@@ -89,8 +91,9 @@ class RunResult:
         extra_parameters: those of the connections.
         valid_loss: loss of the first validation set.
         valid: metrics of each validation set.
-        metrics: what follows from them, like "perplexity" and means over sets; and "training
-            loss", the mean over the last `RECENT_STEPS` steps.
+        metrics: what follows from them, like "perplexity" and means over sets; "training loss", the
+            mean over the last `RECENT_STEPS` steps; and of a pretrained model "loss before
+            training".
         tokens_per_second: (or images, …) over all ranks.
         activation_bytes: what one micro-batch's forward pass stores for the backward pass.
         train_loss: of the last step.

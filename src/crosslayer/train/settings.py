@@ -4,7 +4,7 @@ The fields' names are the keys of a recipe and, with dashes, the options of the 
 but `YAML_ONLY`).
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self, get_type_hints
 
@@ -16,6 +16,11 @@ from ..validation import (
     check_positive,
     describe_wrong_value,
     did_you_mean,
+)
+
+# Options of a backbone with random weights.
+NEW_BACKBONE_OPTIONS = frozenset(
+    {"family", "layers", "dim", "heads", "vocab", "model_config", "embedding_std", "reallocate"}
 )
 
 
@@ -34,6 +39,8 @@ class Model:
             true}.
         embedding_std: standard deviation of the initial embeddings; by default the family's, 0.02
             in most of transformers. torchtitan's is 1. It holds before a constant factor.
+        pretrained: folder or Hub name of a language model to continue from, with its own sizes,
+            weights and, by default, tokenizer. Options that describe another backbone are refused.
         reallocate: give the MLPs MUDD's widths: narrower in early layers, wider in late ones.
         router_z_loss: weight of the z-loss on the router's logits of a mixture of experts.
     """
@@ -45,6 +52,7 @@ class Model:
     vocab: int | None = None
     model_config: dict[str, Any] = field(default_factory=dict)
     embedding_std: float | None = None
+    pretrained: str | None = None
     reallocate: bool = False
     router_z_loss: float = 0.0
 
@@ -57,6 +65,14 @@ class Model:
             check_positive(vocab=self.vocab)
         if self.embedding_std is not None:
             check_non_negative(embedding_std=self.embedding_std)
+        if self.pretrained is not None:
+            for option in fields(self):
+                value = getattr(self, option.name)
+                if option.name in NEW_BACKBONE_OPTIONS and value != default_of(option):
+                    raise ValueError(
+                        f"{option.name} describes another backbone than the pretrained one, "
+                        f"{self.pretrained}; got {value!r}, expected no {option.name}"
+                    )
 
 
 @dataclass
@@ -114,7 +130,9 @@ class Optimization:
         momentum: of Muon.
         clip: largest norm of the gradient; 0 for no clipping.
         warmup: steps of linear warm-up; below 1, their share of all steps.
-        decay: shape of the learning rate after the warm-up.
+        decay: shape in which the learning rate falls after the warm-up.
+        decay_ratio: share of the steps in which it falls, at the end; before that it is constant.
+            By default it falls from the warm-up on.
         floor: final learning rate, as a share of the peak.
         delay: first steps in which the connections' parameters are not updated.
         ema: decay of an exponential moving average of the weights, like 0.9999. It is evaluated and
@@ -134,6 +152,7 @@ class Optimization:
     clip: float = 1.0
     warmup: float = 0.1
     decay: Literal["cosine", "linear"] = "cosine"
+    decay_ratio: float | None = None
     floor: float = 0.1
     delay: int = 0
     ema: float | None = None
@@ -150,9 +169,12 @@ class Optimization:
                 f"warmup must be a share of the steps below 1, or a whole number of steps, got "
                 f"{self.warmup}"
             )
-        for name in ("floor", "momentum"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
+        if self.decay_ratio is not None:
+            check_non_negative(decay_ratio=self.decay_ratio)
+        for name in ("floor", "momentum", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and value > 1:
+                raise ValueError(f"{name} must be at most 1, got {value}")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema must be between 0 and 1, like 0.9999, got {self.ema}")
 
@@ -250,10 +272,14 @@ class Settings(NamedTuple):
     def from_options(cls, **options: Any) -> Self:
         """Settings with these options, and defaults for all others.
 
+        A pretrained model comes with its tokenizer, unless another one is given.
+
         Raises:
             ValueError: an option is unknown, or has a value that it cannot have.
         """
         options = parse_options(options)
+        if options.get("pretrained") is not None:
+            options.setdefault("tokenizer", options["pretrained"])
         groups = []
         for group in GROUPS:
             own = {name: v for name, v in options.items() if GROUP_OF_OPTION[name] is group}
@@ -261,10 +287,17 @@ class Settings(NamedTuple):
         return cls(*groups)
 
     def to_options(self) -> dict[str, Any]:
-        """Every option by its name, as `from_options` takes them."""
+        """Every option by its name, as `from_options` takes them.
+
+        Those of a new backbone are left out where it is a pretrained one.
+        """
         options: dict[str, Any] = {}
         for group in self:
             options |= asdict(group)
+        if self.model.pretrained is not None:
+            options = {
+                name: value for name, value in options.items() if name not in NEW_BACKBONE_OPTIONS
+            }
         return options
 
     def identity(self) -> dict[str, Any]:
@@ -277,6 +310,13 @@ class Settings(NamedTuple):
             for name, value in self.to_options().items()
             if name not in CHANGEABLE_OPTIONS
         }
+
+
+def default_of(option: Field[Any]) -> Any:
+    """The default value of a field of these groups."""
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return option.default
 
 
 def parse_options(options: dict[str, Any]) -> dict[str, Any]:

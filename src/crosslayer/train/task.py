@@ -22,6 +22,7 @@ from ..hf import connect
 from ..hf.config import make_config, make_language_model
 from ..spec import make
 from ..validation import did_you_mean
+from .pretrained import connect_backbone, open_backbone
 from .settings import Data, Model, Settings
 
 ALL_SETS = "mean"  # name of the group of all validation sets
@@ -90,6 +91,8 @@ class Task(NamedTuple):
         loss_unit: data settings -> the unit of the loss, for the report.
         tiny_options: options of a recipe at `--scale tiny`, so that it runs on any machine.
         tiny_model_config: the same for keys of `model_config`.
+        open_backbone: a pretrained model: (source, data settings, num_classes, dtype of its
+            parameters) -> module. None where a run cannot start from one.
     """
 
     load_examples: Callable[[Data, dict[str, Any]], Examples]
@@ -101,6 +104,7 @@ class Task(NamedTuple):
     loss_unit: Callable[[Data], str]
     tiny_options: dict[str, Any]
     tiny_model_config: dict[str, Any]
+    open_backbone: Callable[[str, Data, int, torch.dtype], nn.Module] | None = None
 
 
 def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:
@@ -200,13 +204,14 @@ LANGUAGE = Task(
     tiny_options={"data": "stdlib", "valid": {}, "valid_groups": {}, "tokenizer": "bytes"},
     # bytes have no special tokens
     tiny_model_config=dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    open_backbone=open_backbone,
 )
 
 
 def build_model(
     settings: Settings, spec: str, num_classes: int, seed: int, task: Task = LANGUAGE
 ) -> nn.Module:
-    """The task's backbone, connected. The backbone's weights depend on the seed alone.
+    """The task's backbone, connected. The weights of a new backbone depend on the seed alone.
 
     Args:
         settings: of the backbone, the data (length of the context) and the precision.
@@ -215,16 +220,26 @@ def build_model(
             `settings.model.vocab` comes first.
         seed: of the weights.
         task: what it is trained to do.
+
+    Raises:
+        ValueError: the settings describe no model that can be built or opened and connected.
     """
     # the connections' own parameters are float32 whatever the backbone's are
     dtype = torch.bfloat16 if settings.engine.precision == "bf16-true" else torch.float32
     torch.manual_seed(seed)
+    connection = str(make(spec))
+    pretrained = settings.model.pretrained
+    if pretrained is not None:
+        if task.open_backbone is None:
+            raise ValueError(f"this task trains no pretrained models, got {pretrained}")
+        backbone = task.open_backbone(pretrained, settings.data, num_classes, dtype)
+        return connect_backbone(backbone, pretrained, connection)
     backbone = task.build_backbone(
         settings.model, settings.data, settings.model.vocab or num_classes, dtype
     )
     if settings.model.embedding_std is not None:
         scale_embeddings(backbone, settings.model.embedding_std)
-    return connect(backbone, str(make(spec)), reallocate=settings.model.reallocate)
+    return connect(backbone, connection, reallocate=settings.model.reallocate)
 
 
 @torch.no_grad()

@@ -162,6 +162,8 @@ class Trainer:
         self.activation_bytes, self.forward_flops = measure_forward(
             self.module, self.task, self.training_batches(0)
         )
+        if self.settings.model.pretrained is not None and not self.state.curve:
+            self.state.curve.append([self.state.step, self.evaluate()])  # before training
         self.module.train()
 
         with self._signals:
@@ -233,6 +235,7 @@ class Trainer:
             memory=peak_memory(),
             seconds=self.state.seconds,
             seconds_left=seconds * (optimization.steps - step),
+            epoch=step * self.settings.data.batch / len(self.examples.train),
         )
 
     def _skip_or_raise(self, step: int, loss: float, grad_norm: float) -> None:
@@ -288,6 +291,9 @@ class Trainer:
         evaluation = self.state.curve[-1][1]
         first = next(iter(evaluation))
         metrics = summarize_metrics(self.examples, evaluation)
+        first_step, before = self.state.curve[0]
+        if first_step == 0:
+            metrics["loss before training"] = before[first]["loss"]
         if self.state.recent_losses:  # a checkpoint of version 0.1.0 has none
             metrics["training loss"] = statistics.fmean(self.state.recent_losses)
         return RunResult(

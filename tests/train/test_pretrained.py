@@ -1,0 +1,112 @@
+"""Runs that start from a pretrained model: its weights, its tokenizer, its connection."""
+
+import json
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.cli.main import main
+from crosslayer.convert.pretrained import open_model
+from crosslayer.data.tokenizing import load_tokenizer
+from crosslayer.train.settings import NEW_BACKBONE_OPTIONS, Settings
+from crosslayer.train.task import build_model
+from tests.support.tiny import equal
+
+SIZES = ["--layers=2", "--dim=16", "--heads=2"]
+STEPS = ["--steps=3", "--evals=1", "--batch=2", "--eval-batches=2", "--context=32"]
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i}: the quick brown fox jumps over {i * i}.\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(text_file, tmp_path_factory):
+    """A small trained model with a tokenizer of its own."""
+    out = tmp_path_factory.mktemp("base") / "out"
+    command = ["train", "--data", str(text_file), "--tokenizer=bpe:300", *SIZES, *STEPS]
+    assert main([*command, "--out", str(out)]) == 0
+    return out / "model"
+
+
+def train(text_file, out, *extra):
+    return main(["train", "--data", str(text_file), "--out", str(out), *STEPS, *extra])
+
+
+@pytest.mark.parametrize("connection", ["prenorm", "mudd"])
+def test_a_run_starts_from_the_weights(model, connection):
+    settings = Settings.from_options(pretrained=str(model), context=32)
+    assert settings.data.tokenizer == str(model)
+    expected = open_model(model)
+    ids = torch.randint(300, (2, 9))
+    assert torch.equal(build_model(settings, connection, 300, 5)(ids).logits, expected(ids).logits)
+
+
+def test_a_comparison_of_connections_on_a_pretrained_model(model, text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["compare", "--data", str(text_file), "--pretrained", str(model), *STEPS]
+    command += ["--arms", "prenorm", "mgr", "--out", str(out)]
+    assert main(command) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert not NEW_BACKBONE_OPTIONS & results["settings"].keys()
+    plain, mgr = results["runs"]
+    base = json.loads((model.parent / "result.json").read_text())
+    assert plain["metrics"]["loss before training"] == pytest.approx(base["valid_loss"], abs=1e-6)
+    assert plain["curve"][0][0] == 0 and len(plain["curve"]) == 2
+    assert mgr["metrics"]["loss before training"] != plain["metrics"]["loss before training"]
+    assert f"Pretrained backbone: {model}" in (out / "report.md").read_text()
+    assert main(command) == 0 and len(json.loads((out / "results.json").read_text())["runs"]) == 2
+
+
+def test_a_connected_model_goes_on_with_its_connection(model, text_file, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train(text_file, first, "--pretrained", str(model), "--arm=mudd") == 0
+    assert train(text_file, second, "--pretrained", str(first / "model"), "--arm=mudd") == 0
+    losses = [json.loads((run / "result.json").read_text()) for run in (first, second)]
+    before = losses[1]["metrics"]["loss before training"]
+    assert before == pytest.approx(losses[0]["valid_loss"], abs=1e-6)
+    capsys.readouterr()
+    assert train(text_file, tmp_path / "x", "--pretrained", str(first / "model")) == 1
+    assert "is connected with mudd, got the connection prenorm" in capsys.readouterr().err
+
+
+def test_a_resumed_run_does_not_start_again(model, text_file, tmp_path):
+    """It goes on from its checkpoint, and the loss before training is evaluated once."""
+    out, options = tmp_path / "out", ["--pretrained", str(model), "--arm=mudd"]
+    assert train(text_file, out, *options) == 0
+    once = crosslayer.from_pretrained(out / "model").state_dict()
+    result = json.loads((out / "result.json").read_text())
+    assert train(text_file, out, *options) == 0
+    assert equal(once, crosslayer.from_pretrained(out / "model").state_dict())
+    assert json.loads((out / "result.json").read_text())["curve"] == result["curve"]
+
+
+def test_a_model_trained_on_bytes_goes_on_with_bytes(text_file, tmp_path):
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    assert train(text_file, base, *SIZES) == 0
+    assert train(text_file, tuned, "--pretrained", str(base / "model"), "--arm=hyper") == 0
+    assert load_tokenizer(str(tuned / "model")) == load_tokenizer("bytes")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--layers=3"], "layers describes another backbone than the pretrained one"),
+        (["--reallocate=true"], "reallocate describes another backbone"),
+        (["--context=64"], "context must be at most 32, the positions of"),
+        (["--tokenizer=bpe:400"], "the data's tokenizer has 400 tokens and the embedding of"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(model, text_file, tmp_path, capsys, extra, message):
+    assert train(text_file, tmp_path / "out", "--pretrained", str(model), *extra) == 1
+    *_, error = capsys.readouterr().err.splitlines()
+    assert message in error
+
+
+def test_a_runs_folder_is_not_its_model(model, text_file, tmp_path, capsys):
+    assert train(text_file, tmp_path / "out", "--pretrained", str(model.parent)) == 1
+    assert f"its model is {model}" in capsys.readouterr().err
