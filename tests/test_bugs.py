@@ -16,11 +16,10 @@ from torch.autograd.gradcheck import GradcheckError
 import crosslayer
 from crosslayer import optim
 from crosslayer.connection import Connection
-from crosslayer.connections import attnres, denseformer, hyper, mgr, mhc, mhc_lite, mudd, skip_gain
+from crosslayer.connections import attnres, denseformer, hyper, mgr, mhc, mhc_lite, mudd
 from crosslayer.connections.denseformer import DenseFormer, History
 from crosslayer.connections.hyper import Hyper
 from crosslayer.connections.mhc import MHC
-from crosslayer.connections.skip_gain import Gained, SkipGain
 from crosslayer.norms import add_write
 from crosslayer.ops import attention, depth_mix, depth_scores, gate, project
 from crosslayer.ops import hyper as hyper_op
@@ -326,19 +325,6 @@ def autocast_reaches_the_mixers(patch):
 # ---- 2. what does not compose
 
 
-def zero_dim(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(() if shape == (1,) else shape))
-
-
-@bug(
-    skip_gain=lambda: laws.test_parameters_keep_the_house_rules("skip_gain", False),
-    hyper=lambda: laws.test_parameters_keep_the_house_rules("hyper", False),
-)
-def scalars_are_parameters_without_a_dimension(patch):
-    patch.setattr(skip_gain, "float32_parameter", zero_dim)
-    patch.setattr(hyper, "float32_parameter", zero_dim)
-
-
 @bug(law=lambda: laws.test_forward_stores_nothing("denseformer", False))
 def denseformer_keeps_its_history_on_the_module(patch):
     right = DenseFormer.mix_inputs
@@ -367,26 +353,6 @@ def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
         return (h,), History((), h)
 
     patch.setattr(denseformer.DenseFormer, "mix_inputs", mix_inputs)
-
-
-@bug(cuts=lambda: laws.test_state_cuts_bitwise("skip_gain", False))
-def the_gain_itself_travels_in_the_state(patch):
-    def mix_inputs(self, state):
-        h = state.h if state.y is None else state.gain * state.h + state.y
-        return (h,), Gained(h, gain=self.gain)
-
-    patch.setattr(SkipGain, "mix_inputs", mix_inputs)
-
-
-@bug(cuts=lambda: laws.test_state_cuts_bitwise(Hyper.test_variants[0], False))
-def static_beta_itself_travels_in_the_state(patch):
-    right = Hyper.mix_inputs
-
-    def mix_inputs(self, state):
-        read, state = right(self, state)
-        return read, state if self.is_readout else state._replace(beta=self.static_beta)
-
-    patch.setattr(Hyper, "mix_inputs", mix_inputs)
 
 
 # ---- 3. second derivatives

@@ -113,7 +113,8 @@ def run(sites: list[crosslayer.Connection], x: Tensor) -> Tensor:
 def test_class_is_documented(name):
     method = crosslayer.make(name).method
     doc = inspect.cleandoc(vars(method).get("__doc__") or "")
-    assert "Paper:" in doc, (
+    is_own = method.__module__.startswith("crosslayer.connections.")
+    assert "Paper:" in doc or not is_own, (
         f"{method.__name__} needs a docstring: what it is in one line, and `Paper: Title (Authors, "
         "year), arXiv 0000.00000`"
     )

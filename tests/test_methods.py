@@ -1,17 +1,20 @@
 """Methods that other packages bring, and what a connection may contain."""
 
+import importlib
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import methods
 from crosslayer.connection import float32_parameter
-from crosslayer.connections.prenorm import PreNorm
+from crosslayer.connections.prenorm import PreNorm, Stream
+from crosslayer.methods import code_digest
 from tests.support.tiny import gpt, tokens
 
 PACKAGE = '''
@@ -108,7 +111,8 @@ def test_an_entry_point_does_not_replace_a_method(tmp_path, monkeypatch):
     install(tmp_path, "hyper = halving:Halved")
     monkeypatch.syspath_prepend(tmp_path)
     methods._entry_points.cache_clear()
-    with pytest.warns(UserWarning, match="halving:Halved is not used: .* 'hyper' already"):
+    taken = "'hyper' of the package halving is not used: crosslayer has a connection of this name"
+    with pytest.warns(UserWarning, match=taken):
         assert crosslayer.make("hyper").method.__module__ == "crosslayer.connections.hyper"
         crosslayer.available()
     methods._entry_points.cache_clear()
@@ -124,8 +128,6 @@ def test_a_registered_method():
     assert not torch.equal(model(tokens()), plain(tokens()))
     with pytest.raises(ValueError, match="crosslayer has a connection 'hyper' already"):
         crosslayer.register_connection("hyper", Tripled)
-    with pytest.raises(ValueError, match="must be an identifier, like 'laurel', got 'a b'"):
-        crosslayer.register_connection("a b", Tripled)
     with pytest.raises(TypeError, match="must be a class derived from"):
         crosslayer.register_connection("other", nn.Linear)
 
@@ -142,16 +144,50 @@ def test_a_file_with_a_base_class(tmp_path, monkeypatch):
         crosslayer.make("two")
 
 
-class WithBuffer(PreNorm):
-    def __init__(self, site, dim, norm):
-        super().__init__(site, dim, norm)
-        self.register_buffer("table", torch.ones(dim))
+def built_with(change):
+    """A method that does `change(self)` when it is built."""
+
+    class Mine(PreNorm):
+        def __init__(self, site, dim, norm):
+            super().__init__(site, dim, norm)
+            change(self)
+
+    return Mine
 
 
-class WithModule(PreNorm):
+def with_parameter(name, *shape):
+    return built_with(lambda self: setattr(self, name, nn.Parameter(torch.ones(shape))))
+
+
+class WithoutSuper(PreNorm):
+    def __init__(self, site, dim, norm):
+        pass
+
+
+def reading(mix_inputs, initial_state=PreNorm.initial_state):
+    """A method with these functions in place of pre-norm's."""
+    return type("Mine", (PreNorm,), {"mix_inputs": mix_inputs, "initial_state": initial_state})
+
+
+class Traveller(NamedTuple):
+    h: Tensor
+    y: Tensor | None = None
+    gain: Tensor | None = None
+
+
+class ParameterInState(PreNorm):
     def __init__(self, site, dim, norm):
         super().__init__(site, dim, norm)
-        self.mix = nn.Linear(dim, dim)
+        self.gain = float32_parameter(1)
+
+    def reset_parameters(self):
+        nn.init.ones_(self.gain)
+
+    def initial_state(self, x):
+        return Traveller(x)
+
+    def mix_inputs(self, state):
+        return (state.h,), Traveller(state.h, gain=self.gain)
 
 
 class WithPorts(PreNorm):
@@ -171,19 +207,95 @@ class WithUnknownAnnotation(PreNorm):
 @pytest.mark.parametrize(
     ("method", "error", "message"),
     [
-        (WithBuffer, TypeError, "WithBuffer has 'table': .* no other modules and no buffers"),
-        (WithModule, TypeError, "WithModule has 'mix': .* no other modules and no buffers"),
+        (
+            built_with(lambda self: self.register_buffer("table", torch.ones(4))),
+            TypeError,
+            "Mine has 'table': .* no other modules and no buffers",
+        ),
+        (
+            built_with(lambda self: setattr(self, "mix", nn.Linear(4, 4))),
+            TypeError,
+            "Mine has 'mix': .* no other modules and no buffers",
+        ),
         (
             WithPorts,
             ValueError,
             r"ports must be \('attn',\) or .*'q', 'k', 'v'\), got \('q', 'v'\)",
         ),
+        (WithoutSuper, TypeError, r"WithoutSuper.__init__ must call super\(\).__init__\(site, dim"),
+        (
+            built_with(lambda self: setattr(self, "init", 0.1)),
+            TypeError,
+            "sets self.init, which is a method of every connection",
+        ),
+        (
+            built_with(lambda self: setattr(self, "dim", 3)),
+            TypeError,
+            "sets self.dim, which every connection has",
+        ),
+        (with_parameter("g", 1), TypeError, "has the parameter 'g' and no method reset_parameters"),
+        (with_parameter("g"), TypeError, "parameter 'g' has no dimension, which FSDP cannot shard"),
+        (
+            ParameterInState,
+            TypeError,
+            "the field 'gain' of its state is a parameter, which FSDP frees",
+        ),
+        (
+            reading(lambda self, state: (state.h, state)),
+            TypeError,
+            r"must return a tuple of inputs and .*, got \(Tensor, Stream\)",
+        ),
+        (reading(lambda self, state: None), TypeError, "must return a tuple of inputs.*, got None"),
+        (
+            reading(lambda self, state: (state, (state.h,))),
+            TypeError,
+            r"got \(Stream, \(Tensor\)\)",
+        ),
+        (
+            reading(lambda self, state: ((state.h, state.h), state)),
+            ValueError,
+            "must return one input for all ports, or one for each of attn, got 2",
+        ),
+        (
+            reading(lambda self, state: ((state.h.mean(1, keepdim=True),), Stream(state.h))),
+            ValueError,
+            r"inputs of the shape of the sub-layers' outputs, \[1 2 4\], got \[1 1 4\]",
+        ),
+        (
+            reading(lambda self, state: ((state.h[..., :2],), state)),
+            ValueError,
+            r"inputs of the shape of the sub-layers' outputs, \[… 4\], got \[1 3 2\]",
+        ),
+        (
+            reading(PreNorm.mix_inputs, lambda self, x: (x, None)),
+            TypeError,
+            "its state tuple must be a NamedTuple with a field `y",
+        ),
+        (
+            reading(PreNorm.mix_inputs, lambda self, x: Stream(None)),
+            TypeError,
+            "its state Stream must begin with a tensor, got NoneType",
+        ),
     ],
 )
-def test_what_a_connection_may_not_contain(method, error, message):
+def test_a_wrong_method_is_named(method, error, message):
+    """Each of these built, ran and trained, or failed far from its cause."""
     crosslayer.register_connection("mine", method)
     with pytest.raises(error, match=message):
-        crosslayer.Stack("mine", [nn.Identity(), nn.Identity()], 4)
+        stack = crosslayer.Stack("mine", [Doubled(), Doubled()], 4)
+        stack(torch.randn(1, 3, 4))
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return torch.cat([x, x], 1)[:, :3]  # of another length, if x has one token
+
+
+def test_a_sublayers_output_is_a_tensor():
+    stack = crosslayer.Stack("prenorm", [nn.Identity(), nn.Identity()], 4)
+    state = stack.connections[0].init(torch.randn(1, 3, 4))
+    with pytest.raises(TypeError, match="takes the output of a sub-layer, a tensor, got a tuple"):
+        stack.connections[0].write(state, (torch.randn(1, 3, 4), None))
 
 
 @pytest.mark.usefixtures("no_registered_method")
@@ -196,21 +308,72 @@ def test_options_of_any_annotation():
         crosslayer.make("mine(kind=3)")
 
 
+class NeedsRank(PreNorm):
+    def __init__(self, site, dim, norm, rank: int, **other):
+        super().__init__(site, dim, norm)
+
+
+class TakesStreamDtype(PreNorm):
+    def __init__(self, site, dim, norm, stream_dtype: str = "float32"):
+        super().__init__(site, dim, norm)
+
+
+@pytest.mark.usefixtures("no_registered_method")
+def test_options_of_a_class():
+    crosslayer.register_connection("ranked", NeedsRank)
+    with pytest.raises(ValueError, match=r"ranked needs the option 'rank', like ranked\(rank=…\)"):
+        crosslayer.make("ranked")
+    with pytest.raises(ValueError, match="unknown option 'other' of 'ranked'"):
+        crosslayer.make("ranked(rank=1, other=2)")
+    crosslayer.register_connection("typed", TakesStreamDtype)
+    with pytest.raises(TypeError, match="option 'stream_dtype' has a name that every connection"):
+        crosslayer.make("typed")
+    with pytest.raises(ValueError, match=r'register_connection\("needsrank", NeedsRank\)'):
+        crosslayer.make(NeedsRank)
+
+
+@pytest.mark.usefixtures("no_registered_method")
+@pytest.mark.parametrize("name", ["a b", "class", "None", "two-gate", "ﬁeld", 3])
+def test_names_that_no_spec_could_have(name):
+    with pytest.raises(ValueError, match="name must be of ASCII letters, digits and _"):
+        crosslayer.register_connection(name, Tripled)
+
+
+@pytest.mark.usefixtures("no_registered_method")
+def test_former_names_are_taken():
+    with pytest.raises(ValueError, match="'gains' is a former name of crosslayer's 'skip_gain'"):
+        crosslayer.register_connection("gains", Tripled)
+
+
 def test_a_method_that_lacks_a_part():
     class Nothing(PreNorm):
         mix_inputs = crosslayer.Connection.mix_inputs
-
-    class TooFew(PreNorm):
-        def mix_inputs(self, state):
-            return (state.h, state.h), state
 
     site = crosslayer.plan(1)[0]
     state = Nothing(site, 4, lambda port: nn.RMSNorm(4)).init(torch.ones(1, 1, 4))
     with pytest.raises(NotImplementedError, match="Nothing needs mix_inputs"):
         Nothing(site, 4, lambda port: nn.RMSNorm(4)).read(state)
-    with pytest.raises(ValueError, match=r"one input or of 1, .* ports \('attn',\), got 2"):
-        TooFew(site, 4, lambda port: nn.RMSNorm(4)).read(state)
     with pytest.raises(TypeError, match="weight_decay_params must contain names, got a string"):
 
         class Misspelt(PreNorm):
             weight_decay_params = "weight"
+
+
+def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):
+    """Comments and docstrings do not change it; a constant or a helper of the same file does."""
+    source = '"""A method."""\nfrom crosslayer.connections.prenorm import PreNorm as Base\n'
+    source += 'EPS = 1\nclass Mine(Base):\n    """Mine."""\n'
+    changed = {
+        "same": source.replace("A method", "Words") + "# a comment\n",
+        "without": source.replace('    """Mine."""', "    pass"),
+        "other": source.replace("EPS = 1", "EPS = 2"),
+    }
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {}
+    for name, text in {"first": source, **changed}.items():
+        (tmp_path / f"digested_{name}.py").write_text(text)
+        digests[name] = code_digest(importlib.import_module(f"digested_{name}").Mine)
+    assert digests["first"] == digests["same"] == digests["without"] != digests["other"]
+    in_a_notebook: dict = {"__name__": "__main__"}
+    exec(source, in_a_notebook)
+    assert isinstance(code_digest(in_a_notebook["Mine"]), str)

@@ -18,12 +18,13 @@ Axes: B batch, T token, D width, L sources, C ways, n streams.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .method_checks import check_mixed, check_state, check_state_class
 from .mixing import MixingWeights
 from .validation import check_positive
 
@@ -158,7 +159,7 @@ class Connection(nn.Module, Generic[StateT]):
         package, _, module = cls.__module__.rpartition(".")
         if package == "crosslayer.connections":
             cls.name = module
-        _check_state_class(cls)
+        check_state_class(cls)
 
     def __init__(
         self, site: Site, dim: int, norm: NormFactory, ports: tuple[str, ...] | None = None
@@ -183,7 +184,10 @@ class Connection(nn.Module, Generic[StateT]):
 
     def init(self, x: Tensor) -> StateT:
         """The state before the first sub-layer. x: the embedding y_0, [B T D]."""
-        return self.initial_state(self.to_stream_dtype(x))
+        state = self.initial_state(self.to_stream_dtype(x))
+        if not torch.compiler.is_compiling():
+            check_state(self, state)
+        return state
 
     def initial_state(self, x: Tensor) -> StateT:
         """The state before the first sub-layer. x: [B T D], in the dtype of the streams."""
@@ -204,7 +208,10 @@ class Connection(nn.Module, Generic[StateT]):
         A pure function, so it may be recomputed.
         """
         with autocast_disabled(state):
-            inputs, state = self.mix_inputs(state)
+            mixed = self.mix_inputs(state)
+            if not torch.compiler.is_compiling():
+                check_mixed(self, state, mixed)
+            inputs, state = mixed
             return self.apply_port_norms(*inputs), state
 
     def forward(self, state: StateT, verb: Literal["read", "hidden_state"] = "read") -> Any:
@@ -221,13 +228,13 @@ class Connection(nn.Module, Generic[StateT]):
 
         Raises:
             ValueError: the state has a write already, which would be lost.
+            TypeError: the output is no tensor.
         """
-        if not hasattr(state, "y"):
+        if not isinstance(y, Tensor):
             raise TypeError(
-                f"{type(self).__name__}: its state {type(state).__name__} has no field `y`; "
-                "add `y: Tensor | None = None`, where `write` records the sub-layer's output"
+                f"write takes the output of a sub-layer, a tensor, got a {type(y).__name__}"
             )
-        if state.y is not None:
+        if state.y is not None:  # type: ignore[attr-defined]
             raise ValueError(
                 "a state takes one write, and this one has a write that no read applied; add up "
                 "the outputs of parallel sub-layers and write the sum"
@@ -281,8 +288,8 @@ class Connection(nn.Module, Generic[StateT]):
             inputs = inputs * len(self.norms)
         if len(inputs) != len(self.norms):
             raise ValueError(
-                f"{type(self).__name__}.mix_inputs must return a tuple of one input or of "
-                f"{len(self.norms)}, one for each of the ports {self.ports}, got {len(inputs)}"
+                f"{type(self).__name__}.mix_inputs must return one input for all ports, or one for "
+                f"each of {', '.join(self.ports)}, got {len(inputs)}"
             )
         normed = []
         for norm, x in zip(self.norms, inputs, strict=True):
@@ -336,26 +343,6 @@ def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
     if ports not in allowed:
         raise ValueError(f"ports must be {' or '.join(map(str, allowed))}, got {ports!r}")
     return ports
-
-
-def _check_state_class(cls: type[Connection[Any]]) -> None:
-    """Check the state that a method names, as in `class Hyper(Connection[Streams])`."""
-    for base in vars(cls).get("__orig_bases__", ()):
-        for state in get_args(base):
-            if isinstance(state, TypeVar):  # an abstract class, whose methods name the state
-                continue
-            fields = getattr(state, "_fields", ())
-            if "y" not in fields:
-                raise TypeError(
-                    f"{cls.__name__}: its state {state!r} must be a NamedTuple with a field "
-                    "`y: Tensor | None = None`, where `write` records the sub-layer's output"
-                )
-            for field in cls.gate_fields:
-                if field not in fields:
-                    raise TypeError(
-                        f"{cls.__name__}: gate_fields names {field!r}, but the fields of its "
-                        f"state {state.__name__} are {', '.join(fields)}"
-                    )
 
 
 def format_spec(name: str, options: dict[str, Any]) -> str:

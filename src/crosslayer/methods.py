@@ -8,7 +8,11 @@ A package brings a method as an entry point, which makes it known wherever the p
 `register_connection` makes one known to the running process alone.
 """
 
+import ast
+import hashlib
 import importlib
+import inspect
+import keyword
 import pkgutil
 import warnings
 from functools import cache
@@ -42,8 +46,15 @@ def register_connection(name: str, method: type[Connection[Any]]) -> None:
         raise TypeError(
             f"method must be a class derived from crosslayer.Connection, got {method!r}"
         )
-    if not name.isidentifier():
-        raise ValueError(f"name must be an identifier, like 'laurel', got {name!r}")
+    if not _is_name(name):
+        raise ValueError(
+            "name must be of ASCII letters, digits and _, and no word of Python's, like 'laurel', "
+            f"got {name!r}"
+        )
+    if name in FORMER_NAMES:
+        raise ValueError(
+            f"{name!r} is a former name of crosslayer's {FORMER_NAMES[name]!r}; choose another name"
+        )
     if name in _own_names():
         raise ValueError(f"crosslayer has a connection {name!r} already; choose another name")
     method.name = name
@@ -67,7 +78,8 @@ def current_name(name: str) -> str:
     if name not in available():
         raise ValueError(
             f"unknown connection {name!r}{did_you_mean(name, available())}; "
-            f"known: {', '.join(available())}"
+            f"known: {', '.join(available())}. One of another package needs this package, one of a "
+            "notebook register_connection"
         )
     return name
 
@@ -85,16 +97,36 @@ def find_method(name: str) -> type[Connection[Any]]:
     entry_point = _entry_points()[name]
     try:
         method = entry_point.load()
-    except (ImportError, AttributeError) as error:
-        reason = error_in_one_line(error)
+    except Exception as error:  # whatever the module's code raises
+        reason = f"{type(error).__name__}: {error_in_one_line(error)}"
         raise ValueError(
             f"the connection {name!r}, {entry_point.value}, fails ({reason})"
         ) from error
     try:
         register_connection(name, method)
     except TypeError as error:
-        raise ValueError(f"the connection {name!r}, {entry_point.value}: {error}") from None
+        raise ValueError(
+            f"the connection {name!r}, {entry_point.value}: {error}; an entry point is MODULE:CLASS"
+        ) from None
     return _registered[name]
+
+
+def code_digest(method: type[Connection[Any]]) -> str:
+    """Identifies the code of the file that defines a method, without comments and docstrings.
+
+    Of a method defined in a notebook, the code of its class; empty where no source is found.
+    """
+    try:
+        module = importlib.import_module(method.__module__)
+        source = inspect.getsource(module if hasattr(module, "__file__") else method)
+        tree = ast.parse(inspect.cleandoc(source))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
 def _own_names() -> list[str]:
@@ -116,10 +148,30 @@ def _method_of_file(name: str) -> type[Connection[Any]]:
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    found = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    for name in sorted(found.keys() & set(_own_names())):
-        warnings.warn(
-            f"{found.pop(name).value} is not used: crosslayer has a connection {name!r} already",
-            stacklevel=2,
-        )
+    found: dict[str, EntryPoint] = {}
+    taken = dict.fromkeys([*_own_names(), *FORMER_NAMES], "crosslayer")
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        package = point.dist.name if point.dist else point.module
+        problem = ""
+        if not _is_name(point.name):
+            problem = "a name has ASCII letters, digits and _ alone"
+        elif taken.get(point.name, package) != package:
+            problem = f"{taken[point.name]} has a connection of this name"
+        if problem:
+            warnings.warn(
+                f"the connection {point.name!r} of the package {package} is not used: {problem}",
+                stacklevel=2,
+            )
+        else:
+            found[point.name], taken[point.name] = point, package
     return found
+
+
+def _is_name(name: object) -> bool:
+    """Whether a spec can name it. Python would read or normalise another identifier."""
+    return (
+        isinstance(name, str)
+        and name.isascii()
+        and name.isidentifier()
+        and not keyword.iskeyword(name)
+    )

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
+from .method_checks import check_contents, check_options
 from .methods import current_name, find_method
 from .validation import check_option_type, did_you_mean, parse_dtype
 
@@ -65,9 +66,11 @@ class ConnectionSpec:
         try:
             connection = self.method(site, dim, norm, **method_options)
         except (TypeError, IndexError, AttributeError) as error:
+            if not method_options:
+                raise  # an error of the method
             # A value of the wrong kind, like a word for a number.
             raise ValueError(f"cannot build {self} with these values ({error})") from error
-        _check_contents(connection)
+        check_contents(connection, Connection, site, dim)
         connection.options = dict(self.options)
         stream_dtype = self.options.get("stream_dtype")
         if stream_dtype is not None:
@@ -88,17 +91,6 @@ class ConnectionSpec:
         return hash((self.name, frozenset(self.options)))
 
 
-def _check_contents(connection: Connection[Any]) -> None:
-    """Raise a TypeError for what loading, sharding and optimizers would treat as the backbone's."""
-    others = [name for name, _ in connection.named_children() if name != "norms"]
-    others += [name for name, _ in connection.named_buffers(recurse=False)]
-    if others:
-        raise TypeError(
-            f"{type(connection).__name__} has {others[0]!r}: a connection contains parameters of "
-            "its own, from float32_parameter, and its norms; no other modules and no buffers"
-        )
-
-
 def check_norm_factory(norm: object) -> None:
     """Raise a ValueError for a norm where a function that makes norms is expected."""
     if isinstance(norm, nn.Module) or not callable(norm):
@@ -108,8 +100,12 @@ def check_norm_factory(norm: object) -> None:
 def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
     """A method's own options and their defaults, without those of `COMMON_OPTIONS`."""
     inherited = inspect.signature(Connection).parameters
-    parameters = inspect.signature(method).parameters.items()
-    return {name: parameter.default for name, parameter in parameters if name not in inherited}
+    options = {}
+    for name, parameter in inspect.signature(method).parameters.items():
+        collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if name not in inherited and not collects:
+            options[name] = parameter.default
+    return options
 
 
 def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
@@ -124,8 +120,14 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
 
     Raises:
         ValueError: the string is not a name with options by keyword, the name or an option is
-            unknown, or an option is given twice.
+            unknown, or an option is given twice or missing.
+        TypeError: the method's class cannot have such options.
     """
+    if isinstance(spec, type):
+        raise ValueError(
+            f"make takes the name of a connection, got the class {spec.__name__}; give it one with "
+            f'crosslayer.register_connection("{spec.__name__.lower()}", {spec.__name__})'
+        )
     if isinstance(spec, ConnectionSpec):
         name, spec_options = spec.name, dict(spec.options)
     else:
@@ -138,8 +140,16 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
             )
     spec_options |= options
     method = ConnectionSpec(name).method
-    known = default_options(method) | COMMON_OPTIONS
-    annotations = get_type_hints(method.__init__) | {"stream_dtype": str | None}
+    own_options = default_options(method)
+    check_options(name, own_options, {*COMMON_OPTIONS, "options"})
+    known = own_options | COMMON_OPTIONS
+    try:
+        annotations = get_type_hints(method.__init__) | {"stream_dtype": str | None}
+    except NameError as error:
+        raise TypeError(f"{name}: an annotation of its options is not known ({error})") from error
+    for key, default in own_options.items():
+        if default is inspect.Parameter.empty and key not in spec_options:
+            raise ValueError(f"{name} needs the option {key!r}, like {name}({key}=…)")
     for key in spec_options:
         if key not in known:
             listed = ", ".join(
@@ -187,8 +197,8 @@ def _parse_spec(text: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, TypeError, RecursionError, MemoryError, AttributeError):
         pass  # MemoryError and RecursionError: nested too deep for Python's parser
     raise ValueError(
-        f"cannot read the connection {reprlib.repr(text)}: expected a name, "
-        "or like \"mudd(dilation=2, ways='qkvr')\""
+        f"cannot read the connection {reprlib.repr(text)}: expected a name, or a name with options "
+        "by keyword, like \"mudd(dilation=2, ways='qkvr')\""
     )
 
 

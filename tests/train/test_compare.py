@@ -20,6 +20,7 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
+from crosslayer.methods import code_digest
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.comparison_results import describe_environment
 from crosslayer.train.optimizers import build_optimizers, lr_schedule
@@ -192,6 +193,22 @@ def test_a_comparison_keeps_numbers_alone(tiny, tmp_path, monkeypatch):
         comparison, lambda *_: alive.append(sum(model() is not None for model in models))
     )
     assert alive == [1, 1, 1] and len(models) == 3
+
+
+def test_runs_of_other_code_are_named(tiny, tmp_path, monkeypatch, capsys):
+    """A method is changed while it is developed: old runs must not pass for those of today."""
+    command = ["compare", *(f"--{name}={value}" for name, value in tiny.items()), "--seeds=1"]
+    command = [word.replace("_", "-", 1) if "eval_" in word else word for word in command]
+    command += ["--arms", "prenorm", "hyper", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert "other code" not in capsys.readouterr().out
+    changed = lambda method: "changed" if method.name == "hyper" else code_digest(method)  # noqa: E731
+    monkeypatch.setattr("crosslayer.train.report_notes.code_digest", changed)
+    assert main(command) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "All runs had ended already; nothing was trained." in printed
+    assert "hyper: 1 of 1 runs were made with other code of hyper; another --out" in printed
+    assert "prenorm: 1 of 1" not in printed
 
 
 def test_two_comparisons_in_one_folder_lose_no_result(tiny, tmp_path):

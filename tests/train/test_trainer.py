@@ -94,6 +94,15 @@ def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
     assert again["losses"] == [] and again["result"]["valid_loss"] == whole["result"]["valid_loss"]
 
 
+def test_a_run_that_goes_on_with_other_code_says_so(text, tmp_path, monkeypatch):
+    settings = {"data": text, "save_every": 3}
+    run(settings, "hyper", tmp_path / "run", stop=5)
+    monkeypatch.setattr("crosslayer.train.trainer.code_digest", lambda method: "changed")
+    with pytest.warns(UserWarning, match="hyper: the code of hyper has changed since this run beg"):
+        result = run(settings, "hyper", tmp_path / "run")["result"]
+    assert result["method_code"] not in ("", "changed"), "that of the first steps"
+
+
 def test_kept_models_of_a_resumed_run_are_the_same(text, tmp_path):
     settings = {"data": text, "layers": 1, "steps": 6, "evals": 1, "save_every": 3, "ema": 0.5}
     plain = run(settings, "denseformer")

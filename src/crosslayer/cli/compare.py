@@ -79,15 +79,17 @@ def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
     from ..train.report import table_cells, table_columns, write_report
-    from ..train.report_notes import instability_notes, scope_notes
+    from ..train.report_notes import code_notes, instability_notes, scope_notes
 
     console = make_console()
     recipe = comparison.recipe
-    stopped = False
+    stopped = trained = False
     try:
         with ProgressBars(console, recipe.task.unit) as bars:
 
             def show_step(arm: "Arm", seed: int, result: "StepResult") -> None:
+                nonlocal trained
+                trained = True
                 name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
                 bars.show_step(name, recipe.settings(arm).optimization.steps, result)
 
@@ -112,7 +114,13 @@ def _run_and_report(comparison: "Comparison") -> int:
     for row in rows:
         table.add_row(*row)
     print_table(table, console)
-    for note in [*instability_notes(comparison), *scope_notes(comparison)]:
+    notes = [
+        *instability_notes(comparison),
+        *code_notes(comparison),
+        *scope_notes(comparison),
+    ]
+    notes += [] if trained else ["All runs had ended already; nothing was trained."]
+    for note in notes:
         console.print(note)
     if stopped:
         finished = len(comparison.results.runs)

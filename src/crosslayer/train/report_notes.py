@@ -6,6 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..hf.config import make_config
+from ..methods import code_digest
+from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS
 from .rate_search import RATES, best_factor, is_limit
@@ -79,6 +81,7 @@ def report_notes(comparison: Comparison) -> list[str]:
     notes += scope_notes(comparison)
     notes += _rate_notes(comparison)
     notes += instability_notes(comparison)
+    notes += code_notes(comparison)
     missing = dict.fromkeys(arm.name for arm, _ in comparison.missing_runs())
     if missing:
         notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
@@ -111,6 +114,21 @@ def instability_notes(comparison: Comparison) -> list[str]:
                 notes.append(
                     f"{arm.name}, seed {seed}: the batches of {count} unstable steps were skipped."
                 )
+    return notes
+
+
+def code_notes(comparison: Comparison) -> list[str]:
+    """The arms with runs that were made with other code of the connection than today's."""
+    notes = []
+    for arm in comparison.arms:
+        today = code_digest(make(arm.connection).method)
+        runs = comparison.finished_runs(arm).values()
+        other = [run for run in runs if run.method_code not in ("", today)]
+        if other:
+            notes.append(
+                f"{arm.name}: {len(other)} of {len(runs)} runs were made with other code of "
+                f"{arm.connection}; another --out makes them again."
+            )
     return notes
 
 

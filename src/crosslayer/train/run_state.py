@@ -52,6 +52,7 @@ class RunState:
         seconds: of training, without evaluation.
         tokens_per_second: (or images, …) over all ranks.
         inference_speed: examples per second over all ranks, in the fastest evaluation.
+        method_code: `code_digest` of the connection when the run began.
     """
 
     step: int = 0
@@ -63,6 +64,7 @@ class RunState:
     seconds: float = 0.0
     tokens_per_second: float = 0.0
     inference_speed: float = 0.0
+    method_code: str = ""
 
     def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
         """Whether loss and gradient are finite and the loss is no spike.
@@ -102,6 +104,7 @@ class RunResult:
         seconds: of training, without evaluation.
         inference_speed: examples per second over all ranks, in the fastest evaluation; None in
             results of version 0.1.0.
+        method_code: `code_digest` of the connection when the run began; empty in older results.
     """
 
     arm: str
@@ -119,6 +122,7 @@ class RunResult:
     skipped: list[int]
     seconds: float
     inference_speed: float | None = None
+    method_code: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """A mapping for `json.dumps`; `RunResult(**mapping)` is its inverse."""

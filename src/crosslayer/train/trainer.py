@@ -14,6 +14,7 @@ resumed run is therefore bitwise identical to one that was never interrupted.
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from torch.utils.data import DataLoader
 
 from ..cost.estimate import count_parameters
 from ..data.sampler import evenly_spaced
+from ..methods import code_digest
 from ..optim import zero_connection_updates
+from ..spec import make
 from .averaging import averaged_weights
 from .evaluation import evaluate_examples
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
@@ -159,6 +162,7 @@ class Trainer:
         callbacks = list(callbacks)
         for callback in callbacks:
             callback.on_fit_start(self)
+        self._compare_method_code()
         self.activation_bytes, self.forward_flops = measure_forward(
             self.module, self.task, self.training_batches(0)
         )
@@ -180,6 +184,17 @@ class Trainer:
                 # The step is complete and, if a callback saves checkpoints, saved.
                 if self.stop_requested:
                     raise Stopped(result.step, self.latest_checkpoint)
+
+    def _compare_method_code(self) -> None:
+        """Warn where a run that was begun with other code of its connection goes on."""
+        today = code_digest(make(self.arm.connection).method)
+        if self.state.method_code not in ("", today) and self.fabric.is_global_zero:
+            warnings.warn(
+                f"{self.arm.name}: the code of {self.arm.connection} has changed since this run "
+                "began; another output folder starts it again",
+                stacklevel=3,
+            )
+        self.state.method_code = self.state.method_code or today
 
     def step(self) -> StepResult:
         """Take one step on the next batch.
@@ -312,6 +327,7 @@ class Trainer:
             skipped=self.state.skipped,
             seconds=self.state.seconds,
             inference_speed=self.state.inference_speed,
+            method_code=self.state.method_code,
         )
 
     def identity(self) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""What a connection's class must keep to, checked where a mistake would show later or not at all.
+
+The laws (tests/test_laws.py) cover more. These checks cost next to nothing, so they run for every
+method, and their messages name it.
+"""
+
+import reprlib
+from typing import Any, TypeVar, get_args
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def check_state_class(cls: Any) -> None:
+    """Check the state that a class names, as in `class Hyper(Connection[Streams])`."""
+    for base in vars(cls).get("__orig_bases__", ()):
+        for state in get_args(base):
+            if not isinstance(state, TypeVar):  # an abstract class, whose methods name the state
+                _check_state_fields(cls, state)
+
+
+def check_state(connection: Any, state: Any) -> None:
+    """Check what `initial_state` has returned.
+
+    Raises:
+        TypeError: it is no NamedTuple with a write, or it does not begin with a tensor.
+    """
+    _check_state_fields(type(connection), type(state))
+    first = next(iter(tree_leaves(state)), None)
+    if not isinstance(first, Tensor):
+        raise TypeError(
+            f"{type(connection).__name__}: its state {type(state).__name__} must begin with a "
+            f"tensor, got {type(first).__name__}"
+        )
+
+
+def _check_state_fields(cls: Any, state: Any) -> None:
+    fields = getattr(state, "_fields", ())
+    if "y" not in fields:
+        raise TypeError(
+            f"{cls.__name__}: its state {getattr(state, '__name__', state)} must be a NamedTuple "
+            "with a field `y: Tensor | None = None`, where `write` records the sub-layer's output"
+        )
+    for field in cls.gate_fields:
+        if field not in fields:
+            raise TypeError(
+                f"{cls.__name__}: gate_fields names {field!r}, but the fields of its "
+                f"state {state.__name__} are {', '.join(fields)}"
+            )
+
+
+def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
+    """Check what `mix_inputs` has returned for a state.
+
+    Raises:
+        TypeError: it is no pair of a tuple of tensors and a state; or the state has a parameter.
+        ValueError: an input has another shape than the sub-layer's output.
+    """
+    name = type(connection).__name__
+    is_pair = type(mixed) is tuple and len(mixed) == 2 and type(mixed[0]) is tuple
+    if not is_pair or not all(isinstance(x, Tensor) for x in mixed[0]):
+        raise TypeError(
+            f"{name}.mix_inputs must return a tuple of inputs and the state to write to, like "
+            f"`return (h,), state`, got {_describe(mixed)}"
+        )
+    inputs, next_state = mixed
+    y = getattr(state, "y", None)
+    for x in inputs:
+        if x.shape[-1] != connection.dim or (y is not None and x.shape != y.shape):
+            expected = ["…", connection.dim] if y is None else list(y.shape)
+            raise ValueError(
+                f"{name}.mix_inputs must return inputs of the shape of the sub-layers' outputs, "
+                f"[{' '.join(map(str, expected))}], got [{' '.join(map(str, x.shape))}]"
+            )
+    for field, value in zip(getattr(next_state, "_fields", ()), next_state, strict=False):
+        if isinstance(value, nn.Parameter) and not any(value is old for old in state):
+            raise TypeError(
+                f"{name}: the field {field!r} of its state is a parameter, which FSDP frees once "
+                "its block has run; put a clone into the state"
+            )
+
+
+def _describe(value: Any) -> str:
+    """The types of a value: of a tuple, those of its items."""
+    if type(value) is tuple:
+        return f"({', '.join(map(_describe, value))})"
+    return "None" if value is None else type(value).__name__
+
+
+def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
+    """Check a connection that has been built.
+
+    Args:
+        connection: of any class.
+        base: `Connection`.
+        site: that it was built for.
+        dim: that it was built for.
+
+    Raises:
+        TypeError: it has what loading, sharding, optimizers or the interface would misread.
+    """
+    name = type(connection).__name__
+    if "_modules" not in vars(connection) or "norms" not in connection._modules:
+        raise TypeError(f"{name}.__init__ must call super().__init__(site, dim, norm)")
+    others = [child for child, _ in connection.named_children() if child != "norms"]
+    others += [buffer for buffer, _ in connection.named_buffers(recurse=False)]
+    if others:
+        raise TypeError(
+            f"{name} has {others[0]!r}: a connection contains parameters of "
+            "its own, from float32_parameter, and its norms; no other modules and no buffers"
+        )
+    parameters = {key: p for key, p in connection._parameters.items() if p is not None}
+    for key, parameter in parameters.items():
+        if parameter.dim() == 0:
+            raise TypeError(
+                f"{name}: the parameter {key!r} has no dimension, which FSDP cannot shard; use "
+                "float32_parameter(1)"
+            )
+    if parameters and type(connection).reset_parameters is base.reset_parameters:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"{name} has the parameter {min(parameters)!r} and no method reset_parameters, which "
+            "sets the initial values"
+        )
+    for key in [*vars(connection), *parameters]:
+        if callable(getattr(base, key, None)):
+            raise TypeError(
+                f"{name} sets self.{key}, which is a method of every connection; choose another "
+                "name"
+            )
+    for key, value in (("site", site), ("dim", dim), ("is_readout", site.index == site.depth)):
+        if getattr(connection, key) is not value:
+            raise TypeError(
+                f"{name} sets self.{key}, which every connection has; choose another name"
+            )
+
+
+def check_options(name: str, options: dict[str, Any], reserved: set[str]) -> None:
+    """Raise a TypeError where a method's own option has a name that every connection uses.
+
+    Args:
+        name: of the method.
+        options: its own options.
+        reserved: the names.
+    """
+    for key in options:
+        if key in reserved:
+            raise TypeError(
+                f"{name}: its option {reprlib.repr(key)} has a name that every connection uses; "
+                "choose another one"
+            )
