@@ -6,7 +6,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-import torch
 
 
 def pytest_collection_finish():
@@ -15,11 +14,6 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-@pytest.fixture(autouse=True)
-def same_start():
-    """Every test starts from one seed and leaves torch's defaults as they were."""
-    torch.manual_seed(0)
-    dtype = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(dtype)
-    torch._dynamo.reset()
+pytest.register_assert_rewrite("crosslayer.testing.laws")
+
+from crosslayer.testing.laws import same_start  # noqa: E402, F401

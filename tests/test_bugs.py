@@ -23,12 +23,12 @@ from crosslayer.connections.mhc import MHC
 from crosslayer.norms import add_write
 from crosslayer.ops import attention, depth_mix, depth_scores, gate, project
 from crosslayer.ops import hyper as hyper_op
+from crosslayer.testing.tiny_model import DEFAULTS
 from tests import test_laws as laws
 from tests import test_optim as optim_tests
 from tests.connections import test_golden as golden
 from tests.connections import test_loops as loops
 from tests.connections.test_loops import Case, MHCOptions
-from tests.support.tiny import DEFAULTS
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Check = Callable[[], None]

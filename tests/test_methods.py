@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from crosslayer import methods
 from crosslayer.connection import float32_parameter
 from crosslayer.connections.prenorm import PreNorm, Stream
 from crosslayer.methods import code_digest
-from tests.support.tiny import gpt, tokens
+from crosslayer.testing.tiny_model import gpt, tokens
 
 PACKAGE = '''
 from crosslayer.connection import float32_parameter
@@ -26,7 +27,7 @@ class Base(PreNorm):
 
 class Halved(Base):
     """Half of each output is added."""
-    starts_as_prenorm = False
+    starts_as_prenorm = bitwise_prenorm = False
 
     def write(self, state, y):
         return super().write(state, 0.5 * y)
@@ -86,6 +87,14 @@ print(torch.equal(model(torch.arange(5)[None]).logits, torch.load("logits.pt")))
     sizes = ("--layers=2", "--dim=8", "--heads=2", "--vocab=32", "--context=8", "--batch=1")
     command = ("-m", "crosslayer", "cost", "--connections", "prenorm", "halved", *sizes)
     assert "halved" in run_in_new_process(tmp_path, *command)
+
+
+def test_the_laws_cover_an_installed_package(tmp_path):
+    """In a folder without crosslayer's clone."""
+    install(tmp_path, "halved = halving:Halved")
+    module = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "crosslayer.testing.laws")
+    printed = run_in_new_process(tmp_path, *module, "-k", "halved and (alone or starts or dead)")
+    assert re.search(r"\n7 passed, \d+ deselected", printed), printed
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from torch import nn
 
 import crosslayer
 from crosslayer.optim import layer_matrices, zero_connection_updates
+from crosslayer.testing.tiny_model import DEFAULTS, connections, gpt, shake
 from tests.hf.all_families import build_model
 from tests.hf.backbones import ids, llama, vit
-from tests.support.tiny import DEFAULTS, connections, gpt, shake
 
 every_method = pytest.mark.parametrize("spec", DEFAULTS)
 

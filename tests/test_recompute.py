@@ -20,9 +20,9 @@ from crosslayer.recompute import (
     enable_recompute,
     recompute_inputs,
 )
+from crosslayer.testing.tiny_model import equal, gpt, loss_and_gradients, shake, tokens
 from crosslayer.train.parallel import checkpoint_layers
 from tests.hf import backbones
-from tests.support.tiny import equal, gpt, loss_and_gradients, shake, tokens
 
 LAYERS = 6  # states are saved before layers 0, 3 and 5
 # The default of every method, and the variants whose state or read differs in kind.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import crosslayer
-from tests.support.tiny import equal, shake
+from crosslayer.testing.tiny_model import equal, shake
 
 DIM, LAYERS = 8, 3
 SPECS = ("prenorm", "mudd", "hyper", "mgr")  # one stream, q k v apart, n streams, streams that grow

@@ -126,8 +126,7 @@ class Connection(nn.Module, Generic[StateT]):
             connects must have these norms.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
         weight_decay_params: own parameters that take weight decay. The others take none.
-        test_variants: specs with options that the tests of all connections (test_laws.py) cover
-            too.
+        test_variants: specs with options that the laws (crosslayer.testing.laws) cover too.
         options: the options of the spec that built this connection.
         parts_are_streams: its `state_parts` are n streams, which persist over depth.
         weighs_channels: its `mixing_weights` differ between channels, or contain norms.

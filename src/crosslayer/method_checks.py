@@ -1,7 +1,7 @@
 """What a connection's class must keep to, checked where a mistake would show later or not at all.
 
-The laws (tests/test_laws.py) cover more. These checks cost next to nothing, so they run for every
-method, and their messages name it.
+The laws (crosslayer.testing.laws) cover more. These checks cost next to nothing, so they run for
+every method, and their messages name it.
 """
 
 import reprlib

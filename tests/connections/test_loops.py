@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import crosslayer
-from tests.support.tiny import shake
+from crosslayer.testing.tiny_model import shake
 
 few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 

@@ -15,7 +15,7 @@ import crosslayer
 from crosslayer.connections.attnres import Values
 from crosslayer.connections.mhc import Manifold
 from crosslayer.ops import depth_scores, write_norm_project
-from tests.support.tiny import shake
+from crosslayer.testing.tiny_model import shake
 
 B, T, D, LAYERS = 2, 3, 10, 3
 

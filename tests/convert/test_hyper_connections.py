@@ -6,8 +6,8 @@ from torch import nn
 
 import crosslayer
 from crosslayer.convert import fill_connections, hyper_connections, read_connections
+from crosslayer.testing.tiny_model import shake
 from tests.support.chain import D, flat, randn, run, same, sublayer
-from tests.support.tiny import shake
 
 
 def package() -> type[nn.Module]:

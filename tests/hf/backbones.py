@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 import crosslayer
-from tests.support.tiny import shake
+from crosslayer.testing.tiny_model import shake
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import crosslayer
 from crosslayer.connection import find_connections
+from crosslayer.testing.tiny_model import shake
 from tests.hf.backbones import build, ids
-from tests.support.tiny import shake
 
 SPECS = ("prenorm", "mudd", "hyper", "mhc", "attnres")
 LOADS: tuple[tuple[str, str, torch.dtype, dict[str, int] | None], ...] = (

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from crosslayer.testing.tiny_model import shake
 from tests.hf.family_sizes import DROPPED, LAYERS, NESTED_SIZES, ROWS, SIZES, TOWERS
-from tests.support.tiny import shake
 
 MAX_PARAMETERS = 5e7
 VOCABULARY = SIZES["vocab_size"]

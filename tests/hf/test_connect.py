@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 import crosslayer
 from crosslayer import Connection
 from crosslayer.hf.config import make_config, make_language_model
+from crosslayer.testing.tiny_model import SPECS, shake
 from tests.hf.backbones import (
     FAMILIES,
     KINDS,
@@ -31,7 +32,6 @@ from tests.hf.backbones import (
     trained,
     without_eps,
 )
-from tests.support.tiny import SPECS, shake
 
 # Each kind of wiring with every method, and every variant of a method on llama.
 STARTS = list(dict.fromkeys([*each_kind(), *(("llama", spec) for spec in SPECS)]))

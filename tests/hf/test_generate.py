@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from crosslayer.testing.tiny_model import shake
 from tests.hf.backbones import KINDS, LANGUAGE, connected, each_family, ids
 from tests.hf.test_connect import compiled_cells
-from tests.support.tiny import shake
 
 NEW_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
 CACHES = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.testing.tiny_model import shake
 from tests.hf.backbones import LANGUAGE, METHODS, build, ids
-from tests.support.tiny import shake
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -13,8 +13,8 @@ from torch import Tensor
 import crosslayer
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import own_connection
+from crosslayer.testing.tiny_model import shake
 from tests.hf.backbones import SIZES, ids
-from tests.support.tiny import shake
 
 SMALL = {key: size for key, size in SIZES.items() if not key.endswith("token_id")}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import crosslayer
+from crosslayer.testing.tiny_model import shake
 from tests.support.split_inputs import check_split_inputs
-from tests.support.tiny import shake
 
 DIM = 32
 HEADS = 4

@@ -13,10 +13,10 @@ import crosslayer
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import FAMILIES, Family, Sublayer
 from crosslayer.hf.proof import prove_wiring
+from crosslayer.testing.tiny_model import shake
 from tests.hf.all_families import build_model, read_logits
 from tests.hf.backbones import build, ids
 from tests.hf.small_models import LANGUAGE, VISION, build_small
-from tests.support.tiny import shake
 
 # What each has that the others have not, and the ports that MUDD feeds in its layers.
 KINDS = {

@@ -19,6 +19,7 @@ from transformers import (
 import crosslayer
 from crosslayer import Connection
 from crosslayer.hf.checkpoint import read_config
+from crosslayer.testing.tiny_model import shake
 from tests.hf.backbones import (
     KINDS,
     METHODS,
@@ -32,7 +33,6 @@ from tests.hf.backbones import (
     trained,
 )
 from tests.support.hub import snapshot_folder
-from tests.support.tiny import shake
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 import crosslayer
 from crosslayer import Connection
 from crosslayer.hf.adapters import _register_with_peft, register_with_imported_peft
+from crosslayer.testing.tiny_model import shake
 from tests.hf import sharded
 from tests.hf.backbones import (
     FAMILIES,
@@ -29,7 +30,6 @@ from tests.hf.backbones import (
     output,
     trained,
 )
-from tests.support.tiny import shake
 
 # What trainers and adapters call in newer versions of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

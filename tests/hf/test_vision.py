@@ -10,10 +10,10 @@ import transformers
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.hf.attach import find_backbone
+from crosslayer.testing.tiny_model import shake
 from tests.hf.all_families import PAGE, check_family
 from tests.hf.small_models import KINDS, MULTI_MODAL, VISION, SmallModel, build_small, read_output
 from tests.hf.test_recognition import mark_slow
-from tests.support.tiny import shake
 
 # What each has that the others have not.
 TOWERS = (

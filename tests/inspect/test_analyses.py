@@ -29,7 +29,7 @@ from crosslayer.inspect import (
     unfold_connections,
 )
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
-from tests.support.tiny import DEFAULTS, VARIANTS, shake
+from crosslayer.testing.tiny_model import DEFAULTS, VARIANTS, shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 

@@ -30,9 +30,9 @@ from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.over_steps import collect_scalars, distance_to_last, split_runs
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.subjects import find_step, image_subject, text_subject
+from crosslayer.testing.tiny_model import shake
 from tests.hf.small_models import LANGUAGE, VISION, build_small
 from tests.inspect.test_report import BATCHES, language_model
-from tests.support.tiny import shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 ANALYSES_SEEN = ["mixing", "scales", "gradients"]

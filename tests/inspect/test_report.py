@@ -28,7 +28,7 @@ from crosslayer.inspect.inspection import ANALYSES, InspectionSubject, inspect_m
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.text_batches import find_sink_ids
-from tests.support.tiny import DEFAULTS, shake
+from crosslayer.testing.tiny_model import DEFAULTS, shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))

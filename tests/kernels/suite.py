@@ -24,6 +24,7 @@ from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.kernels import launch
 from crosslayer.norms import NormSpec
 from crosslayer.ops import dispatch
+from crosslayer.testing.tiny_model import shake
 from tests.hf.backbones import build
 from tests.kernels.accuracy import assert_accurate
 from tests.kernels.cases import CASES, PATHS
@@ -34,7 +35,6 @@ from tests.kernels.interpreter import (
     round_to_nearest,
 )
 from tests.support import chain
-from tests.support.tiny import shake
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

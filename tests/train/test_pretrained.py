@@ -9,9 +9,9 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.convert.pretrained import open_model
 from crosslayer.data.tokenizing import load_tokenizer
+from crosslayer.testing.tiny_model import equal
 from crosslayer.train.settings import NEW_BACKBONE_OPTIONS, Settings
 from crosslayer.train.task import build_model
-from tests.support.tiny import equal
 
 SIZES = ["--layers=2", "--dim=16", "--heads=2"]
 STEPS = ["--steps=3", "--evals=1", "--batch=2", "--eval-batches=2", "--context=32"]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.tiny import connections, gpt, loss_and_gradients, tokens
+from crosslayer.testing.tiny_model import connections, gpt, loss_and_gradients, tokens
 
 
 def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> None:

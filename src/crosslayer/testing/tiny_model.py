@@ -1,20 +1,50 @@
-"""Helpers of many tests: every spec, a small model of it, and perturbed weights."""
+"""Every spec, a small model of it, and perturbed weights: what the laws and other tests use."""
 
+import inspect
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from crosslayer.connection import find_connections
+from crosslayer.methods import find_method
 from crosslayer.spec import default_options
-from examples.gpt import MLP, Attention
+
+
+def _needs_options(name: str) -> bool:
+    return inspect.Parameter.empty in default_options(find_method(name)).values()
+
 
 # Every connection with its default options, and every variant that its class names.
-DEFAULTS = list(crosslayer.available())
-VARIANTS = [spec for name in DEFAULTS for spec in crosslayer.make(name).method.test_variants]
+DEFAULTS = [name for name in crosslayer.available() if not _needs_options(name)]
+VARIANTS = [spec for name in crosslayer.available() for spec in find_method(name).test_variants]
 SPECS = DEFAULTS + VARIANTS
+
+
+class Attention(nn.Module):
+    """Causal attention with inputs of their own for q, k and v."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, x_k: Tensor | None = None, x_v: Tensor | None = None) -> Tensor:
+        if x_k is None or x_v is None:
+            x_k = x_v = x
+        projected = (self.q(x), self.k(x_k), self.v(x_v))
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Sequential):
+    def __init__(self, dim: int):
+        up, down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        super().__init__(up, nn.GELU(), down)
 
 
 class Block(nn.Module):
@@ -46,7 +76,7 @@ class ParallelSublayer(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """The GPT of examples/gpt.py in blocks, which can be parallel, checkpointed and sharded."""
+    """A GPT in blocks, which can be parallel, checkpointed and sharded. Ids [B T] below 31."""
 
     def __init__(self, spec: str, parallel: bool, layers: int, eps: float):
         super().__init__()

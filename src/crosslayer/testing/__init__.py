@@ -1,0 +1,1 @@
+"""The laws, tests that every connection passes, for methods of other packages too: see `laws`."""
