@@ -373,6 +373,9 @@ def test_another_run_overwrites_nothing(text, left):
         assert kept == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     run({"data": text, "save_every": 3}, "prenorm", left)
     assert identity.exists()
+    identity.write_text(identity.read_text()[:20])
+    with pytest.raises(ValueError, match=r"run\.json: not JSON .*; remove it if the folder is this"):
+        run({"data": text, "save_every": 3}, "prenorm", left)
 
 
 @pytest.mark.slow

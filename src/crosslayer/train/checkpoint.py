@@ -57,10 +57,16 @@ class Checkpoints:
         path = self.folder / RUN_FILE
 
         def check_and_write() -> None:
-            if path.exists():
-                self._check_identity(self.folder, read_json(path, dict))
-            else:
+            if not path.exists():
                 write_text_atomic(path, json.dumps(self.identity, indent=1))
+                return
+            try:
+                claimed = read_json(path, dict)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; remove it if the folder is this run's, or choose another --out"
+                ) from None
+            self._check_identity(self.folder, claimed)
 
         self._on_rank_zero(check_and_write)
 
