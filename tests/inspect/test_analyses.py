@@ -116,6 +116,16 @@ def test_a_wrong_weight_shows_in_the_error(monkeypatch):
     assert unfold_connections(backbone("mgr"), BATCHES).error > 5e-3
 
 
+def test_weights_of_another_shape_are_named(monkeypatch):
+    right = MGR.mixing_weights
+    wrong = lambda connection, state: right(connection, state)._replace(carry=torch.ones(4, 4))  # noqa: E731
+    monkeypatch.setattr(MGR, "mixing_weights", wrong)
+    with pytest.raises(
+        ValueError, match=r"mixing_weights of mgr: carry must be \[out 4 K\] or .*, go"
+    ):
+        unfold_connections(backbone("mgr"), BATCHES)
+
+
 # The wirings of Hyper-Connections, Figure 7, as matrices [[0, B], [A_m, A_r]] of `hyper`.
 SEQUENTIAL = ("hyper(streams=1, dynamic=False, matrix=[[0, 1], [1, 0]])", "the output before")
 PRE_NORM = ("prenorm", "all outputs before")

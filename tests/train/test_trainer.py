@@ -374,7 +374,9 @@ def test_another_run_overwrites_nothing(text, left):
     run({"data": text, "save_every": 3}, "prenorm", left)
     assert identity.exists()
     identity.write_text(identity.read_text()[:20])
-    with pytest.raises(ValueError, match=r"run\.json: not JSON .*; remove it if the folder is this"):
+    with pytest.raises(
+        ValueError, match=r"run\.json: not JSON .*; remove it if the folder is this"
+    ):
         run({"data": text, "save_every": 3}, "prenorm", left)
 
 

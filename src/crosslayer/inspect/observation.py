@@ -96,8 +96,23 @@ class SiteVisit:
 
     @cached_property
     def weights(self) -> MixingWeights:
-        """The read as matrices."""
-        return self.connection.mixing_weights(self.state)
+        """The read as matrices.
+
+        Raises:
+            ValueError: the method's matrices do not fit to its parts.
+        """
+        weights = self.connection.mixing_weights(self.state)
+        columns = self.parts.shape[-2]
+        for name in ("write", "read", "carry"):
+            matrix = getattr(weights, name)
+            if matrix.dim() < 3 or matrix.shape[-2] != columns:
+                raise ValueError(
+                    f"mixing_weights of {self.connection.name}: {name} must be [out {columns} K] "
+                    f"or [B T out {columns} K], got [{' '.join(map(str, matrix.shape))}]"
+                )
+            if name == "write":  # what the other two mix
+                columns = matrix.shape[-3]
+        return weights
 
     @cached_property
     def parts(self) -> Tensor:

@@ -241,7 +241,11 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
         while missing := comparison.missing_runs():  # a search depends on its results
             arm, seed = missing[0]
             report_step = partial(on_step, arm, seed)
-            result = _do_run(comparison, arm, seed, report_step)
+            try:
+                result = _do_run(comparison, arm, seed, report_step)
+            except Exception as error:
+                error.add_note(f"in the run of {arm.name}, seed {seed}")  # of the traceback
+                raise
             comparison.results.arms.setdefault(arm.name, _describe_arm(arm))
             gc.collect()  # the model is in cycles of references, and may be large
             if isinstance(result, RunResult):
