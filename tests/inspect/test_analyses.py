@@ -118,10 +118,11 @@ def test_a_wrong_weight_shows_in_the_error(monkeypatch):
 
 def test_weights_of_another_shape_are_named(monkeypatch):
     right = MGR.mixing_weights
-    wrong = lambda connection, state: right(connection, state)._replace(carry=torch.ones(4, 4))  # noqa: E731
+    weights = torch.ones(4, 4)
+    wrong = lambda connection, state: right(connection, state)._replace(carry=weights)  # noqa: E731
     monkeypatch.setattr(MGR, "mixing_weights", wrong)
     with pytest.raises(
-        ValueError, match=r"mixing_weights of mgr: carry must be \[out 4 K\] or .*, go"
+        ValueError, match=r"mixing_weights of mgr: carry must be \[out 1 K\] or .*, got"
     ):
         unfold_connections(backbone("mgr"), BATCHES)
 
