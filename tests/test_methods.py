@@ -247,12 +247,22 @@ class WithUnknownAnnotation(PreNorm):
         (
             ParameterInState,
             TypeError,
-            "the field 'gain' of its state is a parameter, which FSDP frees",
+            "ParameterInState: its state has a parameter, which FSDP frees",
         ),
         (
             reading(lambda self, state: (state.h, state)),
             TypeError,
             r"must return a tuple of inputs and .*, got \(Tensor, Stream\)",
+        ),
+        (
+            reading(lambda self, state: ((state.h,), None)),
+            TypeError,
+            "Mine: its state NoneType must be a NamedTuple with a field `y",
+        ),
+        (
+            reading(lambda self, state: ((state.h,), state)),
+            TypeError,
+            "must return a state without a write, .* its y is still there",
         ),
         (reading(lambda self, state: None), TypeError, "must return a tuple of inputs.*, got None"),
         (
@@ -385,4 +395,6 @@ def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):
     assert digests["first"] == digests["same"] == digests["without"] != digests["other"]
     in_a_notebook: dict = {"__name__": "__main__"}
     exec(source, in_a_notebook)
-    assert isinstance(code_digest(in_a_notebook["Mine"]), str)
+    assert code_digest(in_a_notebook["Mine"]) == ""
+    exec(source, in_no_module := {"__name__": "in_no_module"})
+    assert code_digest(in_no_module["Mine"]) == ""

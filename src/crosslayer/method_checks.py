@@ -5,9 +5,10 @@ every method, and their messages name it.
 """
 
 import reprlib
+from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
@@ -23,7 +24,8 @@ def check_state(connection: Any, state: Any) -> None:
     """Check what `initial_state` has returned.
 
     Raises:
-        TypeError: it is no NamedTuple with a write, or it does not begin with a tensor.
+        TypeError: it is no NamedTuple with a write, does not begin with a tensor, or has a
+            parameter.
     """
     _check_state_fields(type(connection), type(state))
     first = next(iter(tree_leaves(state)), None)
@@ -32,6 +34,7 @@ def check_state(connection: Any, state: Any) -> None:
             f"{type(connection).__name__}: its state {type(state).__name__} must begin with a "
             f"tensor, got {type(first).__name__}"
         )
+    _check_no_parameter(connection, state, ())
 
 
 def _check_state_fields(cls: Any, state: Any) -> None:
@@ -53,7 +56,8 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
     """Check what `mix_inputs` has returned for a state.
 
     Raises:
-        TypeError: it is no pair of a tuple of tensors and a state; or the state has a parameter.
+        TypeError: it is no pair of a tuple of tensors and a state without a write; or the state has
+            a parameter.
         ValueError: an input has another shape than the sub-layer's output.
     """
     name = type(connection).__name__
@@ -72,10 +76,28 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
                 f"{name}.mix_inputs must return inputs of the shape of the sub-layers' outputs, "
                 f"[{' '.join(map(str, expected))}], got [{' '.join(map(str, x.shape))}]"
             )
-    for field, value in zip(getattr(next_state, "_fields", ()), next_state, strict=False):
-        if isinstance(value, nn.Parameter) and not any(value is old for old in state):
+    _check_state_fields(type(connection), type(next_state))
+    if next_state.y is not None:
+        raise TypeError(
+            f"{name}.mix_inputs must return a state without a write, so that the next one can be "
+            "written to it, and its y is still there"
+        )
+    _check_no_parameter(connection, next_state, tree_leaves(state))
+
+
+def _check_no_parameter(connection: Any, state: Any, known: Sequence[Any]) -> None:
+    """Raise a TypeError where a state has one of the connection's parameters.
+
+    Args:
+        connection: its class is named.
+        state: of any structure.
+        known: leaves that were in the state before. One may be the embedding itself, a parameter.
+    """
+    own = [p for p in connection._parameters.values() if p is not None]
+    for leaf in tree_leaves(state):
+        if any(leaf is p for p in own) and not any(leaf is old for old in known):
             raise TypeError(
-                f"{name}: the field {field!r} of its state is a parameter, which FSDP frees once "
+                f"{type(connection).__name__}: its state has a parameter, which FSDP frees once "
                 "its block has run; put a clone into the state"
             )
 

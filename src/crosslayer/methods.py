@@ -14,6 +14,7 @@ import importlib
 import inspect
 import keyword
 import pkgutil
+import sys
 import warnings
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -114,13 +115,11 @@ def find_method(name: str) -> type[Connection[Any]]:
 def code_digest(method: type[Connection[Any]]) -> str:
     """Identifies the code of the file that defines a method, without comments and docstrings.
 
-    Of a method defined in a notebook, the code of its class; empty where no source is found.
+    Empty where there is no such file, as for a method of a notebook.
     """
     try:
-        module = importlib.import_module(method.__module__)
-        source = inspect.getsource(module if hasattr(module, "__file__") else method)
-        tree = ast.parse(inspect.cleandoc(source))
-    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse(inspect.getsource(sys.modules[method.__module__]))
+    except (KeyError, OSError, TypeError, SyntaxError):
         return ""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):

@@ -108,6 +108,11 @@ def default_options(method: type[Connection[Any]]) -> dict[str, Any]:
     return options
 
 
+def all_options(spec: ConnectionSpec) -> dict[str, Any]:
+    """The options of a spec, with the defaults of those it leaves out."""
+    return COMMON_OPTIONS | default_options(spec.method) | spec.options
+
+
 def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     """Read a connection's name and options: `make("mudd", dilation=2)(site, dim, norm)` builds it.
 
@@ -147,9 +152,6 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
         annotations = get_type_hints(method.__init__) | {"stream_dtype": str | None}
     except NameError as error:
         raise TypeError(f"{name}: an annotation of its options is not known ({error})") from error
-    for key, default in own_options.items():
-        if default is inspect.Parameter.empty and key not in spec_options:
-            raise ValueError(f"{name} needs the option {key!r}, like {name}({key}=…)")
     for key in spec_options:
         if key not in known:
             listed = ", ".join(
@@ -160,6 +162,9 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
                 f"its options: {listed}"
             )
         check_option_type(f"{name}: {key}", spec_options[key], annotations.get(key, Any))
+    for key, default in own_options.items():
+        if default is inspect.Parameter.empty and key not in spec_options:
+            raise ValueError(f"{name} needs the option {key!r}, like {name}({key}=…)")
     return ConnectionSpec(name, spec_options)
 
 

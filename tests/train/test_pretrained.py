@@ -10,6 +10,9 @@ from crosslayer.cli.main import main
 from crosslayer.convert.pretrained import open_model
 from crosslayer.data.tokenizing import load_tokenizer
 from crosslayer.testing.tiny_model import equal
+from crosslayer.train.compare import Comparison
+from crosslayer.train.comparison_results import ComparisonResults
+from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import NEW_BACKBONE_OPTIONS, Settings
 from crosslayer.train.task import build_model
 
@@ -58,14 +61,15 @@ def test_a_comparison_of_connections_on_a_pretrained_model(model, text_file, tmp
     assert plain["metrics"]["loss before training"] == pytest.approx(base["valid_loss"], abs=1e-6)
     assert plain["curve"][0][0] == 0 and len(plain["curve"]) == 2
     assert mgr["metrics"]["loss before training"] != plain["metrics"]["loss before training"]
-    assert f"Pretrained backbone: {model}" in (out / "report.md").read_text()
+    assert f"pretrained backbone {model}" in (out / "report.md").read_text()
     assert main(command) == 0 and len(json.loads((out / "results.json").read_text())["runs"]) == 2
 
 
 def test_a_connected_model_goes_on_with_its_connection(model, text_file, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     assert train(text_file, first, "--pretrained", str(model), "--arm=mudd") == 0
-    assert train(text_file, second, "--pretrained", str(first / "model"), "--arm=mudd") == 0
+    spelled_out = "--arm=mudd(dilation=1)"  # the default
+    assert train(text_file, second, "--pretrained", str(first / "model"), spelled_out) == 0
     losses = [json.loads((run / "result.json").read_text()) for run in (first, second)]
     before = losses[1]["metrics"]["loss before training"]
     assert before == pytest.approx(losses[0]["valid_loss"], abs=1e-6)
@@ -105,6 +109,33 @@ def test_what_does_not_fit_is_one_line(model, text_file, tmp_path, capsys, extra
     assert train(text_file, tmp_path / "out", "--pretrained", str(model), *extra) == 1
     *_, error = capsys.readouterr().err.splitlines()
     assert message in error
+
+
+def test_options_of_a_new_backbone_are_refused(model):
+    with pytest.raises(ValueError, match="router_z_loss describes another backbone"):
+        Settings.from_options(pretrained=str(model), router_z_loss=0.1)
+    with pytest.raises(ValueError, match="--scale tiny builds a small model with random weights"):
+        Recipe([Arm.from_row("mudd")], {}, "tiny", {"pretrained": str(model)}).settings()
+
+
+def test_an_arm_of_a_recipe_may_be_pretrained(model, text_file, tmp_path):
+    """It has its tokenizer, also where its results are read again."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "layers: 1\ndim: 16\nheads: 2\narms: [prenorm, "
+        f"{{name: P, connection: prenorm, pretrained: {model}}}]"
+    )
+    out = tmp_path / "out"
+    command = ["compare", str(recipe), "--data", str(text_file), *STEPS, "--out", str(out)]
+    assert main(command) == 0
+    report = (out / "report.md").read_text()
+    assert f"width 16, 2 heads and pretrained backbone {model}; 3 steps" in report
+    results = ComparisonResults.from_json(json.loads((out / "results.json").read_text()))
+    comparison = Comparison.from_results(results, out)
+    tokenizers = [comparison.recipe.settings(arm).data.tokenizer for arm in comparison.arms]
+    assert tokenizers == ["bytes", str(model)]
+    replaced = load_recipe(recipe, pretrained=str(model)).settings()
+    assert replaced.model.layers == Settings.from_options().model.layers
 
 
 def test_a_runs_folder_is_not_its_model(model, text_file, tmp_path, capsys):

@@ -79,7 +79,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
     from ..train.report import table_cells, table_columns, write_report
-    from ..train.report_notes import code_notes, instability_notes, scope_notes
+    from ..train.report_notes import code_notes, instability_notes
 
     console = make_console()
     recipe = comparison.recipe
@@ -106,7 +106,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     if not rows:
         reason = "Stopped before any arm had finished" if stopped else "Every run diverged"
         console.print(f"{reason}; nothing to report.")
-        for note in instability_notes(comparison):
+        for note in [*instability_notes(comparison), *code_notes(comparison)]:
             console.print(note)
         return code or 1
     write_report(comparison)
@@ -114,16 +114,21 @@ def _run_and_report(comparison: "Comparison") -> int:
     for row in rows:
         table.add_row(*row)
     print_table(table, console)
-    notes = [
-        *instability_notes(comparison),
-        *code_notes(comparison),
-        *scope_notes(comparison),
-    ]
-    notes += [] if trained else ["All runs had ended already; nothing was trained."]
-    for note in notes:
+    ended_already = not trained and not stopped
+    for note in _closing_notes(comparison, ended_already):
         console.print(note)
     if stopped:
         finished = len(comparison.results.runs)
         console.print(f"Stopped with {finished} finished runs. The same command resumes.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
     return code
+
+
+def _closing_notes(comparison: "Comparison", ended_already: bool) -> list[str]:
+    """What is printed below the table."""
+    from ..train.report_notes import code_notes, instability_notes, scope_notes
+
+    notes = ["All runs had ended already; nothing was trained."] if ended_already else []
+    notes += instability_notes(comparison)
+    notes += code_notes(comparison)
+    return notes + scope_notes(comparison)

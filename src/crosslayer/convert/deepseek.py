@@ -16,12 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..spec import ConnectionSpec, default_options, make
+from ..spec import ConnectionSpec, all_options, default_options, make
 from ..validation import check_choice, check_option_type, check_positive
 from .rows import (
     ConnectionParameters,
     TensorRow,
-    all_options,
     check_names,
     convert_tensors,
     count_layers,

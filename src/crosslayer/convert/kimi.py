@@ -14,13 +14,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..spec import make
+from ..spec import all_options, make
 from ..validation import check_positive
 from .rows import (
     DROP_FIRST_AXIS,
     ConnectionParameters,
     TensorRow,
-    all_options,
     check_names,
     convert_tensors,
     count_layers,

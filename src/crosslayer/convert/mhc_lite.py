@@ -26,14 +26,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..spec import ConnectionSpec, make
+from ..spec import ConnectionSpec, all_options, make
 from .rows import (
     SCALAR_TO_VECTOR,
     ConnectionParameters,
     TensorChange,
     TensorRow,
     Tensors,
-    all_options,
     check_names,
     check_shapes,
     convert_tensors,

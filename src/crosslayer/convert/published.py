@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from ..files import read_json
 from ..hf.host_quirks import ROPE_DTYPES
 from ..hf.weights import WEIGHTS_FILE, FolderWeights
-from ..spec import make
+from ..spec import all_options, make
 from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia
 from .layout import IDLE_TENSORS, ConfigDict, anchor_shapes, complete_config
 from .rows import (
-    all_options,
     check_names,
     check_shapes,
     convert_tensors,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection
-from ..spec import COMMON_OPTIONS, ConnectionSpec, default_options, make
+from ..spec import ConnectionSpec, default_options, make
 from ..validation import did_you_mean
 
 Tensors = tuple[Tensor, ...]
@@ -210,11 +210,6 @@ def join_sites(sites: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, tensor in tensors.items():
             joined[f"{index}.{name}"] = tensor
     return joined
-
-
-def all_options(spec: ConnectionSpec) -> dict[str, Any]:
-    """The options of a spec, with the defaults of those it leaves out."""
-    return COMMON_OPTIONS | default_options(spec.method) | spec.options
 
 
 def short_spec(name: str, **options: Any) -> ConnectionSpec:

@@ -17,7 +17,9 @@ from typing import Any, Self
 import torch
 
 from ..files import write_text_atomic
+from ..methods import code_digest
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
+from ..spec import make
 from .checkpoint import remove_checkpoint
 from .comparison_results import (
     ComparisonResults,
@@ -157,11 +159,12 @@ def prepare_comparison(
     if search_rates:
         recipe = _rates_in_options(recipe)
     # An arm that cannot be built must say so before any other is trained.
-    for arm in recipe.arms:
-        settings = recipe.settings(arm)
-        with torch.device("cpu" if settings.model.pretrained else "meta"):
-            build_model(settings, arm.connection, 1, 0, recipe.task)
+    pretrained = [arm for arm in recipe.arms if recipe.settings(arm).model.pretrained is not None]
+    _check_new_models(recipe, [arm for arm in recipe.arms if arm not in pretrained])
     examples = _load_examples(recipe)
+    for arm in pretrained:
+        classes = examples[arm.name].num_classes
+        build_model(recipe.settings(arm), arm.connection, classes, 0, recipe.task)
 
     first = examples[recipe.arms[0].name]
     shared = recipe.settings().identity()
@@ -171,7 +174,7 @@ def prepare_comparison(
         folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     results = ComparisonResults(describe_environment(), shared, data, recipe.scale, first.entropy)
     for arm in recipe.arms:
-        results.arms[arm.name] = _describe_arm(arm)
+        results.arms[arm.name] = _describe_arm(recipe, arm)
 
     comparison = Comparison(recipe, seeds, folder, examples, results, search_rates)
     if search_rates:
@@ -180,6 +183,13 @@ def prepare_comparison(
                 examples[scaled_name(arm.name, factor)] = examples[arm.name]
     comparison.read_results()
     return comparison
+
+
+def _check_new_models(recipe: Recipe, arms: list[Arm]) -> None:
+    """Build the models of arms with new backbones, without memory and before data are read."""
+    for arm in arms:
+        with torch.device("meta"):
+            build_model(recipe.settings(arm), arm.connection, 256, 0, recipe.task)
 
 
 def _rates_in_options(recipe: Recipe) -> Recipe:
@@ -197,8 +207,12 @@ def _rates_in_options(recipe: Recipe) -> Recipe:
     return replace(recipe, arms=arms, options=options, overrides=overrides)
 
 
-def _describe_arm(arm: Arm) -> dict[str, Any]:
-    return {"connection": arm.connection, "options": arm.options, "paper": arm.paper}
+def _describe_arm(recipe: Recipe, arm: Arm) -> dict[str, Any]:
+    options = dict(arm.options)
+    tokenizer = recipe.settings(arm).data.tokenizer
+    if tokenizer != recipe.settings().data.tokenizer:  # that of an arm's pretrained model
+        options["tokenizer"] = tokenizer
+    return {"connection": arm.connection, "options": options, "paper": arm.paper}
 
 
 def _load_examples(recipe: Recipe) -> dict[str, Examples]:
@@ -246,7 +260,8 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
             except Exception as error:
                 error.add_note(f"in the run of {arm.name}, seed {seed}")  # of the traceback
                 raise
-            comparison.results.arms.setdefault(arm.name, _describe_arm(arm))
+            described = _describe_arm(comparison.recipe, arm)
+            comparison.results.arms.setdefault(arm.name, described)
             gc.collect()  # the model is in cycles of references, and may be large
             if isinstance(result, RunResult):
                 comparison.results.runs.append(result)
@@ -270,7 +285,8 @@ def _do_run(
         trainer = train_arm(fabric, settings, arm, seed, examples, task, folder, on_step)
         return trainer.result()
     except Diverged as error:  # a result too, and no reason to stop the other arms
-        return DivergedRun(arm.name, seed, error.step, str(error.loss), error.problem)
+        code = code_digest(make(arm.connection).method)
+        return DivergedRun(arm.name, seed, error.step, str(error.loss), error.problem, code)
 
 
 def _remove_checkpoints(comparison: Comparison) -> None:

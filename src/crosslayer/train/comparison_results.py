@@ -21,7 +21,8 @@ from .settings import PLACES_OF_DATA
 class DivergedRun:
     """A run that ended with a loss or a gradient that was not finite, or with a spike.
 
-    The loss is text, as JSON has no NaN. `problem` says what was wrong.
+    The loss is text, as JSON has no NaN. `problem` says what was wrong. `method_code` is that of
+    `RunResult`.
     """
 
     arm: str
@@ -29,6 +30,7 @@ class DivergedRun:
     step: int
     loss: str
     problem: str = ""
+    method_code: str = ""
 
 
 @dataclass

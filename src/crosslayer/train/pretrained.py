@@ -10,7 +10,7 @@ from torch import nn
 from ..connection import find_connections
 from ..convert.pretrained import open_model
 from ..hf import connect, disconnect
-from ..spec import make
+from ..spec import all_options, make
 from .settings import Data
 
 
@@ -58,8 +58,8 @@ def connect_backbone(backbone: Any, source: str, connection: str) -> nn.Module:
     """
     if not find_connections(backbone):
         return _connect(backbone, connection)
-    present = str(make(backbone.config.crosslayer))
-    if present == connection:
+    present, wanted = make(backbone.config.crosslayer), make(connection)
+    if (present.name, all_options(present)) == (wanted.name, all_options(wanted)):
         return backbone
     try:
         plain = disconnect(backbone)

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from ..spec import make
 from ..validation import check_choice, did_you_mean, error_in_one_line
-from .settings import GROUP_OF_OPTION, Settings, parse_options
+from .settings import GROUP_OF_OPTION, NEW_BACKBONE_OPTIONS, Settings, parse_options
 from .task import LANGUAGE, Task
 
 Scale = Literal["full", "tiny"]
@@ -132,16 +132,28 @@ class Recipe:
 
     def settings(self, arm: Arm | None = None) -> Settings:
         """The settings of an arm, or those that all arms share."""
-        options = {**self.options, **(arm.options if arm else {})}
+        options = join_options(self.options, arm.options if arm else {})
         if self.scale == "tiny":
-            if options.get("pretrained") is not None:
+            pretrained = join_options(options, self.overrides).get("pretrained")
+            if pretrained is not None:
                 raise ValueError(
-                    "--scale tiny builds a small model with random weights, and the recipe starts "
-                    f"from a pretrained one, {options['pretrained']}"
+                    "--scale tiny builds a small model with random weights, which excludes the "
+                    f"pretrained model {pretrained}"
                 )
             stated = Settings.from_options(**options).to_options()
             options |= _tiny_options(stated, self.task)
-        return Settings.from_options(**{**options, **self.overrides})
+        return Settings.from_options(**join_options(options, self.overrides))
+
+
+def join_options(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Options, of which the later ones come first.
+
+    A pretrained model among these replaces the backbone and the tokenizer of the others.
+    """
+    if later.get("pretrained") is not None:
+        replaced = NEW_BACKBONE_OPTIONS | {"tokenizer"}
+        options = {name: value for name, value in options.items() if name not in replaced}
+    return {**options, **later}
 
 
 def load_recipe(
@@ -172,14 +184,14 @@ def load_recipe(
         options = parse_options(options)
         for arm in arms:
             arm.options = parse_options(arm.options)
-            Settings.from_options(**{**options, **arm.options})
+            Settings.from_options(**join_options(options, arm.options))
         recipe = Recipe(arms, options, scale, overrides, task)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
     if scale == "tiny":
         for arm in arms:
-            layers = Settings.from_options(**{**options, **arm.options}).model.layers
+            layers = Settings.from_options(**join_options(options, arm.options)).model.layers
             tiny_layers = recipe.settings(arm).model.layers
             arm.connection = _shorten_connection(arm.connection, layers, tiny_layers)
     return recipe

@@ -9,10 +9,11 @@ from ..hf.config import make_config
 from ..methods import code_digest
 from ..spec import make
 from .compare import Comparison
-from .comparison_results import TORCH_OPERATIONS
-from .rate_search import RATES, best_factor, is_limit
+from .comparison_results import TORCH_OPERATIONS, DivergedRun
+from .rate_search import FACTORS, RATES, best_factor, is_limit
 from .recipe import Arm
 from .results_table import TableRow, result_table
+from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
 SAME_RATE = "at the given lr"
@@ -29,14 +30,16 @@ def report_notes(comparison: Comparison) -> list[str]:
     results, rows = comparison.results, result_table(comparison)
     options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
     optimizer = options["optimizer"].replace("muon", "Muon and AdamW").replace("adamw", "AdamW")
-    backbone = (
-        f"{options['family']} backbone, {options['layers']} layers, width {options['dim']}, "
-        f"{options['heads']} heads"
-        if "family" in options
-        else f"Pretrained backbone: {options['pretrained']}"
-    )
+    backbones = []
+    if "family" in options:
+        backbones.append(
+            f"{options['family']} backbone, {options['layers']} layers, width {options['dim']}, "
+            f"{options['heads']} heads"
+        )
+    if options["pretrained"]:
+        backbones.append(f"pretrained backbone {options['pretrained']}")
     setup = (
-        f"{backbone}; {options['steps']} steps of {options['batch']} × "
+        f"{' and '.join(backbones)}; {options['steps']} steps of {options['batch']} × "
         f"{options['context']} {_sequence_unit(comparison)}, {optimizer} at {options['lr']}, "
         f"precision {options['precision']}."
     )
@@ -118,15 +121,20 @@ def instability_notes(comparison: Comparison) -> list[str]:
 
 
 def code_notes(comparison: Comparison) -> list[str]:
-    """The arms with runs that were made with other code of the connection than today's."""
+    """The arms with runs that were made with other code of the connection than today's.
+
+    Trials of a rate and diverged runs count.
+    """
     notes = []
-    for arm in comparison.arms:
+    runs: list[RunResult | DivergedRun] = [*comparison.results.runs, *comparison.results.diverged]
+    for arm in comparison.recipe.arms:
         today = code_digest(make(arm.connection).method)
-        runs = comparison.finished_runs(arm).values()
-        other = [run for run in runs if run.method_code not in ("", today)]
+        names = {arm.name, *(comparison.arm_at(arm, factor).name for factor in FACTORS)}
+        codes = [run.method_code for run in runs if run.arm in names]
+        other = [code for code in codes if code not in ("", today)]
         if other:
             notes.append(
-                f"{arm.name}: {len(other)} of {len(runs)} runs were made with other code of "
+                f"{arm.name}: {len(other)} of {len(codes)} runs were made with other code of "
                 f"{arm.connection}; another --out makes them again."
             )
     return notes
@@ -245,7 +253,7 @@ def _value_text(value: Any) -> str:
 
 def _range_text(values: Iterable[Any]) -> str:
     """Values in words: the smallest and the largest number, or every text."""
-    texts = {_value_text(value): value for value in values}
+    texts = {_value_text(value): value for value in values if value is not None}
     if len(texts) > 1 and all(isinstance(value, int | float) for value in texts.values()):
         low, *_, high = sorted(texts, key=texts.__getitem__)
         return f"{low} to {high}"

@@ -52,7 +52,8 @@ class RunState:
         seconds: of training, without evaluation.
         tokens_per_second: (or images, …) over all ranks.
         inference_speed: examples per second over all ranks, in the fastest evaluation.
-        method_code: `code_digest` of the connection when the run began.
+        method_code: `code_digest` of the connection when the run began; empty where that was not
+            recorded.
     """
 
     step: int = 0
@@ -94,8 +95,8 @@ class RunResult:
         valid_loss: loss of the first validation set.
         valid: metrics of each validation set.
         metrics: what follows from them, like "perplexity" and means over sets; "training loss", the
-            mean over the last `RECENT_STEPS` steps; and of a pretrained model "loss before
-            training".
+            mean over the last `RECENT_STEPS` steps; and "loss before training", where it was
+            evaluated, as of pretrained models.
         tokens_per_second: (or images, …) over all ranks.
         activation_bytes: what one micro-batch's forward pass stores for the backward pass.
         train_loss: of the last step.

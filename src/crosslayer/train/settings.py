@@ -21,6 +21,7 @@ from ..validation import (
 # Options of a backbone with random weights.
 NEW_BACKBONE_OPTIONS = frozenset(
     {"family", "layers", "dim", "heads", "vocab", "model_config", "embedding_std", "reallocate"}
+    | {"router_z_loss"}
 )
 
 

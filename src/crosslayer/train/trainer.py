@@ -194,7 +194,8 @@ class Trainer:
                 "began; another output folder starts it again",
                 stacklevel=3,
             )
-        self.state.method_code = self.state.method_code or today
+        if self.state.step == 0:
+            self.state.method_code = today
 
     def step(self) -> StepResult:
         """Take one step on the next batch.
