@@ -19,7 +19,7 @@ from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.rate_search import best_factor, is_limit, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
-from crosslayer.train.settings import GROUP_OF_OPTION, Optimization
+from crosslayer.train.settings import GROUP_OF_OPTION, Optimization, Settings
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "benchmarks" / "evidence_short.yaml"
@@ -239,9 +239,13 @@ def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Stu
 
 def _read_results(file: Path) -> ComparisonResults:
     try:
-        return ComparisonResults.from_json(read_json(file, dict))
+        results = ComparisonResults.from_json(read_json(file, dict))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file}: not a comparison's results ({error})") from None
+    for name, value in Settings.from_options().identity().items():
+        if value is None:  # an option that is younger than some results
+            results.settings.setdefault(name, None)
+    return results
 
 
 def _read_speeds(file: Path) -> Speeds:
