@@ -247,7 +247,7 @@ class WithUnknownAnnotation(PreNorm):
         (
             ParameterInState,
             TypeError,
-            "ParameterInState: its state has a parameter, which FSDP frees",
+            "the field 'gain' of its state is a parameter, which FSDP frees",
         ),
         (
             reading(lambda self, state: (state.h, state)),

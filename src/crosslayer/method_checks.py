@@ -5,10 +5,9 @@ every method, and their messages name it.
 """
 
 import reprlib
-from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
@@ -34,7 +33,7 @@ def check_state(connection: Any, state: Any) -> None:
             f"{type(connection).__name__}: its state {type(state).__name__} must begin with a "
             f"tensor, got {type(first).__name__}"
         )
-    _check_no_parameter(connection, state, ())
+    _check_no_parameter(connection, state)
 
 
 def _check_state_fields(cls: Any, state: Any) -> None:
@@ -56,8 +55,8 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
     """Check what `mix_inputs` has returned for a state.
 
     Raises:
-        TypeError: it is no pair of a tuple of tensors and a state without a write; or the state has
-            a parameter.
+        TypeError: it is no pair of a tuple of tensors and a state without a write; or a field of
+            the state is a parameter.
         ValueError: an input has another shape than the sub-layer's output.
     """
     name = type(connection).__name__
@@ -68,7 +67,7 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
             f"`return (h,), state`, got {_describe(mixed)}"
         )
     inputs, next_state = mixed
-    y = getattr(state, "y", None)
+    y = state.y
     for x in inputs:
         if x.shape[-1] != connection.dim or (y is not None and x.shape != y.shape):
             expected = ["…", connection.dim] if y is None else list(y.shape)
@@ -82,23 +81,21 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
             f"{name}.mix_inputs must return a state without a write, so that the next one can be "
             "written to it, and its y is still there"
         )
-    _check_no_parameter(connection, next_state, tree_leaves(state))
+    _check_no_parameter(connection, next_state)
 
 
-def _check_no_parameter(connection: Any, state: Any, known: Sequence[Any]) -> None:
-    """Raise a TypeError where a state has one of the connection's parameters.
+def _check_no_parameter(connection: Any, state: Any) -> None:
+    """Raise a TypeError where a field of a state is one of the connection's parameters.
 
-    Args:
-        connection: its class is named.
-        state: of any structure.
-        known: leaves that were in the state before. One may be the embedding itself, a parameter.
+    The embedding may be a parameter too. A law finds parameters within tuples.
     """
-    own = [p for p in connection._parameters.values() if p is not None]
-    for leaf in tree_leaves(state):
-        if any(leaf is p for p in own) and not any(leaf is old for old in known):
+    for field, value in zip(state._fields, state, strict=True):
+        if type(value) is nn.Parameter and any(
+            value is own for own in connection._parameters.values()
+        ):
             raise TypeError(
-                f"{type(connection).__name__}: its state has a parameter, which FSDP frees once "
-                "its block has run; put a clone into the state"
+                f"{type(connection).__name__}: the field {field!r} of its state is a parameter, "
+                "which FSDP frees once its block has run; put a clone into the state"
             )
 
 

@@ -206,7 +206,7 @@ def test_runs_of_other_code_are_named(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("crosslayer.train.report_notes.code_digest", changed)
     assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "All runs had ended already; nothing was trained." in printed
+    assert "All runs had ended already; nothing is trained." in printed
     assert "hyper: 1 of 1 runs were made with other code of hyper; another --out" in printed
     assert "prenorm: 1 of 1" not in printed
 

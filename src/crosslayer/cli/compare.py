@@ -71,6 +71,8 @@ def compare_and_report(
     from ..train.compare import prepare_comparison
 
     comparison = prepare_comparison(recipe, seeds, Path(out) if out else None, search_rates)
+    if not comparison.missing_runs() and is_first_rank():
+        make_console().print("All runs had ended already; nothing is trained.")
     with hold_folder(comparison.folder):
         return _run_and_report(comparison)
 
@@ -79,17 +81,15 @@ def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
     from ..train.report import table_cells, table_columns, write_report
-    from ..train.report_notes import code_notes, instability_notes
+    from ..train.report_notes import run_notes, scope_notes
 
     console = make_console()
     recipe = comparison.recipe
-    stopped = trained = False
+    stopped = False
     try:
         with ProgressBars(console, recipe.task.unit) as bars:
 
             def show_step(arm: "Arm", seed: int, result: "StepResult") -> None:
-                nonlocal trained
-                trained = True
                 name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
                 bars.show_step(name, recipe.settings(arm).optimization.steps, result)
 
@@ -106,7 +106,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     if not rows:
         reason = "Stopped before any arm had finished" if stopped else "Every run diverged"
         console.print(f"{reason}; nothing to report.")
-        for note in [*instability_notes(comparison), *code_notes(comparison)]:
+        for note in run_notes(comparison):
             console.print(note)
         return code or 1
     write_report(comparison)
@@ -114,21 +114,10 @@ def _run_and_report(comparison: "Comparison") -> int:
     for row in rows:
         table.add_row(*row)
     print_table(table, console)
-    ended_already = not trained and not stopped
-    for note in _closing_notes(comparison, ended_already):
+    for note in [*run_notes(comparison), *scope_notes(comparison)]:
         console.print(note)
     if stopped:
         finished = len(comparison.results.runs)
         console.print(f"Stopped with {finished} finished runs. The same command resumes.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
     return code
-
-
-def _closing_notes(comparison: "Comparison", ended_already: bool) -> list[str]:
-    """What is printed below the table."""
-    from ..train.report_notes import code_notes, instability_notes, scope_notes
-
-    notes = ["All runs had ended already; nothing was trained."] if ended_already else []
-    notes += instability_notes(comparison)
-    notes += code_notes(comparison)
-    return notes + scope_notes(comparison)

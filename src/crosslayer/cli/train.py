@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-from os.path import expandvars
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import check_no_file
-from ..hub import check_model_source
 from ..run_folders import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -75,15 +73,15 @@ def run(options: Any) -> int:
 
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
     """Train an arm with a progress bar, save model and result, print losses; the exit code."""
+    from ..train.task import load_examples
+
     settings = recipe.settings(arm)
     if out is None:
         identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
         out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     folder = Path(out)
     check_out_folder(folder)
-    if settings.model.pretrained is not None:  # before the data are read
-        check_model_source(expandvars(settings.model.pretrained))
-    examples = recipe.task.load_examples(settings.data, settings.model.model_config)
+    examples = load_examples(settings, recipe.task)
 
     with hold_folder(folder):
         return _train_in_folder(recipe, arm, seed, examples, folder)
@@ -146,7 +144,7 @@ def _train_in_folder(
             console.print(note, soft_wrap=True)
         if result.skipped:
             console.print(f"The batches of {len(result.skipped)} unstable steps were skipped.")
-        passes = steps * settings.data.batch / len(examples.train)
+        passes = examples.passes(steps, settings.data.batch)
         if passes > 1:
             console.print(f"The run saw its training data {passes:.1f} times.")
         losses = []

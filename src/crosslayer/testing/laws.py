@@ -343,12 +343,12 @@ def test_blocks_compile_to_few_graphs(spec, parallel):
 @pytest.fixture(scope="session")
 def sharded_errors(request, tmp_path_factory):
     """What `shard_and_train` found for each selected case, in one pair of processes."""
-    cases = [
+    collected = [
         (item.callspec.params["spec"], item.callspec.params["parallel"])
         for item in request.session.items
         if getattr(item, "originalname", "") == "test_two_rank_fsdp2"
     ]
-    selected = [case for case in cases if not is_of_this_process(case[0])]
+    selected = [case for case in collected if not is_of_this_process(case[0])]
     folder = str(tmp_path_factory.mktemp("fsdp"))
     torch.multiprocessing.spawn(two_ranks.shard_and_train, (folder, selected), nprocs=2)
     with open(f"{folder}/errors.json") as file:

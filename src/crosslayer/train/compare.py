@@ -34,7 +34,7 @@ from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .run_state import RunResult, StepResult
 from .signals import StopSignals
-from .task import Examples, build_model
+from .task import Examples, build_model, load_examples
 from .trainer import Diverged
 
 
@@ -209,9 +209,8 @@ def _rates_in_options(recipe: Recipe) -> Recipe:
 
 def _describe_arm(recipe: Recipe, arm: Arm) -> dict[str, Any]:
     options = dict(arm.options)
-    tokenizer = recipe.settings(arm).data.tokenizer
-    if tokenizer != recipe.settings().data.tokenizer:  # that of an arm's pretrained model
-        options["tokenizer"] = tokenizer
+    if "pretrained" in options:  # it decides the tokenizer, unless another one is given
+        options["tokenizer"] = recipe.settings(arm).data.tokenizer
     return {"connection": arm.connection, "options": options, "paper": arm.paper}
 
 
@@ -220,10 +219,10 @@ def _load_examples(recipe: Recipe) -> dict[str, Examples]:
     loaded: dict[str, Examples] = {}
     examples = {}
     for arm in recipe.arms:
-        model, data, _, _ = recipe.settings(arm)
-        key = json.dumps([asdict(data), model.model_config], sort_keys=True)
+        settings = recipe.settings(arm)
+        key = json.dumps([asdict(settings.data), settings.model.model_config], sort_keys=True)
         if key not in loaded:
-            loaded[key] = recipe.task.load_examples(data, model.model_config)
+            loaded[key] = load_examples(settings, recipe.task)
         examples[arm.name] = loaded[key]
     return examples
 

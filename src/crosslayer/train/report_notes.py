@@ -83,8 +83,7 @@ def report_notes(comparison: Comparison) -> list[str]:
         )
     notes += scope_notes(comparison)
     notes += _rate_notes(comparison)
-    notes += instability_notes(comparison)
-    notes += code_notes(comparison)
+    notes += run_notes(comparison)
     missing = dict.fromkeys(arm.name for arm, _ in comparison.missing_runs())
     if missing:
         notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
@@ -95,13 +94,17 @@ def _passes_text(comparison: Comparison, arm: Arm) -> str:
     """How often a run saw its data, where that is more than once and the data are at hand."""
     if arm.name not in comparison.examples:
         return ""
-    settings = comparison.recipe.settings(arm)
-    examples_seen = settings.optimization.steps * settings.data.batch
-    passes = examples_seen / len(comparison.examples[arm.name].train)
+    _, data, optimization, _ = comparison.recipe.settings(arm)
+    passes = comparison.examples[arm.name].passes(optimization.steps, data.batch)
     return f"; each run saw them {passes:.1f} times" if passes > 1 else ""
 
 
-def instability_notes(comparison: Comparison) -> list[str]:
+def run_notes(comparison: Comparison) -> list[str]:
+    """What is to be said of single runs, with the table or where there is none."""
+    return _instability_notes(comparison) + _code_notes(comparison)
+
+
+def _instability_notes(comparison: Comparison) -> list[str]:
     """The runs of the compared arms that diverged, and those of which batches were skipped."""
     names = {arm.name for arm in comparison.arms}
     notes = []
@@ -120,7 +123,7 @@ def instability_notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def code_notes(comparison: Comparison) -> list[str]:
+def _code_notes(comparison: Comparison) -> list[str]:
     """The arms with runs that were made with other code of the connection than today's.
 
     Trials of a rate and diverged runs count.

@@ -20,6 +20,7 @@ from ..data.sampler import BatchSampler
 from ..data.sources import HELD_OUT
 from ..hf import connect
 from ..hf.config import make_config, make_language_model
+from ..hub import check_model_source
 from ..spec import make
 from ..validation import did_you_mean
 from .pretrained import connect_backbone, open_backbone
@@ -74,6 +75,10 @@ class Examples:
                         f"{did_you_mean(name, self.valid)}; they are {', '.join(self.valid)}"
                     )
 
+    def passes(self, steps: int, batch: int) -> float:
+        """How often `steps` steps of `batch` examples see the training set: epochs."""
+        return steps * batch / len(self.train)
+
 
 class Task(NamedTuple):
     """The functions of a task.
@@ -105,6 +110,17 @@ class Task(NamedTuple):
     tiny_options: dict[str, Any]
     tiny_model_config: dict[str, Any]
     open_backbone: Callable[[str, Data, int, torch.dtype], nn.Module] | None = None
+
+
+def load_examples(settings: Settings, task: Task) -> Examples:
+    """The examples of a run. Its pretrained model is looked for first, as data may take long.
+
+    Raises:
+        ValueError: the data or the model cannot be found or used.
+    """
+    if settings.model.pretrained is not None:
+        check_model_source(expandvars(settings.model.pretrained))
+    return task.load_examples(settings.data, settings.model.model_config)
 
 
 def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:

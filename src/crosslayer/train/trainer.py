@@ -186,7 +186,7 @@ class Trainer:
                     raise Stopped(result.step, self.latest_checkpoint)
 
     def _compare_method_code(self) -> None:
-        """Warn where a run that was begun with other code of its connection goes on."""
+        """Warn if the code of the connection has changed since the run began."""
         today = code_digest(make(self.arm.connection).method)
         if self.state.method_code not in ("", today) and self.fabric.is_global_zero:
             warnings.warn(
@@ -251,7 +251,7 @@ class Trainer:
             memory=peak_memory(),
             seconds=self.state.seconds,
             seconds_left=seconds * (optimization.steps - step),
-            epoch=step * self.settings.data.batch / len(self.examples.train),
+            epoch=self.examples.passes(step, self.settings.data.batch),
         )
 
     def _skip_or_raise(self, step: int, loss: float, grad_norm: float) -> None:
