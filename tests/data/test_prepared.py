@@ -90,7 +90,7 @@ def test_a_folder_in_use_is_left_alone(stories, tmp_path):
         ("nowhere", "bytes", "no such file"),
         ("stories.jsonl", "bites", "unknown tokenizer"),
         ("short.txt", "bytes", "too little text, its set train is empty"),
-        ("out", "bytes", "holds prepared token ids, not text"),
+        ("out", "bytes", "holds token ids, not text"),
     ],
 )
 def test_a_failure_leaves_nothing(stories, tmp_path, source, name, message):
@@ -195,5 +195,5 @@ def test_not_a_prepared_folder(tmp_path):
 
 def test_prepared_ids_are_no_text(stories, tmp_path):
     prepare_corpus(stories, "bytes", tmp_path / "out")
-    with pytest.raises(ValueError, match="holds prepared token ids, not text"):
+    with pytest.raises(ValueError, match="holds token ids, not text"):
         next(read_documents(str(tmp_path / "out")))

@@ -196,7 +196,7 @@ def test_named_validation_sets_leave_the_source_whole(tmp_path):
         (tmp_path / f"{name}.txt").write_text(name)
     valid = {name: str(tmp_path / f"{name}.txt") for name in ("one", "two")}
     sets = name_sets(str(tmp_path / "train.txt"), valid)
-    found = [(name, document.text) for name, document in read_sets(sets)]
+    found = [(name, document.text) for name, document in read_sets(sets, 0)]
     assert found == [(TRAIN, TRAIN), ("one", "one"), ("two", "two")]
 
 
@@ -223,7 +223,7 @@ TORN_ZSTD = zstandard.compress(np.random.default_rng(0).bytes(400_000).hex().enc
         ("latin.txt", "caf\xe9 ".encode("latin1"), "not UTF-8 text (it has a byte 0xe9)"),
         ("latin.jsonl", b'"a"\n"caf\xe9"\n', "not UTF-8 text (it has a byte 0xe9)"),
         ("image.txt", b"\x89PNG\r\n\x1a\n" * 99, "not UTF-8 text"),
-        ("ids.bin", b"a\0" * 200, "ids.bin: not text, as many of its bytes are zero"),
+        ("ids.txt", b"a\0" * 200, "ids.txt: not text, as many of its bytes are zero"),
         ("torn.txt.gz", TORN, "torn.txt.gz: cannot be read"),
         ("fake.txt.gz", b"not gzip at all", "fake.txt.gz: cannot be read"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', "broken.jsonl: line 2: not JSON"),

@@ -23,8 +23,9 @@ def actions(parser: Any) -> list[Any]:
     prepare = make_parser("Tokenise a source into a new folder.")
     prepare.add_argument(
         "source", type=str, help="stdlib; a text, .jsonl (each also .gz or .zst) or .parquet file "
-        "or a folder of them; datasets:OWNER/NAME[,CONFIG][@SPLIT] of the Hub or a local folder; "
-        "or hf://datasets/OWNER/NAME/PATTERN",
+        "or a folder of them; .bin or .npy files of token ids, also by a pattern like train_*.bin; "
+        "datasets:OWNER/NAME[,CONFIG][@SPLIT] of the Hub or a local folder; or "
+        "hf://datasets/OWNER/NAME/PATTERN",
     )  # fmt: skip
     prepare.add_argument(
         "--tokenizer", type=str, default="bytes", help="bytes, bpe:SIZE (trained on the data), a "
@@ -33,8 +34,7 @@ def actions(parser: Any) -> list[Any]:
     prepare.add_argument("--out", type=str, required=True, help="the folder, new or empty")
     prepare.add_argument(
         "--valid", nargs="+", type=str, default=[], metavar="NAME=SOURCE",
-        help="validation sets, which may be .npy files of token ids; without any, a part of the "
-        "source is held out",
+        help="validation sets; without any, a part of the source is held out",
     )  # fmt: skip
     show = make_parser("Show what a prepared folder holds.")
     show.add_argument("folder", type=str, help="a prepared folder")

@@ -90,7 +90,8 @@ def load_corpus(
     """The training and validation data of a source, tokenised now or read from a prepared folder.
 
     Args:
-        source: what `read_documents` takes, or a folder that `crosslayer data prepare` made.
+        source: what `read_documents` takes, files of token ids, or a folder that `crosslayer data
+            prepare` made.
         context: tokens per sequence.
         tokenizer: what `load_tokenizer` takes. That of a prepared folder must be the same.
         valid: sources of validation sets by name. Without any, a part of the source is "held-out".
@@ -108,7 +109,7 @@ def load_corpus(
         names = list(streams)
     else:
         loaded = load_tokenizer(tokenizer, lambda: training_texts(sets))
-        streams = encode_in_memory(read_sets(sets), loaded)
+        streams = encode_in_memory(read_sets(sets, loaded.end), loaded)
         names = set_names(sets)
     windows = {}
     for name in names:
@@ -137,4 +138,4 @@ def _open_with_sets(
     for name in valid:
         if name in prepared.streams:
             raise ValueError(f"{source}: has a set {name} already; choose another name")
-    return prepared.streams | encode_in_memory(read_sets(valid), known), known
+    return prepared.streams | encode_in_memory(read_sets(valid, known.end), known), known

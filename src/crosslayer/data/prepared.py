@@ -77,7 +77,7 @@ def prepare_corpus(
             for name, file in files.items():
                 writer = ArrowWriter(features=features, path=file, writer_batch_size=BUFFERED_ROWS)
                 writers[name] = stack.enter_context(writer)
-            documents = read_sets(sets)
+            documents = read_sets(sets, trained.end)
             counts = encode_sets(
                 documents, trained, lambda name, ids: writers[name].write({"tokens": ids}), progress
             )

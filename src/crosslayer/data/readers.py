@@ -19,7 +19,6 @@ SUFFIXES = (
     ".jsonl", ".parquet",
 )  # fmt: skip
 COMPRESSIONS = (".gz", ".zst")
-TOKENS_SUFFIX = ".npy"
 ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstandard"
 _FEW_ZEROS = 100  # A text may have some.
 _ZSTD_CHUNK = 2**16  # bytes
@@ -35,6 +34,17 @@ class Document(NamedTuple):
     text: str
     ids: np.ndarray | None = None
     label: str = ""
+
+    @property
+    def length(self) -> int:
+        """Characters, or token ids."""
+        return len(self.text if self.ids is None else self.ids)
+
+    def cut(self, start: int, end: int | None = None) -> "Document":
+        """Its characters or ids from `start` to `end`."""
+        if self.ids is None:
+            return self._replace(text=self.text[start:end])
+        return self._replace(ids=self.ids[start:end])
 
 
 def list_text_files(path: Path) -> list[tuple[Path, str]]:
@@ -87,31 +97,6 @@ def read_rows(subject: str, name: str, load: Callable[[], Iterable[Any]]) -> Ite
         ValueError: the dataset cannot be read, or a row has no text.
     """
     return _text_column(subject, name, _rows(subject, load))
-
-
-def read_token_ids(file: Path) -> Document:
-    """The token ids of a .npy file, or of the raw uint16 numbers that OLMo calls .npy.
-
-    Raises:
-        ValueError: neither.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file}: not a regular file")
-    try:
-        with file.open("rb") as stream:
-            has_header = stream.read(6) == b"\x93NUMPY"
-        if has_header:
-            ids = np.load(file, allow_pickle=False)
-        else:
-            ids = np.fromfile(file, "<u2")
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(
-            f"{file}: cannot be read as token ids ({error_in_one_line(error)})"
-        ) from None
-    is_cut = not has_header and file.stat().st_size % 2 != 0
-    if ids.ndim != 1 or ids.dtype.kind != "u" or is_cut or not len(ids):
-        raise ValueError(f"{file}: expected one row of unsigned whole numbers, the token ids")
-    return Document(file.name, "", ids)
 
 
 def _suffix(file: Path) -> str:
@@ -190,8 +175,8 @@ def _check_text(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[s
     for row in rows:
         if row["text"].count("\0") > max(_FEW_ZEROS, len(row["text"]) / 10):
             raise ValueError(
-                f"{subject}: not text, as many of its bytes are zero; token ids are read from .npy "
-                "files, for validation"
+                f"{subject}: not text, as many of its bytes are zero; files of token ids are "
+                "called .npy or .bin"
             )
         yield row
 

@@ -5,7 +5,7 @@ novels/train.jsonl.gz                      a file, or a folder of files
 datasets:Salesforce/wikitext,wikitext-2-raw-v1@validation     of the Hub, streamed
 datasets:novels                            a folder that `datasets` can load or has saved
 hf://datasets/allenai/OLMoE-mix-0924/data/wiki/*.json.gz      files of the Hub, or https://…
-c4_en/val.npy                              token ids, for validation alone
+fineweb/train_*.bin                        token ids: a file, or those of a pattern
 """
 
 import hashlib
@@ -18,15 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..validation import did_you_mean
-from .readers import (
-    TOKENS_SUFFIX,
-    Document,
-    list_text_files,
-    read_file,
-    read_remote,
-    read_rows,
-    read_token_ids,
-)
+from .readers import Document, list_text_files, read_file, read_remote, read_rows
+from .token_files import TOKEN_SUFFIXES, list_token_files, read_token_documents, read_token_ids
 
 CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` made
 
@@ -42,9 +35,9 @@ class Source:
     Args:
         spec: the string as the user wrote it.
         kind: "stdlib"; "files"; "remote", files by a URL; "dataset", what `load_dataset` finds by
-            name; "saved", a folder of `save_to_disk`; "tokens", a file of token ids; "prepared", a
+            name; "saved", a folder of `save_to_disk`; "tokens", files of token ids; "prepared", a
             folder of them.
-        path: the file, the folder, the URL, or the name on the Hub.
+        path: the file, the folder, the URL, the pattern, or the name on the Hub.
         config: the configuration of a dataset with several.
         split: of a dataset.
     """
@@ -98,7 +91,7 @@ def read_documents(spec: str) -> Iterator[Document]:
     """
     source = Source.parse(spec)
     if source.kind in ("prepared", "tokens"):
-        raise ValueError(f"{spec}: holds prepared token ids, not text")
+        raise ValueError(f"{spec}: holds token ids, not text")
     if source.kind == "stdlib":
         documents = _read_stdlib()
     elif source.kind == "files":
@@ -120,7 +113,9 @@ def read_documents(spec: str) -> Iterator[Document]:
 def check_exists(spec: str) -> None:
     """Raise a ValueError where a source is a file or folder that does not exist."""
     source = Source.parse(spec)
-    if source.kind in ("files", "tokens") and not Path(source.path).exists():
+    if source.kind == "tokens":
+        list_token_files(source.path)
+    elif source.kind == "files" and not Path(source.path).exists():
         list_text_files(Path(source.path))
 
 
@@ -128,11 +123,8 @@ def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
     """The sources of "train" and of the validation sets by name.
 
     Raises:
-        ValueError: a validation set is called train, or cannot name a folder; or the training
-            source is a file of token ids.
+        ValueError: a validation set is called train, or cannot name a folder.
     """
-    if Source.parse(source).kind == "tokens":
-        raise ValueError(f"{source}: a file of token ids can only be a validation set")
     for name in valid or {}:
         if name == TRAIN or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
@@ -147,26 +139,41 @@ def set_names(sets: dict[str, str]) -> list[str]:
     return [TRAIN, HELD_OUT] if sets.keys() == {TRAIN} else list(sets)
 
 
-def read_sets(sets: dict[str, str]) -> Iterator[tuple[str, Document]]:
+def read_sets(sets: dict[str, str], separator: int) -> Iterator[tuple[str, Document]]:
     """Each document with the name of its set.
+
+    Token ids to train on are split into documents. Those of a validation set are one document, so
+    that the set is what its author made it.
 
     Args:
         sets: sources by name. Where "train" is alone, a part of it is "held-out".
+        separator: the token id between two documents.
     """
-    if sets.keys() == {TRAIN}:
-        yield from split_held_out(read_documents(sets[TRAIN]))
-        return
     for name, spec in sets.items():
-        if Source.parse(spec).kind == "tokens":
-            yield name, read_token_ids(Path(spec))
-            continue
-        for document in read_documents(spec):
-            yield name, document
+        if Source.parse(spec).kind != "tokens":
+            documents = read_documents(spec)
+        elif name == TRAIN:
+            documents = read_token_documents(spec, separator)
+        else:
+            documents = iter([read_token_ids(spec)])
+        if sets.keys() == {TRAIN}:
+            yield from split_held_out(documents)
+        else:
+            yield from ((name, document) for document in documents)
 
 
 def training_texts(sets: dict[str, str]) -> Iterator[str]:
-    """The texts that `read_sets` gives for "train"."""
-    return (document.text for name, document in read_sets(sets) if name == TRAIN)
+    """The texts that `read_sets` gives for "train".
+
+    Raises:
+        ValueError: they are token ids already.
+    """
+    if Source.parse(sets[TRAIN]).kind in ("prepared", "tokens"):
+        raise ValueError(f"{sets[TRAIN]}: holds token ids; name the tokenizer that made them")
+    documents = read_documents(sets[TRAIN])
+    if sets.keys() != {TRAIN}:
+        return (document.text for document in documents)
+    return (document.text for name, document in split_held_out(documents) if name == TRAIN)
 
 
 def split_held_out(documents: Iterator[Document]) -> Iterator[tuple[str, Document]]:
@@ -195,15 +202,14 @@ def _hash_share(name: str) -> float:
 
 
 def _split_tail(documents: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Hold out the last share of all characters. The cut may fall within a document."""
-    total = sum(len(document.text) + 1 for document in documents) - 1
+    """Hold out the last share of all characters or ids. The cut may fall within a document."""
+    total = sum(document.length + 1 for document in documents) - 1
     left = int(total * (1 - VALID_SHARE))
-    for name, text, *_ in documents:
-        if text[:left]:
-            yield TRAIN, Document(name, text[:left])
-        if text[left:]:
-            yield HELD_OUT, Document(name, text[left:])
-        left = max(left - len(text) - 1, 0)
+    for document in documents:
+        for name, part in ((TRAIN, document.cut(0, left)), (HELD_OUT, document.cut(left))):
+            if part.length:
+                yield name, part
+        left = max(left - document.length - 1, 0)
 
 
 def _read_stdlib() -> Iterator[Document]:
@@ -235,7 +241,7 @@ def _load_rows(source: Source) -> Any:
 def _kind_of_path(path: str) -> Literal["remote", "tokens", "saved", "files"]:
     if "://" in path:
         return "remote"
-    if path.endswith(TOKENS_SUFFIX) and not Path(path).is_dir():
+    if path.endswith(TOKEN_SUFFIXES) and not Path(path).is_dir():
         return "tokens"
     return "saved" if _is_saved(path) else "files"
 

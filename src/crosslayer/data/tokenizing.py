@@ -67,11 +67,12 @@ class Tokenizer:
 
     def count_bytes(self, ids: np.ndarray, name: str) -> int:
         """The UTF-8 bytes of the text of these ids, which are called `name` in an error."""
-        largest = int(ids.max())
-        if largest >= self.vocab:
-            raise ValueError(
-                f"{name}: has the id {largest}; the tokenizer {self.name} has {self.vocab} ids"
-            )
+        for number in (int(ids.max()), int(ids.min())):
+            if not 0 <= number < self.vocab:
+                raise ValueError(
+                    f"{name}: has the id {number}, but the tokenizer {self.name} has {self.vocab} "
+                    "ids; name the tokenizer that made them"
+                )
         if self.definition is None:
             return len(ids)
         return len(self.model.decode(ids.tolist(), skip_special_tokens=False).encode())

@@ -82,8 +82,8 @@ class Data:
 
     Args:
         data: "stdlib" (the source code of Python's standard library); a text, .jsonl or .parquet
-            file, or a folder of them; datasets:OWNER/NAME; hf://datasets/OWNER/NAME/PATTERN; or a
-            folder that `crosslayer data prepare` wrote.
+            file, or a folder of them; .bin or .npy files of token ids; datasets:OWNER/NAME;
+            hf://datasets/OWNER/NAME/PATTERN; or a folder that `crosslayer data prepare` wrote.
         valid: validation sets by name, like {"wiki": "wiki.jsonl"} or --valid.wiki=wiki.jsonl; by
             default a part of the data is held out.
         valid_groups: names of validation sets by the name of their group. The results have the

@@ -1,0 +1,159 @@
+"""Files of token ids of other pretraining code, against the text that they were made of."""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crosslayer.data.corpus import load_corpus
+from crosslayer.data.prepared import prepare_corpus
+from crosslayer.data.sources import read_sets
+from crosslayer.data.tokenizing import load_tokenizer
+from tests.data.conftest import STORIES
+
+GPT2, LLAMA3 = 20240520, 20240801  # how llm.c marks ids of 16 and of 32 bits
+
+
+def write_ids(file, ids, dtype="<u2"):
+    np.array(ids, dtype).tofile(file)
+    return str(file)
+
+
+def write_llm_c(file, ids, mark=GPT2, version=1, count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = mark, version, len(ids) if count is None else count
+    numbers = np.array(ids, "<u4" if mark == LLAMA3 else "<u2")
+    file.write_bytes(header.tobytes() + numbers.tobytes())
+    return str(file)
+
+
+def error_of(spec, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        load_corpus(spec, context=4, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def make_tokenizer(stories, folder):
+    """The name of a tokenizer of the stories, and the ids of each."""
+    prepared = prepare_corpus(stories, "bpe:300", folder)
+    tokenizer = prepared.tokenizer
+    return str(folder), tokenizer, [ids.tolist() for ids in tokenizer.encode(list(STORIES))]
+
+
+@pytest.mark.parametrize("layout", ["nanoGPT", "llm.c", "llm.c 32 bits", "two files"])
+def test_training_on_ids_is_training_on_their_text(tmp_path, stories, layout):
+    """nanoGPT ends a document with the separator, llm.c begins it so. A file may end anywhere."""
+    name, tokenizer, stories_ids = make_tokenizer(stories, tmp_path / "tokenizer")
+    end = tokenizer.end
+    ended = [number for ids in stories_ids for number in [*ids, end]]
+    begun = [number for ids in stories_ids for number in [end, *ids]]
+    if layout == "nanoGPT":
+        spec = write_ids(tmp_path / "train.bin", ended)
+    elif layout == "two files":
+        write_llm_c(tmp_path / "ids_train_1.bin", begun[:1001])
+        write_llm_c(tmp_path / "ids_train_2.bin", begun[1001:])
+        write_ids(tmp_path / "ids_valid_1.bin", [1] * 9)
+        spec = str(tmp_path / "ids_train_*.bin")
+    else:
+        mark = LLAMA3 if layout == "llm.c 32 bits" else GPT2
+        spec = write_llm_c(tmp_path / "train.bin", begun, mark)
+    valid = {"valid": stories}
+    expected = load_corpus(stories, 16, name, valid)
+    corpus = load_corpus(spec, 16, name, valid)
+    assert corpus.digest == expected.digest
+    prepared = prepare_corpus(spec, name, tmp_path / "prepared", valid)
+    assert load_corpus(str(tmp_path / "prepared"), 16, name).digest == expected.digest
+    assert prepared.counts["train"].documents == len(STORIES)
+    assert prepared.counts["train"].text_bytes == expected.train.tokens.text_bytes
+
+
+def test_a_part_of_the_ids_is_held_out(tmp_path):
+    """Whole documents of many; the tail of one that no separator divides."""
+    ids = np.tile(np.arange(1, 101), 10)
+    corpus = load_corpus(write_ids(tmp_path / "one.bin", ids), context=4)
+    train, held_out = corpus.train.tokens, corpus.valid["held-out"].tokens
+    assert (len(train), len(held_out)) == (950, 50)
+    assert np.concatenate([train.ids, held_out.ids]).tolist() == ids.tolist()
+
+    many = [number for start in range(1, 101) for number in [0, *[start] * 20]]
+    spec = write_ids(tmp_path / "many.bin", many)
+    sets = {name: [] for name in ("train", "held-out")}
+    for name, document in read_sets({"train": spec}, separator=0):
+        assert len(set(document.ids.tolist())) == 1, "a document is whole"
+        sets[name].append(int(document.ids[0]))
+    assert sorted(sets["train"] + sets["held-out"]) == list(range(1, 101))
+    assert 1 <= len(sets["held-out"]) <= 15
+
+
+def test_ids_of_a_validation_set_stay_as_they_are(tmp_path, stories):
+    """Raw numbers, as OLMo publishes its validation sets, and files of numpy."""
+    ids = np.frombuffer("\0naïve\0\0café\0".encode(), np.uint8)
+    write_ids(tmp_path / "raw.npy", ids)
+    np.save(tmp_path / "saved.npy", ids.astype(np.int64))
+    write_llm_c(tmp_path / "llm_c.bin", ids)
+    files = {file.stem: str(file) for file in tmp_path.iterdir() if file.suffix in (".npy", ".bin")}
+    corpus = load_corpus(stories, context=4, valid=files)
+    for name in files:
+        tokens = corpus.valid[name].tokens
+        assert tokens.window(0, len(ids)).tolist() == ids.tolist()
+        assert tokens.text_bytes == len(ids) and corpus.bytes_per_token[name] == 1
+
+    # The tokens are those of the file, whatever the tokenizer would make of the text.
+    bpe = load_corpus(stories, context=4, tokenizer="bpe:300").tokenizer
+    odd = np.concatenate([bpe.encode([c])[0] for c in "the fox the fox"])
+    write_ids(tmp_path / "raw.npy", odd)
+    tokens = load_corpus(stories, 4, "bpe:300", {"raw": files["raw"]}).valid["raw"].tokens
+    assert tokens.window(0, 15).tolist() == odd.tolist() and tokens.text_bytes == 15
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"abc", "it has 3 bytes, expected 16-bit numbers"),
+        (b"", "cannot be read as token ids"),
+        (b"\x93NUMPY\x01\x00", "cannot be read as token ids"),
+        (
+            np.uint16([300, 1]).tobytes(),
+            "has the id 300, but the tokenizer bytes has 256 ids; name",
+        ),
+    ],
+)
+def test_wrong_token_ids_are_one_line(tmp_path, stories, content, message):
+    path = tmp_path / "ids.npy"
+    path.write_bytes(content)
+    assert message in error_of(stories, valid={"ids": str(path)})
+    assert message in error_of(str(path))
+
+
+def test_wrong_files_are_one_line(tmp_path):
+    cut = write_llm_c(tmp_path / "cut.bin", [1, 2, 3], count=4)
+    assert "it has 3 ids, its header says 4" in error_of(cut)
+    assert "its version is 7, expected 1" in error_of(
+        write_llm_c(tmp_path / "newer.bin", [1], version=7)
+    )
+    for name, array in {"signed": np.array([1, -1]), "float": np.ones(3), "two": [[1]]}.items():
+        np.save(tmp_path / f"{name}.npy", np.array(array))
+    assert "has the id -1" in error_of(str(tmp_path / "signed.npy"))
+    for name in ("float", "two"):
+        assert "expected one row of whole numbers" in error_of(str(tmp_path / f"{name}.npy"))
+    assert "no file has such a name" in error_of(str(tmp_path / "*_train.bin"))
+    assert re.search(r"no such file or folder \(did you mean", error_of(str(tmp_path / "cu.bin")))
+    assert "name the tokenizer that made them" in error_of(cut, tokenizer="bpe:300")
+    (tmp_path / "cut.idx").touch()
+    assert "Megatron's" in error_of(cut)
+
+
+@pytest.mark.skipif("CROSSLAYER_DATA" not in os.environ, reason="CROSSLAYER_DATA is not set")
+def test_ids_of_gpt2(tmp_path):
+    """As nanoGPT's prepare.py writes them."""
+    file = str(Path(os.environ["CROSSLAYER_DATA"]) / "tokenizers" / "gpt2_tokenizer.json")
+    text = "A naïve café ☕ <|endoftext|"
+    (ids,) = load_tokenizer(file).encode([text])
+    spec = write_ids(tmp_path / "train.bin", [*ids, 50256] * 60)
+    corpus = load_corpus(spec, context=8, tokenizer=file)
+    sets = [corpus.train.tokens, corpus.valid["held-out"].tokens]
+    separators = 60 - 2  # none before the first document of a set
+    assert sum(stream.text_bytes for stream in sets) == 60 * len(text.encode()) + separators
