@@ -8,6 +8,7 @@ import crosslayer
 from benchmarks.evidence.claims import SeedLosses
 from benchmarks.evidence.figures import MAIN_ARMS, Figure, study_figures
 from benchmarks.evidence.pruning import read_pruned_models
+from benchmarks.evidence.rates import rate_figure, rate_table
 from benchmarks.evidence.size_tables import difference_matrix, multiplier_table
 from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, UNSCALED, Part, Study, read_parts
 from benchmarks.evidence.tables import (
@@ -22,6 +23,7 @@ CAPTIONS = {
     "curves": "Validation loss by tokens and by training time, mean over seeds",
     "differences": "Difference to pre-norm by tokens and by training time, with 95 % intervals",
     "intervals": "Difference of every arm to pre-norm at the end, with 95 % intervals",
+    "rates": "Validation loss by learning rate and depth, means and ranges over seeds",
 }
 
 
@@ -35,12 +37,24 @@ def picture_links(part: Part, studies: Mapping[str, Study]) -> str:
     )
 
 
+def rate_picture_link(part: Part, studies: Mapping[str, Study]) -> str:
+    """The picture of the losses at each rate."""
+    return f"![{CAPTIONS['rates']}](evidence/{_rate_file(part)})"
+
+
+def _rate_file(part: Part) -> str:
+    words = re.findall(r"\w+", part.title.lower())
+    return f"{'-'.join(words)}.svg"
+
+
 # What a part of the page may show.
 PARTS: dict[str, Callable[[Part, Mapping[str, Study]], str]] = {
     "pictures": picture_links,
     "arms": arms_tables,
     "differences": difference_matrix,
     "multipliers": multiplier_table,
+    "rate picture": rate_picture_link,
+    "rates": rate_table,
 }
 
 
@@ -92,7 +106,12 @@ def connections_text(studies: Mapping[str, Study]) -> str:
 
 def page_figures(studies: Mapping[str, Study]) -> dict[str, Figure]:
     """The figures of the parts that show pictures, by the names of their files."""
-    return {
+    of_rates = {
+        _rate_file(part): rate_figure(part, studies)
+        for part in read_parts()
+        if "rate picture" in part.shows
+    }
+    return of_rates | {
         f"{plan.name}-{name}.svg": figure
         for part in read_parts()
         if "pictures" in part.shows

@@ -11,6 +11,7 @@ from benchmarks.evidence import pages, studies
 from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses
 from benchmarks.evidence.figures import study_figures
 from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
+from benchmarks.evidence.rates import rate_figure, rate_table
 from benchmarks.evidence.studies import (
     RECIPE,
     SEEDS,
@@ -24,10 +25,11 @@ from benchmarks.evidence.tables import (
     arm_cells,
     claims_table,
     connection_tables,
+    format_interval,
     judge_difference,
 )
 from crosslayer.inspect.inspection import PRUNED_SHARES
-from crosslayer.intervals import Interval
+from crosslayer.intervals import Interval, mean_interval
 from crosslayer.train import rate_search
 from crosslayer.train.compare import Comparison, prepare_comparison
 from crosslayer.train.recipe import load_recipe
@@ -244,3 +246,37 @@ def test_every_planned_study_starts(tmp_path):
         comparison = prepare_comparison(recipe, SEEDS, folder, plan.search_rates)
         runs_an_arm = 1 if plan.search_rates else SEEDS  # a search has a first trial
         assert len(comparison.missing_runs()) == len(plan.arms or ARMS) * runs_an_arm
+
+
+def test_every_rate_and_warmup_is_in_one_table(tmp_path):
+    """Planted: each arm is best at twice the rate, where it has three seeds, and elsewhere one."""
+    docs = tmp_path / "docs"
+    take_over(write_results(tmp_path / "a", MAIN), docs)
+    take_over(write_results(tmp_path / "b", ["prenorm", "mudd"], layers=24), docs)
+    longer = {"layers": 24, "lr": 8e-3, "warmup": 0.3}
+    take_over(write_results(tmp_path / "c", ["prenorm"], **longer), docs)
+    found = read_studies(docs, tmp_path / "no speeds")
+    (part,) = [part for part in read_parts() if "rates" in part.shows]
+    lines = rate_table(part, found).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    columns = rows[0]
+    cells = {(row[0], row[1]): dict(zip(columns, row, strict=True)) for row in rows[2:]}
+    arms = [("8", "prenorm"), ("8", "mudd"), ("8", "hyper"), ("24", "prenorm"), ("24", "mudd")]
+    assert list(cells) == arms, "an arm without a run has no row"
+    assert columns[2:6] == ["at 0.002", "at 0.004", "at 0.008", "at 0.016"]
+
+    losses = {(run.arm, run.seed): run.valid_loss for run in found["short"].comparison.results.runs}
+    best = [losses["mudd at 2 × lr", seed] for seed in range(3)]
+    base = [losses["prenorm at 2 × lr", seed] for seed in range(3)]
+    expected = mean_interval([loss - other for loss, other in zip(best, base, strict=True)])
+    cell = cells["8", "mudd"]["at 0.008"]
+    assert cell == f"{sum(best) / 3:.4f} (3)<br>{format_interval(expected)}"
+    assert cells["8", "mudd"]["at 0.004"].startswith(f"{losses['mudd', 0]:.4f} (1)<br>")
+    assert cells["8", "prenorm"]["at 0.008"] == f"{sum(base) / 3:.4f} (3)"
+
+    warm = "at 0.016, warm-up 0.3"
+    assert cells["24", "prenorm"][warm].endswith("(3)") and cells["8", "prenorm"][warm] == "–"
+    shown = dict(rate_figure(part, found).data)
+    assert [line.label for line in shown[8]] == MAIN
+    assert shown[24][0].x == [0.002, 0.004, 0.008, 0.016], "without the other warm-up"
+    assert shown[8][1].low[2] == min(best) and shown[8][1].high[2] == max(best)

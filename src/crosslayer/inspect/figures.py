@@ -34,7 +34,7 @@ Draw = Callable[[Any], None]  # draws on the axes of one panel
 def render_figure(
     panels: Sequence[tuple[str, Draw]], width: float = 5.2, height: float = 4.4
 ) -> dict[str, bytes]:
-    """A figure of panels side by side, as SVG and PNG.
+    """A figure of panels in rows of three, or of two where they are four, as SVG and PNG.
 
     Args:
         panels: a title and a function that draws, each.
@@ -55,7 +55,7 @@ def render_figure(
     }
     files = {}
     with matplotlib.rc_context(style):
-        columns = min(len(panels), 3)
+        columns = 2 if len(panels) == 4 else min(len(panels), 3)
         rows = -(-len(panels) // columns)
         figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
         all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
