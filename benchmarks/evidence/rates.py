@@ -10,7 +10,6 @@ from benchmarks.evidence.studies import BASELINE, Part, Study, read_recipe
 from benchmarks.evidence.tables import UNKNOWN, format_interval, markdown_table
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.intervals import mean_interval
-from crosslayer.train.rate_search import FACTORS
 
 SeedLoss = dict[int, float]
 Schedule = tuple[float, float]  # warm-up, learning rate
@@ -20,19 +19,16 @@ HIGHEST_SHOWN = 5.15  # nats a token
 
 
 def losses_by_schedule(studies: Iterable[Study]) -> ScheduleLosses:
-    """The final losses of all finished runs, trials too."""
-    losses: ScheduleLosses = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    """The final losses of all runs, trials too; infinite where a run diverged."""
+    losses: ScheduleLosses = defaultdict(lambda: defaultdict(dict))
     for study in studies:
         comparison = study.comparison
         for arm in comparison.recipe.arms:
-            for factor in FACTORS:
+            for factor, of_seeds in comparison.losses_by_rate(arm).items():
                 scaled = comparison.arm_at(arm, factor)
                 model, _, optimization, _ = comparison.recipe.settings(scaled)
-                for run in comparison.results.runs:
-                    if run.arm == scaled.name:
-                        of_arm = losses[model.layers][arm.name]
-                        schedule = (optimization.warmup, optimization.lr)
-                        of_arm[schedule][run.seed] = run.valid_loss
+                schedule = (optimization.warmup, optimization.lr)
+                losses[model.layers][arm.name][schedule] = of_seeds
     return losses
 
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from matplotlib.figure import Figure
 
 from crosslayer.cli.main import main
 from crosslayer.train import compare
@@ -10,7 +11,7 @@ from crosslayer.train.compare import prepare_comparison, run_comparison
 from crosslayer.train.comparison_results import DivergedRun
 from crosslayer.train.rate_search import next_factor
 from crosslayer.train.recipe import Arm, Recipe
-from crosslayer.train.report import markdown_report
+from crosslayer.train.report import markdown_report, plot_rates
 from crosslayer.train.report_notes import scope_notes
 from crosslayer.train.results_table import result_table
 from crosslayer.train.run_state import RunResult
@@ -68,6 +69,13 @@ def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
     report = markdown_report(comparison)
     assert "mudd: 3.2000 at 1 ×, 3.1000 at 2 ×, 3.0000 at 4 ×, diverged at 8 ×" in report
 
+    axes = Figure().subplots()
+    plot_rates(axes, comparison)
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines["mudd"].get_xdata()) == [1e-3, 2e-3, 4e-3], "without the diverged run"
+    assert list(lines["mudd"].get_ydata()) == pytest.approx([3.2, 3.1, 3.005])
+    assert axes.get_ylim()[0] < 3.005 and 3.1 < axes.get_ylim()[1] < 3.4
+
 
 def test_a_search_resumes(text_file, tmp_path, monkeypatch):
     done = []
@@ -110,4 +118,5 @@ def test_the_command(text_file, tmp_path, monkeypatch):
     options = [f"--{key}={value}" for key, value in {**TINY, "data": text_file}.items()]
     out = ["--search-rates", "true", "--out", str(tmp_path / "out")]
     assert main(["compare", "--arms", "prenorm", *options, *out]) == 0
-    assert "at the given lr" in (tmp_path / "out" / "report.html").read_text()
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "at the given lr" in report and "Loss at each learning rate" in report

@@ -105,12 +105,22 @@ class Comparison:
         """An arm of the recipe with its learning rates times a factor."""
         return scale_rates(arm, self.recipe.settings(arm).optimization, factor)
 
+    def losses_by_rate(self, arm: Arm) -> dict[float, dict[int, float]]:
+        """The loss of each seed at each factor of an arm's rates; infinite where it diverged."""
+        factors = {scaled_name(arm.name, factor): factor for factor in FACTORS}
+        losses: dict[float, dict[int, float]] = {}
+        for run in self.results.runs:
+            if run.arm in factors:
+                losses.setdefault(factors[run.arm], {})[run.seed] = run.valid_loss
+        for diverged in self.results.diverged:
+            if diverged.arm in factors:
+                losses.setdefault(factors[diverged.arm], {})[diverged.seed] = math.inf
+        return dict(sorted(losses.items()))
+
     def rate_trials(self, arm: Arm) -> dict[float, float]:
         """The loss of seed 0 at each factor of an arm's rates; infinite where the run diverged."""
-        losses = {(run.arm, run.seed): run.valid_loss for run in self.results.runs}
-        losses |= {(run.arm, run.seed): math.inf for run in self.results.diverged}
-        tried = {factor: losses.get((scaled_name(arm.name, factor), 0)) for factor in FACTORS}
-        return {factor: loss for factor, loss in tried.items() if loss is not None}
+        losses = self.losses_by_rate(arm)
+        return {factor: of_seeds[0] for factor, of_seeds in losses.items() if 0 in of_seeds}
 
     def missing_runs(self) -> list[tuple[Arm, int]]:
         """Arms and seeds without a result, the first seed of every arm before the second of any.

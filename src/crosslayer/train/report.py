@@ -2,6 +2,8 @@
 
 import html
 import io
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -127,7 +129,15 @@ def markdown_report(comparison: Comparison) -> str:
 
 
 def html_report(comparison: Comparison) -> str:
-    """report.html: the table, two figures and the notes, in one file."""
+    """report.html: the table, figures and the notes, in one file."""
+    figures = [("Validation loss during training", plot_curves)]
+    figures.append(("Loss against throughput", plot_tradeoff))
+    if comparison.search_rates:
+        figures.append(("Loss at each learning rate", plot_rates))
+    charts = "\n".join(
+        f"<figure><h2>{title}</h2>{render_svg(comparison, draw)}</figure>"
+        for title, draw in figures
+    )
     best_arm = min(result_table(comparison), key=lambda row: row.loss.mean).arm
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table_columns(comparison))
     body = ""
@@ -144,8 +154,7 @@ def html_report(comparison: Comparison) -> str:
 <p>{setup}</p>
 <div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
 <div class="charts">
-<figure><h2>Validation loss during training</h2>{render_svg(comparison, plot_curves)}</figure>
-<figure><h2>Loss against throughput</h2>{render_svg(comparison, plot_tradeoff)}</figure>
+{charts}
 </div>
 <div class="note">{"".join(f"<p>{note}</p>" for note in notes)}</div>
 </body></html>
@@ -231,6 +240,38 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     axes.margins(x=0.2, y=0.15)
     if _has_many_arms(comparison):
         _add_legend_beside(axes)
+
+
+def plot_rates(axes: Any, comparison: Comparison) -> None:
+    """Final loss by learning rate: the mean over seeds of each rate that was tried.
+
+    The axis shows the best rate of each arm and one more at least. Diverged runs are not shown.
+    """
+    recipe = comparison.recipe
+    rates = set()
+    shown = []  # losses
+    for arm, style in zip(recipe.arms, _arm_styles(comparison), strict=True):
+        points = {}
+        for factor, of_seeds in comparison.losses_by_rate(arm).items():
+            mean = statistics.fmean(of_seeds.values())
+            if math.isfinite(mean):
+                lr = recipe.settings(comparison.arm_at(arm, factor)).optimization.lr
+                points[lr] = mean
+        if points:
+            axes.plot(*zip(*points.items(), strict=True), **style, label=arm.name, markersize=5)
+            rates |= points.keys()
+            shown += sorted(points.values())[: 1 + len(points) // 2]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(rates), [f"{lr:.2g}" for lr in sorted(rates)])
+    axes.minorticks_off()
+    axes.set_xlabel("learning rate")
+    if shown:
+        margin = 0.08 * (max(shown) - min(shown)) or 0.1
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    if _has_many_arms(comparison):
+        _add_legend_beside(axes)
+    else:
+        axes.legend(frameon=False, fontsize=9)
 
 
 def _arm_styles(comparison: Comparison) -> list[dict[str, str]]:
