@@ -1,6 +1,7 @@
 """Tables over several studies: of other depths, sizes or embeddings."""
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from benchmarks.evidence.studies import BASELINE, Part, Plan, Study
@@ -11,7 +12,7 @@ from benchmarks.evidence.tables import (
     describe_embeddings,
     markdown_table,
 )
-from crosslayer.inspect.training import estimate_multiplier, fit_power_law
+from crosslayer.inspect.training import PowerLaw, estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
 
 
@@ -78,26 +79,40 @@ def _difference_cell(study: Study, name: str) -> str:
 
 
 def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
-    """How much compute pre-norm would need for each arm's losses; "" before two sizes have run.
+    """How much compute pre-norm would need for each arm's losses at each size.
 
-    Compute is 6 × parameters × tokens.
+    Compute is 6 × parameters × tokens. Pre-norm's losses of all sizes are fitted by a power law;
+    "" before two sizes have run.
     """
-    points: dict[str, tuple[list[float], list[float]]] = {}
-    for name in part.arms:
-        computes, losses = points.setdefault(name, ([], []))
-        for plan in part.plans:
-            study = studies.get(plan.name)
-            for run in study.runs(name).values() if study else []:
-                computes.append(FLOPS_PER_PARAMETER * run.parameters * study.tokens)
-                losses.append(run.valid_loss)
-    if len(set(points[BASELINE][0])) < 2:
+    varied = {option for plan in part.plans for option in plan.options}
+    columns = {
+        _describe_size(plan, varied): studies[plan.name]
+        for plan in part.plans
+        if plan.name in studies
+    }
+    baseline = [_compute_and_losses(study, BASELINE) for study in columns.values()]
+    if len(baseline) < 2:
         return ""
-    law = fit_power_law(*points[BASELINE])
+    computes, losses = zip(*baseline, strict=True)
+    law = fit_power_law(list(chain(*computes)), list(chain(*losses)))
     rows = []
     for name in part.arms:
-        computes, losses = points[name]
-        if name != BASELINE and computes and law.b > 0:
-            found = estimate_multiplier(law, computes, losses)
-            text = f"{found.value:.2f} × ({found.low:.2f} to {found.high:.2f})"
-            rows.append({"arm": name, "compute multiplier": text})
-    return markdown_table(("arm", "compute multiplier"), rows)
+        if name != BASELINE and law.b > 0:
+            cells = {size: _multiplier_cell(law, study, name) for size, study in columns.items()}
+            rows.append({"compute multiplier": name} | cells)
+    return markdown_table(("compute multiplier", *columns), rows)
+
+
+def _multiplier_cell(law: PowerLaw, study: Study, name: str) -> str:
+    computes, losses = _compute_and_losses(study, name)
+    if not computes:
+        return NOT_RUN
+    found = estimate_multiplier(law, computes, losses)
+    return f"{found.value:.2f} × ({found.low:.2f} to {found.high:.2f})"
+
+
+def _compute_and_losses(study: Study, name: str) -> tuple[list[float], list[float]]:
+    """The compute of each run of an arm, and its loss."""
+    runs = study.runs(name).values()
+    computes = [FLOPS_PER_PARAMETER * run.parameters * study.tokens for run in runs]
+    return computes, [run.valid_loss for run in runs]

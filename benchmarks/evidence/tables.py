@@ -1,7 +1,6 @@
 """The tables of docs/evidence.md, as Markdown."""
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.evidence.claims import (
@@ -48,14 +47,6 @@ CONNECTION_COLUMNS = (
 SUMMARY_COLUMNS = (
     *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
     *("training speed", "decoding speed", WITH_UNSCALED),
-)
-LEGEND = (
-    "Losses in nats a token, mean ± standard deviation over seeds; differences seed by seed, with "
-    "their 95 % interval. Where arms have different numbers of seeds, compare the differences, not "
-    "the means. An arm is not compared while its rate is only the best so far. Speeds are shares "
-    "of pre-norm's, mean ± standard deviation over three measurements. The shares of models of one "
-    "architecture differed by up to 0.13; smaller differences in speed are noise. Losses at equal "
-    "time are read from the curves, before the end of the decay, which is worse for slow arms."
 )
 Cells = dict[str, str]
 
@@ -165,15 +156,8 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
 def _arms_notes(study: Study) -> list[str]:
     results = study.comparison.results
     device, torch = (results.environment[name] for name in ("device", "torch"))
-    baseline = list(study.losses(BASELINE).values())
     hours = f"{study.hours:.1f} hours"
-    notes = [
-        f"{len(results.runs)} runs, {hours} of training on {device}, torch {torch}.",
-        LEGEND,
-    ]
-    if len(baseline) > 1:
-        noise, seeds = statistics.stdev(baseline), len(baseline)
-        notes.append(f"Noise: pre-norm's standard deviation over {seeds} seeds is {noise:.4f}.")
+    notes = [f"{len(results.runs)} runs, {hours} of training on {device}, torch {torch}."]
     tested = [difference_to_baseline(study, name) for name in study.arms]
     tested = [difference for difference in tested if difference and not math.isnan(difference.low)]
     if tested:
@@ -208,13 +192,13 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
 
 
 def _claim_cell(claim: Claim, studies: Mapping[str, SeedLosses | None]) -> str:
-    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"; "–" where a study is not planned.
+    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"; "–" without a sum, or a study that is planned.
 
     Args:
         claim: any.
         studies: that are planned, by name; None for one that has not been run.
     """
-    if not claim.study_names <= studies.keys():
+    if claim.needs or not claim.study_names <= studies.keys():
         return UNKNOWN
     finished = {name: study for name, study in studies.items() if study is not None}
     interval, verdict = judge_claim(claim, finished)
@@ -299,9 +283,11 @@ def _describe_models(study: Study) -> str:
     return (
         f"Llama with {describe_embeddings(model.model_config)}, "
         f"{model.layers} layers, width {model.dim}, "
-        f"{study.tokens / 1e6:.1f}M tokens of {texts}, each connection at its best learning rate. "
+        f"{study.tokens / 1e6:.1f}M tokens of {texts}. Each connection has the best of three or more "
+        "learning rates a factor of 2 apart, found with seed 0. "
         "Loss in nats a token ± standard deviation over three or five seeds; differences ± 95 % "
-        "interval; – is not run, or pre-norm itself. Equal time: when the fastest has ended. "
+        "interval; – is not run, or pre-norm itself. Equal time: when the fastest has ended, the others "
+        "before the end of their decay. "
         "Speeds on one CPU core in float32, without fused kernels. "
         "Unscaled embeddings are Llama's own."
     )
