@@ -283,13 +283,12 @@ def _describe_models(study: Study) -> str:
     return (
         f"Llama with {describe_embeddings(model.model_config)}, "
         f"{model.layers} layers, width {model.dim}, "
-        f"{study.tokens / 1e6:.1f}M tokens of {texts}. Each connection has the best of three or more "
-        "learning rates a factor of 2 apart, found with seed 0. "
+        f"{study.tokens / 1e6:.1f}M tokens of {texts}. Each connection has the best of three or "
+        "more learning rates a factor of 2 apart, found with seed 0. "
         "Loss in nats a token ± standard deviation over three or five seeds; differences ± 95 % "
-        "interval; – is not run, or pre-norm itself. Equal time: when the fastest has ended, the others "
-        "before the end of their decay. "
-        "Speeds on one CPU core in float32, without fused kernels. "
-        "Unscaled embeddings are Llama's own."
+        "interval; – is not run, or pre-norm itself. Equal time: when the fastest has ended, the "
+        "others before the end of their decay. Speeds on one CPU core in float32, without fused "
+        "kernels. Unscaled embeddings are Llama's own."
     )
 
 

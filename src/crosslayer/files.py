@@ -113,3 +113,8 @@ def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
             f"{source}: expected {JSON_KIND_NAMES[kind]} of JSON, got {type(value).__name__}"
         )
     return value
+
+
+def expand_place(place: str) -> str:
+    """A path, or another name of a source, with ~ and environment variables replaced."""
+    return os.path.expanduser(os.path.expandvars(place))

@@ -1,5 +1,7 @@
 """`crosslayer data`: prepare and show, and one line for wrong input."""
 
+from pathlib import Path
+
 import pytest
 
 from crosslayer.cli.main import main
@@ -8,13 +10,15 @@ from crosslayer.data import prepared
 
 def test_prepare_and_show(stories, tmp_path, capsys):
     out = str(tmp_path / "out")
-    options = ["--tokenizer", "bpe:300", "--out", out, "--valid", f"same={stories}"]
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(stories).read_text())
+    options = ["--tokenizer", "bpe:300", "--out", out, f"--valid.other={other}"]
     assert main(["data", "prepare", stories, *options]) == 0
     printed = capsys.readouterr().out
     assert main(["data", "show", out]) == 0
     shown = capsys.readouterr().out
     assert printed.endswith(shown), "what was prepared is shown"
-    for word in ("train", "same", "bpe:300", "documents", "80", "vocabulary 300"):
+    for word in ("train", "other", "bpe:300", "documents", "80", "vocabulary 300"):
         assert word in shown
 
 
@@ -24,8 +28,8 @@ def test_prepare_and_show(stories, tmp_path, capsys):
         ("prepare missing.txt --out {out}", "missing.txt: no such file or folder"),
         ("prepare {stories} --out {out} --tokeniser x", "unknown option --tokeniser (did you mean"),
         ("prepare {stories} --out {out} --tokenizer byte", "unknown tokenizer 'byte' (did you"),
-        ("prepare {stories} --out {out} --valid some", "--valid some: expected NAME=SOURCE"),
-        ("prepare {stories} --out {out} --valid a=x a=y", "there are two validation sets a"),
+        ("prepare {stories} --out {out} --valid a=x", "got 'a=x'; write --valid.NAME=VALUE"),
+        ("prepare {stories} --out {out} --valid.a=x.bin", "x.bin: no such file or folder"),
         ("prepare {stories} --out {stories}", "is a file, expected a new or empty folder"),
         ("prepare {stories}", "out"),
         ("show {out}", "out: not a prepared corpus, it has no corpus.json"),

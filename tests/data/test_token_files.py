@@ -1,7 +1,9 @@
 """Files of token ids of other pretraining code, against the text that they were made of."""
 
+import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,12 @@ import pytest
 from crosslayer.data.corpus import load_corpus
 from crosslayer.data.prepared import prepare_corpus
 from crosslayer.data.sources import read_sets
+from crosslayer.data.token_files import read_token_ids
 from crosslayer.data.tokenizing import load_tokenizer
 from tests.data.conftest import STORIES
 
 GPT2, LLAMA3 = 20240520, 20240801  # how llm.c marks ids of 16 and of 32 bits
+VERSIONS = {GPT2: 1, LLAMA3: 7}
 
 
 def write_ids(file, ids, dtype="<u2"):
@@ -21,9 +25,9 @@ def write_ids(file, ids, dtype="<u2"):
     return str(file)
 
 
-def write_llm_c(file, ids, mark=GPT2, version=1, count=None):
+def write_llm_c(file, ids, mark=GPT2, version=None, count=None):
     header = np.zeros(256, "<i4")
-    header[:3] = mark, version, len(ids) if count is None else count
+    header[:3] = mark, version or VERSIONS[mark], len(ids) if count is None else count
     numbers = np.array(ids, "<u4" if mark == LLAMA3 else "<u2")
     file.write_bytes(header.tobytes() + numbers.tobytes())
     return str(file)
@@ -53,14 +57,15 @@ def test_training_on_ids_is_training_on_their_text(tmp_path, stories, layout):
     if layout == "nanoGPT":
         spec = write_ids(tmp_path / "train.bin", ended)
     elif layout == "two files":
-        write_llm_c(tmp_path / "ids_train_1.bin", begun[:1001])
-        write_llm_c(tmp_path / "ids_train_2.bin", begun[1001:])
+        write_llm_c(tmp_path / "ids_train_2.bin", begun[:1001])
+        write_llm_c(tmp_path / "ids_train_10.bin", begun[1001:])
         write_ids(tmp_path / "ids_valid_1.bin", [1] * 9)
         spec = str(tmp_path / "ids_train_*.bin")
     else:
         mark = LLAMA3 if layout == "llm.c 32 bits" else GPT2
         spec = write_llm_c(tmp_path / "train.bin", begun, mark)
-    valid = {"valid": stories}
+    valid = {"valid": str(tmp_path / "other.jsonl")}
+    Path(valid["valid"]).write_text(Path(stories).read_text())
     expected = load_corpus(stories, 16, name, valid)
     corpus = load_corpus(spec, 16, name, valid)
     assert corpus.digest == expected.digest
@@ -73,7 +78,8 @@ def test_training_on_ids_is_training_on_their_text(tmp_path, stories, layout):
 def test_a_part_of_the_ids_is_held_out(tmp_path):
     """Whole documents of many; the tail of one that no separator divides."""
     ids = np.tile(np.arange(1, 101), 10)
-    corpus = load_corpus(write_ids(tmp_path / "one.bin", ids), context=4)
+    with pytest.warns(UserWarning, match="no separator of the tokenizer bytes, the id 0, so it is"):
+        corpus = load_corpus(write_ids(tmp_path / "one.bin", ids), context=4)
     train, held_out = corpus.train.tokens, corpus.valid["held-out"].tokens
     assert (len(train), len(held_out)) == (950, 50)
     assert np.concatenate([train.ids, held_out.ids]).tolist() == ids.tolist()
@@ -81,7 +87,7 @@ def test_a_part_of_the_ids_is_held_out(tmp_path):
     many = [number for start in range(1, 101) for number in [0, *[start] * 20]]
     spec = write_ids(tmp_path / "many.bin", many)
     sets = {name: [] for name in ("train", "held-out")}
-    for name, document in read_sets({"train": spec}, separator=0):
+    for name, document in read_sets({"train": spec}, load_tokenizer("bytes")):
         assert len(set(document.ids.tolist())) == 1, "a document is whole"
         sets[name].append(int(document.ids[0]))
     assert sorted(sets["train"] + sets["held-out"]) == list(range(1, 101))
@@ -112,13 +118,14 @@ def test_ids_of_a_validation_set_stay_as_they_are(tmp_path, stories):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"abc", "it has 3 bytes, expected 16-bit numbers"),
-        (b"", "cannot be read as token ids"),
+        (b"abc", "cannot be read as token ids (it has 3 bytes, expected 16-bit numbers)"),
+        (b"", "cannot be read as token ids (it is empty)"),
         (b"\x93NUMPY\x01\x00", "cannot be read as token ids"),
-        (
-            np.uint16([300, 1]).tobytes(),
-            "has the id 300, but the tokenizer bytes has 256 ids; name",
-        ),
+        (np.uint16([300, 1]).tobytes(), "has the id 300, but the tokenizer bytes has 256 ids; "),
+        (np.arange(1, 99, dtype="<u4").tobytes(), "every second 16-bit number is 0"),
+        (np.arange(1, 99, dtype="<i8").tobytes(), "every second 16-bit number is 0"),
+        (np.int32([GPT2, 1, 9]).tobytes(), "it ends within its header"),
+        (np.int32([7, 1, 9] + [0] * 253).tobytes(), "it has a header of an unknown kind, 7"),
     ],
 )
 def test_wrong_token_ids_are_one_line(tmp_path, stories, content, message):
@@ -126,24 +133,70 @@ def test_wrong_token_ids_are_one_line(tmp_path, stories, content, message):
     path.write_bytes(content)
     assert message in error_of(stories, valid={"ids": str(path)})
     assert message in error_of(str(path))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare_corpus(stories, "bytes", tmp_path / "out", {"ids": str(path)})
 
 
 def test_wrong_files_are_one_line(tmp_path):
     cut = write_llm_c(tmp_path / "cut.bin", [1, 2, 3], count=4)
     assert "it has 3 ids, its header says 4" in error_of(cut)
-    assert "its version is 7, expected 1" in error_of(
-        write_llm_c(tmp_path / "newer.bin", [1], version=7)
+    assert "its version is 2, expected 1" in error_of(
+        write_llm_c(tmp_path / "newer.bin", [1], version=2)
     )
-    for name, array in {"signed": np.array([1, -1]), "float": np.ones(3), "two": [[1]]}.items():
-        np.save(tmp_path / f"{name}.npy", np.array(array))
+    wrong = {"signed": np.array([1, -1]), "float": np.ones(3), "two": np.array([[1]])}
+    wrong["none"] = np.zeros(0, np.uint16)
+    for name, array in wrong.items():
+        np.save(tmp_path / f"{name}.npy", array)
     assert "has the id -1" in error_of(str(tmp_path / "signed.npy"))
-    for name in ("float", "two"):
-        assert "expected one row of whole numbers" in error_of(str(tmp_path / f"{name}.npy"))
+    assert "it has float64 [3], expected one row" in error_of(str(tmp_path / "float.npy"))
+    assert "it has int64 [1, 1], expected one row" in error_of(str(tmp_path / "two.npy"))
+    assert "it has uint16 [0], expected one row" in error_of(str(tmp_path / "none.npy"))
     assert "no file has such a name" in error_of(str(tmp_path / "*_train.bin"))
     assert re.search(r"no such file or folder \(did you mean", error_of(str(tmp_path / "cu.bin")))
-    assert "name the tokenizer that made them" in error_of(cut, tokenizer="bpe:300")
+    assert "name the tokenizer that made them" in error_of(
+        write_ids(tmp_path / "whole.bin", [1, 2]), tokenizer="bpe:300"
+    )
+    (tmp_path / "link_1.bin").symlink_to(tmp_path / "gone.bin")
+    assert "cannot be read as token ids (" in error_of(str(tmp_path / "link_*.bin"))
     (tmp_path / "cut.idx").touch()
     assert "Megatron's" in error_of(cut)
+
+
+def test_a_large_vocabulary_needs_a_header(tmp_path):
+    """16 bits hold no id of 65,536 or more."""
+    wide = replace(load_tokenizer("bytes"), vocab=70_000)
+    with pytest.raises(ValueError, match="its numbers have 16 bits, and the tokenizer bytes has 7"):
+        read_token_ids(write_ids(tmp_path / "raw.bin", [1, 2, 3]), wide)
+    ids = read_token_ids(write_llm_c(tmp_path / "llm_c.bin", [1, 69_999], LLAMA3), wide).ids
+    assert ids.tolist() == [1, 69_999]
+
+
+def test_a_validation_set_among_the_training_files(tmp_path):
+    for number in (1, 2):
+        write_ids(tmp_path / f"ids_{number}.bin", [number, number, 0] * 20)
+    valid = {"v": str(tmp_path / "ids_2.bin")}
+    with pytest.warns(UserWarning, match="ids_2.bin is in the training data and in the validation"):
+        load_corpus(str(tmp_path / "ids_*.bin"), context=4, valid=valid)
+
+
+@pytest.mark.parametrize("decoder", ["ByteLevel", "other"])
+def test_ids_have_the_bytes_of_their_text(tmp_path, stories, decoder):
+    """With one byte for each separator, as where the text is tokenised now."""
+    folder = tmp_path / "tokenizer"
+    tokenizer = prepare_corpus(stories, "bpe:300", folder).tokenizer
+    name = str(folder)
+    if decoder == "other":  # which is decoded
+        definition = json.loads((folder / "tokenizer.json").read_text())
+        definition["decoder"] = {"type": "Sequence", "decoders": [definition["decoder"]]}
+        name = str(tmp_path / "tokenizer.json")
+        Path(name).write_text(json.dumps(definition))
+    ids = [ids.tolist() for ids in tokenizer.encode(STORIES)]
+    joined = [number for document in ids for number in [*document, tokenizer.end]][:-1]
+    valid = {"ids": write_ids(tmp_path / "valid.bin", joined), "text": str(tmp_path / "o.jsonl")}
+    Path(valid["text"]).write_text(Path(stories).read_text())
+    sets = load_corpus(stories, 4, name, valid).valid
+    assert sets["ids"].tokens.digest == sets["text"].tokens.digest
+    assert sets["ids"].tokens.text_bytes == sets["text"].tokens.text_bytes
 
 
 @pytest.mark.skipif("CROSSLAYER_DATA" not in os.environ, reason="CROSSLAYER_DATA is not set")

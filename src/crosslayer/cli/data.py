@@ -33,8 +33,9 @@ def actions(parser: Any) -> list[Any]:
     )  # fmt: skip
     prepare.add_argument("--out", type=str, required=True, help="the folder, new or empty")
     prepare.add_argument(
-        "--valid", nargs="+", type=str, default=[], metavar="NAME=SOURCE",
-        help="validation sets; without any, a part of the source is held out",
+        "--valid", type=dict[str, str], default={},
+        help="validation sets by name, like --valid.wiki=wiki.jsonl; without any, a part of the "
+        "source is held out",
     )  # fmt: skip
     show = make_parser("Show what a prepared folder holds.")
     show.add_argument("folder", type=str, help="a prepared folder")
@@ -53,27 +54,17 @@ def run(options: Any) -> int:
 
 
 def _prepare(options: Any) -> None:
-    valid = _parse_valid(options.valid)
     # the libraries' own bars and retry messages would tear the progress bar
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     for name in ("datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     from ..data.prepared import prepare_corpus
+    from ..files import expand_place
 
+    source, tokenizer = expand_place(options.source), expand_place(options.tokenizer)
+    valid = {name: expand_place(place) for name, place in options.valid.items()}
     with _progress_lines() as show_progress:
-        prepare_corpus(options.source, options.tokenizer, options.out, valid, show_progress)
-
-
-def _parse_valid(options: list[str]) -> dict[str, str]:
-    valid: dict[str, str] = {}
-    for option in options:
-        name, _, source = option.partition("=")
-        if not name or not source:
-            raise ValueError(f"--valid {option}: expected NAME=SOURCE")
-        if name in valid:
-            raise ValueError(f"--valid {option}: there are two validation sets {name}")
-        valid[name] = source
-    return valid
+        prepare_corpus(source, tokenizer, options.out, valid, show_progress)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 
@@ -135,7 +135,8 @@ def _plain_message(message: str, command: str | None, actions: list[Any]) -> str
         for action in actions:
             if action.dest == match[1]:
                 name = action.option_strings[0] if action.option_strings else match[1]
-                return describe_wrong_value(name, match[2], action._typehint)
+                hint = f"; write {name}.NAME=VALUE" if get_origin(action._typehint) is dict else ""
+                return describe_wrong_value(name, match[2], action._typehint) + hint
     return message
 
 

@@ -17,7 +17,7 @@ from .prepared import open_prepared
 from .sources import (
     TRAIN,
     Source,
-    check_exists,
+    check_sources,
     name_sets,
     read_sets,
     set_names,
@@ -102,14 +102,13 @@ def load_corpus(
     """
     check_positive(context=context)
     sets = name_sets(source, valid)
-    for spec in sets.values():  # before a tokenizer is downloaded
-        check_exists(spec)
+    check_sources(sets)  # before a tokenizer is downloaded
     if Source.parse(source).kind == "prepared":
         streams, loaded = _open_with_sets(source, tokenizer, valid or {})
         names = list(streams)
     else:
         loaded = load_tokenizer(tokenizer, lambda: training_texts(sets))
-        streams = encode_in_memory(read_sets(sets, loaded.end), loaded)
+        streams = encode_in_memory(read_sets(sets, loaded), loaded)
         names = set_names(sets)
     windows = {}
     for name in names:
@@ -138,4 +137,4 @@ def _open_with_sets(
     for name in valid:
         if name in prepared.streams:
             raise ValueError(f"{source}: has a set {name} already; choose another name")
-    return prepared.streams | encode_in_memory(read_sets(valid, known.end), known), known
+    return prepared.streams | encode_in_memory(read_sets(valid, known), known), known

@@ -18,6 +18,7 @@ from .sources import (
     CORPUS_FILE,
     TRAIN,
     check_has_files,
+    check_sources,
     name_sets,
     read_sets,
     set_names,
@@ -66,6 +67,7 @@ def prepare_corpus(
 
     folder = Path(folder)
     sets = name_sets(source, valid)
+    check_sources(sets)
     with _work_folder(folder) as work:
         trained = load_tokenizer(tokenizer, lambda: training_texts(sets))
         files = {name: str(work / f"{name}.arrow") for name in set_names(sets)}
@@ -77,7 +79,7 @@ def prepare_corpus(
             for name, file in files.items():
                 writer = ArrowWriter(features=features, path=file, writer_batch_size=BUFFERED_ROWS)
                 writers[name] = stack.enter_context(writer)
-            documents = read_sets(sets, trained.end)
+            documents = read_sets(sets, trained)
             counts = encode_sets(
                 documents, trained, lambda name, ids: writers[name].write({"tokens": ids}), progress
             )

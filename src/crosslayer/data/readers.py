@@ -66,7 +66,7 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
     if not files:
         raise ValueError(
             f"{path}: no text file in it (looked for {', '.join(SUFFIXES)}, also compressed as "
-            f"{' or '.join(COMPRESSIONS)})"
+            f"{' or '.join(COMPRESSIONS)}); files of token ids are named by a pattern like *.bin"
         )
     return [(file, file.relative_to(path).as_posix()) for file in files]
 

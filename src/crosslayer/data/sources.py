@@ -11,6 +11,7 @@ fineweb/train_*.bin                        token ids: a file, or those of a patt
 import hashlib
 import re
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,7 +20,14 @@ from typing import Any, Literal
 
 from ..validation import did_you_mean
 from .readers import Document, list_text_files, read_file, read_remote, read_rows
-from .token_files import TOKEN_SUFFIXES, list_token_files, read_token_documents, read_token_ids
+from .token_files import (
+    TOKEN_SUFFIXES,
+    check_token_files,
+    list_token_files,
+    read_token_documents,
+    read_token_ids,
+)
+from .tokenizing import Tokenizer
 
 CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` made
 
@@ -119,6 +127,34 @@ def check_exists(spec: str) -> None:
         list_text_files(Path(source.path))
 
 
+def check_sources(sets: dict[str, str]) -> None:
+    """Find what is wrong with local sources before any is read. Warn where sets share a file.
+
+    Args:
+        sets: sources by name.
+
+    Raises:
+        ValueError: there is no such file or folder, or a file of token ids cannot be one.
+    """
+    files = {name: _local_files(spec) for name, spec in sets.items()}
+    for name in files.keys() - {TRAIN}:
+        for file in sorted(files[name] & files.get(TRAIN, set())):
+            warnings.warn(
+                f"{file} is in the training data and in the validation set {name}", stacklevel=3
+            )
+
+
+def _local_files(spec: str) -> set[Path]:
+    source = Source.parse(spec)
+    files: list[Path] = []
+    if source.kind == "tokens":
+        check_token_files(spec)
+        files = list_token_files(spec)
+    elif source.kind == "files":
+        files = [file for file, _ in list_text_files(Path(spec))]
+    return {file.resolve() for file in files}
+
+
 def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
     """The sources of "train" and of the validation sets by name.
 
@@ -136,10 +172,15 @@ def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
 
 def set_names(sets: dict[str, str]) -> list[str]:
     """The names of the sets that `read_sets` gives for these sources."""
-    return [TRAIN, HELD_OUT] if sets.keys() == {TRAIN} else list(sets)
+    return [TRAIN, HELD_OUT] if _is_held_out(sets) else list(sets)
 
 
-def read_sets(sets: dict[str, str], separator: int) -> Iterator[tuple[str, Document]]:
+def _is_held_out(sets: dict[str, str]) -> bool:
+    """Whether a part of the training data is the validation set."""
+    return sets.keys() == {TRAIN}
+
+
+def read_sets(sets: dict[str, str], tokenizer: Tokenizer) -> Iterator[tuple[str, Document]]:
     """Each document with the name of its set.
 
     Token ids to train on are split into documents. Those of a validation set are one document, so
@@ -147,16 +188,16 @@ def read_sets(sets: dict[str, str], separator: int) -> Iterator[tuple[str, Docum
 
     Args:
         sets: sources by name. Where "train" is alone, a part of it is "held-out".
-        separator: the token id between two documents.
+        tokenizer: of their token ids.
     """
     for name, spec in sets.items():
         if Source.parse(spec).kind != "tokens":
             documents = read_documents(spec)
         elif name == TRAIN:
-            documents = read_token_documents(spec, separator)
+            documents = read_token_documents(spec, tokenizer)
         else:
-            documents = iter([read_token_ids(spec)])
-        if sets.keys() == {TRAIN}:
+            documents = iter([read_token_ids(spec, tokenizer)])
+        if _is_held_out(sets):
             yield from split_held_out(documents)
         else:
             yield from ((name, document) for document in documents)
@@ -171,7 +212,7 @@ def training_texts(sets: dict[str, str]) -> Iterator[str]:
     if Source.parse(sets[TRAIN]).kind in ("prepared", "tokens"):
         raise ValueError(f"{sets[TRAIN]}: holds token ids; name the tokenizer that made them")
     documents = read_documents(sets[TRAIN])
-    if sets.keys() != {TRAIN}:
+    if not _is_held_out(sets):
         return (document.text for document in documents)
     return (document.text for name, document in split_held_out(documents) if name == TRAIN)
 
@@ -241,7 +282,7 @@ def _load_rows(source: Source) -> Any:
 def _kind_of_path(path: str) -> Literal["remote", "tokens", "saved", "files"]:
     if "://" in path:
         return "remote"
-    if path.endswith(TOKEN_SUFFIXES) and not Path(path).is_dir():
+    if path.lower().endswith(TOKEN_SUFFIXES) and not Path(path).is_dir():
         return "tokens"
     return "saved" if _is_saved(path) else "files"
 

@@ -137,10 +137,11 @@ def encode_sets(
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
         encoded = tokenizer.encode([document.text for _, document in batch])
         for (name, document), ids in zip(batch, encoded, strict=True):
-            text_bytes = len(document.text.encode())
-            if document.ids is not None:
+            if document.ids is None:
+                text_bytes = len(document.text.encode())
+            else:
                 ids = document.ids
-                text_bytes = tokenizer.count_bytes(ids, document.name)
+                text_bytes = tokenizer.count_bytes(ids)
             if not len(ids):
                 continue
             row = ids.astype(dtype)

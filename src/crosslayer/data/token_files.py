@@ -1,10 +1,13 @@
-"""Files of token ids, as pretraining code saves them. All are memory-mapped.
+"""Files of token ids, as other pretraining code saves them. All are memory-mapped.
 
 train.bin    16-bit numbers and nothing else: nanoGPT's
-train.bin    256 32-bit numbers before the ids: llm.c's, of GPT-2 in 16 bits, of Llama 3 in 32
+train.bin    256 32-bit numbers before the ids: llm.c's and modded-nanogpt's
 val.npy      a file of numpy; or 16-bit numbers and nothing else: OLMo's
 """
 
+import glob
+import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,64 +15,92 @@ import numpy as np
 
 from ..validation import error_in_one_line
 from .readers import Document, list_text_files
+from .tokenizing import Tokenizer
 
 TOKEN_SUFFIXES = (".npy", ".bin")
+RAW_DTYPE = np.dtype("<u2")  # of a file without a header
 NUMPY_START = b"\x93NUMPY"
-# the first number of llm.c's header: the type of the ids
-LLM_C_IDS = {20240520: "<u2", 20240801: "<u4"}
-LLM_C_VERSION = 1
-LLM_C_HEADER = 256  # 32-bit numbers: the above, the version, the number of ids, and zeros
+# llm.c's header: the kind of the ids, its version, their number, and zeros
+LLM_C_HEADER = 256  # 32-bit numbers
+LLM_C_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's and Llama 3's: version, dtype
+CHUNK_IDS = 2**24  # looked at together
 
 
 def list_token_files(spec: str) -> list[Path]:
-    """A file of token ids, or those that a pattern with * matches, in the order of their names.
+    """A file of token ids, or those that a pattern with *, ? or [] matches.
+
+    They are in the order of their names, where numbers count as numbers.
 
     Raises:
         ValueError: there is none.
     """
     path = Path(spec)
-    if path.is_file() or "*" not in path.name:
+    if path.exists() or not glob.has_magic(spec):
         return [file for file, _ in list_text_files(path)]
-    files = sorted(file for file in path.parent.glob(path.name) if file.is_file())
+    files = [Path(name) for name in glob.glob(spec, recursive=True)]
     if not files:
         raise ValueError(f"{spec}: no file has such a name")
-    return files
+    return sorted(files, key=_natural_order)
 
 
-def read_token_ids(spec: str) -> Document:
-    """All ids of a source, as one document."""
-    pieces = [_map_token_ids(file) for file in list_token_files(spec)]
-    ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return Document(Path(spec).name, "", ids)
+def _natural_order(path: Path) -> list[tuple[int, str]]:
+    """Sorts shard_2 before shard_10."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", str(path))]
 
 
-def read_token_documents(spec: str, separator: int) -> Iterator[Document]:
+def read_token_ids(spec: str, tokenizer: Tokenizer) -> Document:
+    """All ids of a source, as one document.
+
+    Raises:
+        ValueError: a file has other content than ids of this tokenizer.
+    """
+    pieces = [_open_ids(file, tokenizer) for file in list_token_files(spec)]
+    return Document(Path(spec).name, "", _join(pieces))
+
+
+def read_token_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
     """The documents of a source: what is between two separators, and is not empty.
 
-    A document may begin in one file and end in the next one.
+    A document may begin in one file and end in the next one. Its name is that of the file in which
+    it ends, with its number there.
+
+    Raises:
+        ValueError: a file has other content than ids of this tokenizer.
     """
-    name = Path(spec).name
-    number = 0
+    files = list_token_files(spec)
     begun: list[np.ndarray] = []  # the pieces of a document that has not ended
-    for file in list_token_files(spec):
-        ids = _map_token_ids(file)
+    is_divided = False
+    for file in files:
+        ids = _open_ids(file, tokenizer)
+        ends = list(_find(ids, tokenizer.end))
+        is_divided = is_divided or bool(ends)
+        if file == files[-1]:
+            ends.append(len(ids))
         start = 0
-        for end in _find(ids, separator):
+        for number, end in enumerate(ends, start=1):
             document = _join([*begun, ids[start:end]])
             begun = []
             start = end + 1
             if len(document):
-                number += 1
-                yield Document(f"{name}:{number}", "", document)
+                yield Document(f"{file.name}:{number}", "", document)
         begun.append(ids[start:])
-    document = _join(begun)
-    if len(document):
-        yield Document(f"{name}:{number + 1}", "", document)
+    if not is_divided:
+        warnings.warn(
+            f"{spec} has no separator of the tokenizer {tokenizer.name}, the id {tokenizer.end}, "
+            "so it is one document",
+            stacklevel=2,
+        )
 
 
-def _find(ids: np.ndarray, separator: int, chunk: int = 2**24) -> Iterator[int]:
-    for start in range(0, len(ids), chunk):
-        for place in np.flatnonzero(ids[start : start + chunk] == separator):
+def check_token_files(spec: str) -> None:
+    """Open every file of a source, so that a wrong one is found before the first is read."""
+    for file in list_token_files(spec):
+        _map_ids(file)
+
+
+def _find(ids: np.ndarray, separator: int) -> Iterator[int]:
+    for start in range(0, len(ids), CHUNK_IDS):
+        for place in np.flatnonzero(ids[start : start + CHUNK_IDS] == separator):
             yield start + int(place)
 
 
@@ -78,8 +109,27 @@ def _join(pieces: list[np.ndarray]) -> np.ndarray:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def _map_token_ids(file: Path) -> np.ndarray:
-    """The ids of a file, [tokens] of whole numbers.
+def _open_ids(file: Path, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of a file, [tokens] of whole numbers, each one of the tokenizer's."""
+    ids, has_header = _map_ids(file)
+    if not has_header and tokenizer.vocab > 2 ** (8 * RAW_DTYPE.itemsize):
+        raise ValueError(
+            f"{file}: has no header, so its numbers have 16 bits, and the tokenizer "
+            f"{tokenizer.name} has {tokenizer.vocab} ids; save them with numpy.save"
+        )
+    for start in range(0, len(ids), CHUNK_IDS):
+        chunk = ids[start : start + CHUNK_IDS]
+        for number in (int(chunk.max()), int(chunk.min())):
+            if not 0 <= number < tokenizer.vocab:
+                raise ValueError(
+                    f"{file}: has the id {number}, but the tokenizer {tokenizer.name} has "
+                    f"{tokenizer.vocab} ids; name the tokenizer that made them"
+                )
+    return ids
+
+
+def _map_ids(file: Path) -> tuple[np.ndarray, bool]:
+    """The numbers of a file, and whether a header says what they are.
 
     Raises:
         ValueError: it is of no kind that this file names, or cut off.
@@ -92,31 +142,58 @@ def _map_token_ids(file: Path) -> np.ndarray:
     try:
         with file.open("rb") as stream:
             start = stream.read(4 * LLM_C_HEADER)
-        if start.startswith(NUMPY_START):
+        is_numpy = start.startswith(NUMPY_START)
+        dtype = None if is_numpy else _read_header(start, file.stat().st_size)
+        if is_numpy:
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
+        elif dtype is not None:
+            ids = np.memmap(file, dtype, mode="r", offset=len(start))
         else:
-            ids = _map_numbers(file, start)
+            ids = np.memmap(file, RAW_DTYPE, mode="r")
+            _check_width(ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise ValueError(f"it has {ids.dtype} {list(ids.shape)}, expected one row of integers")
     except (OSError, ValueError, EOFError) as error:
         reason = error_in_one_line(error)
         raise ValueError(f"{file}: cannot be read as token ids ({reason})") from None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-        raise ValueError(f"{file}: expected one row of whole numbers, the token ids")
-    return ids
+    return ids, is_numpy or dtype is not None
 
 
-def _map_numbers(file: Path, start: bytes) -> np.ndarray:
-    size = file.stat().st_size
-    dtype = np.dtype("<u2")
-    if len(start) == 4 * LLM_C_HEADER:
-        mark, version, count = (int(number) for number in np.frombuffer(start, "<i4")[:3])
-        if mark in LLM_C_IDS:
-            dtype = np.dtype(LLM_C_IDS[mark])
-            if version != LLM_C_VERSION:
-                raise ValueError(f"its version is {version}, expected {LLM_C_VERSION}")
-            if len(start) + count * dtype.itemsize != size:
-                found = (size - len(start)) / dtype.itemsize
-                raise ValueError(f"it has {found:g} ids, its header says {count}")
-            return np.memmap(file, dtype, mode="r", offset=len(start))
-    if size % dtype.itemsize:
-        raise ValueError(f"it has {size} bytes, expected 16-bit numbers")
-    return np.memmap(file, dtype, mode="r")
+def _read_header(start: bytes, size: int) -> np.dtype | None:
+    """The type of the ids after llm.c's header; None for a file without one.
+
+    Args:
+        start: the first bytes of a file, as many as the header has.
+        size: of the file, in bytes.
+    """
+    if not size:
+        raise ValueError("it is empty")
+    numbers = np.frombuffer(start[: len(start) // 4 * 4], "<i4")
+    kind = int(numbers[0]) if len(numbers) else 0
+    is_whole = len(numbers) == LLM_C_HEADER
+    if kind not in LLM_C_KINDS:
+        if is_whole and not numbers[3:].any():
+            raise ValueError(f"it has a header of an unknown kind, {kind}")
+        if size % RAW_DTYPE.itemsize:
+            raise ValueError(f"it has {size} bytes, expected 16-bit numbers")
+        return None
+    if not is_whole:
+        raise ValueError("it ends within its header")
+    version, dtype = LLM_C_KINDS[kind][0], np.dtype(LLM_C_KINDS[kind][1])
+    if numbers[1] != version:
+        raise ValueError(f"its version is {numbers[1]}, expected {version}")
+    found = (size - len(start)) / dtype.itemsize
+    if found != numbers[2] or not found:
+        raise ValueError(f"it has {found:g} ids, its header says {numbers[2]}")
+    return dtype
+
+
+def _check_width(ids: np.ndarray) -> None:
+    """Raise for numbers of 32 or 64 bits, which read as 16 bits are zero at every second place."""
+    first = ids[: 2**16]
+    zeros = [np.mean(first[place::2] == 0) for place in (0, 1)]
+    if len(first) >= 8 and zeros[1] > 0.9 > zeros[0]:
+        raise ValueError(
+            "every second 16-bit number is 0, as in a file of wider numbers; save them with "
+            "numpy.save"
+        )

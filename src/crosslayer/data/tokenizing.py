@@ -8,7 +8,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no tokenizer_config.json says so: the first of these that is known
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 LARGEST_BPE = 2**24
+CHUNK_IDS = 2**20  # counted together
 BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
 
 
@@ -65,21 +66,40 @@ class Tokenizer:
         encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def count_bytes(self, ids: np.ndarray, name: str) -> int:
-        """The UTF-8 bytes of the text of these ids, which are called `name` in an error."""
-        for number in (int(ids.max()), int(ids.min())):
-            if not 0 <= number < self.vocab:
-                raise ValueError(
-                    f"{name}: has the id {number}, but the tokenizer {self.name} has {self.vocab} "
-                    "ids; name the tokenizer that made them"
-                )
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """The UTF-8 bytes of the text of these ids, with one for each separator."""
         if self.definition is None:
             return len(ids)
-        return len(self.model.decode(ids.tolist(), skip_special_tokens=False).encode())
+        if self._id_bytes is not None:
+            return sum(
+                int(self._id_bytes[ids[start : start + CHUNK_IDS]].sum())
+                for start in range(0, len(ids), CHUNK_IDS)
+            )
+        is_text = ids != self.end
+        text = self.model.decode(ids[is_text].tolist(), skip_special_tokens=False)
+        return len(text.encode()) + len(ids) - int(is_text.sum())
+
+    @cached_property
+    def _id_bytes(self) -> np.ndarray | None:
+        """The bytes of each id [vocab], one of the separator; None where they depend on others.
+
+        A byte-level BPE writes every byte as one character of its alphabet. Other tokens, added to
+        its vocabulary, are text as they are.
+        """
+        decoder = json.loads(self.definition or "{}").get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        sizes = np.zeros(self.vocab, np.int64)
+        for token, number in self.model.get_vocab(with_added_tokens=False).items():
+            sizes[number] = len(token)
+        for number, token in self.model.get_added_tokens_decoder().items():
+            sizes[number] = len(token.content.encode())
+        sizes[self.end] = 1
+        return sizes
 
     def __getstate__(self) -> dict[str, Any]:
         # a worker process parses the definition again, if it encodes at all
-        return {key: value for key, value in self.__dict__.items() if key != "model"}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tokenizer:

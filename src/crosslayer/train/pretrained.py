@@ -1,7 +1,6 @@
 """A pretrained language model as the backbone of a run, and the connection it may have already."""
 
 import warnings
-from os.path import expandvars
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from ..connection import find_connections
 from ..convert.pretrained import open_model
+from ..files import expand_place
 from ..hf import connect, disconnect
 from ..spec import all_options, make
 from .settings import Data
@@ -27,7 +27,7 @@ def open_backbone(source: str, data: Data, num_classes: int, dtype: torch.dtype)
         ValueError: there is no complete model, its embedding has fewer rows than the tokenizer
             tokens, or the context is longer than its positions.
     """
-    model = open_model(expandvars(source), dtype)
+    model = open_model(expand_place(source), dtype)
     rows = model.get_input_embeddings().num_embeddings
     if num_classes > rows:
         raise ValueError(

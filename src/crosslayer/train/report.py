@@ -248,7 +248,7 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
     The axis shows the best rate of each arm and one more at least. Diverged runs are not shown.
     """
     recipe = comparison.recipe
-    rates = set()
+    rates: set[float] = set()
     shown = []  # losses
     for arm, style in zip(recipe.arms, _arm_styles(comparison), strict=True):
         points = {}

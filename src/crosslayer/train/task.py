@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from os.path import expandvars
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.data import Sampler
 
 from ..data.sampler import BatchSampler
 from ..data.sources import HELD_OUT
+from ..files import expand_place
 from ..hf import connect
 from ..hf.config import make_config, make_language_model
 from ..hub import check_model_source
@@ -119,7 +119,7 @@ def load_examples(settings: Settings, task: Task) -> Examples:
         ValueError: the data or the model cannot be found or used.
     """
     if settings.model.pretrained is not None:
-        check_model_source(expandvars(settings.model.pretrained))
+        check_model_source(expand_place(settings.model.pretrained))
     return task.load_examples(settings.data, settings.model.model_config)
 
 
@@ -129,8 +129,9 @@ def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:
 
     for name in data.task_options:
         raise ValueError(f"language modelling has no option {name!r} in task_options")
-    valid = {name: expandvars(source) for name, source in data.valid.items()}
-    corpus = load_corpus(expandvars(data.data), data.context, expandvars(data.tokenizer), valid)
+    valid = {name: expand_place(source) for name, source in data.valid.items()}
+    tokenizer = expand_place(data.tokenizer)
+    corpus = load_corpus(expand_place(data.data), data.context, tokenizer, valid)
     first = next(iter(corpus.valid))
     valid_label = "held out" if first == HELD_OUT else f"of {first}"
     return Examples(
