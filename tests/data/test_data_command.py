@@ -18,7 +18,14 @@ def test_prepare_and_show(stories, tmp_path, capsys):
     assert main(["data", "show", out]) == 0
     shown = capsys.readouterr().out
     assert printed.endswith(shown), "what was prepared is shown"
-    for word in ("train", "other", "bpe:300", "documents", "80", "vocabulary 300"):
+    for word in (
+        "train",
+        "other",
+        "bpe:300",
+        "80",
+        "vocabulary 300",
+        "other begins with '0: the fox",
+    ):
         assert word in shown
 
 

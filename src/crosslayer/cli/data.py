@@ -11,6 +11,7 @@ from .console import make_console, make_parser, make_table, print_table
 if TYPE_CHECKING:
     from ..data.streams import ProgressCallback, StreamCounts
 
+SHOWN_IDS = 20  # of each set, as text: a wrong tokenizer shows
 COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")
 
 
@@ -103,7 +104,9 @@ def _show(folder: str) -> None:
     console = make_console()
     print_table(table, console)
     tokenizer = prepared.tokenizer
-    console.print(
-        f"Tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocab:,}, {tokenizer.digest}.",
-        soft_wrap=True,
-    )
+    lines = [f"Tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocab:,}, {tokenizer.digest}."]
+    for name, stream in prepared.streams.items():
+        first = stream.window(0, min(SHOWN_IDS, len(stream))).numpy()
+        lines.append(f"{name} begins with {tokenizer.decode(first)!r}")
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)

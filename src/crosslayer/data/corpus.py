@@ -133,7 +133,10 @@ def _open_with_sets(
     if not is_same and tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
         is_same = load_tokenizer(tokenizer).digest == known.digest
     if not is_same:
-        raise ValueError(f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}")
+        raise ValueError(
+            f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}; name that one "
+            "or the folder"
+        )
     for name in valid:
         if name in prepared.streams:
             raise ValueError(f"{source}: has a set {name} already; choose another name")

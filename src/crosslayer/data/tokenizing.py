@@ -66,6 +66,13 @@ class Tokenizer:
         encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of these ids, with that of special tokens."""
+        if self.definition is None:
+            return ids.astype(np.uint8).tobytes().decode(errors="replace")
+        text: str = self.model.decode(ids.tolist(), skip_special_tokens=False)
+        return text
+
     def count_bytes(self, ids: np.ndarray) -> int:
         """The UTF-8 bytes of the text of these ids, with one for each separator."""
         if self.definition is None:
@@ -76,8 +83,7 @@ class Tokenizer:
                 for start in range(0, len(ids), CHUNK_IDS)
             )
         is_text = ids != self.end
-        text = self.model.decode(ids[is_text].tolist(), skip_special_tokens=False)
-        return len(text.encode()) + len(ids) - int(is_text.sum())
+        return len(self.decode(ids[is_text]).encode()) + len(ids) - int(is_text.sum())
 
     @cached_property
     def _id_bytes(self) -> np.ndarray | None:
