@@ -1,5 +1,6 @@
 """Attention over depth: every token attends to its own sources."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .mix import add_weighted_sum, mixture, pass_sources_on, weighted_sum
 from .products import project_manual_grad, row_dot
+
+FEW_ELEMENTS = 2**15  # of a source, as when decoding
 
 
 @kernel_op
@@ -57,9 +60,8 @@ class _DepthAttention(Function):
         ctx, q, eps, *X = args
         ctx.eps = eps
         ctx.set_materialize_grads(False)  # a source without a later reader has no gradient
-        r = torch.stack([rstd(x, eps) for x in X])
-        scores = [project_rms(x, q[None], r_l) for x, r_l in zip(X, r, strict=True)]
-        z = torch.cat(scores, -1)  # [B T L]
+        r, scores = score_sources(X, q[None], eps)
+        z = scores[..., 0, :]  # [B T L]
         p = z.softmax(-1)
         ctx.save_for_backward(q, r, z, p, *X)
         return *separate_outputs(weighted_sum(X, p)), *X
@@ -83,6 +85,27 @@ class _DepthAttention(Function):
             dx = project_rms_dx(x, q[None], r[l], z_l, e_l, dout)
             dX.append(add_weighted_sum(later[l], [dx], p_l).to(x.dtype))
         return dQ[0], None, *dX
+
+
+def score_sources(X: Sequence[Tensor], Q: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """r_l = rstd(X_l) and z_sl = r_l ⟨Q_s, X_l⟩.
+
+    Args:
+        X: L tensors [B T D].
+        Q: [S D].
+        eps: of the RMS norm.
+
+    Returns:
+        r [L B T] and z [B T S L], float32.
+    """
+    if not torch.compiler.is_compiling() and X[0].numel() <= FEW_ELEMENTS:
+        # A copy of all sources takes less time than calling each function once a source.
+        H = torch.stack([*X])
+        r = rstd(H, eps)
+        return r, project_rms(H, Q, r).movedim(0, -1)
+    r = torch.stack([rstd(x, eps) for x in X])
+    scores = [project_rms(x, Q, r_l) for x, r_l in zip(X, r, strict=True)]
+    return r, torch.stack(scores, -1)
 
 
 def project_rms(x: Tensor, Q: Tensor, r: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..norms import NormSpec, apply_norm, rms, rstd, upcast
-from .attention import project_rms, project_rms_dq, project_rms_dx
+from ..norms import NormSpec, apply_norm, rms, upcast
+from .attention import project_rms_dq, project_rms_dx, score_sources
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
 from .mix import mixture, weighted_sum
@@ -89,9 +89,7 @@ class _GatePool(Function):
         ctx, y, beta, Q, eps, *S = args
         ctx.eps = eps
         gated = gate_streams(tuple(S), y, beta)
-        r = torch.stack([rstd(s, eps) for s in gated])
-        scores = [project_rms(s, Q, r_i) for s, r_i in zip(gated, r, strict=True)]
-        z = torch.stack(scores, -1)  # [B T 1|2 n]
+        r, z = score_sources(gated, Q, eps)  # z: [B T 1|2 n]
         p = z[..., 0, :].softmax(-1)
         ctx.save_for_backward(y, beta, Q, r, z, p, *S, *gated)
         return separate_outputs(weighted_sum(gated, p), z[..., -1, :].clone(), *gated)
