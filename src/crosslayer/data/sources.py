@@ -131,20 +131,22 @@ def check_sources(sets: dict[str, str]) -> None:
     """Find what is wrong with local sources before any is read. Warn where sets share a file.
 
     Args:
-        sets: sources by name.
+        sets: sources by name, "train" among them.
 
     Raises:
         ValueError: there is no such file or folder, or a file of token ids cannot be one.
     """
     files = {name: _local_files(spec) for name, spec in sets.items()}
-    for name in files.keys() - {TRAIN}:
-        for file in sorted(files[name] & files.get(TRAIN, set())):
+    of_training = files.pop(TRAIN)
+    for name, of_set in files.items():
+        for file in sorted(of_set & of_training):
             warnings.warn(
                 f"{file} is in the training data and in the validation set {name}", stacklevel=3
             )
 
 
 def _local_files(spec: str) -> set[Path]:
+    """The files of a source on this machine, opened where they are token ids."""
     source = Source.parse(spec)
     files: list[Path] = []
     if source.kind == "tokens":
