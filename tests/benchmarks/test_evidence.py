@@ -236,10 +236,11 @@ def test_files_of_a_study_must_fit(tmp_path):
 @pytest.mark.slow
 def test_every_planned_study_starts(tmp_path):
     """Its options are known, and all its arms can be built."""
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox. " * 400)
+    text, valid = tmp_path / "text.txt", tmp_path / "valid.txt"
+    for file in (text, valid):
+        file.write_text("the quick brown fox. " * 400)
     for plan in read_plans().values():
-        data = {"data": str(text), "valid": {"text": str(text)}, "tokenizer": "bytes"}
+        data = {"data": str(text), "valid": {"text": str(valid)}, "tokenizer": "bytes"}
         recipe = load_recipe(RECIPE, **plan.options, **data)
         recipe.arms = [arm for arm in recipe.arms if arm.name in (plan.arms or ARMS)]
         folder = tmp_path / plan.name

@@ -680,7 +680,9 @@ def test_the_gain_of_a_plain_residual_is_one(text, tmp_path):
 def test_several_validation_sets(text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("All happy families are alike. " * 99)
-    found = run({"data": text, "valid": {"tolstoy": str(other), "same": text}}, "prenorm")["result"]
+    settings = {"data": text, "valid": {"tolstoy": str(other), "same": text}}
+    with pytest.warns(UserWarning, match="is in the training data and in the validation set same"):
+        found = run(settings, "prenorm")["result"]
     assert (
         list(found["valid"]) == ["tolstoy", "same"]
         and found["valid_loss"] == found["valid"]["tolstoy"]["loss"]
