@@ -1,5 +1,6 @@
 """The losses at every learning rate and warm-up that were tried, for studies of several depths."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ HIGHEST_SHOWN = 5.15  # nats a token
 
 
 def losses_by_schedule(studies: Iterable[Study]) -> ScheduleLosses:
-    """The final losses of all runs, trials too; infinite where a run diverged."""
+    """The final losses of all finished runs, trials too."""
     losses: ScheduleLosses = defaultdict(lambda: defaultdict(dict))
     for study in studies:
         comparison = study.comparison
@@ -28,7 +29,9 @@ def losses_by_schedule(studies: Iterable[Study]) -> ScheduleLosses:
                 scaled = comparison.arm_at(arm, factor)
                 model, _, optimization, _ = comparison.recipe.settings(scaled)
                 schedule = (optimization.warmup, optimization.lr)
-                losses[model.layers][arm.name][schedule] = of_seeds
+                finished = {seed: loss for seed, loss in of_seeds.items() if math.isfinite(loss)}
+                if finished:
+                    losses[model.layers][arm.name][schedule] = finished
     return losses
 
 

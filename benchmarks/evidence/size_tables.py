@@ -82,7 +82,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
     """How much compute pre-norm would need for each arm's losses at each size.
 
     Compute is 6 × parameters × tokens. Pre-norm's losses of all sizes are fitted by a power law;
-    "" before two sizes have run.
+    "" before two sizes have run, or where they do not fall.
     """
     varied = {option for plan in part.plans for option in plan.options}
     columns = {
@@ -95,9 +95,11 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
         return ""
     computes, losses = zip(*baseline, strict=True)
     law = fit_power_law(list(chain(*computes)), list(chain(*losses)))
+    if law.b <= 0:
+        return ""
     rows = []
     for name in part.arms:
-        if name != BASELINE and law.b > 0:
+        if name != BASELINE:
             cells = {size: _multiplier_cell(law, study, name) for size, study in columns.items()}
             rows.append({"compute multiplier": name} | cells)
     return markdown_table(("compute multiplier", *columns), rows)

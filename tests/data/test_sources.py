@@ -27,6 +27,7 @@ from crosslayer.data.sources import (
     read_sets,
     split_held_out,
 )
+from crosslayer.data.tokenizing import load_tokenizer
 from tests.support.hub import save_dataset
 
 WORDS = "the quick brown fox jumps over the lazy dog, and so on it goes. " * 40
@@ -196,7 +197,7 @@ def test_named_validation_sets_leave_the_source_whole(tmp_path):
         (tmp_path / f"{name}.txt").write_text(name)
     valid = {name: str(tmp_path / f"{name}.txt") for name in ("one", "two")}
     sets = name_sets(str(tmp_path / "train.txt"), valid)
-    found = [(name, document.text) for name, document in read_sets(sets, 0)]
+    found = [(name, document.text) for name, document in read_sets(sets, load_tokenizer("bytes"))]
     assert found == [(TRAIN, TRAIN), ("one", "one"), ("two", "two")]
 
 

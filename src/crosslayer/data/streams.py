@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from .readers import Document
-from .tokenizing import Tokenizer
+from .tokenizing import Tokenizer, split_ids
 
 BATCH_DOCUMENTS = 128  # tokenised at once
-CHUNK_TOKENS = 2**24  # read at once where a whole stream is read
 
 ProgressCallback = Callable[[str, "StreamCounts"], None]  # takes the name of a set
 
@@ -100,8 +99,7 @@ class TokenStream:
 
     def _pieces(self) -> Iterator[np.ndarray]:
         for chunk in self._chunks:
-            for start in range(0, len(chunk), CHUNK_TOKENS):
-                yield chunk[start : start + CHUNK_TOKENS]
+            yield from split_ids(chunk)
 
     def __getstate__(self) -> dict[str, Any]:
         # without the views, which would be pickled as copies

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..validation import error_in_one_line
 from .readers import Document, list_text_files
-from .tokenizing import Tokenizer
+from .tokenizing import Tokenizer, split_ids
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 RAW_DTYPE = np.dtype("<u2")  # of a file without a header
@@ -23,7 +23,6 @@ NUMPY_START = b"\x93NUMPY"
 # llm.c's header: the kind of the ids, its version, their number, and zeros
 LLM_C_HEADER = 256  # 32-bit numbers
 LLM_C_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's and Llama 3's: version, dtype
-CHUNK_IDS = 2**24  # looked at together
 
 
 def list_token_files(spec: str) -> list[Path]:
@@ -99,9 +98,10 @@ def check_token_files(spec: str) -> None:
 
 
 def _find(ids: np.ndarray, separator: int) -> Iterator[int]:
-    for start in range(0, len(ids), CHUNK_IDS):
-        for place in np.flatnonzero(ids[start : start + CHUNK_IDS] == separator):
-            yield start + int(place)
+    start = 0
+    for chunk in split_ids(ids):
+        yield from (start + np.flatnonzero(chunk == separator)).tolist()
+        start += len(chunk)
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:
@@ -111,14 +111,14 @@ def _join(pieces: list[np.ndarray]) -> np.ndarray:
 
 def _open_ids(file: Path, tokenizer: Tokenizer) -> np.ndarray:
     """The ids of a file, [tokens] of whole numbers, each one of the tokenizer's."""
-    ids, has_header = _map_ids(file)
-    if not has_header and tokenizer.vocab > 2 ** (8 * RAW_DTYPE.itemsize):
+    ids = _map_ids(file)
+    if tokenizer.vocab > np.iinfo(ids.dtype).max + 1:
         raise ValueError(
-            f"{file}: has no header, so its numbers have 16 bits, and the tokenizer "
-            f"{tokenizer.name} has {tokenizer.vocab} ids; save them with numpy.save"
+            f"{file}: its numbers have {8 * ids.dtype.itemsize} bits, too few for the "
+            f"{tokenizer.vocab} ids of the tokenizer {tokenizer.name}; save wider ones with "
+            "numpy.save"
         )
-    for start in range(0, len(ids), CHUNK_IDS):
-        chunk = ids[start : start + CHUNK_IDS]
+    for chunk in split_ids(ids):
         for number in (int(chunk.max()), int(chunk.min())):
             if not 0 <= number < tokenizer.vocab:
                 raise ValueError(
@@ -128,8 +128,8 @@ def _open_ids(file: Path, tokenizer: Tokenizer) -> np.ndarray:
     return ids
 
 
-def _map_ids(file: Path) -> tuple[np.ndarray, bool]:
-    """The numbers of a file, and whether a header says what they are.
+def _map_ids(file: Path) -> np.ndarray:
+    """The numbers of a file.
 
     Raises:
         ValueError: it is of no kind that this file names, or cut off.
@@ -142,11 +142,9 @@ def _map_ids(file: Path) -> tuple[np.ndarray, bool]:
     try:
         with file.open("rb") as stream:
             start = stream.read(4 * LLM_C_HEADER)
-        is_numpy = start.startswith(NUMPY_START)
-        dtype = None if is_numpy else _read_header(start, file.stat().st_size)
-        if is_numpy:
+        if start.startswith(NUMPY_START):
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
-        elif dtype is not None:
+        elif (dtype := _read_header(start, file.stat().st_size)) is not None:
             ids = np.memmap(file, dtype, mode="r", offset=len(start))
         else:
             ids = np.memmap(file, RAW_DTYPE, mode="r")
@@ -156,7 +154,7 @@ def _map_ids(file: Path) -> tuple[np.ndarray, bool]:
     except (OSError, ValueError, EOFError) as error:
         reason = error_in_one_line(error)
         raise ValueError(f"{file}: cannot be read as token ids ({reason})") from None
-    return ids, is_numpy or dtype is not None
+    return ids
 
 
 def _read_header(start: bytes, size: int) -> np.dtype | None:

@@ -25,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no tokenizer_config.json says so: the first of these that is known
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 LARGEST_BPE = 2**24
-CHUNK_IDS = 2**20  # counted together
+CHUNK_IDS = 2**20  # read at once where all ids are read
 BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
 
 
@@ -78,10 +78,7 @@ class Tokenizer:
         if self.definition is None:
             return len(ids)
         if self._id_bytes is not None:
-            return sum(
-                int(self._id_bytes[ids[start : start + CHUNK_IDS]].sum())
-                for start in range(0, len(ids), CHUNK_IDS)
-            )
+            return sum(int(self._id_bytes[chunk].sum()) for chunk in split_ids(ids))
         is_text = ids != self.end
         return len(self.decode(ids[is_text]).encode()) + len(ids) - int(is_text.sum())
 
@@ -106,6 +103,12 @@ class Tokenizer:
     def __getstate__(self) -> dict[str, Any]:
         # a worker process parses the definition again, if it encodes at all
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def split_ids(ids: np.ndarray) -> Iterator[np.ndarray]:
+    """Views of ids, one after another, so that what is computed of them stays small."""
+    for start in range(0, len(ids), CHUNK_IDS):
+        yield ids[start : start + CHUNK_IDS]
 
 
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tokenizer:

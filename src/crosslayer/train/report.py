@@ -130,8 +130,10 @@ def markdown_report(comparison: Comparison) -> str:
 
 def html_report(comparison: Comparison) -> str:
     """report.html: the table, figures and the notes, in one file."""
-    figures = [("Validation loss during training", plot_curves)]
-    figures.append(("Loss against throughput", plot_tradeoff))
+    figures = [
+        ("Validation loss during training", plot_curves),
+        ("Loss against throughput", plot_tradeoff),
+    ]
     if comparison.search_rates:
         figures.append(("Loss at each learning rate", plot_rates))
     charts = "\n".join(
