@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,19 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     assert code == 1 and "results.json exists already; choose another folder" in error
 
 
+@pytest.mark.parametrize("documents", ["joined", "apart"])
+def test_token_ids_are_scored_as_their_text(folder, tmp_path, capsys, documents):
+    """nanoGPT's file of two documents, one with two spaces and characters of 3 bytes."""
+    rows = write_lines(tmp_path / "texts.jsonl", [{"text": TEXT}, {"text": "An  “older” text."}])
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(TEXT)["input_ids"] + [256] + tokenizer("An  “older” text.")["input_ids"]
+    np.array(ids, "<u2").tofile(tmp_path / "val.bin")
+    arguments = [folder / "model", "--documents", documents, "--context", 16, "--out", tmp_path]
+    assert run_command(capsys, *arguments, "--text", rows, tmp_path / "val.bin")[0] == 0
+    of_text, of_ids = json.loads((tmp_path / "results.json").read_text())["text"].values()
+    assert of_ids == of_text and of_ids["tokens"] > 40
+
+
 def test_a_folder_in_use_is_refused(folder, tmp_path, capsys):
     arguments = [folder / "model", "--text", folder / "text.txt", "--out", tmp_path / "out"]
     with lock_folder(tmp_path / "out"):
@@ -79,6 +93,7 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         ([], "nothing to evaluate; name --tasks, --text or --spans"),
         (["--tasks", "x", "--include-path", "/no/tasks"], "/no/tasks: no such folder"),
         (["--text", "/no/file"], "/no/file: no such file or folder"),
+        (["--text", "/no/val.bin"], "/no/val.bin: no such file or folder"),
         (["--spans", "/no/file"], "/no/file: cannot be read"),
         (["--text", "TEXT", "--context", "999"], "context must be from 2 to the model's 256"),
         (["--text", "TEXT", "--batch-size", "0"], "batch_size must be a whole number of at least"),

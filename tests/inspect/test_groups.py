@@ -361,6 +361,17 @@ def test_groups_of_texts(tmp_path):
     assert subject_of(str(tmp_path / "data")).groups == {}
 
 
+def test_token_ids_are_shown_to_a_model(tmp_path):
+    model = tmp_path / "model"
+    language_model("hyper", vocab=256).save_pretrained(model)
+    (model / "tokenizer.json").write_text(byte_tokenizer_json())
+    np.array([*b"a first text", 0, *b"the second"], "<u2").tofile(tmp_path / "val.bin")
+    arguments = ["--data", str(tmp_path / "val.bin"), "--sections", "unfolded"]
+    assert main(["inspect", str(model), *arguments, "--out", str(tmp_path / "out")]) == 0
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "2 sequences of up to 12 tokens, 22 in all" in report
+
+
 @pytest.mark.slow
 def test_a_folder_of_a_vision_model(images, tmp_path, capsys):
     for name, spec in (("hyper", "hyper"), ("plain", None)):

@@ -6,13 +6,16 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import __version__
 from ..files import lock_folder, write_text_atomic
 from ..run_folders import RESULTS_FILE
 from ..validation import check_positive, parse_dtype
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
+
+if TYPE_CHECKING:
+    from ..evaluate import EncodedText
 
 
 def parser() -> Any:
@@ -51,7 +54,7 @@ def parser() -> Any:
         nargs="+",
         type=str,
         default=[],
-        help="text or .jsonl files or folders: perplexity and bits per byte",
+        help="text or .jsonl files or folders, or files of token ids: perplexity and bits per byte",
     )
     add(
         "--documents",
@@ -124,7 +127,6 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     # The bootstrap of standard errors would fork this process with the model in it.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
-    from ..data.sources import read_documents
     from ..evaluate import find_tasks, read_spans
     from ..evaluate.windows import check_context
 
@@ -133,7 +135,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     _check_options(options, results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
-    texts = {name: [document.text for document in read_documents(name)] for name in options.text}
+    texts = {name: _read_texts(name, options) for name in options.text}
     spans = {name: read_spans(name) for name in options.spans}
     task_manager = find_tasks(options.tasks, options.include_path) if options.tasks else None
 
@@ -164,6 +166,24 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     return 0
 
 
+def _read_texts(spec: str, options: Any) -> "list[str | EncodedText]":
+    """The documents of a source. Files of token ids are one document where they are joined."""
+    from ..data.sources import has_token_ids, read_documents
+    from ..data.token_files import read_token_documents, read_token_ids
+    from ..data.tokenizing import load_tokenizer
+    from ..evaluate import describe_ids
+
+    if not has_token_ids(spec):
+        return [document.text for document in read_documents(spec)]
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    if options.documents == "joined":
+        documents = [read_token_ids(spec, tokenizer)]
+    else:
+        documents = list(read_token_documents(spec, tokenizer))
+    found = [document.ids for document in documents if document.ids is not None]
+    return [describe_ids(ids, tokenizer) for ids in found]
+
+
 def _run_tasks(
     options: Any, model: Any, tokenizer: Any, task_manager: Any, context: int
 ) -> dict[str, Any]:
@@ -192,7 +212,7 @@ def _score_files(
     options: Any,
     model: Any,
     tokenizer: Any,
-    texts: dict[str, list[str]],
+    texts: "dict[str, list[str | EncodedText]]",
     spans: dict[str, Any],
     context: int,
 ) -> dict[str, dict[str, Any]]:

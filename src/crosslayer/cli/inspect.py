@@ -37,8 +37,8 @@ def parser() -> Any:
         "--data",
         type=str,
         default="stdlib",
-        help="text or .jsonl file or folder; default: the standard library's sources. For a ViT, a "
-        "folder of images, with a subfolder for each class",
+        help="text or .jsonl file or folder, or files of token ids; default: the standard "
+        "library's sources. For a ViT, a folder of images, with a subfolder for each class",
     )
     add("--out", type=str, default="inspection", help="folder for report.html and its files")
     add("--sequences", type=int, default=64, help="sequences, or images, that the models see")
@@ -262,6 +262,9 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
         open_tokenizer,
         takes_images,
     )
+    from ..data.sources import has_token_ids, read_documents
+    from ..data.token_files import read_token_documents
+    from ..data.tokenizing import load_tokenizer
     from ..hf.checkpoint import find_folder
     from ..inspect.subjects import check_layer, choose_context, image_subject, text_subject
 
@@ -275,7 +278,12 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
         model = open_model(source, dtype).to(device)
         check_tokenizer(tokenizer, model)
         context = choose_context(model, options.context)
-        subject = text_subject(model, tokenizer, options.data, *sizes, context=context)
+        read: Any = read_documents
+        if has_token_ids(options.data):
+            read = partial(
+                read_token_documents, tokenizer=load_tokenizer(options.tokenizer or source)
+            )
+        subject = text_subject(model, tokenizer, options.data, *sizes, context=context, read=read)
     check_layer(model, options.layer)
     return replace(subject, layer=options.layer)
 

@@ -118,6 +118,11 @@ def read_documents(spec: str) -> Iterator[Document]:
         raise ValueError(f"{spec}: empty")
 
 
+def has_token_ids(spec: str) -> bool:
+    """Whether a source is files of token ids, which `read_token_documents` reads."""
+    return Source.parse(spec).kind == "tokens"
+
+
 def check_exists(spec: str) -> None:
     """Raise a ValueError where a source is a file or folder that does not exist."""
     source = Source.parse(spec)
@@ -193,7 +198,7 @@ def read_sets(sets: dict[str, str], tokenizer: Tokenizer) -> Iterator[tuple[str,
         tokenizer: of their token ids.
     """
     for name, spec in sets.items():
-        if Source.parse(spec).kind != "tokens":
+        if not has_token_ids(spec):
             documents = read_documents(spec)
         elif name == TRAIN:
             documents = read_token_documents(spec, tokenizer)

@@ -11,11 +11,14 @@ from .harness_tasks import evaluate_tasks, find_tasks
 from .perplexity import TextPerplexity, text_perplexity
 from .spans import Span, SpanPerplexity, read_spans, span_perplexity
 from .streams import stream_perplexity
+from .texts import EncodedText, describe_ids
 
 __all__ = [
+    "EncodedText",
     "Span",
     "SpanPerplexity",
     "TextPerplexity",
+    "describe_ids",
     "evaluate_tasks",
     "find_tasks",
     "read_spans",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from .texts import EncodedText, encode_text
 from .windows import (
     ScoredWindow,
     check_context,
@@ -45,7 +46,7 @@ class TextPerplexity(NamedTuple):
 def text_perplexity(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    texts: Iterable[str],
+    texts: Iterable[str | EncodedText],
     context: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
@@ -55,7 +56,7 @@ def text_perplexity(
     Args:
         model: a language model of transformers.
         tokenizer: its tokenizer.
-        texts: the documents.
+        texts: the documents, as text or as ids of this tokenizer.
         context: tokens that the model sees at once; None is what its config says.
         stride: tokens between the ends of two windows; None is the context.
         batch_size: windows in a batch.
@@ -71,9 +72,10 @@ def text_perplexity(
     windows: list[ScoredWindow] = []
     scored_bytes = words = 0
     for text in texts:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        scored_bytes += len(text.encode())
-        words += len(text.split())
+        encoded = encode_text(text, tokenizer)
+        tokens = encoded.ids.tolist()
+        scored_bytes += encoded.text_bytes
+        words += encoded.words
         if first_token is not None:
             tokens = [first_token, *tokens]
         else:

@@ -7,16 +7,16 @@ first are scored. The tokens after the last whole window are not scored.
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..data.corpus import Windows
 from ..data.sampler import evenly_spaced
-from ..data.sources import Document
-from ..data.streams import encode_in_memory
+from ..data.streams import TokenStream
 from ..validation import check_positive
 from .perplexity import TextPerplexity
+from .texts import EncodedText, encode_text
 from .windows import ScoredWindow, check_context, end_tokens, finite_exp, log_likelihoods
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def stream_perplexity(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    texts: Iterable[str],
+    texts: Iterable[str | EncodedText],
     context: int | None = None,
     windows: int | None = None,
     batch_size: int = 8,
@@ -36,7 +36,7 @@ def stream_perplexity(
     Args:
         model: a language model of transformers.
         tokenizer: its tokenizer.
-        texts: the documents.
+        texts: the documents, as text or as ids of this tokenizer.
         context: tokens that the model sees at once; None is what its config says. A shorter stream
             is one window.
         windows: score only this many windows, at equal distances; None is all of them.
@@ -49,24 +49,23 @@ def stream_perplexity(
     context = check_context(model, context)
     if windows is not None:
         check_positive(windows=windows)
-    documents = [Document("", text) for text in texts]
+    documents = [encode_text(text, tokenizer) for text in texts]
+    documents = [document for document in documents if len(document.ids)]
     ends = end_tokens(tokenizer, model)
     if not ends and len(documents) > 1:
         raise ValueError(
             "neither the tokenizer nor the model's config has a token that ends a text, to join "
             "documents with; score the documents apart"
         )
-    adapter: Any = _StreamTokenizer(tokenizer, [*ends, 0][0])
-    streams = encode_in_memory((("", document) for document in documents), adapter)
-    stream = streams.get("")
-    if stream is None or len(stream) < 2:
+    stream = _join(documents, [*ends, 0][0])
+    if len(stream) < 2:
         raise ValueError("the text has no token to score")
     whole = Windows(stream, min(context, len(stream) - 1))
     rows = [whole[i].tolist() for i in evenly_spaced(len(whole), windows or len(whole))]
     scores = log_likelihoods(model, [ScoredWindow(row[:1], row[1:]) for row in rows], batch_size)
     tokens = len(rows) * whole.context
     loss = -sum(scores) / tokens
-    words = sum(len(document.text.split()) for document in documents)
+    words = sum(document.words for document in documents)
     return TextPerplexity(
         tokens=tokens,
         loss=loss,
@@ -76,16 +75,11 @@ def stream_perplexity(
     )
 
 
-class _StreamTokenizer(NamedTuple):
-    """A tokenizer of transformers in the place of one of crosslayer.data."""
-
-    tokenizer: Any
-    end: int
-
-    @property
-    def vocab(self) -> int:
-        return max(self.tokenizer.get_vocab().values()) + 1
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return [np.array(ids, np.uint32) for ids in encoded]
+def _join(documents: list[EncodedText], separator: int) -> TokenStream:
+    """The stream of documents, with a separator between two of them."""
+    pieces: list[np.ndarray] = []
+    for document in documents:
+        pieces += [np.array([separator]), document.ids]
+    ids = np.concatenate(pieces[1:]) if pieces else np.zeros(0, np.int64)
+    text_bytes = sum(document.text_bytes for document in documents) + len(documents) - 1
+    return TokenStream(ids, int(ids.max(initial=0)) + 1, text_bytes)

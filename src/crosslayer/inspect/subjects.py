@@ -1,7 +1,7 @@
 """What `crosslayer inspect` shows to a model: a text's sequences, or images, and their groups."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,13 @@ DEFAULT_CONTEXT = 256  # tokens in a sequence
 
 
 def text_subject(
-    model: Any, tokenizer: Any, data: str, sequences: int, batch_size: int, context: int
+    model: Any,
+    tokenizer: Any,
+    data: str,
+    sequences: int,
+    batch_size: int,
+    context: int,
+    read: Callable[[str], Iterator[Document]] = read_documents,
 ) -> InspectionSubject:
     """A language model with sequences of a text.
 
@@ -30,6 +36,7 @@ def text_subject(
         model: a language model.
         tokenizer: of transformers.
         data: a source of documents.
+        read: reads the documents of a source.
         sequences: the number of sequences.
         batch_size: sequences in a batch.
         context: tokens in a sequence.
@@ -37,12 +44,11 @@ def text_subject(
     Raises:
         ValueError: a number is not positive, or the text has no sequence of two tokens.
     """
-    sources = _split_documents(data, sequences)
+    sources = _split_documents(data, sequences, read)
     share = max(1, sequences // len(sources))
     groups: dict[str, list[Batch]] = {}
     for name, documents in sources.items():
-        texts = (document.text for document in documents)
-        groups[name] = make_text_batches(tokenizer, texts, share, context, batch_size)
+        groups[name] = make_text_batches(tokenizer, documents, share, context, batch_size)
     batches = list(chain.from_iterable(groups.values()))
     named = groups if len(groups) > 1 else {}
     return InspectionSubject(model, batches, find_sink_ids(tokenizer), groups=named)
@@ -116,7 +122,9 @@ def find_step(source: str) -> tuple[str, int | None]:
     return str(path.parent.parent), int(match[1])
 
 
-def _split_documents(data: str, most: int) -> dict[str, Iterator[Document]]:
+def _split_documents(
+    data: str, most: int, read: Callable[[str], Iterator[Document]]
+) -> dict[str, Iterator[Document]]:
     """The documents of each group; of one group, called "", where there are none.
 
     Of documents with labels, no more are read than the sequences can need: one a sequence.
@@ -125,8 +133,8 @@ def _split_documents(data: str, most: int) -> dict[str, Iterator[Document]]:
     if Source.parse(data).kind == "files" and folder.is_dir():
         parents = {name.rpartition("/")[0].partition("/")[0] for _, name in list_text_files(folder)}
         if len(parents) > 1 and "" not in parents:
-            return {name: read_documents(str(folder / name)) for name in sorted(parents)}
-    documents = read_documents(data)
+            return {name: read(str(folder / name)) for name in sorted(parents)}
+    documents = read(data)
     first = list(islice(documents, most))
     if not all(document.label for document in first):
         return {"": chain(first, documents)}

@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..data.readers import Document
 from ..validation import check_positive
 from .observation import Batch
 
@@ -12,24 +14,26 @@ SINK_TEXTS = (".", "\n")
 
 
 def make_text_batches(
-    tokenizer: Any, texts: Iterable[str], sequences: int, context: int, batch_size: int
+    tokenizer: Any, documents: Iterable[Document], sequences: int, context: int, batch_size: int
 ) -> list[Batch]:
     """Documents cut into sequences of at most `context` tokens, padded on the right.
 
     Args:
         tokenizer: of transformers.
-        texts: documents. No more are read than the sequences need.
+        documents: texts, or ids of this tokenizer. No more are read than the sequences need.
         sequences: the number of sequences.
         context: tokens in a sequence.
         batch_size: sequences in a batch.
 
     Raises:
-        ValueError: a number is not positive, or the texts have no two tokens.
+        ValueError: a number is not positive, or the documents have no two tokens.
     """
     check_positive(sequences=sequences, context=context, batch_size=batch_size)
-    rows: list[list[int]] = []
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+    rows: list[Any] = []
+    for document in documents:
+        ids = document.ids
+        if ids is None:
+            ids = tokenizer.encode(document.text, add_special_tokens=False)
         for start in range(0, len(ids), context):
             row = ids[start : start + context]
             if len(row) > 1:  # one token has no next token to predict
@@ -59,11 +63,11 @@ def find_sink_ids(tokenizer: Any) -> set[int]:
     return sinks
 
 
-def _pad_rows(rows: list[list[int]]) -> Batch:
+def _pad_rows(rows: list[Any]) -> Batch:
     width = max(map(len, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros(len(rows), width, dtype=torch.long)
     for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
+        ids[number, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
         mask[number, : len(row)] = 1
     return {"input_ids": ids, "attention_mask": mask}

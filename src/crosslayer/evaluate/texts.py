@@ -1,0 +1,51 @@
+"""Texts to score as token ids: those that a tokenizer makes of a text, or those of a file."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..data.tokenizing import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class EncodedText(NamedTuple):
+    """A text as token ids.
+
+    Args:
+        ids: [tokens].
+        text_bytes: the UTF-8 bytes of the text, with one for each separator of documents in it.
+        words: those of the text, which white space separates.
+    """
+
+    ids: np.ndarray
+    text_bytes: int
+    words: int
+
+
+def encode_text(text: str | EncodedText, tokenizer: "PreTrainedTokenizerBase") -> EncodedText:
+    """A text as ids of a tokenizer of transformers, without special tokens around it."""
+    if isinstance(text, EncodedText):
+        return text
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return EncodedText(np.array(ids, np.int64), len(text.encode()), len(text.split()))
+
+
+def describe_ids(ids: np.ndarray, tokenizer: Tokenizer) -> EncodedText:
+    """Ids with the sizes of their text.
+
+    Args:
+        ids: [tokens], of one document or of several with separators.
+        tokenizer: that made them.
+    """
+    words = sum(len(tokenizer.decode(document).split()) for document in _split(ids, tokenizer.end))
+    return EncodedText(ids, tokenizer.count_bytes(ids), words)
+
+
+def _split(ids: np.ndarray, separator: int) -> Iterator[np.ndarray]:
+    start = 0
+    for end in [*np.flatnonzero(ids == separator), len(ids)]:
+        yield ids[start:end]
+        start = end + 1
