@@ -64,6 +64,7 @@ def run_in_new_process(folder, *arguments, code=0):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_installed_package_brings_a_method(tmp_path):
     """Its models are saved in one process and loaded in another, and the command line knows it."""
     install(tmp_path, "halved = halving:Halved")
@@ -89,6 +90,7 @@ print(torch.equal(model(torch.arange(5)[None]).logits, torch.load("logits.pt")))
     assert "halved" in run_in_new_process(tmp_path, *command)
 
 
+@pytest.mark.slow
 def test_the_laws_cover_an_installed_package(tmp_path):
     """In a folder without crosslayer's clone."""
     install(tmp_path, "halved = halving:Halved")

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -79,6 +80,18 @@ def each_family(families: tuple[str, ...] = FAMILIES) -> list[tuple[str, str]]:
     every other family with mudd.
     """
     return [(f, spec) for f, spec in each_kind(families) if f == "llama" or spec in TWO_METHODS]
+
+
+def parametrize_cells(cells: list[tuple[Any, ...]], *others: str) -> Any:
+    """A test of each (family, spec, *others). It is slow but for llama with a method of each kind
+    of state, and every other kind of wiring with mudd.
+    """
+    parameters = []
+    for cell in cells:
+        family, spec = cell[:2]
+        is_fast = spec in STATES if family == "llama" else family in KINDS and spec == "mudd"
+        parameters.append(pytest.param(*cell, marks=[] if is_fast else pytest.mark.slow))
+    return pytest.mark.parametrize(("family", "spec", *others), parameters)
 
 
 def build(family: str, **options: Any) -> Any:

@@ -29,6 +29,7 @@ from tests.hf.backbones import (
     is_refused,
     llama,
     output,
+    parametrize_cells,
     trained,
     without_eps,
 )
@@ -38,7 +39,7 @@ STARTS = list(dict.fromkeys([*each_kind(), *(("llama", spec) for spec in SPECS)]
 DIFFERS = "changes the outputs of this pretrained model"
 
 
-@pytest.mark.parametrize(("family", "spec"), STARTS)
+@parametrize_cells(STARTS)
 def test_starts_with_the_function_of_the_host(family, spec):
     method = crosslayer.make(spec).method
     has_norms_before = family != "olmo2"
@@ -152,7 +153,7 @@ def test_a_model_that_skips_layers_in_training_causes_a_warning():
         crosslayer.connect(transformers.OPTModel(config), "prenorm")
 
 
-@pytest.mark.parametrize(("family", "spec"), each_family())
+@parametrize_cells(each_family())
 def test_keys_classes_and_paths_of_the_host_stay(family, spec):
     with torch.device("meta"):
         plain = build(family)
@@ -176,7 +177,7 @@ def test_keys_classes_and_paths_of_the_host_stay(family, spec):
         assert getattr(model, name, None) == getattr(plain, name, None), name
 
 
-@pytest.mark.parametrize(("family", "spec"), each_family())
+@parametrize_cells(each_family())
 def test_a_host_checkpoint_loads(family, spec):
     plain = trained(family)
     model = connected(family, spec)
@@ -405,9 +406,8 @@ def test_the_config_alone_builds_a_connected_model(family):
 
 
 class TestDisconnect:
-    @pytest.mark.parametrize(
-        ("family", "spec"),
-        [pair for pair in each_family() if crosslayer.make(pair[1]).method.bitwise_prenorm],
+    @parametrize_cells(
+        [pair for pair in each_family() if crosslayer.make(pair[1]).method.bitwise_prenorm]
     )
     def test_an_untrained_connection(self, family, spec):
         plain = trained(family)

@@ -5,7 +5,7 @@ import torch
 from transformers import StaticCache
 
 from crosslayer.testing.tiny_model import shake
-from tests.hf.backbones import KINDS, LANGUAGE, connected, each_family, ids
+from tests.hf.backbones import KINDS, LANGUAGE, connected, each_family, ids, parametrize_cells
 from tests.hf.test_connect import compiled_cells
 
 NEW_TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6}
@@ -20,7 +20,7 @@ def generator(family: str, spec: str) -> torch.nn.Module:
     return shake(connected(family, spec), 0.2)
 
 
-@pytest.mark.parametrize(("family", "spec"), each_family(tuple(LANGUAGE)))
+@parametrize_cells(each_family(tuple(LANGUAGE)))
 def test_with_every_cache(family, spec):
     model = generator(family, spec)
     outs = {}

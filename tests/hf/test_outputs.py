@@ -19,6 +19,7 @@ from tests.hf.backbones import (
     inputs,
     llama,
     output,
+    parametrize_cells,
     trained,
 )
 
@@ -41,7 +42,7 @@ def test_hidden_states_are_the_hosts_under_prenorm(family):
     assert torch.equal(model(**inputs(family)).hidden_states[2], expected.hidden_states[2])
 
 
-@pytest.mark.parametrize(("family", "spec"), each_family(RECORDING))
+@parametrize_cells(each_family(RECORDING))
 def test_hidden_states_are_what_the_next_attention_reads(family, spec):
     model = connected(family, spec)
     out = model(**inputs(family), output_hidden_states=True)

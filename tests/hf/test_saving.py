@@ -30,6 +30,7 @@ from tests.hf.backbones import (
     inputs,
     llama,
     output,
+    parametrize_cells,
     trained,
 )
 from tests.support.hub import snapshot_folder
@@ -50,7 +51,7 @@ def auto_class(family: str):
     return AutoModelForImageClassification if family == "vit" else AutoModelForCausalLM
 
 
-@pytest.mark.parametrize(("family", "spec"), each_family())
+@parametrize_cells(each_family())
 def test_save_and_load(family, spec, tmp_path):
     model = connected(family, spec)
     model.save_pretrained(tmp_path)
@@ -100,9 +101,8 @@ def test_copies_and_pickles_of_many_layers(family, spec, layers):
             assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.parametrize(
-    ("family", "spec"),
-    [(f, spec) for f, spec in each_family() if f == "llama" or (spec == "mudd" and f != "dit")],
+@parametrize_cells(
+    [(f, spec) for f, spec in each_family() if f == "llama" or (spec == "mudd" and f != "dit")]
 )
 def test_from_pretrained_initialises_what_a_host_checkpoint_lacks(family, spec, tmp_path):
     plain = trained(family)

@@ -28,6 +28,7 @@ from tests.hf.backbones import (
     inputs,
     loss,
     output,
+    parametrize_cells,
     trained,
 )
 
@@ -39,9 +40,7 @@ PARTLY_TRAINED = ("vit", "dit", "mixtral", "olmoe")
 REENTRANT = [(family, "mudd", True) for family in KINDS if family != "dit"]
 
 
-@pytest.mark.parametrize(
-    ("family", "spec", "reentrant"), [*((*pair, False) for pair in each_kind()), *REENTRANT]
-)
+@parametrize_cells([*((*pair, False) for pair in each_kind()), *REENTRANT], "reentrant")
 def test_gradient_checkpointing(family, spec, reentrant):
     model = connected(family, spec)
     model.train()
@@ -143,7 +142,7 @@ def lora_targets(family: str) -> list[str]:
     return LORA_TARGETS.get(family, ["q_proj", "k_proj", "v_proj"])
 
 
-@pytest.mark.parametrize(("family", "spec"), [p for p in each_family() if p[1] != "prenorm"])
+@parametrize_cells([p for p in each_family() if p[1] != "prenorm"])
 def test_peft(family, spec, tmp_path):
     """LoRA on q, k and v after `connect`: trained, saved, loaded, merged."""
     import peft
@@ -389,7 +388,7 @@ def model_output(model: nn.Module, family: str, dtype: torch.dtype) -> torch.Ten
     return out.sample if family == "dit" else out.logits
 
 
-@pytest.mark.parametrize(("family", "spec"), FLOAT_PAIRS)
+@parametrize_cells(FLOAT_PAIRS)
 def test_float32_streams_in_a_bfloat16_model(family, spec):
     model = crosslayer.connect(build(family).bfloat16(), f"{spec}(stream_dtype='float32')")
     assert model_output(model, family, torch.bfloat16).dtype == torch.bfloat16
@@ -400,9 +399,7 @@ def test_float32_streams_in_a_bfloat16_model(family, spec):
 
 
 # Experts have no kernel for float64.
-@pytest.mark.parametrize(
-    ("family", "spec"), [p for p in FLOAT_PAIRS if p[0] not in ("mixtral", "olmoe")]
-)
+@parametrize_cells([p for p in FLOAT_PAIRS if p[0] not in ("mixtral", "olmoe")])
 def test_a_float64_model_has_float64_connections(family, spec):
     first = shake(crosslayer.connect(build(family).double(), spec), 0.05)
     assert all(p.dtype == torch.float64 for p in first.parameters())

@@ -1,5 +1,6 @@
 """`crosslayer compare`: train a backbone with several connections on the same batches."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,16 +85,10 @@ def _run_and_report(comparison: "Comparison") -> int:
     from ..train.report_notes import run_notes, scope_notes
 
     console = make_console()
-    recipe = comparison.recipe
     stopped = False
     try:
-        with ProgressBars(console, recipe.task.unit) as bars:
-
-            def show_step(arm: "Arm", seed: int, result: "StepResult") -> None:
-                name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
-                bars.show_step(name, recipe.settings(arm).optimization.steps, result)
-
-            run_comparison(comparison, show_step)
+        with ProgressBars(console, comparison.recipe.task.unit) as bars:
+            run_comparison(comparison, _show_steps(comparison, bars))
     except KeyboardInterrupt:
         stopped = True
     if not stopped:
@@ -121,3 +116,16 @@ def _run_and_report(comparison: "Comparison") -> int:
         console.print(f"Stopped with {finished} finished runs. The same command resumes.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
     return code
+
+
+def _show_steps(comparison: "Comparison", bars: ProgressBars) -> Callable[..., None]:
+    """Shows each step of each run in a bar."""
+    steps: dict[str, int] = {}  # of each arm; settings are not read at every step
+
+    def show_step(arm: "Arm", seed: int, result: "StepResult") -> None:
+        if arm.name not in steps:
+            steps[arm.name] = comparison.recipe.settings(arm).optimization.steps
+        name = arm.name if comparison.seeds == 1 else f"{arm.name}, seed {seed}"
+        bars.show_step(name, steps[arm.name], result)
+
+    return show_step

@@ -10,7 +10,7 @@ from ..methods import code_digest
 from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
-from .rate_search import FACTORS, RATES, best_factor, is_limit
+from .rate_search import FACTORS, RATES, best_factor, is_limit, scaled_name
 from .recipe import Arm
 from .results_table import TableRow, result_table
 from .run_state import RunResult
@@ -132,7 +132,7 @@ def _code_notes(comparison: Comparison) -> list[str]:
     runs: list[RunResult | DivergedRun] = [*comparison.results.runs, *comparison.results.diverged]
     for arm in comparison.recipe.arms:
         today = code_digest(make(arm.connection).method)
-        names = {arm.name, *(comparison.arm_at(arm, factor).name for factor in FACTORS)}
+        names = {scaled_name(arm.name, factor) for factor in FACTORS}
         codes = [run.method_code for run in runs if run.arm in names]
         other = [code for code in codes if code not in ("", today)]
         if other:
