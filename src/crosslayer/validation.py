@@ -177,6 +177,13 @@ def parse_dtype(name: str, option: str = "dtype") -> torch.dtype:
     return check_choice(option, name, DTYPES)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that the memory of a GPU or of the machine does not suffice."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return "can't allocate memory" in str(error)  # torch's, of the machine's memory
+
+
 def error_in_one_line(error: BaseException) -> str:
     """An error's message, or its class where it has none."""
     return " ".join(str(error).split()) or type(error).__name__

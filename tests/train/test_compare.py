@@ -582,6 +582,41 @@ def test_one_rank_reports(text_file, tmp_path, capsys, monkeypatch):
     assert main(command) == 0 and (tmp_path / "out" / "report.md").exists()
 
 
+def test_an_arm_without_memory_does_not_stop_the_others(text_file, tmp_path, capsys, monkeypatch):
+    """Its model is freed, it is tried once, and the same command tries it again."""
+    out, models, tried = tmp_path / "out", [], []
+
+    def remember(settings, arm, *others):
+        assert all(model() is None for model in models), "a model is left"
+        model = build_model(settings, arm, *others)
+        models.append(weakref.ref(model))
+        return model
+
+    def train(fabric, settings, arm, seed, examples, task, folder, on_step):
+        def report(result):
+            tried.append((arm.name, seed))
+            if arm.name == "hyper" and result.step == 2 and settings.engine.accumulate == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            on_step(result)
+
+        return train_arm(fabric, settings, arm, seed, examples, task, folder, report)
+
+    monkeypatch.setattr("crosslayer.train.run.build_model", remember)
+    monkeypatch.setattr("crosslayer.train.compare.train_arm", train)
+    command = [*options(text_file), "--steps=3", "--evals=1", "--layers=1", "--seeds=2"]
+    command += ["--arms", "hyper", "prenorm", "--out", str(out)]
+    assert main(command) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "hyper: out of memory, and left out. The same command tries again" in printed
+    assert tried.count(("hyper", 0)) == 2 and ("hyper", 1) not in tried
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    assert [(run["arm"], run["seed"]) for run in runs] == [("prenorm", 0), ("prenorm", 1)]
+    assert "hyper: out of memory, and left out" in (out / "report.md").read_text()
+    assert main([*command, "--accumulate=2"]) == 0
+    assert len(json.loads((out / "results.json").read_text())["runs"]) == 4
+    assert "out of memory" not in (out / "report.md").read_text()
+
+
 def test_every_run_diverged(text_file, tmp_path, capsys):
     command = [
         *options(text_file),

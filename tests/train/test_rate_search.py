@@ -96,6 +96,23 @@ def test_a_search_resumes(text_file, tmp_path, monkeypatch):
     assert len(runs) == len(set(runs)) == 16
 
 
+def test_a_search_without_memory(text_file, tmp_path, monkeypatch):
+    """The second trial of mudd does not fit. The other arms are searched and seeded."""
+
+    def lacking(comparison, arm, seed, on_step):
+        if arm.name == "mudd at 2 × lr":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        return known_loss(comparison, arm, seed, on_step)
+
+    monkeypatch.setattr(compare, "_do_run", lacking)
+    comparison = searched(text_file, tmp_path / "out", 2, lr=1e-3)
+    run_comparison(comparison, lambda *_: None)
+    assert comparison.without_memory == ["mudd at 2 × lr"]
+    assert len(comparison.results.runs) + len(comparison.results.diverged) == 3 + 1 + 6 + 2
+    assert "mudd at 2 × lr: out of memory, and left out." in markdown_report(comparison)
+    assert searched(text_file, tmp_path / "out", 2, lr=1e-3).missing_runs()
+
+
 def test_the_grid_ends():
     falling = {2.0**power: -power for power in range(6)}
     assert next_factor(falling) is None  # 32 is the largest

@@ -93,14 +93,13 @@ def _run_and_report(comparison: "Comparison") -> int:
         stopped = True
     if not stopped:
         shutdown_distributed()
-    code = 130 if stopped else 0
+    code = 130 if stopped else int(bool(comparison.without_memory))
     if not is_first_rank():
         return code
 
     rows = table_cells(comparison)
     if not rows:
-        reason = "Stopped before any arm had finished" if stopped else "Every run diverged"
-        console.print(f"{reason}; nothing to report.")
+        console.print(f"{_why_no_rows(comparison, stopped)}; nothing to report.")
         for note in run_notes(comparison):
             console.print(note)
         return code or 1
@@ -116,6 +115,12 @@ def _run_and_report(comparison: "Comparison") -> int:
         console.print(f"Stopped with {finished} finished runs. The same command resumes.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
     return code
+
+
+def _why_no_rows(comparison: "Comparison", stopped: bool) -> str:
+    if stopped:
+        return "Stopped before any arm had finished"
+    return "No run has ended" if comparison.without_memory else "Every run diverged"
 
 
 def _show_steps(comparison: "Comparison", bars: ProgressBars) -> Callable[..., None]:

@@ -10,10 +10,13 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from typing import Any, get_origin
 
-import torch
-
 from .. import __version__, cli
-from ..validation import describe_wrong_value, did_you_mean, error_in_one_line
+from ..validation import (
+    describe_wrong_value,
+    did_you_mean,
+    error_in_one_line,
+    is_out_of_memory,
+)
 
 HELPERS = ("main", "console")
 MESSAGE_LENGTH = 1000
@@ -68,7 +71,7 @@ def _machine_limit(error: Exception) -> str | None:
     The libraries raise errors of many classes where memory or disk is full, with these words.
     """
     text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if is_out_of_memory(error):
         return "out of memory: a smaller model, context or batch needs less"
     if isinstance(error, RecursionError):
         return "a value of the input is nested too deep"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from ..files import write_text_atomic
 from ..methods import code_digest
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from ..spec import make
+from ..validation import is_out_of_memory
 from .checkpoint import remove_checkpoint
 from .comparison_results import (
     ComparisonResults,
@@ -49,6 +50,8 @@ class Comparison:
         examples: the data of each arm, by its name.
         results: content of results.json.
         search_rates: find each arm's learning rate before its other seeds are run.
+        without_memory: the arms whose runs did not fit in memory, each at the rate that was tried.
+            They are left out until the comparison is started again.
     """
 
     recipe: Recipe
@@ -57,6 +60,7 @@ class Comparison:
     examples: dict[str, Examples]
     results: ComparisonResults
     search_rates: bool = False
+    without_memory: list[str] = field(default_factory=list)
 
     @classmethod
     def from_results(cls, results: ComparisonResults, folder: Path) -> Self:
@@ -97,9 +101,11 @@ class Comparison:
 
         Until an arm's search ends, it is at the best rate so far.
         """
-        if not self.search_rates:
-            return self.recipe.arms
-        return [self.arm_at(arm, best_factor(self.rate_trials(arm))) for arm in self.recipe.arms]
+        return [self.at_best_rate(arm) for arm in self.recipe.arms]
+
+    def at_best_rate(self, arm: Arm) -> Arm:
+        """An arm of the recipe at its best rate so far, where rates are searched."""
+        return self.arm_at(arm, best_factor(self.rate_trials(arm))) if self.search_rates else arm
 
     def arm_at(self, arm: Arm, factor: float) -> Arm:
         """An arm of the recipe with its learning rates times a factor."""
@@ -123,22 +129,29 @@ class Comparison:
         return {factor: of_seeds[0] for factor, of_seeds in losses.items() if 0 in of_seeds}
 
     def missing_runs(self) -> list[tuple[Arm, int]]:
-        """Arms and seeds without a result, the first seed of every arm before the second of any.
+        """Arms and seeds to run, the first seed of every arm before the second of any.
 
         Where rates are searched, the next trial of each arm whose search has not ended.
         """
+        arms = [arm for arm in self.recipe.arms if not self.lacks_memory(arm)]
         done = {(run.arm, run.seed) for run in self.results.runs}
         done |= {(run.arm, run.seed) for run in self.results.diverged}
         missing = []
         if self.search_rates:
-            for arm in self.recipe.arms:
+            for arm in arms:
                 factor = next_factor(self.rate_trials(arm))
                 if factor is not None:
                     missing.append((self.arm_at(arm, factor), 0))
         if not missing:
+            arms = [self.at_best_rate(arm) for arm in arms]
             for seed in range(self.seeds):
-                missing += [(arm, seed) for arm in self.arms if (arm.name, seed) not in done]
+                missing += [(arm, seed) for arm in arms if (arm.name, seed) not in done]
         return missing
+
+    def lacks_memory(self, arm: Arm) -> bool:
+        """Whether a run of an arm of the recipe did not fit in memory, at any rate."""
+        names = {scaled_name(arm.name, factor) for factor in FACTORS}
+        return not names.isdisjoint(self.without_memory)
 
     def finished_runs(self, arm: Arm) -> dict[int, RunResult]:
         """An arm's finished runs, by seed."""
@@ -264,14 +277,21 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
         while missing := comparison.missing_runs():  # a search depends on its results
             arm, seed = missing[0]
             report_step = partial(on_step, arm, seed)
+            result = None
             try:
                 result = _do_run(comparison, arm, seed, report_step)
             except Exception as error:
-                error.add_note(f"in the run of {arm.name}, seed {seed}")  # of the traceback
-                raise
+                # The other ranks would wait for ever for one without memory.
+                if fabric.world_size > 1 or not is_out_of_memory(error):
+                    error.add_note(f"in the run of {arm.name}, seed {seed}")  # of the traceback
+                    raise
+            gc.collect()  # the model is in cycles of references, and may be large
+            if result is None:
+                comparison.without_memory.append(arm.name)
+                torch.cuda.empty_cache()
+                continue
             described = _describe_arm(comparison.recipe, arm)
             comparison.results.arms.setdefault(arm.name, described)
-            gc.collect()  # the model is in cycles of references, and may be large
             if isinstance(result, RunResult):
                 comparison.results.runs.append(result)
             else:

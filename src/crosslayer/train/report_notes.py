@@ -101,7 +101,18 @@ def _passes_text(comparison: Comparison, arm: Arm) -> str:
 
 def run_notes(comparison: Comparison) -> list[str]:
     """What is to be said of single runs, with the table or where there is none."""
-    return _instability_notes(comparison) + _code_notes(comparison)
+    return _memory_notes(comparison) + _instability_notes(comparison) + _code_notes(comparison)
+
+
+def _memory_notes(comparison: Comparison) -> list[str]:
+    if not comparison.without_memory:
+        return []
+    note = (
+        f"{', '.join(comparison.without_memory)}: out of memory, and left out. The same command "
+        "tries again; with --accumulate or --recompute it needs less memory, and its speed is not "
+        "comparable with the others'."
+    )
+    return [note]
 
 
 def _instability_notes(comparison: Comparison) -> list[str]:
