@@ -1,6 +1,7 @@
 """`crosslayer eval` from the command line: tables, results.json, and one line for each error."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from crosslayer.cli.main import main
 from crosslayer.convert import open_tokenizer
+from crosslayer.data.prepared import prepare_corpus
 from crosslayer.evaluate import stream_perplexity
 from crosslayer.files import lock_folder
 from tests.evaluate.tiny_models import byte_tokenizer, tiny_model, write_lines
@@ -59,10 +61,21 @@ def test_token_ids_are_scored_as_their_text(folder, tmp_path, capsys, documents)
     tokenizer = byte_tokenizer()
     ids = tokenizer(TEXT)["input_ids"] + [256] + tokenizer("An  “older” text.")["input_ids"]
     np.array(ids, "<u2").tofile(tmp_path / "val.bin")
+    valid = {"stories": str(rows)}
+    prepare_corpus(str(rows), str(folder / "model"), tmp_path / "prepared", valid)
     arguments = [folder / "model", "--documents", documents, "--context", 16, "--out", tmp_path]
-    assert run_command(capsys, *arguments, "--text", rows, tmp_path / "val.bin")[0] == 0
-    of_text, of_ids = json.loads((tmp_path / "results.json").read_text())["text"].values()
-    assert of_ids == of_text and of_ids["tokens"] > 40
+    files = [rows, tmp_path / "val.bin", tmp_path / "prepared"]
+    assert run_command(capsys, *arguments, "--text", *files)[0] == 0
+    results = json.loads((tmp_path / "results.json").read_text())["text"]
+    assert [Path(name).name for name in results] == ["texts.jsonl", "val.bin", "prepared@stories"]
+    of_text, *of_ids = results.values()
+    assert of_ids == [of_text, of_text] and of_text["tokens"] > 40
+
+
+def test_a_folder_prepared_with_another_tokenizer(folder, tmp_path, capsys):
+    prepare_corpus(str(folder / "text.txt"), "bytes", tmp_path / "prepared")
+    code, _, error = run_command(capsys, folder / "model", "--text", tmp_path / "prepared")
+    assert code == 1 and "prepared with the tokenizer bytes, which is not" in error
 
 
 def test_a_folder_in_use_is_refused(folder, tmp_path, capsys):

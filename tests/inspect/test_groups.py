@@ -13,6 +13,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 from crosslayer.cli.main import main
 from crosslayer.connection import find_connections
 from crosslayer.convert.pretrained import open_image_model, takes_images
+from crosslayer.data.prepared import prepare_corpus
 from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
@@ -367,10 +368,14 @@ def test_token_ids_are_shown_to_a_model(tmp_path):
     language_model("hyper", vocab=256).save_pretrained(model)
     (model / "tokenizer.json").write_text(byte_tokenizer_json())
     np.array([*b"a first text", 0, *b"the second"], "<u2").tofile(tmp_path / "val.bin")
-    arguments = ["--data", str(tmp_path / "val.bin"), "--sections", "unfolded"]
-    assert main(["inspect", str(model), *arguments, "--out", str(tmp_path / "out")]) == 0
-    report = (tmp_path / "out" / "report.html").read_text()
-    assert "2 sequences of up to 12 tokens, 22 in all" in report
+    valid = {"valid": str(tmp_path / "val.bin")}
+    prepare_corpus(str(tmp_path / "val.bin"), "bytes", tmp_path / "prepared", valid)
+    for number, data in enumerate(("val.bin", "prepared")):
+        out = tmp_path / f"out{number}"
+        arguments = ["--data", str(tmp_path / data), "--sections", "unfolded", "--out", str(out)]
+        assert main(["inspect", str(model), *arguments]) == 0
+        report = (out / "report.html").read_text()
+        assert "2 sequences of up to 12 tokens, 22 in all" in report
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def parser() -> Any:
         nargs="+",
         type=str,
         default=[],
-        help="text or .jsonl files or folders, or files of token ids: perplexity and bits per byte",
+        help="text or .jsonl files or folders, or token ids: perplexity and bits per byte",
     )
     add(
         "--documents",
@@ -135,7 +135,9 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     _check_options(options, results_file)
     device = choose_device(options.device)
     dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
-    texts = {name: _read_texts(name, options) for name in options.text}
+    texts: dict[str, list[str | EncodedText]] = {}
+    for spec in options.text:
+        texts |= _read_texts(spec, options)
     spans = {name: read_spans(name) for name in options.spans}
     task_manager = find_tasks(options.tasks, options.include_path) if options.tasks else None
 
@@ -166,22 +168,21 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     return 0
 
 
-def _read_texts(spec: str, options: Any) -> "list[str | EncodedText]":
-    """The documents of a source. Files of token ids are one document where they are joined."""
-    from ..data.sources import has_token_ids, read_documents
-    from ..data.token_files import read_token_documents, read_token_ids
-    from ..data.tokenizing import load_tokenizer
+def _read_texts(spec: str, options: Any) -> "dict[str, list[str | EncodedText]]":
+    """The documents of a source. A folder with several sets has a name for each."""
+    from ..data.sources import read_documents
+    from ..data.token_sources import has_token_ids, read_id_sets
+    from ..data.tokenizing import load_tokenizer, split_at
     from ..evaluate import describe_ids
 
     if not has_token_ids(spec):
-        return [document.text for document in read_documents(spec)]
+        return {spec: [document.text for document in read_documents(spec)]}
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    if options.documents == "joined":
-        documents = [read_token_ids(spec, tokenizer)]
-    else:
-        documents = list(read_token_documents(spec, tokenizer))
-    found = [document.ids for document in documents if document.ids is not None]
-    return [describe_ids(ids, tokenizer) for ids in found]
+    texts: dict[str, list[str | EncodedText]] = {}
+    for name, ids in read_id_sets(spec, tokenizer).items():
+        documents = [ids] if options.documents == "joined" else split_at(ids, tokenizer.end)
+        texts[name] = [describe_ids(document, tokenizer) for document in documents]
+    return texts
 
 
 def _run_tasks(

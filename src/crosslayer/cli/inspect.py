@@ -37,7 +37,7 @@ def parser() -> Any:
         "--data",
         type=str,
         default="stdlib",
-        help="text or .jsonl file or folder, or files of token ids; default: the standard "
+        help="text or .jsonl file or folder, or token ids; default: the standard "
         "library's sources. For a ViT, a folder of images, with a subfolder for each class",
     )
     add("--out", type=str, default="inspection", help="folder for report.html and its files")
@@ -262,8 +262,8 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
         open_tokenizer,
         takes_images,
     )
-    from ..data.sources import has_token_ids, read_documents
-    from ..data.token_files import read_token_documents
+    from ..data.sources import read_documents
+    from ..data.token_sources import has_token_ids, read_id_documents
     from ..data.tokenizing import load_tokenizer
     from ..hf.checkpoint import find_folder
     from ..inspect.subjects import check_layer, choose_context, image_subject, text_subject
@@ -280,9 +280,7 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
         context = choose_context(model, options.context)
         read: Any = read_documents
         if has_token_ids(options.data):
-            read = partial(
-                read_token_documents, tokenizer=load_tokenizer(options.tokenizer or source)
-            )
+            read = partial(read_id_documents, tokenizer=load_tokenizer(options.tokenizer or source))
         subject = text_subject(model, tokenizer, options.data, *sizes, context=context, read=read)
     check_layer(model, options.layer)
     return replace(subject, layer=options.layer)

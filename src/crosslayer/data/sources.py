@@ -118,11 +118,6 @@ def read_documents(spec: str) -> Iterator[Document]:
         raise ValueError(f"{spec}: empty")
 
 
-def has_token_ids(spec: str) -> bool:
-    """Whether a source is files of token ids, which `read_token_documents` reads."""
-    return Source.parse(spec).kind == "tokens"
-
-
 def check_exists(spec: str) -> None:
     """Raise a ValueError where a source is a file or folder that does not exist."""
     source = Source.parse(spec)
@@ -198,12 +193,13 @@ def read_sets(sets: dict[str, str], tokenizer: Tokenizer) -> Iterator[tuple[str,
         tokenizer: of their token ids.
     """
     for name, spec in sets.items():
-        if not has_token_ids(spec):
+        if Source.parse(spec).kind != "tokens":
             documents = read_documents(spec)
         elif name == TRAIN:
             documents = read_token_documents(spec, tokenizer)
         else:
-            documents = iter([read_token_ids(spec, tokenizer)])
+            ids = read_token_ids(spec, tokenizer)
+            documents = iter([Document(Path(spec).name, "", ids)])
         if _is_held_out(sets):
             yield from split_held_out(documents)
         else:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..validation import error_in_one_line
 from .readers import Document, list_text_files
-from .tokenizing import Tokenizer, split_ids
+from .tokenizing import Tokenizer, find_ids, split_ids
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 RAW_DTYPE = np.dtype("<u2")  # of a file without a header
@@ -47,14 +47,13 @@ def _natural_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", str(path))]
 
 
-def read_token_ids(spec: str, tokenizer: Tokenizer) -> Document:
-    """All ids of a source, as one document.
+def read_token_ids(spec: str, tokenizer: Tokenizer) -> np.ndarray:
+    """All ids of a source, [tokens].
 
     Raises:
         ValueError: a file has other content than ids of this tokenizer.
     """
-    pieces = [_open_ids(file, tokenizer) for file in list_token_files(spec)]
-    return Document(Path(spec).name, "", _join(pieces))
+    return _join([_open_ids(file, tokenizer) for file in list_token_files(spec)])
 
 
 def read_token_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
@@ -71,7 +70,7 @@ def read_token_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
     is_divided = False
     for file in files:
         ids = _open_ids(file, tokenizer)
-        ends = list(_find(ids, tokenizer.end))
+        ends = list(find_ids(ids, tokenizer.end))
         is_divided = is_divided or bool(ends)
         if file == files[-1]:
             ends.append(len(ids))
@@ -95,13 +94,6 @@ def check_token_files(spec: str) -> None:
     """Open every file of a source, so that a wrong one is found before the first is read."""
     for file in list_token_files(spec):
         _map_ids(file)
-
-
-def _find(ids: np.ndarray, separator: int) -> Iterator[int]:
-    start = 0
-    for chunk in split_ids(ids):
-        yield from (start + np.flatnonzero(chunk == separator)).tolist()
-        start += len(chunk)
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:

@@ -111,6 +111,23 @@ def split_ids(ids: np.ndarray) -> Iterator[np.ndarray]:
         yield ids[start : start + CHUNK_IDS]
 
 
+def find_ids(ids: np.ndarray, number: int) -> Iterator[int]:
+    """The places of one id among others."""
+    start = 0
+    for chunk in split_ids(ids):
+        yield from (start + np.flatnonzero(chunk == number)).tolist()
+        start += len(chunk)
+
+
+def split_at(ids: np.ndarray, separator: int) -> Iterator[np.ndarray]:
+    """What is between two separators, and before the first and after the last one, if anything."""
+    start = 0
+    for end in [*find_ids(ids, separator), len(ids)]:
+        if end > start:
+            yield ids[start:end]
+        start = end + 1
+
+
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
     """A tokenizer by name.
 

@@ -1,11 +1,10 @@
 """Texts to score as token ids: those that a tokenizer makes of a text, or those of a file."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..data.tokenizing import Tokenizer
+from ..data.tokenizing import Tokenizer, split_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,12 +39,6 @@ def describe_ids(ids: np.ndarray, tokenizer: Tokenizer) -> EncodedText:
         ids: [tokens], of one document or of several with separators.
         tokenizer: that made them.
     """
-    words = sum(len(tokenizer.decode(document).split()) for document in _split(ids, tokenizer.end))
+    documents = split_at(ids, tokenizer.end)
+    words = sum(len(tokenizer.decode(document).split()) for document in documents)
     return EncodedText(ids, tokenizer.count_bytes(ids), words)
-
-
-def _split(ids: np.ndarray, separator: int) -> Iterator[np.ndarray]:
-    start = 0
-    for end in [*np.flatnonzero(ids == separator), len(ids)]:
-        yield ids[start:end]
-        start = end + 1
