@@ -171,7 +171,9 @@ def _arms_notes(study: Study) -> list[str]:
 
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
-    """Every claim with the paper's number and our verdicts, with embeddings × 50 and unscaled."""
+    """The claims with the paper's numbers and our verdicts, with embeddings × 50 and unscaled, and
+    the names of those that nothing was run for.
+    """
     columns = ("claim", "source", "paper", "tested sum", "embeddings × 50", "unscaled embeddings")
     # all that is planned, with what has been run
     planned: dict[str, SeedLosses | None] = {**dict.fromkeys(read_plans()), **studies}
@@ -180,15 +182,19 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
         for name, study in planned.items()
         if name.startswith(UNSCALED)
     }
-    rows = []
+    rows, pending = [], []
     for claim in read_claims():
+        verdicts = (_claim_cell(claim, planned), _claim_cell(claim, unscaled))
+        if NOT_RUN in verdicts and set(verdicts) <= {NOT_RUN, UNKNOWN}:
+            pending.append(claim.claim)
+            continue
         arms = " ".join(f"{_format_weight(weight)} {arm}" for arm, weight in claim.sum.items())
         if claim.at != "end":
             arms += f", at {claim.at}"
-        verdicts = (_claim_cell(claim, planned), _claim_cell(claim, unscaled))
         cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, *verdicts)
         rows.append(dict(zip(columns, cells, strict=True)))
-    return markdown_table(columns, rows, texts=columns)
+    table = markdown_table(columns, rows, texts=columns)
+    return f"{table}\n\nNot run yet: {'; '.join(pending)}." if pending else table
 
 
 def _claim_cell(claim: Claim, studies: Mapping[str, SeedLosses | None]) -> str:

@@ -163,10 +163,15 @@ def test_a_difference_counts_from_a_least_size_on(low, high, verdict):
     assert judge_difference(Interval(0.0, low, high)) == verdict
 
 
-def test_a_claim_whose_study_is_not_planned_is_not_called_missing(planted):
-    rows = claims_table(planted)
-    assert table_row(rows, "The gain of MUDD is larger with experts")[4:] == ["not run yet", "–"]
-    assert table_row(rows, "Re-allocation helps MUDD")[4:] == ["not run yet", "not run yet"]
+def test_claims_without_a_result_are_in_a_list(planted):
+    """A claim whose study is not planned with unscaled embeddings is not called missing there."""
+    experts = "The gain of MUDD is larger with experts"
+    table, missing = claims_table(planted).rsplit("\n\n", 1)
+    assert missing.startswith("Not run yet: ") and "; Re-allocation helps MUDD;" in missing
+    assert experts in missing and experts not in table
+    table, missing = claims_table(planted | {"moe": planted["short"]}).rsplit("\n\n", 1)
+    assert table_row(table, experts)[4].startswith("cannot tell")
+    assert table_row(table, experts)[5] == "–" and experts not in missing
 
 
 def test_claims_of_planted_results(planted):
