@@ -74,6 +74,7 @@ def test_every_command(name, inputs, tmp_path, monkeypatch):
     [
         (MemoryError(), "out of memory: a smaller model, context or batch needs less"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory: a smaller"),
+        (RuntimeError("CUDA error: out of memory"), "out of memory: a smaller"),
         (RecursionError("maximum recursion depth"), "a value of the input is nested too deep"),
         (OSError(28, "No space left on device", "a.json"), "the disk is full ([Errno 28] No space"),
         (RuntimeError("I/O error: No space left on device"), "the disk is full (I/O error"),

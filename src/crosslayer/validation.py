@@ -181,7 +181,9 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that the memory of a GPU or of the machine does not suffice."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return "can't allocate memory" in str(error)  # torch's, of the machine's memory
+    # torch's of the machine's memory; CUDA's; cuBLAS's
+    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def error_in_one_line(error: BaseException) -> str:

@@ -72,10 +72,24 @@ def test_token_ids_are_scored_as_their_text(folder, tmp_path, capsys, documents)
     assert of_ids == [of_text, of_text] and of_text["tokens"] > 40
 
 
+def test_ids_of_a_tokenizer_that_was_saved_again(folder, tmp_path, capsys):
+    """transformers writes the same tokenizer differently. "bytes" is a tokenizer's name, too."""
+    prepare_corpus(str(folder / "text.txt"), str(folder / "model"), tmp_path / "prepared")
+    open_tokenizer(folder / "model").save_pretrained(tmp_path / "again")
+    arguments = [folder / "model", "--text", tmp_path / "prepared", "--context", 8]
+    assert run_command(capsys, *arguments, "--tokenizer", tmp_path / "again")[0] == 0
+    tiny_model(vocab=256).save_pretrained(tmp_path / "bytes")
+    np.array([*TEXT.encode(), 0] * 2, "<u2").tofile(tmp_path / "val.bin")
+    arguments = [tmp_path / "bytes", "--text", tmp_path / "val.bin", "--tokenizer", "bytes"]
+    assert run_command(capsys, *arguments, "--out", tmp_path)[0] == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["tokenizer"] == "bytes"
+
+
 def test_a_folder_prepared_with_another_tokenizer(folder, tmp_path, capsys):
     prepare_corpus(str(folder / "text.txt"), "bytes", tmp_path / "prepared")
     code, _, error = run_command(capsys, folder / "model", "--text", tmp_path / "prepared")
-    assert code == 1 and "prepared with the tokenizer bytes, which is not" in error
+    assert code == 1 and "prepared with the tokenizer bytes, whose ids are not those of" in error
 
 
 def test_a_folder_in_use_is_refused(folder, tmp_path, capsys):
@@ -107,6 +121,7 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         (["--tasks", "x", "--include-path", "/no/tasks"], "/no/tasks: no such folder"),
         (["--text", "/no/file"], "/no/file: no such file or folder"),
         (["--text", "/no/val.bin"], "/no/val.bin: no such file or folder"),
+        (["--text", "ONE_ID"], "ONE_ID: the text has no token to score"),
         (["--spans", "/no/file"], "/no/file: cannot be read"),
         (["--text", "TEXT", "--context", "999"], "context must be from 2 to the model's 256"),
         (["--text", "TEXT", "--batch-size", "0"], "batch_size must be a whole number of at least"),
@@ -122,12 +137,15 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
 )  # fmt: skip
 def test_an_error_is_one_line(arguments, message, folder, tmp_path, capsys):
     text = str(folder / "text.txt")
-    given = [text if word == "TEXT" else word for word in arguments]
+    one_id = str(tmp_path / "one.bin")
+    np.array([7], "<u2").tofile(one_id)
+    places = {"TEXT": text, "ONE_ID": one_id}
+    given = [places.get(word, word) for word in arguments]
     out = tmp_path / "out"
     code, printed, error = run_command(capsys, folder / "model", "--out", out, *given)
     last = error.strip().splitlines()[-1]
     assert (code, printed) == (1, "") and last.startswith("crosslayer: ")
-    assert message.replace("TEXT", text) in last
+    assert message.replace("TEXT", text).replace("ONE_ID", one_id) in last
     assert not out.exists()
 
 

@@ -59,7 +59,7 @@ def test_what_vllm_looks_for():
         is_own = ".connection" in name and ".norms." not in name
         assert any(fragment in name for fragment in kept) == is_own, (name, parameter.shape)
     attention = model.layers[1].self_attn
-    host_forward = type(plain.layers[1].self_attn).forward
+    host_forward = inspect.unwrap(type(plain.layers[1].self_attn).forward)
     assert inspect.unwrap(type(attention).forward) is host_forward
     assert model.do_not_compile
     for connection in find_connections(model):

@@ -363,13 +363,17 @@ def test_groups_of_texts(tmp_path):
     assert subject_of(str(tmp_path / "data")).groups == {}
 
 
-def test_token_ids_are_shown_to_a_model(tmp_path):
+def test_token_ids_are_shown_to_a_model(tmp_path, capsys):
     model = tmp_path / "model"
     language_model("hyper", vocab=256).save_pretrained(model)
     (model / "tokenizer.json").write_text(byte_tokenizer_json())
     np.array([*b"a first text", 0, *b"the second"], "<u2").tofile(tmp_path / "val.bin")
     valid = {"valid": str(tmp_path / "val.bin")}
     prepare_corpus(str(tmp_path / "val.bin"), "bytes", tmp_path / "prepared", valid)
+    np.array([0, 0], "<u2").tofile(tmp_path / "separators.bin")
+    empty = ["--data", str(tmp_path / "separators.bin"), "--out", str(tmp_path / "no")]
+    assert main(["inspect", str(model), *empty]) == 1
+    assert "separators.bin: empty" in capsys.readouterr().err
     for number, data in enumerate(("val.bin", "prepared")):
         out = tmp_path / f"out{number}"
         arguments = ["--data", str(tmp_path / data), "--sections", "unfolded", "--out", str(out)]

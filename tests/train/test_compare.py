@@ -607,14 +607,14 @@ def test_an_arm_without_memory_does_not_stop_the_others(text_file, tmp_path, cap
     command += ["--arms", "hyper", "prenorm", "--out", str(out)]
     assert main(command) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "hyper: out of memory, and left out. The same command tries again" in printed
+    assert "Out of memory: hyper, seed 0. No more runs of such an arm were tried." in printed
     assert tried.count(("hyper", 0)) == 2 and ("hyper", 1) not in tried
     runs = json.loads((out / "results.json").read_text())["runs"]
     assert [(run["arm"], run["seed"]) for run in runs] == [("prenorm", 0), ("prenorm", 1)]
-    assert "hyper: out of memory, and left out" in (out / "report.md").read_text()
+    assert "Out of memory: hyper, seed 0." in (out / "report.md").read_text()
     assert main([*command, "--accumulate=2"]) == 0
     assert len(json.loads((out / "results.json").read_text())["runs"]) == 4
-    assert "out of memory" not in (out / "report.md").read_text()
+    assert "Out of memory" not in (out / "report.md").read_text()
 
 
 def test_every_run_diverged(text_file, tmp_path, capsys):

@@ -107,9 +107,11 @@ def test_a_search_without_memory(text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_do_run", lacking)
     comparison = searched(text_file, tmp_path / "out", 2, lr=1e-3)
     run_comparison(comparison, lambda *_: None)
-    assert comparison.without_memory == ["mudd at 2 × lr"]
+    assert comparison.without_memory == [("mudd at 2 × lr", 0)]
     assert len(comparison.results.runs) + len(comparison.results.diverged) == 3 + 1 + 6 + 2
-    assert "mudd at 2 × lr: out of memory, and left out." in markdown_report(comparison)
+    report = markdown_report(comparison)
+    assert "Out of memory: mudd at 2 × lr, seed 0." in report
+    assert "nor the best learning rate of mudd, as the search has not ended" in report
     assert searched(text_file, tmp_path / "out", 2, lr=1e-3).missing_runs()
 
 

@@ -54,7 +54,8 @@ def parser() -> Any:
         nargs="+",
         type=str,
         default=[],
-        help="text or .jsonl files or folders, or token ids: perplexity and bits per byte",
+        help="text or .jsonl files or folders, files of token ids, or folders of crosslayer data "
+        "prepare: perplexity and bits per byte",
     )
     add(
         "--documents",
@@ -150,6 +151,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
         _check_new(results_file)  # another process may have finished meanwhile
     results: dict[str, Any] = {
         "model": options.model,
+        "tokenizer": options.tokenizer or options.model,
         "connection": getattr(model.config, "crosslayer", None),
         "dtype": str(model.dtype).removeprefix("torch."),
         "context": context,
@@ -170,18 +172,22 @@ def _evaluate(options: Any, held: ExitStack) -> int:
 
 def _read_texts(spec: str, options: Any) -> "dict[str, list[str | EncodedText]]":
     """The documents of a source. A folder with several sets has a name for each."""
+    from ..convert.pretrained import open_id_tokenizer
     from ..data.sources import read_documents
     from ..data.token_sources import has_token_ids, read_id_sets
-    from ..data.tokenizing import load_tokenizer, split_at
-    from ..evaluate import describe_ids
+    from ..evaluate import describe_documents, describe_stream
 
     if not has_token_ids(spec):
         return {spec: [document.text for document in read_documents(spec)]}
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    tokenizer = open_id_tokenizer(options.tokenizer or options.model)
     texts: dict[str, list[str | EncodedText]] = {}
-    for name, ids in read_id_sets(spec, tokenizer).items():
-        documents = [ids] if options.documents == "joined" else split_at(ids, tokenizer.end)
-        texts[name] = [describe_ids(document, tokenizer) for document in documents]
+    for name, stream in read_id_sets(spec, tokenizer).items():
+        if len(stream) < 2:
+            raise ValueError(f"{name}: the text has no token to score")
+        if options.documents == "joined":
+            texts[name] = [describe_stream(stream, tokenizer)]
+        else:
+            texts[name] = [*describe_documents(stream, tokenizer)]
     return texts
 
 
@@ -233,7 +239,10 @@ def _score_files(
     for kind, measure, files in scored:
         results[kind] = {}
         for name, content in files.items():
-            result = measure(model, tokenizer, content, context, batch_size=options.batch_size)
+            try:
+                result = measure(model, tokenizer, content, context, batch_size=options.batch_size)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
             results[kind][name] = result._asdict()
             _add_rows(table, name, result)
     if table.row_count:

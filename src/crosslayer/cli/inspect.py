@@ -37,8 +37,9 @@ def parser() -> Any:
         "--data",
         type=str,
         default="stdlib",
-        help="text or .jsonl file or folder, or token ids; default: the standard "
-        "library's sources. For a ViT, a folder of images, with a subfolder for each class",
+        help="text or .jsonl file or folder, files of token ids, or a folder of crosslayer data "
+        "prepare; default: the standard library's sources. For a ViT, a folder of images, with a "
+        "subfolder for each class",
     )
     add("--out", type=str, default="inspection", help="folder for report.html and its files")
     add("--sequences", type=int, default=64, help="sequences, or images, that the models see")
@@ -257,6 +258,7 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
     """A model with what it is shown: images where it is one of images, else texts."""
     from ..convert.pretrained import (
         check_tokenizer,
+        open_id_tokenizer,
         open_image_model,
         open_model,
         open_tokenizer,
@@ -264,7 +266,6 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
     )
     from ..data.sources import read_documents
     from ..data.token_sources import has_token_ids, read_id_documents
-    from ..data.tokenizing import load_tokenizer
     from ..hf.checkpoint import find_folder
     from ..inspect.subjects import check_layer, choose_context, image_subject, text_subject
 
@@ -280,7 +281,9 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
         context = choose_context(model, options.context)
         read: Any = read_documents
         if has_token_ids(options.data):
-            read = partial(read_id_documents, tokenizer=load_tokenizer(options.tokenizer or source))
+            read = partial(
+                read_id_documents, tokenizer=open_id_tokenizer(options.tokenizer or source)
+            )
         subject = text_subject(model, tokenizer, options.data, *sizes, context=context, read=read)
     check_layer(model, options.layer)
     return replace(subject, layer=options.layer)

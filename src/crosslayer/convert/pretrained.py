@@ -6,6 +6,7 @@ from safetensors only, and no code of a checkpoint is run.
 
 from pathlib import Path
 
+import tokenizers
 import torch
 import transformers
 from transformers import (
@@ -17,7 +18,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..data.tokenizing import SEPARATORS
+from ..data.tokenizing import (
+    BYTES,
+    SEPARATORS,
+    Tokenizer,
+    byte_tokenizer_json,
+    is_of_bytes,
+    load_tokenizer,
+)
 from ..files import read_json
 from ..hf import from_pretrained
 from ..hf.checkpoint import CONFIG_FILE, find_folder, load_complete, read_config
@@ -92,11 +100,35 @@ def open_image_model(source: str | Path, dtype: torch.dtype | str = "auto") -> P
     return load_complete(AutoModelForImageClassification, folder, config=config, dtype=dtype)
 
 
+def open_id_tokenizer(source: str | Path) -> Tokenizer:
+    """The tokenizer of files of token ids: `open_tokenizer`'s, as `crosslayer.data` has it.
+
+    Raises:
+        ValueError: there is no tokenizer at `source`, none of the `tokenizers` library, or no token
+            that separates documents.
+    """
+    tokenizer = open_tokenizer(source)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"{source}: token ids need a tokenizer of the tokenizers library, got a "
+            f"{type(tokenizer).__name__}"
+        )
+    definition = backend.to_str()
+    if is_of_bytes(definition):
+        return load_tokenizer(BYTES)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{source}: has no token that separates documents; name its eos_token")
+    vocab = max(tokenizer.get_vocab().values()) + 1
+    return Tokenizer(str(source), vocab, tokenizer.eos_token_id, definition)
+
+
 def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """A tokenizer of transformers, of a class of transformers.
 
     Args:
-        source: a folder, a tokenizer.json, or a name on the Hub. A tokenizer.json is read as the
+        source: a folder, a tokenizer.json, a name on the Hub, or "bytes", the tokenizer of models
+            that `crosslayer train` trained on bytes. A tokenizer.json is read as the
             `tokenizers` library reads it. Where nothing says which token ends a text, it is the
             first of `SEPARATORS` among the tokens added to the vocabulary, or none.
 
@@ -104,6 +136,10 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         ValueError: there is no tokenizer at `source`.
     """
     path = Path(source)
+    if str(source) == BYTES and not path.exists():
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizers.Tokenizer.from_str(byte_tokenizer_json())
+        )
     if path.is_file():
         file = path
     else:

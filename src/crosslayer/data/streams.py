@@ -71,7 +71,7 @@ class TokenStream:
         if self.known_digest is not None:
             return self.known_digest
         digest = hashlib.sha256()
-        for piece in self.pieces():
+        for piece in self._pieces():
             digest.update(piece.astype("<u4").tobytes())
         return digest.hexdigest()[:16]
 
@@ -79,7 +79,7 @@ class TokenStream:
     def entropy(self) -> float:
         """Order-0 entropy in bits a token: the loss of a model that knows only the frequencies."""
         counts = torch.zeros(self.vocab, dtype=torch.float64)
-        for piece in self.pieces():
+        for piece in self._pieces():
             ids = torch.from_numpy(piece.astype(np.int64))
             counts += torch.bincount(ids, minlength=self.vocab)
         p = counts / len(self)
@@ -97,8 +97,11 @@ class TokenStream:
     def _ends(self) -> list[int]:
         return list(accumulate(len(chunk) for chunk in self._chunks))
 
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Views of the ids, one after another."""
+    def all_ids(self) -> np.ndarray:
+        """The ids in memory, [tokens]."""
+        return self._chunks[0] if len(self._chunks) == 1 else np.concatenate(self._chunks)
+
+    def _pieces(self) -> Iterator[np.ndarray]:
         for chunk in self._chunks:
             yield from split_ids(chunk)
 

@@ -115,7 +115,7 @@ def _open_ids(file: Path, tokenizer: Tokenizer) -> np.ndarray:
             if not 0 <= number < tokenizer.vocab:
                 raise ValueError(
                     f"{file}: has the id {number}, but the tokenizer {tokenizer.name} has "
-                    f"{tokenizer.vocab} ids; name the tokenizer that made them"
+                    f"{tokenizer.vocab} ids, so another one made them"
                 )
     return ids
 
@@ -181,8 +181,10 @@ def _read_header(start: bytes, size: int) -> np.dtype | None:
 def _check_width(ids: np.ndarray) -> None:
     """Raise for numbers of 32 or 64 bits, which read as 16 bits are zero at every second place."""
     first = ids[: 2**16]
+    if len(first) < 8:
+        return
     zeros = [np.mean(first[place::2] == 0) for place in (0, 1)]
-    if len(first) >= 8 and zeros[1] > 0.9 > zeros[0]:
+    if zeros[1] > 0.9 > zeros[0]:
         raise ValueError(
             "every second 16-bit number is 0, as in a file of wider numbers; save them with "
             "numpy.save"

@@ -4,11 +4,10 @@ that `crosslayer data prepare` made.
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from .prepared import open_prepared
 from .readers import Document
 from .sources import TRAIN, Source
+from .streams import TokenStream
 from .token_files import read_token_documents, read_token_ids
 from .tokenizing import Tokenizer, split_at
 
@@ -18,8 +17,8 @@ def has_token_ids(spec: str) -> bool:
     return Source.parse(spec).kind in ("tokens", "prepared")
 
 
-def read_id_sets(spec: str, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The ids of a source by name, [tokens] each, with separators between documents.
+def read_id_sets(spec: str, tokenizer: Tokenizer) -> dict[str, TokenStream]:
+    """The sets of a source by name.
 
     Args:
         spec: files, whose ids are one set; or a prepared folder, whose validation sets are called
@@ -31,21 +30,19 @@ def read_id_sets(spec: str, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
     """
     source = Source.parse(spec)
     if source.kind == "tokens":
-        return {spec: read_token_ids(spec, tokenizer)}
+        ids = read_token_ids(spec, tokenizer)
+        return {spec: TokenStream(ids, tokenizer.vocab, tokenizer.count_bytes(ids))}
     prepared = open_prepared(source.path)
-    if prepared.tokenizer.digest != tokenizer.digest:
+    if not prepared.tokenizer.has_ids_of(tokenizer):
         raise ValueError(
-            f"{spec}: prepared with the tokenizer {prepared.tokenizer.name}, which is not "
-            f"{tokenizer.name}"
+            f"{spec}: prepared with the tokenizer {prepared.tokenizer.name}, whose ids are not "
+            f"those of {tokenizer.name}"
         )
-    streams = {name: stream for name, stream in prepared.streams.items() if name != TRAIN}
-    return {
-        f"{spec}@{name}": np.concatenate(list(stream.pieces())) for name, stream in streams.items()
-    }
+    return {f"{spec}@{name}": s for name, s in prepared.streams.items() if name != TRAIN}
 
 
 def read_id_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents of all sets of a source, as ids. No more of a file is read than is asked for.
+    """The documents of all sets of a source, as ids.
 
     Raises:
         ValueError: they are no ids of this tokenizer.
@@ -53,6 +50,6 @@ def read_id_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
     if Source.parse(spec).kind == "tokens":
         yield from read_token_documents(spec, tokenizer)
         return
-    for name, ids in read_id_sets(spec, tokenizer).items():
-        for document in split_at(ids, tokenizer.end):
-            yield Document(name, "", document)
+    for name, stream in read_id_sets(spec, tokenizer).items():
+        for ids in split_at(stream.all_ids(), tokenizer.end):
+            yield Document(name, "", ids)

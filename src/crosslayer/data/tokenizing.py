@@ -19,6 +19,7 @@ from ..files import read_json
 from ..hub import NO_NETWORK
 from ..validation import did_you_mean, error_in_one_line
 
+BYTES = "bytes"  # the name of the tokenizer whose token i is byte i
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -56,6 +57,13 @@ class Tokenizer:
         """The `tokenizers.Tokenizer`."""
         return _parse_definition(self.definition or "", self.name)
 
+    def has_ids_of(self, other: "Tokenizer") -> bool:
+        """Whether every id means the same, also where the files of both are written differently."""
+        if self.definition is None or other.definition is None or self.end != other.end:
+            return self.digest == other.digest
+        vocabularies = [tokenizer.model.get_vocab() for tokenizer in (self, other)]
+        return bool(vocabularies[0] == vocabularies[1])
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, without special tokens around it.
 
@@ -79,8 +87,9 @@ class Tokenizer:
             return len(ids)
         if self._id_bytes is not None:
             return sum(int(self._id_bytes[chunk].sum()) for chunk in split_ids(ids))
-        is_text = ids != self.end
-        return len(self.decode(ids[is_text]).encode()) + len(ids) - int(is_text.sum())
+        # some decoders strip a space at the start of what they get
+        texts = sum(len(self.decode(document).encode()) for document in split_at(ids, self.end))
+        return texts + int(np.count_nonzero(ids == self.end))
 
     @cached_property
     def _id_bytes(self) -> np.ndarray | None:
@@ -142,7 +151,7 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tok
     Raises:
         ValueError: no such tokenizer, or texts too few for the vocabulary.
     """
-    if name == "bytes":
+    if name == BYTES:
         return Tokenizer(name, 256, 0)
     if size := re.fullmatch(r"bpe:(\d+)", name):
         return _train_bpe(name, int(size[1]), texts())
@@ -229,6 +238,15 @@ def byte_tokenizer_json() -> str:
     return model.to_str()
 
 
+def is_of_bytes(definition: str) -> bool:
+    """Whether the content of a tokenizer.json is `byte_tokenizer_json`'s, as of a model trained on
+    bytes.
+    """
+    given, expected = (json.loads(text) for text in (definition, byte_tokenizer_json()))
+    # transformers adds a post-processor, which is for special tokens
+    return bool({**given, "post_processor": None} == {**expected, "post_processor": None})
+
+
 def _read_tokenizer(name: str, file: Path) -> Tokenizer:
     config_file = file.with_name(TOKENIZER_CONFIG_FILE)
     if not file.is_file():
@@ -246,8 +264,8 @@ def _read_tokenizer(name: str, file: Path) -> Tokenizer:
             f"{config_file}: its eos_token must be text, got {reprlib.repr(separator)}"
         )
     vocabulary = _parse_definition(definition, str(file)).get_vocab(with_added_tokens=True)
-    if json.loads(definition) == json.loads(byte_tokenizer_json()):  # of a model trained on bytes
-        return load_tokenizer("bytes")
+    if is_of_bytes(definition):
+        return load_tokenizer(BYTES)
     for token in (separator, *SEPARATORS):
         if token in vocabulary:
             return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[token], definition)

@@ -11,14 +11,15 @@ from .harness_tasks import evaluate_tasks, find_tasks
 from .perplexity import TextPerplexity, text_perplexity
 from .spans import Span, SpanPerplexity, read_spans, span_perplexity
 from .streams import stream_perplexity
-from .texts import EncodedText, describe_ids
+from .texts import EncodedText, describe_documents, describe_stream
 
 __all__ = [
     "EncodedText",
     "Span",
     "SpanPerplexity",
     "TextPerplexity",
-    "describe_ids",
+    "describe_documents",
+    "describe_stream",
     "evaluate_tasks",
     "find_tasks",
     "read_spans",

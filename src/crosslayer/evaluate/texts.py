@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..data.streams import TokenStream
 from ..data.tokenizing import Tokenizer, split_at
 
 if TYPE_CHECKING:
@@ -32,13 +33,28 @@ def encode_text(text: str | EncodedText, tokenizer: "PreTrainedTokenizerBase") -
     return EncodedText(np.array(ids, np.int64), len(text.encode()), len(text.split()))
 
 
-def describe_ids(ids: np.ndarray, tokenizer: Tokenizer) -> EncodedText:
-    """Ids with the sizes of their text.
+def describe_stream(stream: TokenStream, tokenizer: Tokenizer) -> EncodedText:
+    """A set of documents as one text.
 
     Args:
-        ids: [tokens], of one document or of several with separators.
-        tokenizer: that made them.
+        stream: of the documents, with separators.
+        tokenizer: that made its ids.
     """
+    ids = stream.all_ids()
     documents = split_at(ids, tokenizer.end)
     words = sum(len(tokenizer.decode(document).split()) for document in documents)
-    return EncodedText(ids, tokenizer.count_bytes(ids), words)
+    return EncodedText(ids, stream.text_bytes, words)
+
+
+def describe_documents(stream: TokenStream, tokenizer: Tokenizer) -> list[EncodedText]:
+    """Each document of a set.
+
+    Args:
+        stream: of the documents, with separators.
+        tokenizer: that made its ids.
+    """
+    documents = []
+    for ids in split_at(stream.all_ids(), tokenizer.end):
+        words = len(tokenizer.decode(ids).split())
+        documents.append(EncodedText(ids, tokenizer.count_bytes(ids), words))
+    return documents

@@ -36,10 +36,10 @@ def text_subject(
         model: a language model.
         tokenizer: of transformers.
         data: a source of documents.
-        read: reads the documents of a source.
         sequences: the number of sequences.
         batch_size: sequences in a batch.
         context: tokens in a sequence.
+        read: reads the documents of a source.
 
     Raises:
         ValueError: a number is not positive, or the text has no sequence of two tokens.
@@ -136,6 +136,8 @@ def _split_documents(
             return {name: read(str(folder / name)) for name in sorted(parents)}
     documents = read(data)
     first = list(islice(documents, most))
+    if not first:
+        raise ValueError(f"{data}: empty")
     if not all(document.label for document in first):
         return {"": chain(first, documents)}
     by_label: dict[str, list[Document]] = {}

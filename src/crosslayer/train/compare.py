@@ -50,8 +50,8 @@ class Comparison:
         examples: the data of each arm, by its name.
         results: content of results.json.
         search_rates: find each arm's learning rate before its other seeds are run.
-        without_memory: the arms whose runs did not fit in memory, each at the rate that was tried.
-            They are left out until the comparison is started again.
+        without_memory: arm and seed of the runs that did not fit in memory. No more runs of such an
+            arm are tried until the comparison is started again.
     """
 
     recipe: Recipe
@@ -60,7 +60,7 @@ class Comparison:
     examples: dict[str, Examples]
     results: ComparisonResults
     search_rates: bool = False
-    without_memory: list[str] = field(default_factory=list)
+    without_memory: list[tuple[str, int]] = field(default_factory=list)
 
     @classmethod
     def from_results(cls, results: ComparisonResults, folder: Path) -> Self:
@@ -151,7 +151,7 @@ class Comparison:
     def lacks_memory(self, arm: Arm) -> bool:
         """Whether a run of an arm of the recipe did not fit in memory, at any rate."""
         names = {scaled_name(arm.name, factor) for factor in FACTORS}
-        return not names.isdisjoint(self.without_memory)
+        return any(name in names for name, _ in self.without_memory)
 
     def finished_runs(self, arm: Arm) -> dict[int, RunResult]:
         """An arm's finished runs, by seed."""
@@ -287,7 +287,7 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
                     raise
             gc.collect()  # the model is in cycles of references, and may be large
             if result is None:
-                comparison.without_memory.append(arm.name)
+                comparison.without_memory.append((arm.name, seed))
                 torch.cuda.empty_cache()
                 continue
             described = _describe_arm(comparison.recipe, arm)

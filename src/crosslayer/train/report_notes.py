@@ -10,7 +10,7 @@ from ..methods import code_digest
 from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
-from .rate_search import FACTORS, RATES, best_factor, is_limit, scaled_name
+from .rate_search import FACTORS, RATES, best_factor, is_limit, next_factor, scaled_name
 from .recipe import Arm
 from .results_table import TableRow, result_table
 from .run_state import RunResult
@@ -107,9 +107,10 @@ def run_notes(comparison: Comparison) -> list[str]:
 def _memory_notes(comparison: Comparison) -> list[str]:
     if not comparison.without_memory:
         return []
+    runs = "; ".join(f"{name}, seed {seed}" for name, seed in comparison.without_memory)
     note = (
-        f"{', '.join(comparison.without_memory)}: out of memory, and left out. The same command "
-        "tries again; with --accumulate or --recompute it needs less memory, and its speed is not "
+        f"Out of memory: {runs}. No more runs of such an arm were tried. The same command tries "
+        "again; with --accumulate or --recompute it needs less memory, and its speed is not "
         "comparable with the others'."
     )
     return [note]
@@ -173,15 +174,32 @@ def _loss_text(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
-def _arms_at_limit(comparison: Comparison) -> dict[float, list[str]]:
-    """Names of the recipe's arms whose best rate is the last that a search may try, by factor."""
-    found: dict[float, list[str]] = {}
-    if comparison.search_rates:
-        for arm in comparison.recipe.arms:
-            factor = best_factor(comparison.rate_trials(arm))
-            if is_limit(factor):
-                found.setdefault(factor, []).append(arm.name)
-    return found
+def _open_rates(comparison: Comparison) -> list[str]:
+    """What a comparison leaves open about learning rates."""
+    if not comparison.search_rates:
+        settings = [comparison.recipe.settings(arm) for arm in comparison.arms]
+        rates = _range_text(of_arm.optimization.lr for of_arm in settings)
+        question = f"how an arm does at its best learning rate, as all are at {rates}"
+        return [f"{question} (--search-rates true)"]
+    at_limit: dict[float, list[str]] = {}
+    searching = []
+    for arm in comparison.recipe.arms:
+        trials = comparison.rate_trials(arm)
+        factor = best_factor(trials)
+        if trials and next_factor(trials) is not None:
+            searching.append(arm.name)
+        elif is_limit(factor):
+            at_limit.setdefault(factor, []).append(arm.name)
+    questions = [
+        f"the best learning rate of {', '.join(names)}, as the search ended at its limit, "
+        f"{factor:g} × the given rate (start from another --lr)"
+        for factor, names in at_limit.items()
+    ]
+    if searching:
+        questions.append(
+            f"the best learning rate of {', '.join(searching)}, as the search has not ended"
+        )
+    return questions
 
 
 def most_seeds(rows: list[TableRow]) -> int:
@@ -204,17 +222,7 @@ def scope_notes(comparison: Comparison) -> list[str]:
     backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
     size = f"{_range_text(amounts)} {unit} and {_range_text(backbones)} parameters"
     open_questions = [f"what is left of a difference beyond {size}"]
-    for factor, names in _arms_at_limit(comparison).items():
-        open_questions.append(
-            f"the best learning rate of {', '.join(names)}, as the search ended at its limit, "
-            f"{factor:g} × the given rate (start from another --lr)"
-        )
-    if not comparison.search_rates:
-        rates = _range_text(settings.optimization.lr for settings in of_arms)
-        open_questions.append(
-            f"how an arm does at its best learning rate, as all are at {rates} "
-            "(--search-rates true)"
-        )
+    open_questions += _open_rates(comparison)
     if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
         open_questions.append(
             "what is left of a gain where the embeddings learn faster than other weights "
