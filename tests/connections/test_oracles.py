@@ -40,6 +40,7 @@ def config(n: int = 4, **own: object) -> types.SimpleNamespace:
         "hc_eps": 1e-6,
         "rms_norm_eps": 1e-6,
         "hidden_size": D,
+        "_attn_implementation": "sdpa",  # "eager" has a softmax in float32
     }
     return types.SimpleNamespace(**(shared | own))
 
@@ -58,6 +59,7 @@ def chain(spec: str) -> list[crosslayer.Connection]:
 
 def given(module: nn.Module, **weights: Tensor) -> nn.Module:
     """The module with these weights, and all of its own among them."""
+    module.double()  # some of their weights are float32 whatever the default is
     assert {n for n, _ in module.named_parameters()} == weights.keys()
     for name, w in weights.items():
         getattr(module, name).data.copy_(w.detach())
