@@ -8,6 +8,8 @@ import tomllib
 from importlib.metadata import EntryPoint, packages_distributions
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "crosslayer"
 # Distributions whose package has another name; the machine that runs the test may lack them.
@@ -72,6 +74,7 @@ def test_importing_crosslayer_imports_torch_only():
     run(IMPORT_ALONE)
 
 
+@pytest.mark.slow
 def test_importing_crosslayer_leaves_transformers_alone():
     """And `crosslayer.hf` installs no import hook, and does not import diffusers."""
     run(IMPORT_BEFORE_TRANSFORMERS)

@@ -68,13 +68,8 @@ def test_left_padding_changes_nothing(family):
         assert torch.equal(row[-alone.shape[1] :], alone[0])
 
 
-@pytest.mark.parametrize(
-    ("family", "spec"),
-    [
-        pytest.param(*pair, marks=() if pair == ("llama", "mudd") else pytest.mark.slow)
-        for pair in compiled_cells(tuple(LANGUAGE))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "spec"), compiled_cells(tuple(LANGUAGE)))
 def test_a_compiled_step_is_compiled_once(family, spec):
     """Decoding with a static cache: no recompilation from token to token, and the same tokens."""
     model = generator(family, spec)
