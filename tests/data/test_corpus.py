@@ -1,5 +1,6 @@
 """Windows of a source against an independent loop, in memory and memory-mapped."""
 
+import json
 import math
 import pickle
 from dataclasses import replace
@@ -204,3 +205,23 @@ def test_spawned_workers_map_the_same_files(stories, tmp_path):
     sampler = BatchSampler(len(train), 0, 8)
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
     assert next(iter(DataLoader(train, 8, sampler=sampler, **options))).shape == (8, 17)
+
+
+def test_a_prepared_folder_with_its_tokenizer_written_differently(stories, tmp_path):
+    """As transformers does where it saves a model. The folder's own tokenizer is the corpus's."""
+    made = prepare_corpus(stories, "bpe:300", tmp_path / "prepared")
+    definition = json.loads((tmp_path / "prepared" / "tokenizer.json").read_text())
+    other = tmp_path / "tokenizer.json"
+    other.write_text(json.dumps(definition, indent=1))
+    corpus = load_corpus(str(tmp_path / "prepared"), 4, str(other))
+    assert corpus.tokenizer.digest == made.tokenizer.digest
+    definition["model"]["vocab"] = dict(
+        zip(
+            definition["model"]["vocab"],
+            reversed(definition["model"]["vocab"].values()),
+            strict=True,
+        )
+    )
+    other.write_text(json.dumps(definition))
+    with pytest.raises(ValueError, match="prepared with the tokenizer bpe:300, not"):
+        load_corpus(str(tmp_path / "prepared"), 4, str(other))

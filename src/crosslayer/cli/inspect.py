@@ -83,7 +83,7 @@ def parser() -> Any:
         "--tokenizer",
         type=str | None,
         default=None,
-        help="folder, tokenizer.json or Hub name; default: each model's own",
+        help="folder, tokenizer.json, Hub name or bytes; default: each model's own",
     )
     add("--device", type=str | None, default=None, help="cuda or cpu; default: a GPU if available")
     add("--dtype", type=str, default="auto", help="of the weights; default: as saved")

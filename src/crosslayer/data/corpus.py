@@ -131,7 +131,7 @@ def _open_with_sets(
     known = prepared.tokenizer
     is_same = tokenizer == known.name
     if not is_same and tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
-        is_same = load_tokenizer(tokenizer).digest == known.digest
+        is_same = known.has_ids_of(load_tokenizer(tokenizer))
     if not is_same:
         raise ValueError(
             f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}; name that one "

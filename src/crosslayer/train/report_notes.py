@@ -174,11 +174,10 @@ def _loss_text(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
-def _open_rates(comparison: Comparison) -> list[str]:
-    """What a comparison leaves open about learning rates."""
+def _open_rates(comparison: Comparison, of_arms: list[Settings]) -> list[str]:
+    """What a comparison leaves open about learning rates. of_arms: the settings of its arms."""
     if not comparison.search_rates:
-        settings = [comparison.recipe.settings(arm) for arm in comparison.arms]
-        rates = _range_text(of_arm.optimization.lr for of_arm in settings)
+        rates = _range_text(settings.optimization.lr for settings in of_arms)
         question = f"how an arm does at its best learning rate, as all are at {rates}"
         return [f"{question} (--search-rates true)"]
     at_limit: dict[float, list[str]] = {}
@@ -222,7 +221,7 @@ def scope_notes(comparison: Comparison) -> list[str]:
     backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
     size = f"{_range_text(amounts)} {unit} and {_range_text(backbones)} parameters"
     open_questions = [f"what is left of a difference beyond {size}"]
-    open_questions += _open_rates(comparison)
+    open_questions += _open_rates(comparison, of_arms)
     if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
         open_questions.append(
             "what is left of a gain where the embeddings learn faster than other weights "
