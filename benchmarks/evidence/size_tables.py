@@ -62,6 +62,7 @@ SIZE_WORDS: dict[str, Callable[[Any], str]] = {
     "layers": "{} layers".format,
     "dim": "width {}".format,
     "steps": "{} steps".format,
+    "warmup": "warm-up {:g}".format,
     "model_config": describe_embeddings,
     "embedding_std": _describe_deviation,
     "embedding_lr_scale": _describe_embedding_rate,
