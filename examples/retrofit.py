@@ -110,6 +110,7 @@ def run(
         for share in (0.0,) if connection == "prenorm" else switches:
             file = Path(out) / f"{connection} {share} {seed}.json".replace("/", "-")
             if file.exists():
+                _check_settings(file, options)
                 continue
             result = train_retrofit(options, examples, connection, round(share * steps), seed)
             write_text_atomic(file, json.dumps(asdict(result)))
@@ -118,6 +119,16 @@ def run(
                 f"in {result.seconds:.0f} s",
                 flush=True,
             )
+
+
+def _check_settings(file: Path, settings: Settings) -> None:
+    """Raise a ValueError where a result is of a run with other settings."""
+    wanted = settings.identity() | {"data": Path(settings.data.data).name}
+    wanted = json.loads(json.dumps(wanted))  # with lists for tuples, as in the file
+    saved = read_json(file, dict).get("settings", {})
+    changed = [name for name, value in wanted.items() if saved.get(name) != value]
+    if changed:
+        raise ValueError(f"{file}: made with another {', '.join(changed)}; choose another folder")
 
 
 def train_retrofit(

@@ -178,6 +178,11 @@ def test_span_files_that_are_wrong(content, message, tmp_path):
     (tmp_path / "spans.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_spans(tmp_path / "spans.jsonl")
+    damaged = bytearray(gzip.compress(bytes(range(256)) * 9, mtime=0))
+    damaged[len(damaged) // 2] ^= 255
+    (tmp_path / "spans.jsonl.gz").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"spans\.jsonl\.gz: cannot be read"):
+        read_spans(tmp_path / "spans.jsonl.gz")
     with pytest.raises(ValueError, match=r"no\.jsonl: cannot be read"):
         read_spans(tmp_path / "no.jsonl")
 

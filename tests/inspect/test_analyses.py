@@ -317,3 +317,12 @@ def test_gates_of_mgr():
 def test_no_batch_is_an_error():
     with pytest.raises(ValueError, match="nothing was observed"):
         unfold_connections(backbone("prenorm"), [])
+
+
+def test_a_batch_without_tokens_changes_nothing():
+    model = backbone("hyper")
+    empty = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
+    expected = summarise_mixing(model, BATCHES)
+    for batches in ([empty, *BATCHES], [*BATCHES, empty]):
+        for site, other in zip(expected, summarise_mixing(model, batches), strict=True):
+            torch.testing.assert_close(other.read_mean, site.read_mean, rtol=0, atol=0)

@@ -18,7 +18,14 @@ from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
 from crosslayer.inspect.ablation import ablate_sublayers, mean_token_loss
-from crosslayer.inspect.averaging import average_groups, average_seeds, describe_configuration
+from crosslayer.inspect.averaging import (
+    average_groups,
+    average_seeds,
+    combine_values,
+    describe_configuration,
+    seed_mean,
+)
+from crosslayer.inspect.gates import GateRecorder, _GateRecord
 from crosslayer.inspect.group_weights import compare_groups
 from crosslayer.inspect.image_batches import join_batches, make_image_batches
 from crosslayer.inspect.inspection import (
@@ -357,6 +364,9 @@ def test_groups_of_texts(tmp_path):
     assert list(subject.groups) == ["a", "b"]
     assert bytes(subject.groups["a"][0]["input_ids"][0, :1].tolist()) == b"a"
     assert compare_groups(model, subject.groups).samples == [2, 2]
+    rows.sort(key=lambda row: row["label"])  # more rows of the first label than sequences
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(subject_of(str(lines)).groups) == ["a", "b"]
     lines.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in rows))
     assert subject_of(str(lines)).groups == {}
     (tmp_path / "data" / "top.txt").write_text("a text that is in no group")
@@ -428,3 +438,18 @@ def test_two_seeds_of_two_steps_from_folders(tmp_path, capsys):
     for name in ("steps", "step_numbers"):
         assert (out / "figures" / f"{name}.png").stat().st_size > 5_000
     assert "no mean over seeds" not in capsys.readouterr().out
+
+
+def test_gates_of_seeds_are_averaged_over_the_same_bins():
+    """Seed 1 has gates from 0 to 2, seed 2 from 1 to 4, evenly spread."""
+    gates = []
+    for low, high in ((0.0, 2.0), (1.0, 4.0)):
+        recorder = GateRecorder()
+        record = recorder._records.setdefault("1.attn", _GateRecord("beta", "0.mlp"))
+        record.add(torch.linspace(low, high, 6001)[:, None])
+        gates.append(recorder.result()["1.attn"])
+    mean = combine_values(gates, seed_mean)
+    assert (mean.edges[0].item(), mean.edges[-1].item()) == (0.0, 4.0)
+    below = mean.counts[mean.edges[1:] <= 1.001].sum() / mean.counts.sum()
+    assert below.item() == pytest.approx(0.25, abs=0.005)
+    assert mean.counts.sum().item() == pytest.approx(6001)

@@ -15,8 +15,8 @@ from .texts import EncodedText, encode_text
 from .windows import (
     ScoredWindow,
     check_context,
+    exp_or_inf,
     find_first_token,
-    finite_exp,
     log_likelihoods,
     rolling_windows,
 )
@@ -88,7 +88,7 @@ def text_perplexity(
     return TextPerplexity(
         tokens=count,
         loss=nats / count,
-        perplexity=finite_exp(nats / count),
+        perplexity=exp_or_inf(nats / count),
         bits_per_byte=nats / math.log(2) / scored_bytes,
-        word_perplexity=finite_exp(nats / max(words, 1)),
+        word_perplexity=exp_or_inf(nats / max(words, 1)),
     )

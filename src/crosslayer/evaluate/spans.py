@@ -9,6 +9,7 @@ scored in pieces of half the context.
 import gzip
 import math
 import statistics
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,8 +18,8 @@ from ..files import parse_json
 from .windows import (
     ScoredWindow,
     check_context,
+    exp_or_inf,
     find_first_token,
-    finite_exp,
     log_likelihoods,
     split_window,
 )
@@ -53,6 +54,8 @@ class SpanPerplexity(NamedTuple):
 
 
 class Span(NamedTuple):
+    """A context and the text after it, whose tokens are scored."""
+
     context: str
     target: str
 
@@ -101,7 +104,7 @@ def span_perplexity(
         tokens=tokens,
         truncated=sum(len(seen) + len(target) > context + 1 for seen, target in encoded),
         loss=nats / tokens,
-        perplexity=finite_exp(nats / tokens),
+        perplexity=exp_or_inf(nats / tokens),
         loss_by_span=sum(losses) / len(losses),
         loss_by_span_stderr=stderr,
     )
@@ -125,7 +128,7 @@ def read_spans(file: str | Path) -> list[Span]:
                 if line.strip():
                     place = f"{path}: line {number}"
                     spans.append(_parse_span(parse_json(line, place, dict), place))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     if not spans:
         raise ValueError(f"{path}: empty")

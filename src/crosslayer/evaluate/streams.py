@@ -17,7 +17,7 @@ from ..data.streams import TokenStream
 from ..validation import check_positive
 from .perplexity import TextPerplexity
 from .texts import EncodedText, encode_text
-from .windows import ScoredWindow, check_context, end_tokens, finite_exp, log_likelihoods
+from .windows import ScoredWindow, check_context, end_tokens, exp_or_inf, log_likelihoods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,9 +69,9 @@ def stream_perplexity(
     return TextPerplexity(
         tokens=tokens,
         loss=loss,
-        perplexity=finite_exp(loss),
+        perplexity=exp_or_inf(loss),
         bits_per_byte=loss / math.log(2) / (stream.text_bytes / len(stream)),
-        word_perplexity=finite_exp(loss * len(stream) / max(words, 1)),
+        word_perplexity=exp_or_inf(loss * len(stream) / max(words, 1)),
     )
 
 

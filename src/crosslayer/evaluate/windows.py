@@ -80,11 +80,16 @@ def log_likelihoods(
     return scores
 
 
+def context_limit(model: "PreTrainedModel") -> int | None:
+    """The most tokens that a model sees at once, by its config; None where that does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_context(model: "PreTrainedModel", context: int | None) -> int:
     """The context given, or that of the model's config; a ValueError where it is none or out of
     range.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_limit(model)
     if context is None:
         context = limit
     if context is None:
@@ -112,6 +117,6 @@ def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -
     return [token for token in ends if isinstance(token, int)]
 
 
-def finite_exp(x: float) -> float:
+def exp_or_inf(x: float) -> float:
     # Words can be so unlikely to an untrained model that their perplexity is no float.
     return math.exp(x) if x < 700 else math.inf

@@ -16,6 +16,7 @@ from torch import nn
 from ..connection import find_connections
 from ..connections.mgr import MGR
 from ..connections.mudd import Mudd
+from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from ..hf.host_norms import find_module
@@ -98,12 +99,12 @@ def ablate_blocks(model: nn.Module, batches: Sequence[Batch]) -> BlockAblation:
     """
     labels, increases = [], []
     with evaluation_mode(model):
-        whole = _perplexity(mean_token_loss(model, batches))
+        whole = exp_or_inf(mean_token_loss(model, batches))
         for label, modules in _removable_blocks(model).items():
             with ExitStack() as removed:
                 for module in modules:
                     removed.enter_context(zero_output(module))
-                increases.append(_perplexity(mean_token_loss(model, batches)) - whole)
+                increases.append(exp_or_inf(mean_token_loss(model, batches)) - whole)
             labels.append(label)
     return BlockAblation(whole, labels, increases)
 
@@ -119,10 +120,6 @@ def _removable_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
     for label, module in _removable_sublayers(model):
         blocks.setdefault(label.partition(".")[0], []).append(module)
     return {label: modules for label, modules in blocks.items() if len(modules) == 2}
-
-
-def _perplexity(loss: float) -> float:
-    return torch.tensor(loss).double().exp().item()  # inf where math.exp raises
 
 
 def count_sublayers(model: nn.Module) -> int:

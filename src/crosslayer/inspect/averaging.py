@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gates import GateStatistics, share_bins
 from .inspection import ModelInspection
 
 # Keys of a config that say where a model comes from, not what it is.
@@ -116,6 +117,8 @@ def combine_values(values: Sequence[Any], combine: Combine) -> Any:
     first = values[0]
     if any(value is None for value in values):
         return None
+    if isinstance(first, GateStatistics):
+        values = share_bins(values)
     if dataclasses.is_dataclass(first):
         fields = [field.name for field in dataclasses.fields(first)]
         combined = {

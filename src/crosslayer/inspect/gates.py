@@ -4,8 +4,10 @@ Paper: Multi-Gate Residuals (arXiv 2605.23259, Figures 7 and 13). Its inversion 
 1 − β and rests on small gates.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +50,22 @@ class GateStatistics:
     whiskers: tuple[float, float]
     edges: Tensor
     counts: Tensor
+
+
+def share_bins(gates: Sequence[GateStatistics]) -> list[GateStatistics]:
+    """The same statistics with histograms over the same bins.
+
+    Where the bins differ, the values of a bin are taken as evenly spread over it.
+    """
+    low = min(gate.edges[0].item() for gate in gates)
+    high = max(gate.edges[-1].item() for gate in gates)
+    edges = torch.linspace(low, high, GATE_BINS + 1, dtype=torch.float64)
+    shared = []
+    for gate in gates:
+        below = np.concatenate([[0.0], gate.counts.double().cumsum(0).numpy()])
+        counts = np.diff(np.interp(edges.numpy(), gate.edges.double().numpy(), below))
+        shared.append(replace(gate, edges=edges, counts=torch.from_numpy(counts)))
+    return shared
 
 
 class _GateRecord:

@@ -20,7 +20,7 @@ from .observation import SiteVisit, input_labels, site_label, splits_ways
 
 @dataclass
 class SiteMixing:
-    """The weights of one site over tokens. A weight a channel is averaged over channels.
+    """The weights of one site over tokens. Weights per channel are averaged over channels.
 
     Attributes:
         label: of the site.

@@ -40,7 +40,8 @@ class RunningMoments:
 class TokenSample:
     """Evenly spaced values of all that was added, at most `limit` tokens, for quantiles.
 
-    Up to `limit` tokens are all kept. Beyond, every second is dropped whenever the sample is full.
+    Up to `limit` tokens are all kept. Beyond, every second value is dropped whenever the sample is
+    full.
     """
 
     def __init__(self, limit: int = 65_536) -> None:

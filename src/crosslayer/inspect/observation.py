@@ -150,12 +150,16 @@ def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence
     Args:
         model: of a family that `connect` knows, connected or not, or a model of your own that
             calls its connections as modules, like `Stack`.
-        batches: arguments of the model. Tokens whose `attention_mask` is 0 are left out.
+        batches: arguments of the model. Tokens whose `attention_mask` is 0 are left out, and so are
+            batches without any other.
         analyses: called in their order.
     """
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         for batch in batches:
+            mask = batch.get("attention_mask")
+            if mask is not None and not mask.any():
+                continue
             arguments = model_arguments(batch, device)
             with visited_sites(model, arguments, analyses):
                 find_body(model, arguments)(**arguments)

@@ -127,7 +127,7 @@ def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
     return [next(iter(names[label])) if len(names[label]) == 1 else label for label in labels]
 
 
-def find_baseline(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | None:
+def find_baseline_group(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | None:
     """The best pre-norm group of the same backbone, of the same length if there is one; else None.
 
     There are several where learning rates were searched. The groups have the same data.
@@ -236,7 +236,7 @@ def _split_groups(
 
 def find_main_series(groups: Sequence[RunGroup]) -> str:
     """The series of the pre-norm groups that most other groups have as their baseline."""
-    baselines = [find_baseline(groups, group) for group in groups]
+    baselines = [find_baseline_group(groups, group) for group in groups]
     votes = Counter(
         baseline.series
         for group, baseline in zip(groups, baselines, strict=True)

@@ -12,6 +12,8 @@ import numpy
 
 from ..files import read_json
 from ..run_folders import (
+    CONFIG_FILE,
+    DATA_DIGEST,
     METRICS_FILE,
     RESULT_FILE,
     RESULTS_FILE,
@@ -20,8 +22,6 @@ from ..run_folders import (
     run_folder_name,
 )
 from .training import Points, TrainingCurve, read_training_curve
-
-MODEL_CONFIG = "config.json"
 
 
 @dataclass
@@ -88,7 +88,7 @@ class TrainingRun:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder is that of a run or of a comparison, and no model's."""
-    if (folder / MODEL_CONFIG).is_file():
+    if (folder / CONFIG_FILE).is_file():
         return False
     return _is_single_run(folder) or _is_comparison(folder)
 
@@ -123,7 +123,7 @@ def _read_single_run(folder: Path) -> TrainingRun:
     identity: dict[str, Any] = {}
     if (folder / RUN_FILE).is_file():
         identity = read_json(folder / RUN_FILE, dict)
-    digest = str(identity.get("data sha256", ""))
+    digest = str(identity.get(DATA_DIGEST, ""))
     if path.is_file():
         result = read_json(path, dict)
         return _make_run(folder, result, result.get("settings"), digest, "", path)

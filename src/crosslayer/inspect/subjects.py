@@ -8,7 +8,7 @@ from typing import Any
 
 from ..data.readers import Document, list_text_files
 from ..data.sources import Source, read_documents
-from ..evaluate.windows import check_context
+from ..evaluate.windows import check_context, context_limit
 from ..hf.attach import find_backbone
 from .image_batches import ImageBatches, join_batches, make_image_batches
 from .inspection import InspectionSubject
@@ -16,6 +16,7 @@ from .observation import Batch
 from .text_batches import find_sink_ids, make_text_batches
 
 DEFAULT_CONTEXT = 256  # tokens in a sequence
+LABELLED_DOCUMENTS = 20_000  # that are read to find the labels
 
 
 def text_subject(
@@ -62,8 +63,7 @@ def choose_context(model: Any, context: int | None) -> int:
     """
     if context is not None:
         return check_context(model, context)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
+    return min(DEFAULT_CONTEXT, context_limit(model) or DEFAULT_CONTEXT)
 
 
 def check_layer(model: Any, layer: int | None) -> None:
@@ -127,7 +127,8 @@ def _split_documents(
 ) -> dict[str, Iterator[Document]]:
     """The documents of each group; of one group, called "", where there are none.
 
-    Of documents with labels, no more are read than the sequences can need: one a sequence.
+    Of documents with labels, at most `LABELLED_DOCUMENTS` are read, as they may be sorted by label.
+    Of each label, no more are kept than the sequences can need: one a sequence.
     """
     folder = Path(data)
     if Source.parse(data).kind == "files" and folder.is_dir():
@@ -141,6 +142,9 @@ def _split_documents(
     if not all(document.label for document in first):
         return {"": chain(first, documents)}
     by_label: dict[str, list[Document]] = {}
-    for document in first:
-        by_label.setdefault(document.label, []).append(document)
+    for document in chain(first, islice(documents, LABELLED_DOCUMENTS - len(first))):
+        of_label = by_label.setdefault(document.label, [])
+        if len(of_label) < most:
+            of_label.append(document)
+    by_label.pop("", None)  # documents without a label among later ones
     return {label: iter(by_label[label]) for label in sorted(by_label)}

@@ -111,14 +111,14 @@ def read_training_curve(folder: Path) -> TrainingCurve:
         step = row.get("step")
         if not isinstance(step, int):
             raise ValueError(f"{path}: line {number}: has no step")
-        if _is_number(row.get("loss")):
+        if is_number(row.get("loss")):
             curve.steps.append(step)
             curve.losses.append(row["loss"])
             seconds = row.get("seconds")
-            curve.seconds.append(seconds if _is_number(seconds) else math.nan)
+            curve.seconds.append(seconds if is_number(seconds) else math.nan)
         for key, value in row.items():
             name, _, kind = key.rpartition(" ")
-            if name and _is_number(value) and kind in ("loss", "accuracy"):
+            if name and is_number(value) and kind in ("loss", "accuracy"):
                 points = curve.valid if kind == "loss" else curve.accuracies
                 points.setdefault(name, []).append((step, value))
     steps_of_kinds = [curve.steps]
@@ -130,7 +130,7 @@ def read_training_curve(folder: Path) -> TrainingCurve:
     return curve
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

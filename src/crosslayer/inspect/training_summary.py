@@ -10,7 +10,7 @@ from .run_groups import (
     MeanCurve,
     RunGroup,
     average_curves,
-    find_baseline,
+    find_baseline_group,
     find_main_series,
     has_experts,
     split_by_backbone,
@@ -168,7 +168,7 @@ def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, floa
     by_label = {group.label: curve for group, curve in zip(groups, curves, strict=True)}
     speedups = {}
     for group in groups:
-        baseline = find_baseline(groups, group) or groups[0]
+        baseline = find_baseline_group(groups, group) or groups[0]
         curve, reference = by_label[group.label], by_label[baseline.label]
         if baseline is not group and curve.x and reference.x:
             speedup = speedup_to_loss(curve.x, curve.mean, reference.x, reference.mean)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
-from ..run_groups import RunGroup, describe_depth, find_baseline, format_size, has_experts
+from ..run_groups import RunGroup, describe_depth, find_baseline_group, format_size, has_experts
 from ..training_summary import (
     ScalingSeries,
     TrainingRuns,
@@ -194,7 +194,7 @@ def _expert_panels(runs: TrainingRuns) -> Panels:
         for group in groups:
             if has_experts(group) is not with_experts:
                 continue
-            baseline = find_baseline(groups, group)
+            baseline = find_baseline_group(groups, group)
             label = f"{group.label}\n{'MoE' if with_experts else 'dense'}"
             if baseline is not None and baseline is not group:
                 gaps = _loss_gaps(group, baseline)

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...spec import default_options, make
 from ..figures_training import LineSeries, draw_line_series
-from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline
+from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline_group
+from ..training import is_number
 from ..training_summary import TrainingRuns
 from .section import Panels
 from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines, split_data
@@ -55,10 +56,6 @@ def _connection_options(group: RunGroup) -> dict[str, Any]:
     return default_options(spec.method) | spec.options
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 @split_data
 def _option_panels(runs: TrainingRuns) -> Panels:
     """Loss and speeds against each option of a method in which groups of one backbone differ."""
@@ -83,7 +80,7 @@ def _split_by_other_options(
 
     This is their depth and those other options that differ between any of them.
     """
-    members = [group for group in members if _is_number(options[group.label].get(name))]
+    members = [group for group in members if is_number(options[group.label].get(name))]
     if not members:
         return {}
     others = {
@@ -121,7 +118,7 @@ def _panels_of_option(
             x = [options[group.label][name] for group in known]
             lines.append(mean_line(known, number, x, measure))
             lines[-1].label = label
-            baseline = find_baseline(groups, row[0])
+            baseline = find_baseline_group(groups, row[0])
             if baseline is not None and baseline.values(measure):
                 level = [baseline.mean(measure)] * 2
                 lines.append(LineSeries("", number, [x[0], x[-1]], level, style="--"))

@@ -17,7 +17,7 @@ from ..run_groups import (
     RunGroup,
     average_curves,
     choose_time_unit,
-    find_baseline,
+    find_baseline_group,
     format_duration,
     join_titles,
     split_by_backbone,
@@ -165,7 +165,7 @@ def _speedup_panels(runs: TrainingRuns) -> Panels:
         name, curves = loss_curves(part, runs.decay)
         if not speedups:
             continue
-        baseline = find_baseline(part, part[0]) or part[0]
+        baseline = find_baseline_group(part, part[0]) or part[0]
         per_step, axis = _count_axis(part)
         level = curves[part.index(baseline)].mean[-1]
         lines = []
