@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import methods
-from crosslayer.connection import float32_parameter
+from crosslayer.connection import assign_normal, float32_parameter
 from crosslayer.connections.prenorm import PreNorm, Stream
 from crosslayer.methods import code_digest
 from crosslayer.testing.tiny_model import gpt, tokens
@@ -400,3 +400,20 @@ def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):
     assert code_digest(in_a_notebook["Mine"]) == ""
     exec(source, in_no_module := {"__name__": "in_no_module"})
     assert code_digest(in_no_module["Mine"]) == ""
+
+
+def test_random_values_of_sites_and_seeds_are_independent():
+    """Site 2 with seed 0 is not site 0 with seed 2, and torch's seed may be any it takes."""
+    values = {}
+    for seed in (0, 2, -1):
+        torch.manual_seed(seed)
+        for site in crosslayer.plan(2):
+            values[seed, site.index] = weight = float32_parameter(3, 2)
+            with torch.no_grad():
+                assign_normal(weight, 1.0, site)
+            again = float32_parameter(3, 2)
+            with torch.no_grad():
+                assign_normal(again, 1.0, site)
+            assert torch.equal(weight, again)
+    first = {weight[0, 0].item() for weight in values.values()}
+    assert len(first) == len(values)

@@ -15,6 +15,7 @@ alone, so it is causal and needs no cache when decoding. A whole model:
 Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,8 +119,9 @@ class Connection(nn.Module, Generic[StateT]):
         bitwise_prenorm: bitwise equal to pre-norm at initialisation with the default options: the
             first input and every write are exactly those of pre-norm.
         bitwise_postnorm: bitwise equal to post-norm at initialisation.
-        prenorm_up_to_scale: equal to pre-norm up to a scale of the sub-layer's input, which the
-            sub-layer's norm removes. A model without such norms is not equal.
+        prenorm_up_to_scale: equal to pre-norm up to scales of the sub-layers' inputs and of the
+            readout, which the sub-layers' norms and the final norm remove. A model without these
+            norms is not equal.
         scales_readout: equal to pre-norm up to a scale of the readout, which the final norm
             removes. A model without this norm is not equal.
         norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
@@ -235,8 +237,8 @@ class Connection(nn.Module, Generic[StateT]):
             )
         if state.y is not None:  # type: ignore[attr-defined]
             raise ValueError(
-                "a state takes one write, and this one has a write that no read applied; add up "
-                "the outputs of parallel sub-layers and write the sum"
+                "write was called twice without a read in between; add up the outputs of parallel "
+                "sub-layers and write the sum"
             )
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
         fields: dict[str, Any] = dict(zip(names, state, strict=True))  # type: ignore[call-overload]
@@ -299,6 +301,7 @@ class Connection(nn.Module, Generic[StateT]):
         return tuple(normed)
 
     def to_stream_dtype(self, x: Tensor) -> Tensor:
+        """`x` in the option `stream_dtype`, or unchanged without that option."""
         return x if self.stream_dtype is None else x.to(self.stream_dtype)
 
     def extra_repr(self) -> str:
@@ -403,6 +406,9 @@ def assign_normal(parameter: Tensor, std: float, site: Site) -> None:
     """
     if parameter.is_meta:
         return
-    generator = torch.Generator(parameter.device).manual_seed(torch.initial_seed() + site.index)
+    # a digest, not a sum: site 2 with seed 0 is not site 0 with seed 2
+    digest = hashlib.sha256(f"{torch.initial_seed()} {site.index}".encode()).digest()
+    seed = int.from_bytes(digest[:8], "little", signed=True)
+    generator = torch.Generator(parameter.device).manual_seed(seed)
     value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     assign_value(parameter, value.normal_(std=std, generator=generator))
