@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from crosslayer.files import lock_folder, parse_json, read_json
+from crosslayer.files import lock_folder, new_folder, parse_json, read_json
 
 
 def _hold(folder, connection):
@@ -60,3 +60,14 @@ def test_json_of_the_expected_kind(tmp_path):
         read_json(tmp_path / "y.json", dict)
     with pytest.raises(ValueError, match="not a file"):
         read_json(tmp_path, dict)
+
+
+def test_all_files_of_a_folder_are_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr("crosslayer.files.fsync_path", lambda path: flushed.append(path.name))
+    with new_folder(tmp_path / "out") as work:
+        (work / "weights").mkdir()
+        (work / "weights" / "a").write_text("a")
+        assert not (tmp_path / "out").exists()
+    assert sorted(flushed[:2]) == ["a", "weights"] and flushed[2:] == ["out.part", tmp_path.name]
+    assert (tmp_path / "out" / "weights" / "a").read_text() == "a"

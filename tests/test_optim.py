@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import crosslayer
+from crosslayer.connection import find_connections
 from crosslayer.optim import layer_matrices, zero_connection_updates
-from crosslayer.testing.tiny_model import DEFAULTS, connections, gpt, shake
+from crosslayer.testing.tiny_model import DEFAULTS, gpt, shake
 from tests.hf.all_families import build_model
 from tests.hf.backbones import ids, llama, vit
 
@@ -30,7 +31,7 @@ def test_connections_are_treated_as_they_say(spec):
     groups = crosslayer.param_groups(model, 1e-3, 0.1, connection_lr_scale=0.25)
     group = {id(p): g for g in groups for p in g["params"]}
     own_ids = set()
-    for connection in connections(model):
+    for connection in find_connections(model):
         for name, p in connection.named_parameters(recurse=False):
             if not p.requires_grad:
                 continue

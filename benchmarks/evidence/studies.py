@@ -14,6 +14,7 @@ import yaml
 from benchmarks.results import read_rows
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
+from crosslayer.run_folders import RESULTS_FILE
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.rate_search import best_factor, is_limit, next_factor
@@ -303,7 +304,7 @@ def take_over(comparison: Path, folder: Path = RESULTS) -> Path:
     Raises:
         ValueError: it is not a study of studies.yaml.
     """
-    results = _read_results(comparison / "results.json")
+    results = _read_results(comparison / RESULTS_FILE)
     for plan in read_plans().values():
         settings = plan.settings()
         local = {name: settings[name] for name in LOCAL_OPTIONS}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .hf.connect import connect
     from .hf.disconnect import disconnect
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "Connection",
     "ConnectionSpec",

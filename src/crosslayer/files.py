@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +29,47 @@ def write_text_atomic(path: Path, content: str) -> None:
 
 
 def atomic_replace(temporary: Path, path: Path) -> None:
-    """Rename a file or a folder to `path` once its content is on disk."""
+    """Rename a file or a folder to `path` once all of its content is on disk."""
+    for inner in temporary.rglob("*"):
+        fsync_path(inner)
     fsync_path(temporary)
     os.replace(temporary, path)
     fsync_path(path.parent)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder that becomes `folder` where the block succeeds, and is removed where it fails.
+
+    Raises:
+        ValueError: `folder` is a file or not empty, or another process is making it.
+    """
+    if folder.is_file():
+        raise ValueError(f"{folder}: is a file, expected a new or empty folder")
+    _check_empty(folder)
+    work = folder.with_name(f"{folder.name}.part")
+    with lock_folder(work):
+        try:
+            _check_empty(folder)  # another process may have held the lock until now
+            _remove_content(work)  # left by a process that was killed
+            yield work
+            (work / LOCK_FILE).unlink()  # it holds until the end
+            atomic_replace(work, folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_empty(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder}: not empty; choose another folder, or remove it")
+
+
+def _remove_content(work: Path) -> None:
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK_FILE:
+            path.unlink()
 
 
 def fsync_path(path: Path) -> None:

@@ -4,12 +4,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .run_folders import CHECKPOINT_INDEX, CONFIG_FILE, MODEL_FOLDER
+
 NO_NETWORK = (
     "not in the local cache, and the Hugging Face Hub cannot be reached (no network, or "
     "HF_HUB_OFFLINE is set); give a local file or folder"
 )
 # One of these is in the cache of every model or tokenizer that was downloaded.
-_CACHED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+_CACHED_FILES = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json")
 
 
 def check_model_source(source: str | Path, expected: str = "folder", **place: Any) -> None:
@@ -36,12 +38,12 @@ def check_model_source(source: str | Path, expected: str = "folder", **place: An
 
 
 def _check_no_training_run(folder: Path) -> None:
-    if (folder / "config.json").exists() or (folder / "tokenizer.json").exists():
+    if (folder / CONFIG_FILE).exists() or (folder / "tokenizer.json").exists():
         return
-    model = folder / "model"
-    if (model / "config.json").is_file():
+    model = folder / MODEL_FOLDER
+    if (model / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds a training run; its model is {model}")
-    if any(folder.glob("step-*/checkpoint.json")):
+    if any(folder.glob(f"step-*/{CHECKPOINT_INDEX}")):
         raise ValueError(f"{folder} holds a training run, which writes {model} when it has ended")
 
 

@@ -79,8 +79,8 @@ def current_name(name: str) -> str:
     if name not in available():
         raise ValueError(
             f"unknown connection {name!r}{did_you_mean(name, available())}; "
-            f"known: {', '.join(available())}. One of another package needs this package, one of a "
-            "notebook register_connection"
+            f"known: {', '.join(available())}. For one of another package, install that package; "
+            "for one of a notebook, call register_connection first"
         )
     return name
 

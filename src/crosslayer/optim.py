@@ -126,8 +126,13 @@ def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
     between the backward pass and clipping. It sets gradients and learning rates to zero, so FSDP,
     DDP and compilation see the same parameters in every step, and neither clipping nor the
     optimizer's moments are affected. The schedule must set the learning rate again afterwards.
+
+    Raises:
+        ValueError: a group of the optimizer is not from `param_groups`.
     """
     for group in optimizer.param_groups:
+        if "name" not in group:
+            raise ValueError("the optimizer's groups have no names; make them with param_groups")
         if group["name"].startswith("connection"):
             group["lr"] = 0.0
             for parameter in group["params"]:

@@ -263,22 +263,22 @@ RECOMPUTE_MODES: dict[str, type[_RecomputedRead]] = {
 
 def enable_recompute(
     sites: Sequence[Connection],
-    how: RecomputeMode = "streams",
+    recompute: RecomputeMode = "streams",
     kept: Collection[int] | None = None,
 ) -> None:
     """Recompute the reads and the states of a model's sites in its backward pass.
 
     Args:
         sites: all sites of the model, in the order of depth.
-        how: "streams" replays the writes from a few saved states; "inversion" undoes the writes,
-            starting at the readout.
+        recompute: "streams" replays the writes from a few saved states; "inversion" undoes the
+            writes, starting at the readout.
         kept: for "streams", the numbers of the layers before which a state is saved; the readout
             counts as a layer. By default those of `checkpoint_layers_log2`.
 
     Raises:
-        ValueError: the method does not support `how`.
+        ValueError: the method does not support `recompute`.
     """
-    recomputed_read = check_choice("how", how, RECOMPUTE_MODES)
+    recomputed_read = check_choice("recompute", recompute, RECOMPUTE_MODES)
     inverts = recomputed_read is _InvertFromNext
     name = sites[0].name or type(sites[0]).__name__
     if inverts and not hasattr(sites[0], "invert"):

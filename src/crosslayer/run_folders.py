@@ -18,6 +18,7 @@ MODEL_FOLDER = "model"
 CONFIG_FILE = "config.json"  # of a model
 CHECKPOINT_INDEX = "checkpoint.json"  # of a complete checkpoint
 RESULTS_FILE = "results.json"
+DATA_DIGEST = "data sha256"  # a key of run.json
 RUNS_FOLDER = "runs"
 
 

@@ -113,6 +113,12 @@ def all_options(spec: ConnectionSpec) -> dict[str, Any]:
     return COMMON_OPTIONS | default_options(spec.method) | spec.options
 
 
+def is_same_connection(first: "str | ConnectionSpec", second: "str | ConnectionSpec") -> bool:
+    """Whether two specs are equal once defaults are filled in."""
+    a, b = make(first), make(second)
+    return a.name == b.name and all_options(a) == all_options(b)
+
+
 def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     """Read a connection's name and options: `make("mudd", dilation=2)(site, dim, norm)` builds it.
 

@@ -57,7 +57,7 @@ def check_option_type(name: str, value: object, annotation: Any) -> None:
 
 
 def describe_wrong_value(name: str, value: object, annotation: Any) -> str:
-    """What an option must be, by the annotation of its parameter, and what it is."""
+    """The message of an error: a value that does not fit the annotation of its option."""
     words = [word for word in _words_of(annotation) if isinstance(word, str)]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
     expected = " or ".join(map(_describe_kind, _alternatives(annotation)))

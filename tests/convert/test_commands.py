@@ -1,5 +1,6 @@
 """`crosslayer convert` and `crosslayer generate` from the command line."""
 
+import errno
 import io
 import re
 import subprocess
@@ -18,6 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 import crosslayer
+from crosslayer.cli.generate import parser as generate_parser
 from crosslayer.cli.main import main
 from crosslayer.convert import load_published, open_tokenizer
 from tests.hf.backbones import build, llama
@@ -223,7 +225,7 @@ ERRORS = [
     (["generate", "FOLDER", "x", "--rope", "half"], "rope must be one of exact, bfloat16, float16"),
     (["generate", "FOLDER", "x", "--tokenizer", "FOLDER/config.json"], "no tokenizer can be read"),
     (["generate", "FOLDER", ""], "the prompt has no tokens"),
-    (["convert", "FOLDER", "FOLDER"], "exists already; name a new or an empty folder"),
+    (["convert", "FOLDER", "FOLDER"], "not empty; choose another folder, or remove it"),
     (["convert", "FOLDER", "FOLDER/out", "--rope", "x"], "rope must be one of exact, bfloat16"),
     (["convert", "FOLDER/no", "FOLDER/out"], "no such folder; download the checkpoint first"),
 ]
@@ -236,3 +238,21 @@ def test_an_error_is_one_line(arguments, message, folder, capsys):
     assert (code, printed) == (1, "") and message in error
     assert error.startswith("crosslayer: ") and error.count("\n") == 1
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("prompt", ["# Introduction", "null", "~", "{a: 1}", "7"])
+def test_a_prompt_is_not_read_as_yaml(prompt):
+    assert generate_parser().parse_args(["model", prompt]).prompt == prompt
+
+
+def test_a_conversion_that_fails_leaves_no_folder(folder, tmp_path, monkeypatch, capsys):
+    def fill_disk(model, path):
+        (path / "config.json").write_text("{}")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", fill_disk)
+        assert run_command(capsys, "convert", str(folder), str(tmp_path / "out"))[0] == 1
+    assert list(tmp_path.glob("out*")) == []
+    assert run_command(capsys, "convert", str(folder), str(tmp_path / "out"))[0] == 0
+    assert list(tmp_path.glob("out*")) == [tmp_path / "out"]

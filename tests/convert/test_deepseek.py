@@ -128,7 +128,7 @@ def test_tensors_that_do_not_fit():
         deepseek.load_connections(theirs)
     with pytest.raises(ValueError, match=r"no mHC tensors; expected 'layers\.0\.hc_attn_fn' or"):
         deepseek.load_connections({"norm.weight": randn(D)})
-    with pytest.raises(ValueError, match="these tensors are an mhc's, got the connection 'hyper'"):
+    with pytest.raises(ValueError, match="these tensors belong to mhc, got the connection 'hyper'"):
         deepseek.load_connections(mhc_tensors(), "hyper")
     with pytest.raises(ValueError, match="names must be one of released, transformers, got 'hf'"):
         deepseek.save_connections(deepseek.load_connections(mhc_tensors()), "hf")

@@ -38,12 +38,9 @@ def small_config(family: str = "llama", **sizes):
     return make_config(family, **{"layers": 3, "dim": 32, "heads": 4, "vocab": 97, **sizes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layers", "dim", "parameters", "flops"),
-    [
-        (24, 2048, 0.22, 0.38),
-        pytest.param(42, 1536, 0.49, 0.80, marks=pytest.mark.slow),
-    ],
+    ("layers", "dim", "parameters", "flops"), [(24, 2048, 0.22, 0.38), (42, 1536, 0.49, 0.80)]
 )
 def test_mudd_table_1(layers, dim, parameters, flops):
     """Extra parameters and FLOPs in %, of appendix C's Transformer++: 12LD² and 2LDT(12D + T)."""

@@ -54,6 +54,15 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     assert code == 1 and "results.json exists already; choose another folder" in error
 
 
+def test_results_of_tasks_are_kept_when_a_text_fails(folder, include_path, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("a")
+    arguments = [folder / "model", "--tasks", "local_choice", "--include-path", include_path]
+    arguments += ["--limit", 2, "--text", tmp_path / "short.txt", "--out", tmp_path / "out"]
+    code, _, error = run_command(capsys, *arguments)
+    assert code == 1 and "the text has no token to score" in error
+    assert "tasks" in json.loads((tmp_path / "out" / "results.json").read_text())
+
+
 @pytest.mark.parametrize("documents", ["joined", "apart"])
 def test_token_ids_are_scored_as_their_text(folder, tmp_path, capsys, documents):
     """nanoGPT's file of two documents, one with two spaces and characters of 3 bytes."""

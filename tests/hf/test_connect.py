@@ -530,3 +530,12 @@ def test_layers_that_change_after_connect(spec, change):
     model.config.num_hidden_layers = len(model.model.layers)
     with pytest.raises(ValueError, match="layers were added, removed or moved"):
         model(ids(), use_cache=False)
+
+
+def test_an_argument_given_twice_is_refused():
+    model = crosslayer.connect(llama(), "hyper")
+    with pytest.raises(TypeError, match="got the argument 'input_ids' by its position and by its"):
+        model.model(ids(), input_ids=ids())
+    layer, hidden = model.model.layers[0], model.get_input_embeddings()(ids())
+    with pytest.raises(TypeError, match="got the argument 'attention_mask' by its position and"):
+        layer(hidden, None, attention_mask=None)

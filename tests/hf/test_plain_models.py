@@ -1,6 +1,7 @@
 """Models of plain torch, with nanoGPT's names and layout."""
 
 import copy
+import math
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer.testing.tiny_model import shake
+from crosslayer.train.diagnostics import connection_diagnostics
 from tests.support.split_inputs import check_split_inputs
 
 DIM = 32
@@ -143,3 +145,9 @@ def test_another_class_of_the_same_name_has_one_input(change):
 def test_q_k_and_v_of_nanogpt():
     attention = CausalSelfAttention()
     check_split_inputs(attention, lambda x: attention.c_attn(x).split(DIM, dim=2), DIM)
+
+
+def test_diagnostics_of_numbered_layers():
+    model = crosslayer.connect(GPT(numbered=True), "mudd")
+    found = connection_diagnostics(model, lambda: model(make_ids()))
+    assert len(found) > 0 and all(math.isfinite(value) for value in found.values())

@@ -1,13 +1,14 @@
 """Runs that start from a pretrained model: its weights, its tokenizer, its connection."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 import crosslayer
 from crosslayer.cli.main import main
-from crosslayer.convert.pretrained import open_model
+from crosslayer.convert.pretrained import open_model, open_tokenizer
 from crosslayer.data.tokenizing import load_tokenizer
 from crosslayer.testing.tiny_model import equal
 from crosslayer.train.compare import Comparison
@@ -141,3 +142,24 @@ def test_an_arm_of_a_recipe_may_be_pretrained(model, text_file, tmp_path):
 def test_a_runs_folder_is_not_its_model(model, text_file, tmp_path, capsys):
     assert train(text_file, tmp_path / "out", "--pretrained", str(model.parent)) == 1
     assert f"its model is {model}" in capsys.readouterr().err
+
+
+def test_the_model_keeps_its_tokenizer_and_its_ends(model, text_file, tmp_path):
+    """A chat model has a template, further special tokens and a second token that ends a text."""
+    chat = shutil.copytree(model, tmp_path / "chat")
+    tokenizer = open_tokenizer(chat)
+    tokenizer.bos_token, tokenizer.chat_template = "a", "{{ messages[0].content }}"
+    tokenizer.save_pretrained(chat)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((chat / name).read_text())
+        (chat / name).write_text(json.dumps(content | {"eos_token_id": [299, 298]}))
+    assert train(text_file, tmp_path / "out", "--pretrained", str(chat), "--keep-models=1") == 0
+    for saved in (tmp_path / "out" / "model", tmp_path / "out" / "models" / "step-000003"):
+        again = open_tokenizer(saved)
+        assert again.bos_token == "a" and again.chat_template == tokenizer.chat_template
+        trained = open_model(saved)
+        assert trained.config.eos_token_id == trained.generation_config.eos_token_id == [299, 298]
+    # with a tokenizer of the data, that one is written
+    assert train(text_file, tmp_path / "bytes", f"--pretrained={chat}", "--tokenizer=bytes") == 0
+    assert open_tokenizer(tmp_path / "bytes" / "model").chat_template is None
+    assert open_model(tmp_path / "bytes" / "model").config.eos_token_id == 0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.loggers import Logger
 
 from crosslayer.cli.compare import compare_and_report
 from crosslayer.cli.main import main
@@ -28,7 +29,7 @@ from crosslayer.train.parallel import prepare_model
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.settings import Engine
 from crosslayer.train.signals import StopSignals
-from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarize_metrics
+from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarise_metrics
 from crosslayer.train.trainer import Diverged
 from tests.hf.backbones import connected, ids
 from tests.train.runs import SMALL, run
@@ -205,6 +206,16 @@ def test_a_full_disk(text, left, tmp_path):
         ("checkpoint.json", lambda b: b[:50], "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[]", "checkpoint.json is damaged"),
         ("checkpoint.json", lambda b: b"[" * 100_000, "checkpoint.json is damaged"),
+        (
+            "checkpoint.json",
+            lambda b: json.dumps(json.loads(b) | {"state": None}).encode(),
+            "checkpoint.json is damaged",
+        ),
+        (
+            "checkpoint.json",
+            lambda b: b.replace(b'"seconds"', b'"second"'),
+            r"checkpoint.json is damaged \('second'\)",
+        ),
     ],
     ids=[
         "cut",
@@ -214,6 +225,8 @@ def test_a_full_disk(text, left, tmp_path):
         "index cut",
         "index of another kind",
         "too deep",
+        "without a state",
+        "a state with another field",
     ],
 )
 def test_a_damaged_checkpoint(text, left, file, damage, message):
@@ -225,6 +238,46 @@ def test_a_damaged_checkpoint(text, left, file, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         run({"data": text, "save_every": 3}, "prenorm", left)
     assert "\n" not in str(error.value) and steps(left) == [3, 6]
+
+
+def test_folders_of_other_names_are_left_alone(text, left):
+    """A copy that someone made of a checkpoint, and a folder of notes."""
+    shutil.copytree(left / "step-00000003", left / "step-00000003-keep")
+    (left / "step-00000001-notes").mkdir()
+    run({"data": text, "save_every": 3}, "prenorm", left)
+    names = sorted(path.name for path in left.glob("step-*"))
+    kept = ["step-00000001-notes", "step-00000003-keep", "step-00000009", "step-00000012"]
+    assert names == kept
+
+
+def test_each_run_has_its_own_loggers(text, tmp_path, monkeypatch):
+    """W&B has one open run in a process, which the logger of the next run would continue."""
+    events = []
+
+    class Experiment:
+        def __init__(self, name):
+            self.finish = lambda: events.append(f"{name} finished")
+
+    class FakeLogger(Logger):
+        version = None
+
+        def __init__(self, name):
+            self.fake_name, self.experiment = name, Experiment(name)
+
+        name = property(lambda self: self.fake_name)
+
+        def log_metrics(self, metrics, step=None):
+            if events[-1:] != [self.name]:
+                events.append(self.name)
+
+        def log_hyperparams(self, *args, **kwargs): ...
+
+    monkeypatch.setattr(
+        "crosslayer.train.run.make_loggers", lambda names, folder, name: [FakeLogger(name)]
+    )
+    run({"data": text}, "prenorm", stop=11)
+    run({"data": text}, "mudd")
+    assert events == ["prenorm", "prenorm finished", "mudd", "mudd finished"]
 
 
 class Payload:
@@ -505,7 +558,7 @@ def test_perplexity_of_a_diverged_run_is_infinite():
     tokenizer = Tokenizer("bpe:300", 300, 0, "{}")
     examples = Examples(None, {}, 300, "", {}, tokenizer=tokenizer)
     evaluation = {"held-out": {"loss": 1000.0}}
-    assert summarize_metrics(examples, evaluation) == {"perplexity": math.inf}
+    assert summarise_metrics(examples, evaluation) == {"perplexity": math.inf}
 
 
 def test_what_a_kill_leaves_is_cleaned_up(text, tmp_path):

@@ -49,7 +49,7 @@ def parser() -> Any:
     )
     command.add_argument(
         "--out",
-        type=str | None,
+        type=str,
         default=None,
         help="folder of results.json and the report; default: compare- and a hash of the settings",
     )

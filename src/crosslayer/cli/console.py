@@ -65,7 +65,7 @@ def add_recipe(parser: Any) -> None:
     parser.add_argument(
         "recipe",
         nargs="?",
-        type=str | None,
+        type=str,
         default=None,
         help="a .yaml file of arms and options. The options replace the defaults below",
     )

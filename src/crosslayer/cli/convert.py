@@ -1,13 +1,11 @@
 """`crosslayer convert`: a published checkpoint as a folder that transformers loads."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
+from ..files import new_folder
 from ..validation import parse_dtype
 from .console import make_parser, silence_libraries
-
-CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def parser() -> Any:
@@ -25,27 +23,24 @@ def parser() -> Any:
         help="dtype that RoPE's table is rounded to: exact, bfloat16 (MUDDFormer's reference) or "
         "float16 (MUDDPythia's)",
     )
-    add("--dtype", type=str | None, default=None, help="of the weights; default: the checkpoint's")
+    add("--dtype", type=str, default=None, help="of the weights; default: the checkpoint's")
     return command
 
 
 def run(options: Any) -> int:
     silence_libraries()
     from ..convert import load_published
-    from ..convert.pretrained import TOKENIZER_FILES
+    from ..convert.pretrained import copy_tokenizer
 
     source = Path(options.source)
     out = Path(options.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists already; name a new or an empty folder")
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; download the checkpoint first")
     dtype = None if options.dtype is None else parse_dtype(options.dtype)
-    model = load_published(source, options.rope, dtype)
-    model.save_pretrained(out)
-    for name in (*TOKENIZER_FILES, *CHAT_TEMPLATE_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+    with new_folder(out) as work:
+        model = load_published(source, options.rope, dtype)
+        model.save_pretrained(work)
+        copy_tokenizer(source, work)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{out}: {type(model).__name__} with {model.config.crosslayer}, {parameters:,} parameters"

@@ -44,7 +44,7 @@ def parser() -> Any:
     )
     add(
         "--include-path",
-        type=str | None,
+        type=str,
         default=None,
         help="folder of YAML task files of your own, which may call Python code",
     )
@@ -87,15 +87,15 @@ def parser() -> Any:
     add("--batch-size", type=int, default=8, help="sequences in a batch")
     add(
         "--tokenizer",
-        type=str | None,
+        type=str,
         default=None,
         help="folder, tokenizer.json, Hub name or bytes; default: the model's own",
     )
-    add("--device", type=str | None, default=None, help="cuda or cpu; default: a GPU if available")
+    add("--device", type=str, default=None, help="cuda or cpu; default: a GPU if available")
     add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
     add(
         "--out",
-        type=str | None,
+        type=str,
         default=None,
         help=f"folder for {RESULTS_FILE}; default: only print the results",
     )
@@ -122,7 +122,7 @@ def _check_options(options: Any, results_file: Path | None) -> None:
 
 
 def _evaluate(options: Any, held: ExitStack) -> int:
-    """Evaluate, with the lock of --out in `held` as soon as nothing can be wrong any more."""
+    """Evaluate, with the lock of --out in `held` from the first result on."""
     os.environ.setdefault("TQDM_DISABLE", "")  # the harness's progress bars are the only progress
     silence_libraries()
     # The bootstrap of standard errors would fork this process with the model in it.
@@ -131,7 +131,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     from ..evaluate import find_tasks, read_spans
     from ..evaluate.windows import check_context
 
-    # Whatever can be wrong is found before the model is loaded.
+    # What can be wrong without the tokenizer is found before the model is loaded.
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
     _check_options(options, results_file)
     device = choose_device(options.device)
@@ -162,12 +162,18 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     # Tasks first: their data may be out of reach.
     if options.tasks:
         results["tasks"] = _run_tasks(options, model, tokenizer, task_manager, context)
+        _write_results(results, results_file)  # a text may turn out to be too short
     results |= _score_files(options, model, tokenizer, texts, spans, context)
+    _write_results(results, results_file)
+    if results_file is not None:
+        make_console().print(f"Results: {results_file}", soft_wrap=True)
+    return 0
+
+
+def _write_results(results: dict[str, Any], results_file: Path | None) -> None:
     if results_file is not None:
         # The harness's results contain functions and dtypes.
         write_text_atomic(results_file, json.dumps(results, indent=1, default=str))
-        make_console().print(f"Results: {results_file}", soft_wrap=True)
-    return 0
 
 
 def _read_texts(spec: str, options: Any) -> "dict[str, list[str | EncodedText]]":

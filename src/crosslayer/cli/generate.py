@@ -18,10 +18,10 @@ def parser() -> Any:
         type=str,
         help="a folder (connected model, transformers model or published checkpoint) or a Hub name",
     )
-    add("prompt", type=str | None, nargs="?", default=None, help="the text to continue")
+    add("prompt", type=str, nargs="?", default=None, help="the text to continue")
     add(
         "--tokenizer",
-        type=str | None,
+        type=str,
         default=None,
         help="folder, tokenizer.json or Hub name; default: the model's own",
     )
@@ -29,9 +29,9 @@ def parser() -> Any:
     add("--temperature", type=float, default=0.0, help="of sampling; 0 takes the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample within this probability mass")
     add("--seed", type=int, default=0, help="of sampling")
-    add("--device", type=str | None, default=None, help="cuda or cpu; default: a GPU if available")
+    add("--device", type=str, default=None, help="cuda or cpu; default: a GPU if available")
     add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
-    add("--rope", type=str | None, default=None, help="of a published checkpoint; see convert")
+    add("--rope", type=str, default=None, help="of a published checkpoint; see convert")
     return command
 
 
@@ -78,7 +78,7 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
             "top_p": options.top_p,
             "top_k": 0,
         }
-    # The tokenizer's end comes first: a published config may have a default of the config's class.
+    # The tokenizer's end takes precedence: a published config may have a default of its class.
     # What else the folder's generation_config.json asks for would be added to these options.
     model.generation_config = GenerationConfig(
         max_new_tokens=new_tokens,
@@ -97,7 +97,9 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
 
 def _tokens_that_fit(model: Any, prompt_tokens: int, new_tokens: int) -> int:
     """The number of new tokens, or as many as the model's context has room for, with a warning."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    from ..evaluate.windows import context_limit
+
+    context = context_limit(model)
     if context is None or prompt_tokens + new_tokens <= context:
         return new_tokens
     if prompt_tokens >= context:

@@ -81,11 +81,11 @@ def parser() -> Any:
     )
     add(
         "--tokenizer",
-        type=str | None,
+        type=str,
         default=None,
         help="folder, tokenizer.json, Hub name or bytes; default: each model's own",
     )
-    add("--device", type=str | None, default=None, help="cuda or cpu; default: a GPU if available")
+    add("--device", type=str, default=None, help="cuda or cpu; default: a GPU if available")
     add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
     return command
 

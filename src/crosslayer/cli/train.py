@@ -46,7 +46,7 @@ def parser() -> Any:
     add_recipe(command)
     command.add_argument(
         "--arm",
-        type=str | None,
+        type=str,
         default=None,
         help="an arm of the recipe, or a connection; default: the recipe's only arm, or prenorm",
     )
@@ -55,7 +55,7 @@ def parser() -> Any:
     )
     command.add_argument(
         "--out",
-        type=str | None,
+        type=str,
         default=None,
         help="folder of checkpoints, metrics and the model; default: train- and a hash of the "
         "settings",
@@ -130,7 +130,13 @@ def _train_in_folder(
         raise ValueError(str(error)) from None
 
     with averaged_weights(trainer.model, trainer.optimizers):
-        export_model(fabric, trainer.model, folder / MODEL_FOLDER, examples.tokenizer)
+        export_model(
+            fabric,
+            trainer.model,
+            folder / MODEL_FOLDER,
+            examples.tokenizer,
+            settings.pretrained_tokenizer,
+        )
     if fabric.is_global_zero:
         content = {
             "environment": describe_environment(),

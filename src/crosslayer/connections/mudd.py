@@ -73,7 +73,7 @@ class NormedForm(NamedTuple):
 
     norms_sources: bool  # X_j are normed by n_j
     adds_block: bool  # X_l is added to every mixture
-    post_streams: str  # the streams whose mixture is normed before
+    post_streams: str  # the streams whose mixture is normed before X_l is added
 
 
 NORMED_FORMS: dict[Normed, NormedForm] = {

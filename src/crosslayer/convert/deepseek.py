@@ -160,7 +160,7 @@ def _mhc_rows(names: SiteNames, layers: int, has_head: bool, prefix: str) -> lis
 def _mhc_shape(spec: ConnectionSpec) -> tuple[int, int, bool]:
     """The streams n of an mhc, the rows of its fn, and whether it has a head."""
     if spec.name != "mhc":
-        raise ValueError(f"these tensors are an mhc's, got the connection {str(spec)!r}")
+        raise ValueError(f"these tensors belong to mhc, got the connection {str(spec)!r}")
     options = all_options(spec)
     n = options["streams"]
     check_positive(streams=n)

@@ -7,11 +7,11 @@ Package: lucidrains/hyper-connections, after arXiv 2409.19606, Algorithm 2; n is
     static_beta [n]         dynamic_beta_fn [D]         dynamic_beta_scale ()
     norm.gamma [D]          its RMSNorm multiplies by 1 + γ; norm_weight here is 1 + γ
 
-The package's norm divides by max(‖x‖, 1e-12), which `eps=1e-24` equals but for inputs as small. 1 +
-γ is returned in float64, so that saving is exact. Once a float32 module has rounded it, γ is exact
-to 6e-8. These have no counterpart here and are refused: `num_fracs` and `num_input_views` above 1,
-`add_branch_out_to_residual=False`, `channel_first`, stream embeddings, and the package's own mHC,
-whose weights see one stream where the paper's see all.
+The package's norm divides by max(‖x‖, 1e-12). `eps=1e-24` is equivalent, except for inputs that
+small. 1 + γ is returned in float64, so that saving is exact. Once a float32 module has rounded it,
+γ is exact to 6e-8. These have no counterpart here and are refused: `num_fracs` and
+`num_input_views` above 1, `add_branch_out_to_residual=False`, `channel_first`, stream embeddings,
+and the package's own mHC, whose weights see one stream where the paper's see all.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,6 +4,7 @@ A folder has transformers' layout, connected or not, or a published checkpoint's
 from safetensors only, and no code of a checkpoint is run.
 """
 
+import shutil
 from pathlib import Path
 
 import tokenizers
@@ -21,6 +22,8 @@ from transformers import (
 from ..data.tokenizing import (
     BYTES,
     SEPARATORS,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
     Tokenizer,
     byte_tokenizer_json,
     is_of_bytes,
@@ -34,8 +37,8 @@ from ..validation import error_in_one_line
 from .published import is_published, load_published
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -43,6 +46,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def open_model(
@@ -144,7 +148,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         file = path
     else:
         path = find_folder(source, TOKENIZER_FILES, "folder or file")
-        file = path / "tokenizer.json"
+        file = path / TOKENIZER_FILE
     try:
         if path.is_dir():
             _check_tokenizer_class(path)
@@ -173,6 +177,22 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Copy the files of a tokenizer and its chat template to another folder.
+
+    Args:
+        source: a folder, or a name on the Hugging Face Hub.
+        folder: that exists.
+
+    Raises:
+        ValueError: there is no folder at `source`.
+    """
+    path = find_folder(source, TOKENIZER_FILES, "folder")
+    for name in (*TOKENIZER_FILES, *CHAT_TEMPLATE_FILES):
+        if (path / name).is_file():
+            shutil.copyfile(path / name, folder / name)
+
+
 def _check_tokenizer_files(source: str | Path, folder: Path) -> None:
     """Raise a ValueError where a folder has none of the files of a tokenizer."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -184,7 +204,7 @@ def _check_tokenizer_files(source: str | Path, folder: Path) -> None:
 
 def _check_tokenizer_class(folder: Path) -> None:
     """Raise a ValueError where a folder names as its tokenizer another class of transformers."""
-    for name in ("tokenizer_config.json", CONFIG_FILE):
+    for name in (TOKENIZER_CONFIG_FILE, CONFIG_FILE):
         config = read_json(folder / name, dict) if (folder / name).is_file() else {}
         tokenizer_class = config.get("tokenizer_class")
         # One that transformers does not have is read as a plain tokenizer.

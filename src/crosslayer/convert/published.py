@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ..files import read_json
 from ..hf.host_quirks import ROPE_DTYPES
 from ..hf.weights import WEIGHTS_FILE, FolderWeights
-from ..spec import all_options, make
+from ..run_folders import CONFIG_FILE
+from ..spec import is_same_connection
 from ..validation import check_choice, did_you_mean, parse_dtype
 from . import muddformer, muddpythia
 from .layout import IDLE_TENSORS, ConfigDict, anchor_shapes, complete_config
@@ -50,7 +51,7 @@ def load_published(
     folder = Path(folder)
     if isinstance(dtype, str):
         dtype = parse_dtype(dtype)
-    given_config = read_json(folder / "config.json", dict)
+    given_config = read_json(folder / CONFIG_FILE, dict)
     weights = FolderWeights(folder)
     layout = LAYOUTS[_find_layout(given_config, weights, folder)]
     try:
@@ -115,7 +116,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
         value = getattr(config, key, None)
         is_equal = value == expected
         if key == "crosslayer":
-            is_equal = _is_same_spec(spec, expected)
+            is_equal = is_same_connection(spec, expected)
         if not is_equal:
             raise ValueError(
                 f"the layout of {layout.architecture} cannot represent {key}={value!r}, "
@@ -136,12 +137,12 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     content = json.dumps(header | published_config, indent=2)
-    (folder / "config.json").write_text(content + "\n")
+    (folder / CONFIG_FILE).write_text(content + "\n")
 
 
 def is_published(folder: Path) -> bool:
     """Whether a folder's config.json has a published layout rather than transformers'."""
-    config = read_json(folder / "config.json", dict)
+    config = read_json(folder / CONFIG_FILE, dict)
     if "model_type" in config:
         return config["model_type"] in list(LAYOUTS)
     return "n_layer" in config
@@ -175,10 +176,3 @@ def _check_anchors(config: ConfigDict, weights: FolderWeights) -> None:
     expected = anchor_shapes(config)
     check_names(expected, expected.keys() & weights.shapes.keys())
     check_shapes(expected, weights.shapes)
-
-
-def _is_same_spec(first: str, second: str) -> bool:
-    """Whether two specs are equal once defaults are filled in."""
-    a = make(first)
-    b = make(second)
-    return a.name == b.name and all_options(a) == all_options(b)

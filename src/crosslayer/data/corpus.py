@@ -134,8 +134,8 @@ def _open_with_sets(
         is_same = known.has_ids_of(load_tokenizer(tokenizer))
     if not is_same:
         raise ValueError(
-            f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}; name that one "
-            "or the folder"
+            f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}; give "
+            f"--tokenizer {known.name}, or the prepared folder as the tokenizer"
         )
     for name in valid:
         if name in prepared.streams:

@@ -6,13 +6,11 @@ there is one, and corpus.json with the source, the tokenizer and the sizes.
 """
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import LOCK_FILE, atomic_replace, fsync_path, lock_folder, read_json
+from ..files import new_folder, read_json
 from ..validation import check_non_negative, check_positive, error_in_one_line
 from .sources import (
     CORPUS_FILE,
@@ -68,7 +66,7 @@ def prepare_corpus(
     folder = Path(folder)
     sets = name_sets(source, valid)
     check_sources(sets)
-    with _work_folder(folder) as work:
+    with new_folder(folder) as work:
         trained = load_tokenizer(tokenizer, lambda: training_texts(sets))
         files = {name: str(work / f"{name}.arrow") for name in set_names(sets)}
         # `map` and `from_generator` fill one dataset from a pass over the source. This fills all,
@@ -181,36 +179,3 @@ def _open_tokenizer(folder: Path, description: dict[str, Any]) -> Tokenizer:
     if tokenizer.digest != digest:
         raise ValueError(f"{TOKENIZER_FILE} is missing, or is not the one of the preparation")
     return tokenizer
-
-
-@contextmanager
-def _work_folder(folder: Path) -> Iterator[Path]:
-    """A folder that replaces `folder` where the block succeeds, and is removed where it fails."""
-    if folder.is_file():
-        raise ValueError(f"{folder}: is a file, expected a new or empty folder")
-    _check_empty(folder)
-    work = folder.with_name(f"{folder.name}.part")
-    with lock_folder(work):
-        try:
-            _check_empty(folder)  # another process may have held the lock until now
-            _remove_content(work)  # left by a process that was killed
-            yield work
-            (work / LOCK_FILE).unlink()  # it holds until the end
-            for path in work.rglob("*"):
-                fsync_path(path)
-            atomic_replace(work, folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
-
-def _check_empty(folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: not empty; choose another folder, or remove it")
-
-
-def _remove_content(work: Path) -> None:
-    for path in work.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK_FILE:
-            path.unlink()

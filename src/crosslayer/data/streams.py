@@ -126,8 +126,8 @@ def encode_sets(
     Args:
         documents: each with the name of its set.
         tokenizer: of all of them.
-        write: takes the name of a set and the ids of a document, opened by a separator unless it is
-            the first of its set. The ids of a set one after another are its stream.
+        write: takes the name of a set and the ids of a document, preceded by a separator unless it
+            is the first of its set. The ids of a set one after another are its stream.
         progress: called after every document.
 
     Returns:

@@ -115,7 +115,7 @@ def _open_ids(file: Path, tokenizer: Tokenizer) -> np.ndarray:
             if not 0 <= number < tokenizer.vocab:
                 raise ValueError(
                     f"{file}: has the id {number}, but the tokenizer {tokenizer.name} has "
-                    f"{tokenizer.vocab} ids, so another one made them"
+                    f"{tokenizer.vocab} ids; the file was made with another tokenizer"
                 )
     return ids
 

@@ -1,12 +1,12 @@
-"""Checkpoints of PEFT's adapters, which must not lack connections that were trained with them."""
+"""Make PEFT refuse adapter checkpoints that would lose trained connections, or need absent ones."""
 
 import functools
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from ..connection import Connection
+from .weights import is_connection_key
 
 
 @functools.cache
@@ -55,9 +55,9 @@ def _refuse_other_connections(load: Callable[..., Any]) -> Callable[..., Any]:
             unexpected = list(result.unexpected_keys)
         except (KeyError, RuntimeError) as error:  # parameters of another connection
             unexpected = [str(error)]
-            if not _names_connection(unexpected[0]):
+            if not is_connection_key(unexpected[0]):
                 raise
-        if any(map(_names_connection, unexpected)):
+        if any(map(is_connection_key, unexpected)):
             raise ValueError(
                 "the adapter was trained together with connections that this model does not have: "
                 "connect the model as it was in the adapter's training, then load the adapter"
@@ -65,10 +65,6 @@ def _refuse_other_connections(load: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return refusing_load
-
-
-def _names_connection(key: str) -> bool:
-    return re.search(r"\.connections?\.", key) is not None
 
 
 def _dropped_parameters(model: Any, state_dict: dict[str, Any] | None) -> list[str]:

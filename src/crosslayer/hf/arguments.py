@@ -1,6 +1,7 @@
 """The arguments of a layer's and its modules' forward, by name."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,26 @@ def _is_switch(parameter: inspect.Parameter) -> bool:
     name = parameter.name  # No model passes DeBERTa's query_states, which would be another stream.
     is_stream = name.startswith("encoder_") or name == "query_states"
     return isinstance(parameter.default, bool) or is_stream
+
+
+def join_arguments(
+    names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name.
+
+    Args:
+        names: of the positional arguments. Further ones are left out.
+        args: the positional arguments.
+        kwargs: the arguments that were given by name.
+
+    Raises:
+        TypeError: one was given both ways.
+    """
+    for name, value in zip(names, args, strict=False):
+        if name in kwargs:
+            raise TypeError(f"got the argument {name!r} by its position and by its name")
+        kwargs[name] = value
+    return kwargs
 
 
 def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

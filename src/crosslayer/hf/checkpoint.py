@@ -6,7 +6,6 @@ known family. `auto_map`, which names code of the folder's own, is not followed.
 """
 
 import importlib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from .registration import (
     names_connection,
     register_with_diffusers,
 )
-from .weights import check_weights
+from .weights import check_weights, is_connection_key
 
 _ADAPTER_FILE = "adapter_config.json"  # of PEFT
 # Options of `from_pretrained` that say where its folder is.
@@ -268,7 +267,7 @@ def _check_loading_info(model: nn.Module, info: dict[str, Any], folder: Path) ->
     ]
     unexpected = list(info.get("unexpected_keys", ()))
     if not any(isinstance(module, Connection) for module in model.modules()):
-        of_connections = [key for key in unexpected if re.search(r"\.connections?\.", key)]
+        of_connections = [key for key in unexpected if is_connection_key(key)]
         if of_connections:
             raise ValueError(
                 f"{folder} has tensors of a connection, like {min(of_connections)!r} "

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..connection import Connection
 from .adapters import register_with_imported_peft
+from .arguments import join_arguments
 from .families import ModelWiring
 from .hidden_states import HiddenState, HiddenStateRecorder, StreamUseError, replace_recorded
 from .host_norms import OwnedNorm
@@ -41,7 +42,7 @@ class ConnectedModel:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
-        kwargs |= zip(self.argument_names, args, strict=False)
+        kwargs = join_arguments(self.argument_names, args, kwargs)
         args = args[len(self.argument_names) :]  # too many, which the host's forward tells
         is_asked = kwargs.get("output_hidden_states")
         if is_asked is None:  # which some heads pass

@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..class_swap import swap_class
 from ..connection import SPLIT_PORTS, Connection
 from ..recompute import RecomputedConnection, recompute_inputs
+from .arguments import join_arguments
 from .families import (
     NO_RESIDUAL,
     REST,
@@ -69,7 +70,7 @@ class ConnectedLayer:
                 f"{type(self).__name__} takes {len(self.argument_names)} arguments after "
                 f"hidden_states, got {len(args)}"
             )
-        kwargs |= zip(self.argument_names, args, strict=False)
+        kwargs = join_arguments(self.argument_names, args, kwargs)
         recorder = kwargs.pop("hidden_state_recorder", None)
         kwargs["records"] = recorder is not None and isinstance(hidden_states, HiddenState)
         call_host: Any = super().__call__  # type: ignore[misc]

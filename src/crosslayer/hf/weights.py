@@ -1,5 +1,6 @@
 """The weights in a folder: safetensors files, single or sharded. No pickle is ever loaded."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,11 @@ WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILES = "*.safetensors.index{suffix}.json"
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _PICKLE_SUFFIXES = ("bin", "pt", "pth", "ckpt")
+
+
+def is_connection_key(key: str) -> bool:
+    """Whether a key of a state dict is that of a connection in a connected model."""
+    return re.search(r"\.connections?\.", key) is not None
 
 
 def check_weights(folder: Path, variant: str | None = None) -> None:

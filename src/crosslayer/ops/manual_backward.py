@@ -68,7 +68,7 @@ def run_function(function: type[DefinedFunction], *args: Any) -> Any:
 
 
 def separate_outputs(*outputs: Tensor) -> tuple[Tensor, ...]:
-    """What a Function's forward has computed, as tensors that nothing else in the forward is.
+    """The outputs of a Function's forward, as tensors distinct from all of its intermediates.
 
     An operation in place, or a conversion to the same dtype, returns the tensor that it was given.
     Compiled by torch 2.11, a Function returns such a tensor several times. Its gradient goes to the

@@ -1,9 +1,9 @@
 """Weighted sums over depth.
 
-An op over dense sources passes them on: it returns them as well as its result, and the next reader
-takes these. So a source has one reader, and the gradient that reaches an op's backward is that of
-all later readers. The op adds its own to it as it makes it. If all readers took one tensor,
-autograd would add their gradients, one whole tensor after the other.
+Each source has one reader: an op over dense sources returns them beside its result, and the next
+reader takes those. So each backward receives the gradient of all later readers, and adds its own to
+it. If all readers took the same tensor, autograd would sum their gradients in separate passes over
+whole tensors.
 """
 
 from collections.abc import Sequence

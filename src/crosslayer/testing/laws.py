@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
+from crosslayer.connection import find_connections
 from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.methods import ENTRY_POINT_GROUP
 from crosslayer.testing import two_ranks
@@ -29,7 +30,6 @@ from crosslayer.testing.tiny_model import (
     DEFAULTS,
     SPECS,
     VARIANTS,
-    connections,
     equal,
     gpt,
     loss_and_gradients,
@@ -242,7 +242,7 @@ def test_gradient_checkpointing_is_bitwise(spec, parallel):
 def test_read_recomputes_bitwise(spec, parallel):
     model, ids = gpt(spec, parallel), tokens()
     loss, gradients = loss_and_gradients(model, ids)
-    for connection in connections(model):
+    for connection in find_connections(model):
         read = connection.read
         connection.read = lambda state, read=read: checkpoint(read, state, use_reentrant=False)
     again, recomputed = loss_and_gradients(model, ids)
@@ -316,6 +316,7 @@ def test_inductor(spec):
     torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @compiled
 def test_blocks_compile_to_few_graphs(spec, parallel):
     """Compiled block by block there is one graph for each structure of state and parameters.
@@ -416,7 +417,7 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
     groups = crosslayer.param_groups(model, 1e-3, 0.1)
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     with torch.no_grad():
-        for connection in connections(model):
+        for connection in find_connections(model):
             for parameter in connection.parameters(recurse=False):
                 if id(parameter) in decayed:
                     parameter.zero_()
@@ -599,7 +600,7 @@ def in_float32(function, *state):
 def test_a_bf16_model_keeps_coefficients_in_float32(spec, parallel):
     exact = gpt(spec, parallel).double()
     model = copy.deepcopy(exact).float().bfloat16()
-    for connection in connections(model):
+    for connection in find_connections(model):
         assert all(p.dtype == torch.float32 for p in connection.parameters(recurse=False))
         assert all(p.dtype == torch.bfloat16 for p in connection.norms.parameters())
     logits = model(tokens())
@@ -662,7 +663,7 @@ def test_a_model_of_any_default_dtype(spec, parallel):
     finally:
         torch.set_default_dtype(usual)
     full = gpt(spec, parallel, shaken=False)
-    for one, other in zip(connections(half), connections(full), strict=True):
+    for one, other in zip(find_connections(half), find_connections(full), strict=True):
         for name, value in one.named_parameters(recurse=False):
             assert torch.equal(value, other._parameters[name]), name
 

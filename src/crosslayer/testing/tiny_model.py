@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
-from crosslayer.connection import find_connections
 from crosslayer.methods import find_method
 from crosslayer.spec import default_options
 
@@ -153,7 +152,3 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str,
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def connections(model: nn.Module) -> list[crosslayer.Connection]:
-    return find_connections(model)

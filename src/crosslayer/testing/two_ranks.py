@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from crosslayer.testing.tiny_model import connections, gpt, loss_and_gradients, tokens
+from crosslayer.connection import find_connections
+from crosslayer.testing.tiny_model import gpt, loss_and_gradients, tokens
 
 
 def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> None:
@@ -52,7 +53,7 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
 def reset_sharded_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
     """Reset the connections' parameters; the names of those that are not as expected."""
     wrong = []
-    for one, other in zip(connections(model), connections(expected), strict=True):
+    for one, other in zip(find_connections(model), find_connections(expected), strict=True):
         one.reset_parameters()
         for name, parameter in one.named_parameters(recurse=False):
             whole = parameter.detach().full_tensor()

@@ -41,7 +41,7 @@ class SaveCheckpoints(Callback):
         state = checkpoints.load(trainer.model, trainer.optimizers)
         checkpoints.claim_folder()
         if state is not None:
-            trainer.state = RunState(**state)
+            trainer.state = RunState.from_json(state)
             trainer.latest_checkpoint = checkpoints.newest()
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -77,7 +77,13 @@ class KeepModels(Callback):
             return
         path = self.folder / f"step-{result.step:06}"
         with averaged_weights(trainer.model, trainer.optimizers):
-            export_model(trainer.fabric, trainer.model, path, trainer.examples.tokenizer)
+            export_model(
+                trainer.fabric,
+                trainer.model,
+                path,
+                trainer.examples.tokenizer,
+                trainer.settings.pretrained_tokenizer,
+            )
 
 
 class LogMetrics(Callback):
@@ -140,8 +146,8 @@ class OnStep(Callback):
 class ConnectAtStep(Callback):
     """Replaces the model's connection after a step. Optimizer states of the backbone are kept.
 
-    A run does not resume from checkpoints after that step: its model is built with the connection
-    of the arm, and theirs has other parameters.
+    Checkpoints after that step cannot be resumed: the model would be built with the first
+    connection again, whose parameters are others.
 
     Args:
         step: the step after which it happens.

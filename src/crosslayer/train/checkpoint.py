@@ -12,6 +12,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import warnings
 import zlib
@@ -27,9 +28,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..files import atomic_replace, read_json, write_text_atomic
-from ..run_folders import CHECKPOINT_INDEX, RUN_FILE
+from ..run_folders import CHECKPOINT_INDEX, DATA_DIGEST, RUN_FILE
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
-from .settings import DATA_DIGEST, PLACES_OF_DATA
+from .run_state import RunState
+from .settings import PLACES_OF_DATA
 
 TEMPORARY_SUFFIX = ".part"
 
@@ -72,8 +74,11 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        folders = [path.parent for path in self.folder.glob(f"step-*/{CHECKPOINT_INDEX}")]
-        return sorted(path for path in folders if path.suffix != TEMPORARY_SUFFIX)
+        return [
+            path
+            for path in list_checkpoints(self.folder)
+            if path.suffix != TEMPORARY_SUFFIX and (path / CHECKPOINT_INDEX).exists()
+        ]
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -104,7 +109,8 @@ class Checkpoints:
                 raise OSError(error)
             index = {"identity": self.identity, "state": state, "files": fingerprints}
             write_text_atomic(temporary / CHECKPOINT_INDEX, json.dumps(index, indent=1))
-            shutil.rmtree(path, ignore_errors=True)  # incomplete, or it had been loaded
+            # an incomplete checkpoint of this step, or the one that the run was resumed from
+            shutil.rmtree(path, ignore_errors=True)
             atomic_replace(temporary, path)
             for old in self.complete()[: -self.keep]:
                 remove_checkpoint(old)
@@ -169,7 +175,8 @@ class Checkpoints:
         remedy = self._remedy(path)
         try:
             index = read_json(path / CHECKPOINT_INDEX, dict)
-            identity, _ = index["identity"], index["state"]
+            identity = index["identity"]
+            RunState.from_json(index["state"])
             files = {
                 name: (int(size), int(checksum))
                 for name, (size, checksum) in index["files"].items()
@@ -219,7 +226,7 @@ class Checkpoints:
     def _remove_leftovers(self) -> None:
         """Remove what a killed process left: checkpoints half written or half deleted."""
         complete = self.complete()
-        for path in self.folder.glob("step-*"):
+        for path in list_checkpoints(self.folder):
             is_old = bool(complete) and path < complete[-1]
             if path.suffix == TEMPORARY_SUFFIX or (is_old and path not in complete):
                 remove_checkpoint(path)
@@ -241,6 +248,12 @@ class Checkpoints:
         failure = self.fabric.broadcast(failure)
         if failure is not None:
             raise failure
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run's folder, oldest first, with those half written or half deleted."""
+    name = re.compile(rf"step-\d{{8,}}({re.escape(TEMPORARY_SUFFIX)})?")
+    return sorted(path for path in folder.glob("step-*") if name.fullmatch(path.name))
 
 
 def remove_checkpoint(path: Path) -> None:

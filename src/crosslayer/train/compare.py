@@ -21,7 +21,7 @@ from ..methods import code_digest
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from ..spec import make
 from ..validation import is_out_of_memory
-from .checkpoint import remove_checkpoint
+from .checkpoint import list_checkpoints, remove_checkpoint
 from .comparison_results import (
     ComparisonResults,
     DivergedRun,
@@ -218,7 +218,7 @@ def _check_new_models(recipe: Recipe, arms: list[Arm]) -> None:
 def _rates_in_options(recipe: Recipe) -> Recipe:
     """The same recipe with overridden learning rates among its options, where arms can scale them.
 
-    An override would come before a scaled rate.
+    An override would replace a scaled rate too.
     """
     rates = {name: value for name, value in recipe.overrides.items() if name in RATES}
     overrides = {name: value for name, value in recipe.overrides.items() if name not in RATES}
@@ -323,5 +323,5 @@ def _remove_checkpoints(comparison: Comparison) -> None:
     results = comparison.results
     done: list[RunResult | DivergedRun] = [*results.runs, *results.diverged]
     for run in done:
-        for checkpoint in run_folder(comparison, run.arm, run.seed).glob("step-*"):
+        for checkpoint in list_checkpoints(run_folder(comparison, run.arm, run.seed)):
             remove_checkpoint(checkpoint)

@@ -4,7 +4,7 @@ import json
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -12,8 +12,7 @@ from .. import __version__
 from ..files import LOCK_FILE, check_no_file, read_json
 from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
-from ..validation import check_option_type
-from .run_state import RunResult
+from .run_state import RunResult, check_fields
 from .settings import PLACES_OF_DATA
 
 
@@ -67,23 +66,15 @@ class ComparisonResults:
         """
         runs, diverged = content["runs"], content["diverged"]
         for run in runs:
-            _check_fields(RunResult, run)
+            check_fields(RunResult, run)
             if not run["curve"] or any(len(point) != 2 for point in run["curve"]):
                 raise ValueError("a curve must have points of a step and a loss")
         for run in diverged:
-            _check_fields(DivergedRun, run)
-        _check_fields(cls, {**content, "runs": [], "diverged": []})
+            check_fields(DivergedRun, run)
+        check_fields(cls, {**content, "runs": [], "diverged": []})
         runs = [RunResult(**run) for run in runs]
         diverged = [DivergedRun(**run) for run in diverged]
         return cls(**{**content, "runs": runs, "diverged": diverged})
-
-
-def _check_fields(row_class: type, content: dict[str, Any]) -> None:
-    """Raise a ValueError where a value does not fit its field. Numbers need not be finite."""
-    kinds = get_type_hints(row_class)
-    for name, value in dict(content).items():
-        finite = json.loads(json.dumps(value), parse_constant=lambda _: 0.0)
-        check_option_type(name, finite, kinds[name])
 
 
 TORCH_OPERATIONS = "PyTorch operations"  # what results that do not say it were measured with

@@ -40,7 +40,7 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
         outputs[0] = arguments[0]
 
     backbone, wiring = find_backbone(model)
-    first_layer = backbone.get_submodule(wiring.layers)[0]
+    first_layer = wiring.find_layers(backbone)[0]
     hooks = [site.register_forward_hook(store_write) for site in sites[1:]]
     hooks.append(first_layer.register_forward_pre_hook(store_embedding))
     try:

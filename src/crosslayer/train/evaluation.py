@@ -26,7 +26,7 @@ def evaluate_examples(
     """
     model.eval()
     # Every rank evaluates the same number of full batches (FSDP's ranks must call the model
-    # together): index -1 pads, and counts nothing.
+    # together): index -1 marks padding, whose weight is 0.
     rank_batch = -(-batch // fabric.world_size)
     rounds = -(-len(indices) // (rank_batch * fabric.world_size))
     rank_indices = indices[fabric.global_rank :: fabric.world_size]

@@ -11,11 +11,18 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from ..convert.pretrained import copy_tokenizer
 from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
-from ..files import atomic_replace
+from ..files import atomic_replace, expand_place
 
 
-def export_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None) -> None:
+def export_model(
+    fabric: Fabric,
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    tokenizer_source: str | None = None,
+) -> None:
     """Write a model of transformers, gathered from all ranks, with its tokenizer.
 
     At any moment `folder`, or `folder.old`, is complete: the old one is moved aside, not deleted,
@@ -25,18 +32,23 @@ def export_model(fabric: Fabric, model: Any, folder: Path, tokenizer: Any = None
         fabric: rank 0 writes.
         model: its parameters may be sharded.
         folder: replaced if it exists.
-        tokenizer: a `Tokenizer` of crosslayer.data.
+        tokenizer: a `Tokenizer` of crosslayer.data. Its separator becomes the model's end of text.
+        tokenizer_source: of a pretrained model with its own tokenizer: a folder, or a name on the
+            Hub. Its files are copied, and the model keeps the ends of a text that it has.
     """
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state_dict = get_model_state_dict(model, options=gather)
     if fabric.is_global_zero:
         temporary, old = (folder.with_name(folder.name + suffix) for suffix in (".part", ".old"))
         shutil.rmtree(temporary, ignore_errors=True)
-        if tokenizer is not None:
+        is_new = tokenizer is not None and tokenizer_source is None
+        if is_new:
             model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.end
         model.save_pretrained(temporary, state_dict=state_dict)
-        if tokenizer is not None:
+        if is_new:
             _write_tokenizer(tokenizer, temporary)
+        elif tokenizer_source is not None:
+            copy_tokenizer(expand_place(tokenizer_source), temporary)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
@@ -51,7 +63,8 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
     # Any other class would build another tokenizer from the vocabulary.
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for token in json.loads(definition)["added_tokens"]:
-        if token["id"] == tokenizer.end:  # Any other token would become special by being named.
+        # A token that is named here becomes special, so only the end token is.
+        if token["id"] == tokenizer.end:
             config["eos_token"] = token["content"]
     (folder / TOKENIZER_FILE).write_text(definition, "utf8")
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf8")

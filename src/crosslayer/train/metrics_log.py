@@ -41,6 +41,16 @@ def make_loggers(names: Iterable[str], folder: Path, run_name: str) -> list[Any]
     return loggers
 
 
+def close_loggers(fabric: Fabric) -> None:
+    """End the run of each of Fabric's loggers, so that the next run in this process has its own."""
+    for logger in fabric.loggers:
+        logger.finalize("success")
+        # W&B has one open run in a process, which its next logger would continue
+        finish = getattr(getattr(logger, "experiment", None), "finish", None)
+        if finish is not None:
+            finish()
+
+
 class MetricsLog:
     """Writes metrics to `folder/metrics.jsonl`, a line each time, and to Fabric's loggers.
 

@@ -8,9 +8,10 @@ from torch import nn
 
 from ..connection import find_connections
 from ..convert.pretrained import open_model
+from ..evaluate.windows import context_limit
 from ..files import expand_place
 from ..hf import connect, disconnect
-from ..spec import all_options, make
+from ..spec import is_same_connection, make
 from .settings import Data
 
 
@@ -34,8 +35,8 @@ def open_backbone(source: str, data: Data, num_classes: int, dtype: torch.dtype)
             f"the data's tokenizer has {num_classes:,} tokens and the embedding of {source} "
             f"{rows:,} rows; --tokenizer names another"
         )
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and data.context > positions:
+    positions = context_limit(model)
+    if positions is not None and data.context > positions:
         raise ValueError(
             f"context must be at most {positions:,}, the positions of {source}, got "
             f"{data.context:,}"
@@ -58,8 +59,8 @@ def connect_backbone(backbone: Any, source: str, connection: str) -> nn.Module:
     """
     if not find_connections(backbone):
         return _connect(backbone, connection)
-    present, wanted = make(backbone.config.crosslayer), make(connection)
-    if (present.name, all_options(present)) == (wanted.name, all_options(wanted)):
+    present = make(backbone.config.crosslayer)
+    if is_same_connection(present, connection):
         return backbone
     try:
         plain = disconnect(backbone)

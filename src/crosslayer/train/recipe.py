@@ -111,9 +111,9 @@ class Recipe:
 
     Args:
         arms: what is compared.
-        options: shared options; an arm's own come before them.
+        options: shared options, which an arm's own override.
         scale: "tiny" for a model small enough for a CPU, of the same structure.
-        overrides: options that come before all others, for every arm: those of the command line.
+        overrides: options that override all others, for every arm: those of the command line.
         task: what the models are trained to do.
     """
 
@@ -146,7 +146,7 @@ class Recipe:
 
 
 def join_options(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Options, of which the later ones come first.
+    """Merged options: the later ones override the others.
 
     A pretrained model among these replaces the backbone and the tokenizer of the others.
     """

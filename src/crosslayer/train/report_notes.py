@@ -26,7 +26,7 @@ _RATE_OPTIONS = {*RATES, "optimizer", "connection_lr_scale", "embedding_lr_scale
 
 
 def report_notes(comparison: Comparison) -> list[str]:
-    """All of it, a sentence or a few each."""
+    """The notes below the table, one item each."""
     results, rows = comparison.results, result_table(comparison)
     options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
     optimizer = options["optimizer"].replace("muon", "Muon and AdamW").replace("adamw", "AdamW")

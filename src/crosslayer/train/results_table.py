@@ -67,7 +67,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
         runs = comparison.finished_runs(arm)
         if not runs:
             continue
-        baseline = find_baseline(arms, arm)
+        baseline = find_baseline_arm(arms, arm)
         baseline_runs = comparison.finished_runs(baseline) if baseline else {}
         pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
         first = next(iter(runs.values()))
@@ -106,7 +106,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
     return rows
 
 
-def find_baseline(arms: Sequence[Arm], arm: Arm) -> Arm | None:
+def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
     """The PreNorm arm to compare with: one with the same backbone, or else the first."""
     candidates = [other for other in arms if other.connection == "prenorm"]
     options = _model_options(arm)

@@ -14,7 +14,7 @@ from .callbacks import (
     OnStep,
     SaveCheckpoints,
 )
-from .metrics_log import make_loggers
+from .metrics_log import close_loggers, make_loggers
 from .parallel import launch_fabric
 from .recipe import Arm
 from .run_state import StepResult
@@ -76,5 +76,8 @@ def train_arm(
         saving = SaveCheckpoints(folder, engine.save_every, engine.keep_checkpoints)
         saving.resume(trainer)
         callbacks += [KeepModels(folder / MODELS_FOLDER, engine.keep_models), saving]
-    trainer.fit(callbacks)
+    try:
+        trainer.fit(callbacks)
+    finally:
+        close_loggers(fabric)
     return trainer

@@ -1,8 +1,11 @@
 """The numbers of a run: of one step, of all steps so far, and of a finished run."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self, get_type_hints
+
+from ..validation import check_option_type
 
 RECENT_STEPS = 200  # whose mean training loss is a result, and most of which must be stable
 
@@ -67,6 +70,17 @@ class RunState:
     inference_speed: float = 0.0
     method_code: str = ""
 
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """The state in a checkpoint.
+
+        Raises:
+            ValueError, KeyError, TypeError: the content has not the fields of this class, or other
+                values.
+        """
+        check_fields(cls, content)
+        return cls(**content)
+
     def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
         """Whether loss and gradient are finite and the loss is no spike.
 
@@ -128,3 +142,17 @@ class RunResult:
     def to_json(self) -> dict[str, Any]:
         """A mapping for `json.dumps`; `RunResult(**mapping)` is its inverse."""
         return asdict(self)
+
+
+def check_fields(row_class: type, content: dict[str, Any]) -> None:
+    """Check what a JSON file has as the fields of a class. Numbers need not be finite.
+
+    Raises:
+        ValueError: a value does not fit its field.
+        KeyError: the class has no such field.
+        TypeError: the content is not a mapping.
+    """
+    kinds = get_type_hints(row_class)
+    for name, value in dict(content).items():
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: 0.0)
+        check_option_type(name, finite, kinds[name])

@@ -256,8 +256,7 @@ YAML_ONLY = frozenset(
 # `spike` and `unstable`, which decide whether an unstable step ends the run or is skipped. A run's
 # result names the steps that were skipped.
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
-# Where the data and their tokenizer are. What they are, a digest says.
-DATA_DIGEST = "data sha256"  # its key in a run's identity
+# Options that only locate the data and the tokenizer: `DATA_DIGEST` identifies what they are.
 PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
 
 
@@ -286,6 +285,12 @@ class Settings(NamedTuple):
             own = {name: v for name, v in options.items() if GROUP_OF_OPTION[name] is group}
             groups.append(group(**own))
         return cls(*groups)
+
+    @property
+    def pretrained_tokenizer(self) -> str | None:
+        """Where the tokenizer of the pretrained model is, if the run uses that one."""
+        pretrained = self.model.pretrained
+        return pretrained if pretrained == self.data.tokenizer else None
 
     def to_options(self) -> dict[str, Any]:
         """Every option by its name, as `from_options` takes them.

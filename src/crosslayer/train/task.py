@@ -234,7 +234,7 @@ def build_model(
         settings: of the backbone, the data (length of the context) and the precision.
         spec: the connection, like "mudd(dilation=2)".
         num_classes: size of the vocabulary, or number of the images' classes;
-            `settings.model.vocab` comes first.
+            `settings.model.vocab` overrides it.
         seed: of the weights.
         task: what it is trained to do.
 
@@ -277,7 +277,7 @@ def scale_embeddings(backbone: nn.Module, std: float) -> None:
     weight.mul_(std / weight.float().std())
 
 
-def summarize_metrics(
+def summarise_metrics(
     examples: Examples, evaluation: dict[str, dict[str, float]]
 ) -> dict[str, float]:
     """Metrics of an evaluation besides the first validation set's loss, like perplexity.

@@ -30,6 +30,7 @@ from ..cost.estimate import count_parameters
 from ..data.sampler import evenly_spaced
 from ..methods import code_digest
 from ..optim import zero_connection_updates
+from ..run_folders import DATA_DIGEST
 from ..spec import make
 from .averaging import averaged_weights
 from .evaluation import evaluate_examples
@@ -38,9 +39,9 @@ from .parallel import setup_model
 from .profiling import measure_forward, model_flops_utilization, peak_memory
 from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
-from .settings import DATA_DIGEST, Settings
+from .settings import Settings
 from .signals import StopSignals
-from .task import LANGUAGE, Batch, Examples, Task, summarize_metrics
+from .task import LANGUAGE, Batch, Examples, Task, summarise_metrics
 
 
 class Diverged(Exception):
@@ -290,7 +291,7 @@ class Trainer:
                     self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
                 )
             speed = sum(map(len, self._eval_indices.values())) / (time.perf_counter() - start)
-            # the first evaluation may compile; what slows another is not the model
+            # Keep the fastest: the first may compile, and other work may delay the others.
             self.state.inference_speed = max(self.state.inference_speed, speed)
         for name, metrics in evaluation.items():
             loss = metrics["loss"]
@@ -306,7 +307,7 @@ class Trainer:
             self.state.curve.append([self.state.step, self.evaluate()])
         evaluation = self.state.curve[-1][1]
         first = next(iter(evaluation))
-        metrics = summarize_metrics(self.examples, evaluation)
+        metrics = summarise_metrics(self.examples, evaluation)
         first_step, before = self.state.curve[0]
         if first_step == 0:
             metrics["loss before training"] = before[first]["loss"]
