@@ -111,7 +111,7 @@ def test_a_search_without_memory(text_file, tmp_path, monkeypatch):
     assert len(comparison.results.runs) + len(comparison.results.diverged) == 3 + 1 + 6 + 2
     report = markdown_report(comparison)
     assert "Out of memory: mudd at 2 × lr, seed 0." in report
-    assert "nor the best learning rate of mudd, as the search has not ended" in report
+    assert "; the best learning rate of mudd, as the search has not ended" in report
     assert searched(text_file, tmp_path / "out", 2, lr=1e-3).missing_runs()
 
 
@@ -128,7 +128,7 @@ def test_a_search_that_ends_at_its_limit(text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_do_run", known_loss)
     comparison = searched(text_file, tmp_path / "out", seeds=1, lr=1e-3 / 32)
     run_comparison(comparison, lambda *_: None)
-    limit = "nor the best learning rate of prenorm, mudd, as the search ended at its limit, 32 ×"
+    limit = "; the best learning rate of prenorm, mudd, as the search ended at its limit, 32 ×"
     assert limit in " ".join(scope_notes(comparison))
 
 

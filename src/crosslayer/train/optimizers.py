@@ -45,14 +45,18 @@ def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.opt
     return optimizers
 
 
+def warmup_steps(settings: Optimization) -> float:
+    """The steps of the warm-up, at least 1."""
+    if settings.warmup >= 1:
+        return settings.warmup
+    return max(1, int(settings.steps * settings.warmup))
+
+
 def lr_schedule(step: int, settings: Optimization) -> float:
     """Learning rate of a step (from 0) as a share of its peak: linear warm-up, constant where
     `decay_ratio` says so, then down to `floor`.
     """
-    if settings.warmup >= 1:
-        warmup = settings.warmup
-    else:
-        warmup = max(1, int(settings.steps * settings.warmup))
+    warmup = warmup_steps(settings)
     if step < warmup:
         return (step + 1) / warmup
     decay_start = warmup

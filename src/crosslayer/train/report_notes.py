@@ -10,6 +10,7 @@ from ..methods import code_digest
 from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
+from .optimizers import warmup_steps
 from .rate_search import FACTORS, RATES, best_factor, is_limit, next_factor, scaled_name
 from .recipe import Arm
 from .results_table import TableRow, result_table
@@ -17,6 +18,8 @@ from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
 SAME_RATE = "at the given lr"
+# Steps of a warm-up. With fewer, pre-norm lost most in docs/evidence.md.
+SHORT_WARMUP = 48
 
 # Arms that differ in none of these have the same data, batches, backbone weights, learning rates.
 _DATA_OPTIONS = {"data", "valid", "tokenizer", "context", "task_options", "model_config"}
@@ -178,8 +181,7 @@ def _open_rates(comparison: Comparison, of_arms: list[Settings]) -> list[str]:
     """What a comparison leaves open about learning rates. of_arms: the settings of its arms."""
     if not comparison.search_rates:
         rates = _range_text(settings.optimization.lr for settings in of_arms)
-        question = f"how an arm does at its best learning rate, as all are at {rates}"
-        return [f"{question} (--search-rates true)"]
+        return [f"each arm at its best learning rate, as all are at {rates} (--search-rates true)"]
     at_limit: dict[float, list[str]] = {}
     searching = []
     for arm in comparison.recipe.arms:
@@ -220,19 +222,24 @@ def scope_notes(comparison: Comparison) -> list[str]:
         unit = _sequence_unit(comparison)
     backbones = [round(row.parameters / (1 + row.extra)) for row in rows]
     size = f"{_range_text(amounts)} {unit} and {_range_text(backbones)} parameters"
-    open_questions = [f"what is left of a difference beyond {size}"]
+    open_questions = [f"whether a difference lasts beyond {size}"]
     open_questions += _open_rates(comparison, of_arms)
     if recipe.task.unit == "tokens" and any(map(_has_slow_embeddings, of_arms)):
         open_questions.append(
-            "what is left of a gain where the embeddings learn faster than other weights "
+            "whether a gain lasts where the embeddings learn faster than other weights "
             "(--embedding-lr-scale 50)"
+        )
+    warmup = min(warmup_steps(settings.optimization) for settings in of_arms)
+    if warmup < SHORT_WARMUP:
+        open_questions.append(
+            f"whether a gain lasts with a longer warm-up than {warmup:g} steps (--warmup)"
         )
     if most_seeds(rows) == 1:
         open_questions.append(
             "which of two close arms is better, as one seed has no interval (--seeds 3)"
         )
-    scope = "This comparison can show an effect that is large from the start. It cannot show "
-    notes = [f"{scope}{', nor '.join(open_questions)}."]
+    scope = "This comparison can show an effect that is large from the start. Not tested: "
+    notes = [f"{scope}{'; '.join(open_questions)}."]
     differing = differing_options(comparison)
     if differing:
         notes.append(f"The arms differ in options too: {_describe_options(differing)}.")
