@@ -197,7 +197,7 @@ def test_plan():
 
 
 SITE = crosslayer.plan(1)[0]
-NO_MODEL = "^connect takes a model, got a string; load it with AutoModelForCausalLM.from_pretrained"
+NO_MODEL = "^connect takes a model, got a str; load one with AutoModelForCausalLM"
 NO_FUNCTION = r"^norm must be a function that makes a norm, like nn.RMSNorm, got RMSNorm\(\(8,\)"
 
 
@@ -228,7 +228,7 @@ def write_twice(spec: str) -> None:
             lambda: make("mudd(stream_dtype='float32')")(SITE, 8, lambda port: nn.Identity()),
             r"^stream_dtype needs norms with a weight, .* got Identity\(\)$",
         ),
-        (lambda: write_twice("prenorm"), "^a state takes one write, and this one has a write"),
+        (lambda: write_twice("prenorm"), "^write was called twice without a read in between"),
         (lambda: crosslayer.plan("2"), "^layers must be a whole number of at least 1, got '2'$"),
         (
             lambda: stack_of_two(recompute="layers"),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -151,3 +152,113 @@ def test_diagnostics_of_numbered_layers():
     model = crosslayer.connect(GPT(numbered=True), "mudd")
     found = connection_diagnostics(model, lambda: model(make_ids()))
     assert len(found) > 0 and all(math.isfinite(value) for value in found.values())
+
+
+class FactorBlock(nn.Module):
+    """A block that multiplies what its sub-layers return. `factor` is one of `FACTORS`."""
+
+    def __init__(self, number: int, factor: Any):
+        super().__init__()
+        self.number, self.factor = number, factor
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+        self.attn, self.mlp = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.alpha = nn.Parameter(torch.tensor(0.3 + number))
+        self.gains = nn.Parameter(torch.rand(1, 1, DIM))
+        self.register_buffer("share", torch.tensor(0.5 + number))
+        self.setting = {"factor": 1 + number}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.factor(self, self.attn(self.norms[0](x)))
+        return x + self.factor(self, self.mlp(self.norms[1](x)))
+
+
+class FactorModel(nn.Module):
+    def __init__(self, factor: Any, order: Any = lambda layers: layers):
+        super().__init__()
+        self.order = order
+        self.embed = nn.Embedding(50, DIM)
+        self.layers = nn.ModuleList(FactorBlock(number, factor) for number in range(4))
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.order(self.layers):
+            x = layer(x)
+        return self.norm(x)
+
+
+FACTORS = {
+    "one learned number": lambda block, y: block.alpha * y,
+    "learned, one a channel": lambda block, y: block.gains * y,
+    "by depth": lambda block, y: y / (block.number + 1),
+    "by parity": lambda block, y: y if block.number % 2 else y / 2,
+    "a setting": lambda block, y: y * block.setting["factor"],
+    "dropout": lambda block, y: F.dropout(y, 0.1, block.training),
+}
+COMPUTED = "it scales outputs by numbers that it computes from its own parameters or buffers"
+IN_TRAINING = "in training its own code does something else than in evaluation"
+REFUSED_FACTORS = {
+    "a function of a parameter": (lambda block, y: torch.tanh(block.alpha) * y, COMPUTED),
+    "a buffer": (lambda block, y: block.share * y, COMPUTED),
+    "two parameters": (lambda block, y: block.alpha * block.gains * y, COMPUTED),
+    "stochastic depth": (
+        lambda block, y: y * 2 * (torch.rand(()) > 0.5) if block.training else y,
+        IN_TRAINING,
+    ),
+    "noise": (lambda block, y: y + torch.randn(DIM) if block.training else y, IN_TRAINING),
+    "an expectation": (lambda block, y: y if block.training else y / 2, IN_TRAINING),
+    "a choice": (
+        lambda block, y: 0 * y if block.training and random.random() < 1e-9 else y,
+        IN_TRAINING,
+    ),
+}
+ORDERS = {
+    "twice": (lambda layers: [*layers, *layers], "it runs layers.0 after layer 3"),
+    "from the last": (reversed, "it runs layers.3 after the embedding"),
+    "some": (lambda layers: layers[:3], "it runs 3 of its 4 layers"),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_factors_are_kept(factor):
+    """Of each layer and in training: learned ones learn, and others may depend on the depth."""
+    torch.manual_seed(0)
+    plain = FactorModel(FACTORS[factor])
+    model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
+    outputs = []
+    for each in (plain, model):
+        torch.manual_seed(1)  # of dropout
+        outputs.append(each(make_ids()))
+        outputs[-1][..., 0].sum().backward()
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    for expected, layer in zip(plain.layers, model.layers, strict=True):
+        for name in ("alpha", "gains"):
+            gradients = [getattr(each, name).grad for each in (layer, expected)]
+            torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", REFUSED_FACTORS)
+def test_factors_that_are_refused(factor):
+    scale, message = REFUSED_FACTORS[factor]
+    model, before = FactorModel(scale), torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        crosslayer.connect(model, "prenorm")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_in_another_order_are_refused(order):
+    run_layers, message = ORDERS[order]
+    with pytest.raises(ValueError, match=message):
+        crosslayer.connect(FactorModel(FACTORS["by depth"], run_layers), "mudd")
+
+
+def test_shared_and_compiled_layers_are_refused():
+    model = FactorModel(FACTORS["dropout"])
+    layers = model.layers
+    model.layers = nn.ModuleList([layers[0]] * 4)
+    with pytest.raises(ValueError, match="its layers share their weights"):
+        crosslayer.connect(model, "mudd")
+    model.layers = nn.ModuleList(torch.compile(layer) for layer in layers)
+    with pytest.raises(ValueError, match="connect the model first, then compile it"):
+        crosslayer.connect(model, "mudd")

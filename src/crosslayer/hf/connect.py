@@ -60,9 +60,10 @@ def connect(
         ValueError: the connection or an option is unknown, the model's layers cannot be connected,
             or it is connected already. The model is then unchanged.
     """
-    if isinstance(model, str):
+    if not isinstance(model, nn.Module):
         raise ValueError(
-            "connect takes a model, got a string; load it with AutoModelForCausalLM.from_pretrained"
+            f"connect takes a model, got a {type(model).__name__}; load one with "
+            "AutoModelForCausalLM.from_pretrained"
         )
     spec = make(spec)
     backbone, wiring = find_backbone(model)

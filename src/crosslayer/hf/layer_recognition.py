@@ -33,7 +33,7 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     try:
         return _read_wiring(layer, width, set())
     except ValueError as error:
-        opened = _modules_around_norms(layer, width)
+        opened = modules_around_norms(layer, width)
         try:
             return _read_wiring(layer, width, opened)
         except ValueError as inner_error:
@@ -44,7 +44,7 @@ class _NoSumError(ValueError):
     """A layer returns the output of a module, which may add it to the stream itself."""
 
 
-def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
+def modules_around_norms(layer: nn.Module, width: int) -> set[str]:
     """The paths of a layer's modules that contain norms of the stream, as BERT's attention does."""
     paths: set[str] = set()
     for path, module in layer.named_modules():

@@ -42,7 +42,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
     proven = set()
     for number, layer in enumerate(wiring.find_layers(backbone)):
         layer_wiring = wiring.of_layers[number]
-        kind = (layer_kind(layer), layer_wiring)
+        kind = (layer_kind(layer, wiring.dim), layer_wiring)
         if kind in proven or layer_wiring.condition is not None:
             continue
         proven.add(kind)
@@ -172,6 +172,7 @@ class _Handover:
         self.numbers = {f"{wiring.layers}.{i}": i for i in range(len(wiring.of_layers))}
         self.embedding: Tensor | None = None
         self.handed_over: Tensor | None = None
+        self.layers_run = 0
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = next(iter(name_arguments(module, args, kwargs).values()))
@@ -182,6 +183,8 @@ class _Handover:
         elif x is not self.handed_over:
             raise ChangedStreamError(f"it changes the stream before {path}")
         number = self.numbers.get(path)
+        if number is not None:
+            self._check_order(number, path)
         ends = path == self.wiring.final
         if self.wiring.final is None and number == len(self.numbers) - 1:
             ends = True
@@ -190,6 +193,14 @@ class _Handover:
         _Travelling.after = path
         extras = None if number is None else self.wiring.of_layers[number].extras
         return self.handed_over if extras is None else (self.handed_over, *[None] * len(extras))
+
+    def _check_order(self, number: int, path: str) -> None:
+        if number != self.layers_run:
+            before = f"layer {self.layers_run - 1}" if self.layers_run else "the embedding"
+            raise ChangedStreamError(
+                f"it runs {path} after {before}, and a connection needs each layer once, in order"
+            )
+        self.layers_run += 1
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return x
@@ -208,7 +219,13 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
         try:
             inputs = _make_inputs(backbone, wiring.dim)
             features = _make_image_features(backbone, wiring.dim)
-            run_shadow(backbone, lambda: _Handover(wiring), *inputs, replaced=replaced, **features)
+            handover, _ = run_shadow(
+                backbone, lambda: _Handover(wiring), *inputs, replaced=replaced, **features
+            )
+            if handover.layers_run < len(wiring.of_layers):
+                raise ChangedStreamError(
+                    f"it runs {handover.layers_run} of its {len(wiring.of_layers)} layers"
+                )
         except ChangedStreamError as error:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:

@@ -5,12 +5,15 @@ layers' own code does (`layer_recognition.py`).
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..optim import has_numbered_layers
 from .families import LayerWiring, ModelWiring, list_layers
-from .layer_recognition import is_norm, recognise_layer
+from .layer_recognition import is_norm, modules_around_norms, recognise_layer
+
+SHARED_LAYERS = "its layers share their weights, and connections need separate layers"
 
 
 class NoStackError(ValueError):
@@ -35,6 +38,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     owner, path, alike = _find_layers(backbone)
     layers = list_layers(owner.get_submodule(path))
     final = _find_final_norm(owner, path)
+    _check_layers(layers)
     config = next(_configs((owner, backbone, *layers)), None)
     dim = _stream_width(owner, layers, final, config)
     try:
@@ -53,11 +57,19 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     return owner, ModelWiring(path, None if True in last_norms else final, dim, of_layers)
 
 
+def _check_layers(layers: list[Any]) -> None:
+    """Raise a ValueError for layers that no connection can be added to, whatever they compute."""
+    if len(set(map(id, layers))) < len(layers):
+        raise ValueError(SHARED_LAYERS)
+    if any(isinstance(layer, torch._dynamo.OptimizedModule) for layer in layers):
+        raise ValueError("its layers are compiled; connect the model first, then compile it")
+
+
 def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
-        kind = layer_kind(layer)
+        kind = layer_kind(layer, dim)
         if kind not in wiring_of_kind:
             try:
                 wiring_of_kind[kind] = recognise_layer(layer, dim)
@@ -76,7 +88,7 @@ def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
 def _check_list_of_layers(owner: nn.Module, path: str) -> None:
     """Raise a ValueError where the members of a list are no layers."""
     if getattr(getattr(owner, "config", None), "num_hidden_groups", None):
-        raise ValueError("its layers share their weights, and connections need separate layers")
+        raise ValueError(SHARED_LAYERS)
     parent, _, name = path.rpartition(".")
     children: dict[str, Any] = dict(owner.get_submodule(parent).named_children())
     lists = {key: child for key, child in children.items() if _is_list(child)}
@@ -85,15 +97,32 @@ def _check_list_of_layers(owner: nn.Module, path: str) -> None:
         raise ValueError(f"its sub-layers are in separate lists, {', '.join(alike)}, not in layers")
 
 
-def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What tells layers apart: their classes, those of their modules, and their settings."""
+def layer_kind(layer: nn.Module, width: int) -> tuple[Any, ...]:
+    """What tells layers apart: their classes, those of their modules, and the settings that their
+    own code may read.
+
+    Args:
+        layer: a layer of a host.
+        width: of its stream.
+    """
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     settings = [
-        (name, value)
-        for name, value in vars(layer).items()
-        if isinstance(value, bool | float | str) and name != "training"
+        (path, name, _setting(value))
+        for path in ["", *sorted(modules_around_norms(layer, width))]
+        for name, value in vars(layer.get_submodule(path)).items()
+        if name != "training" and not name.startswith("_")
     ]
     return (modules, *settings)
+
+
+def _setting(value: Any) -> Any:
+    """What can be compared of an attribute's value. Layers share a config or a function."""
+    if isinstance(value, Tensor):
+        return ("tensor", value.shape, "meta" if value.is_meta else str(value.tolist()))
+    if isinstance(value, dict | list | tuple | set):
+        return repr(value)
+    is_plain = isinstance(value, bool | int | float | str | None)
+    return value if is_plain else type(value).__name__
 
 
 def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -133,6 +134,8 @@ def run_shadow(
     *args: Any,
     replaced: Collection[str] | None = None,
     opened: Collection[str] = (),
+    seed: int = 0,
+    training: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Run a module's forward with stand-ins for its modules.
@@ -144,6 +147,8 @@ def run_shadow(
         args: of the forward; without any it gets the observer's `stream`.
         replaced: paths of the modules that stand-ins replace; None for all.
         opened: paths of the modules that run their own code, with stand-ins for their modules.
+        seed: of the values of parameters and buffers, where all modules are replaced.
+        training: as in `nn.Module`, of the module and of those opened.
 
     Returns:
         The observer, and what the forward returned.
@@ -152,7 +157,15 @@ def run_shadow(
         ValueError: the forward raises an error with stand-ins.
     """
     with torch.enable_grad() if replaced is None else nullcontext(), on_cpu(replaced is None):
-        return _run_until_unpacked(module, make_observer, args, replaced, opened, kwargs)
+        make = partial(
+            make_shadow,
+            module,
+            replaced=replaced,
+            opened=opened,
+            seed=seed,
+            training=training,
+        )
+        return _run_until_unpacked(module, make, make_observer, args, kwargs)
 
 
 def on_cpu(is_needed: bool = True) -> Any:
@@ -164,17 +177,16 @@ def on_cpu(is_needed: bool = True) -> Any:
 
 def _run_until_unpacked(
     module: nn.Module,
+    make: Callable[[Any, dict[str, int]], Any],
     make_observer: Callable[[], Any],
     args: tuple[Any, ...],
-    replaced: Collection[str] | None,
-    opened: Collection[str],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
     lengths: dict[str, int] = {}
     forward: Any = original_class(module).forward  # type: ignore[attr-defined]
     while True:
         observer = make_observer()
-        shadow = make_shadow(module, observer, lengths, replaced, opened)
+        shadow = make(observer, lengths)
         observer.parameters = shadow._parameters
         _Output.unpacked = ""
         try:
@@ -210,24 +222,33 @@ def make_shadow(
     lengths: dict[str, int],
     replaced: Collection[str] | None = None,
     opened: Collection[str] = (),
+    seed: int = 0,
+    training: bool = False,
 ) -> Any:
     """A module of the same class with stand-ins for its modules, except for those that are opened.
 
-    Where all are replaced, its own parameters and buffers are random, and require gradients.
+    Where all are replaced, its own parameters and buffers are random, and require gradients. So are
+    those of modules that are opened.
     """
     shadow = _copy_without_modules(module, original_class(module))
-    shadow.training = False
     shared = {"observer": observer, "lengths": lengths}
     _add_stand_ins(shadow, module, "", shared, replaced, opened)
-    if replaced is not None:
-        return shadow
-    generator = torch.Generator().manual_seed(0)
-    for tensors in (shadow._parameters, shadow._buffers):
+    generator = torch.Generator().manual_seed(seed)
+    for copy in shadow.modules():
+        if isinstance(copy, StandIn) or (replaced is not None and copy is not shadow):
+            continue
+        copy.training = training
+        if replaced is None:
+            _randomise(copy, generator)
+    return shadow
+
+
+def _randomise(copy: nn.Module, generator: torch.Generator) -> None:
+    for tensors in (copy._parameters, copy._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_floating_point():
                 random = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
-                tensors[name] = (random + 0.5).requires_grad_()
-    return shadow
+                tensors[name] = (random + 0.5).requires_grad_()  # type: ignore[assignment]
 
 
 def _add_stand_ins(

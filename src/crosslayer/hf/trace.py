@@ -5,6 +5,7 @@ module, and the layer's output, is then decomposed over these vectors. This tell
 factors, whatever the code looks like.
 """
 
+import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -60,7 +61,8 @@ class _Recorder:
         self.generator = torch.Generator().manual_seed(0)
         self.width = width
         self.calls: list[Call] = []
-        self.vectors: list[Tensor] = []
+        self.vectors: list[Tensor] = []  # zeros for an output times a single number
+        self.single_products: dict[tuple[int, str], int] = {}  # vector and parameter -> vector
         self.stream = self._next_vector()
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
@@ -95,7 +97,7 @@ class _Recorder:
         x = x.detach().double().flatten()
         if len(x) != len(basis):
             raise ValueError(f"{where} gets a tensor of another shape than the stream's")
-        factors = torch.linalg.lstsq(basis, x[:, None]).solution.flatten()
+        factors = torch.linalg.lstsq(basis, x[:, None], driver="gelsd").solution.flatten()
         if (basis @ factors - x).abs().max() > _TOLERANCE * x.abs().max():
             if is_scaled:
                 raise ValueError(f"the layer scales what {where} gets by its own parameters")
@@ -107,12 +109,37 @@ class _Recorder:
                 continue
             vector = number
             if number >= known:
-                call, product = scaled[number - known]
-                self.calls.append(call)
-                self.vectors.append(product)
-                vector = len(self.calls)
+                vector = self._add_product(*scaled[number - known])
+            elif is_scaled and (name := self._single_number(factor)):
+                vector, factor = self._single_product(number, name), 1.0
             found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
         return found
+
+    def _add_product(self, call: Call, product: Tensor) -> int:
+        self.calls.append(call)
+        self.vectors.append(product)
+        return len(self.calls)
+
+    def _single_number(self, factor: float) -> str:
+        """The layer's own parameter of one number that equals a factor; empty if there is none."""
+        for name, parameter in self.parameters.items():
+            if (
+                parameter is not None
+                and parameter.numel() == 1
+                and abs(parameter.item() - factor) < _TOLERANCE
+            ):
+                return name
+        return ""
+
+    def _single_product(self, number: int, name: str) -> int:
+        """The vector that stands for a vector times a parameter of one number.
+
+        As a direction it is no new one.
+        """
+        if (number, name) not in self.single_products:
+            call, zeros = Call(name, {number: 1.0}, {}), torch.zeros_like(self.vectors[0])
+            self.single_products[number, name] = self._add_product(call, zeros)
+        return self.single_products[number, name]
 
     def _scaled_outputs(self) -> list[tuple[Call, Tensor]]:
         """Each output times each of the layer's own parameters, such as a learned scale, but those
@@ -120,7 +147,9 @@ class _Recorder:
         """
         scaled = []
         for name, parameter in self.parameters.items():
-            if parameter is None or parameter.shape != (self.width,):
+            if parameter is None or parameter.shape[-1:] != (self.width,):
+                continue
+            if parameter.numel() != self.width or self.width == 1:
                 continue
             for vector in range(1, len(self.vectors)):
                 call = Call(name, {vector: 1.0}, {})
@@ -145,15 +174,13 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> T
             than one argument is opened too, as it may add one to its output.
 
     Raises:
-        ValueError: what a module gets is no sum of the stream and of modules' outputs.
+        ValueError: what a module gets is no sum of the stream and of modules' outputs, or it
+            depends on the values of the layer's own parameters or buffers, or on training.
     """
-    arguments = layer_arguments(layer)
     paths = set(opened)
     while True:
         try:
-            recorder, output = run_shadow(
-                layer, lambda: _Recorder(width), opened=paths, **arguments
-            )
+            trace = _trace_once(layer, width, paths)
             break
         except SeveralStreamsError as error:
             if error.path in paths or not any(
@@ -161,6 +188,64 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> T
             ):
                 raise
             paths.add(error.path)
+    if not _same_calls(trace, _trace_once(layer, width, paths, seed=1)):
+        raise ValueError(
+            "it scales outputs by numbers that it computes from its own parameters or buffers; a "
+            "parameter itself may scale them, of one number or of one a channel"
+        )
+    _check_training(layer, width, paths, trace)
+    return trace
+
+
+def _check_training(layer: nn.Module, width: int, opened: Collection[str], trace: Trace) -> None:
+    """Raise a ValueError where a layer's own code does something else in training."""
+    before = torch.get_rng_state(), random.getstate()
+    try:
+        in_training = _trace_once(layer, width, opened, training=True)
+    except ValueError:
+        is_same = False
+    else:
+        is_random = not torch.equal(torch.get_rng_state(), before[0])
+        is_random |= random.getstate() != before[1]
+        is_same = not is_random and _same_calls(trace, in_training)
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+    if not is_same:
+        raise ValueError(
+            "in training its own code does something else than in evaluation; connections keep "
+            "what its modules and torch.nn.functional.dropout do"
+        )
+
+
+def _same_calls(a: Trace, b: Trace) -> bool:
+    """Whether the same modules get the same sums, and the same sum is returned."""
+    return (
+        len(a.calls) == len(b.calls)
+        and same_sum(a.output, b.output)
+        and all(
+            x.path == y.path and x.dropout == y.dropout and same_sum(x.inputs, y.inputs)
+            for x, y in zip(a.calls, b.calls, strict=True)
+        )
+    )
+
+
+def _trace_once(
+    layer: nn.Module,
+    width: int,
+    opened: Collection[str],
+    seed: int = 0,
+    training: bool = False,
+) -> Trace:
+    """`trace_layer` with one set of values for the layer's own parameters and buffers."""
+    recorder, output = run_shadow(
+        layer,
+        lambda: _Recorder(width),
+        opened=opened,
+        seed=seed,
+        training=training,
+        **layer_arguments(layer),
+    )
     extras: list[tuple[str, int] | None] | None = None
     if isinstance(output, tuple | list):
         output, *others = output
