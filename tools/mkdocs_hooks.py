@@ -19,7 +19,7 @@ TABLE_MARK = "<!-- table of connections -->"
 DOCS = Path(__file__).parent.parent / "docs"
 EVIDENCE = DOCS / "evidence" / "connections.json"
 # the picture of docs/inspect-pictures.md that shows what a connection has learned
-LEARNED = {"denseformer": "mixing", "mudd": "mixing", "hyper": "wiring", "mgr": "wiring"}
+LEARNED = {"denseformer": "mixing", "hyper": "wiring", "mgr": "wiring"}
 PICTURES_LINK = "[what each picture tells you](../inspect-pictures.md)"
 LEGEND = (
     "B, T and D are sequences, tokens and width; F_k is sub-layer k and y_k its output. "
@@ -27,8 +27,8 @@ LEGEND = (
     "one read of a site moves, in elements."
 )
 EVIDENCE_LEGEND = (
-    "Loss in nats a token, of Llama with embeddings × 50, 8 layers and width 128. Small embeddings "
-    "are Llama's own. How it was measured: [Evidence](../evidence.md)."
+    "Loss in nats a token, of Llama with embeddings × 50, 8 layers and width 128. Unscaled "
+    "embeddings are Llama's own. How it was measured: [Evidence](../evidence.md)."
 )
 MAP_CAPTION = (
     "How much of each output reaches each later input, in four layers of two sub-layers. Weights "

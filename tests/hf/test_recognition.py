@@ -135,7 +135,7 @@ def test_a_dropout_of_two_outputs_is_named():
             parallel_attn=True, hidden_dropout=0.1,
         )
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"a dropout gets self_attention \+ mlp, and not the"):
+    with pytest.raises(ValueError, match=r"a dropout gets self_attention \+ mlp; apply it to each"):
         crosslayer.connect(model, "mudd")
 
 

@@ -234,7 +234,7 @@ def test_a_comparison_goes_on_where_its_data_have_been_moved(tiny, tmp_path):
     tiny["data"] = str(moved)
     assert not prepare_comparison(recipe(tiny, "prenorm"), 1, out).missing_runs()
     moved.write_text(moved.read_text() + "one line more\n")
-    with pytest.raises(ValueError, match="another comparison, whose bytes to train on"):
+    with pytest.raises(ValueError, match="another comparison, with bytes to train on"):
         prepare_comparison(recipe(tiny, "prenorm"), 1, out)
 
 
@@ -436,8 +436,8 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     assert main(command) == 0
     held = (out / "results.json").read_text()
     for extra, message in (
-        ("--steps=7", "whose steps is 6; here it is 7"),
-        ("--lr=0.1", "whose lr is 0.006"),
+        ("--steps=7", "with steps = 6; here it is 7"),
+        ("--lr=0.1", "with lr = 0.006"),
     ):
         assert main([*command, extra]) == 1
         assert message in capsys.readouterr().err
@@ -497,7 +497,7 @@ def test_a_recipe(text_file, tmp_path, capsys):
     assert len(json.loads((out / "results.json").read_text())["runs"]) == 5
     file.write_text(file.read_text().replace("2e-3", "5e-3"))
     assert main([*command, "--steps=2"]) == 1
-    assert "whose options is {'lr': 0.002}; here it is {'lr': 0.005}" in capsys.readouterr().err
+    assert "with options = {'lr': 0.002}; here it is {'lr': 0.005}" in capsys.readouterr().err
 
 
 def test_arms_that_differ_in_options(text_file, tmp_path):

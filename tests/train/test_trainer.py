@@ -355,14 +355,14 @@ def test_a_checkpoint_of_an_early_python_3_11(text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "arm", "message"),
     [
-        ({"lr": 1e-4}, "prenorm", "belongs to another run, whose lr is 0.00075; here it is 0.0001"),
-        ({"dim": 64}, "prenorm", "whose dim is 32; here it is 64; choose another --out"),
+        ({"lr": 1e-4}, "prenorm", "belongs to another run, with lr = 0.00075; here it is 0.0001"),
+        ({"dim": 64}, "prenorm", "with dim = 32; here it is 64; choose another --out"),
         (
             {"model_config": {"rms_norm_eps": 1e-5}},
             "prenorm",
-            "whose model_config is {}; here it is {'rms_norm_eps'",
+            "with model_config = {}; here it is {'rms_norm_eps'",
         ),
-        ({}, "skip_gain", "whose connection is 'prenorm'; here it is 'skip_gain'"),
+        ({}, "skip_gain", "with connection = 'prenorm'; here it is 'skip_gain'"),
     ],
 )
 def test_a_changed_recipe(text, run_left_at_7, changed, arm, message):
@@ -381,7 +381,7 @@ def test_changed_data(text, tmp_path):
     copy.write_text(Path(text).read_text())
     run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run", stop=4)
     copy.write_text(copy.read_text() + "one line more\n")
-    with pytest.raises(ValueError, match="belongs to another run, whose data sha256"):
+    with pytest.raises(ValueError, match="belongs to another run, with data sha256"):
         run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
 
 
@@ -421,7 +421,7 @@ def test_another_run_overwrites_nothing(text, left):
     identity.unlink()
     for folder in (left, without_checkpoints):
         kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        with pytest.raises(ValueError, match="belongs to another run, whose seed is 0"):
+        with pytest.raises(ValueError, match="belongs to another run, with seed = 0"):
             run({"data": text, "save_every": 3}, "prenorm", folder, seed=1)
         assert kept == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     run({"data": text, "save_every": 3}, "prenorm", left)

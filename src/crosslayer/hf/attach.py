@@ -18,19 +18,6 @@ from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
 from .recognition import NoStackError, recognise_model
 
-FAMILY_TEMPLATE = """
-    from crosslayer.hf.families import FAMILIES, Family, Sublayer
-
-    FAMILIES["{name}"] = Family(
-        # names within a layer: the module, and the norm before it
-        attn=Sublayer("self_attn", norm="input_layernorm"),
-        mlp=Sublayer("mlp", norm="post_attention_layernorm"),  # after=("dropout",) for its output
-        qkv=("q_proj", "k_proj", "v_proj"),  # within the attention
-        layers="layers",  # within the model: its list of layers ...
-        final="norm",  # ... and its final norm
-    )
-"""
-
 
 def attach_connections(
     backbone: Any, wiring: ModelWiring, spec: ConnectionSpec, mlp_widths: list[int] | None
@@ -117,8 +104,7 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
     """The module that owns a model's layers, and its wiring: of its family's row, or recognised.
 
     Raises:
-        ValueError: the wiring is not that of a stream with sub-layers. The error says why, and
-            shows the row to add.
+        ValueError: the wiring is not that of a stream with sub-layers. The error says why.
     """
     host = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
     backbone: Any = getattr(host, "base_model", host)
@@ -138,9 +124,8 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
         raise ValueError(f"connect cannot connect {name!r}: {error}") from None
     except ValueError as error:
         raise ValueError(
-            f"connect cannot connect {name!r}: {error}. "
-            "In your own model, use crosslayer.Stack or the four verbs of crosslayer.connection. "
-            "For a model with pre-norm layers, add one row:\n" + FAMILY_TEMPLATE.format(name=name)
+            f"connect cannot connect {name!r}: {error}. In a model of your own, use "
+            "crosslayer.Stack, or write the loop (docs/concepts.md)"
         ) from None
 
 

@@ -74,7 +74,7 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
     stream: Sum = {STREAM: 1.0}  # what the sub-layers of the next site read
     pending: Sum = {}
     for vector in sorted(trace.output.keys() - {STREAM}):
-        chain = _chain_to_stream(trace, vector, STREAM)
+        chain = _chain_to_stream(layer, trace, vector, STREAM)
         source = trace.calls[chain[0] - 1].inputs
         if pending and not same_sum(source, stream):
             stream = stream | pending
@@ -120,7 +120,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
             )
         site = []
         for output in sorted(norm.inputs.keys() - {stream}):
-            chain = _chain_to_stream(trace, output, stream)
+            chain = _chain_to_stream(layer, trace, output, stream)
             sublayer = _sublayer(layer, trace, chain, norm.inputs[output])
             if sublayer.norm is not None:
                 raise ValueError(f"{sublayer.module} has a norm before it and one after its sum")
@@ -133,15 +133,15 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
     return LayerWiring(tuple(sites), trace.extras, last_norm=norms[-1])
 
 
-def _chain_to_stream(trace: Trace, vector: int, stream: int) -> list[int]:
+def _chain_to_stream(layer: nn.Module, trace: Trace, vector: int, stream: int) -> list[int]:
     """The vectors from the first module that reads the stream to the one that joins it."""
     chain = [vector]
     while stream not in trace.calls[chain[0] - 1].inputs:
         call = trace.calls[chain[0] - 1]
         if len(call.inputs) != 1:
-            raise ValueError(
-                f"{call.title} gets {_describe(trace, call.inputs)}, and not the stream"
-            )
+            is_dropout = call.dropout or isinstance(find_module(layer, call.path), nn.Dropout)
+            remedy = "; apply it to each of them" if is_dropout else ", and not the stream"
+            raise ValueError(f"{call.title} gets {_describe(trace, call.inputs)}{remedy}")
         chain.insert(0, next(iter(call.inputs)))
     return chain
 

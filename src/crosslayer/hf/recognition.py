@@ -136,7 +136,15 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
         searched = _find_language_model(backbone, config)
     found = _find_lists(searched)
     if not found:
-        raise NoStackError("it has no list of layers; crosslayer.Stack builds a model around them")
+        in_sequential = any(
+            isinstance(m, nn.Sequential) and len(m) > 1 for m in searched.children()
+        )
+        remedy = (
+            "put its layers into an nn.ModuleList"
+            if in_sequential
+            else "build it with crosslayer.Stack"
+        )
+        raise NoStackError(f"it has no list of layers; {remedy}")
     count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(place.layers) == count]
     candidates = of_count or found

@@ -207,7 +207,7 @@ class Checkpoints:
             saved, current = identity.get(key), self.identity.get(key)
             if saved != current:
                 raise ValueError(
-                    f"{path}: belongs to another run, whose {key} is {saved!r}; "
+                    f"{path}: belongs to another run, with {key} = {saved!r}; "
                     f"here it is {current!r}; choose another --out"
                 )
 

@@ -148,5 +148,5 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The first key with another value, in words; empty if there is none."""
     for key, value in json.loads(json.dumps(now)).items():
         if before.get(key) != value:
-            return f"whose {key} is {before.get(key)!r}; here it is {value!r}"
+            return f"with {key} = {before.get(key)!r}; here it is {value!r}"
     return ""

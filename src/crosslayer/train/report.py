@@ -10,7 +10,7 @@ from typing import Any
 from ..files import write_text_atomic
 from ..palette import BLACK, HUES
 from .compare import Comparison
-from .report_notes import SAME_RATE, loss_unit_of, report_notes
+from .report_notes import SAME_RATE, loss_unit_of, most_seeds, report_notes
 from .results_table import MeanStd, TableRow, result_table
 
 COLOURS = [BLACK, *HUES, "#7F7F7F"]  # the baseline, often the first, is black
@@ -140,13 +140,17 @@ def html_report(comparison: Comparison) -> str:
         f"<figure><h2>{title}</h2>{render_svg(comparison, draw)}</figure>"
         for title, draw in figures
     )
-    best_arm = min(result_table(comparison), key=lambda row: row.loss.mean).arm
+    rows = result_table(comparison)
+    # one seed does not tell which of two close arms is better
+    best_arm = min(rows, key=lambda row: row.loss.mean).arm if most_seeds(rows) > 1 else None
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table_columns(comparison))
     body = ""
     for cells in table_cells(comparison):
         tag = '<tr class="best">' if cells[0] == best_arm else "<tr>"
         body += tag + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-    all_notes = [*report_notes(comparison), f"In bold: {best_arm}, which has the lowest val loss."]
+    all_notes = report_notes(comparison)
+    if best_arm is not None:
+        all_notes.append(f"In bold: {best_arm}, which has the lowest val loss.")
     setup, *notes = (html.escape(note) for note in all_notes)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
