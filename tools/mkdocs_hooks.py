@@ -28,7 +28,8 @@ LEGEND = (
 )
 EVIDENCE_LEGEND = (
     "Loss in nats a token, of Llama with embeddings × 50, 8 layers and width 128. Unscaled "
-    "embeddings are Llama's own. How it was measured: [Evidence](../evidence.md)."
+    "embeddings are Llama's own. Differences have 95 % intervals. How it was measured: "
+    "[Evidence](../evidence.md)."
 )
 MAP_CAPTION = (
     "How much of each output reaches each later input, in four layers of two sub-layers. Weights "
@@ -90,7 +91,7 @@ def evidence(name: str) -> str:
     """Its rows of the short study."""
     rows = json.loads(EVIDENCE.read_text("utf8")).get(name, "")
     if not rows:
-        return "Not in the study of [Evidence](../evidence.md)."
+        return "No result yet in [Evidence](../evidence.md)."
     return f"{rows}\n\n{EVIDENCE_LEGEND}"
 
 

@@ -42,7 +42,7 @@ COST_COLUMNS = (
 WITH_UNSCALED = "vs prenorm, unscaled embeddings"
 CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", "verdict", WITH_UNSCALED),
-    *("training", "forward", "decoding"),
+    *("training", "decoding"),
 )
 SUMMARY_COLUMNS = (
     *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
@@ -217,23 +217,24 @@ def _format_weight(weight: float) -> str:
 
 
 def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
-    """The rows of each connection in the first study, by its name; "" where no arm has it."""
+    """The results of each connection in the first study, with embeddings × 50 and unscaled ones.
+
+    By its name; "" where there are none.
+    """
     tables = {}
-    study, unscaled, recipe = (
-        studies.get(FIRST_STUDY),
-        studies.get(UNSCALED + FIRST_STUDY),
-        read_recipe(),
-    )
+    study, unscaled = studies.get(FIRST_STUDY), studies.get(UNSCALED + FIRST_STUDY)
     for connection in connections:
-        arms = [arm for arm in recipe.arms if connection_name(arm) == connection]
-        if study is None or not arms:
-            tables[connection] = ""
-            continue
-        rows = [arm_cells(study, arm.name) for arm in arms]
-        for row in rows:
-            difference = difference_to_baseline(unscaled, row["arm"]) if unscaled else None
-            row[WITH_UNSCALED] = format_interval(difference) if difference else UNKNOWN
-        tables[connection] = markdown_table(CONNECTION_COLUMNS, rows)
+        rows = []
+        for arm in read_recipe().arms:
+            is_run = any(each and each.runs(arm.name) for each in (study, unscaled))
+            if study is None or not is_run or connection_name(arm) != connection:
+                continue
+            of_unscaled = difference_to_baseline(unscaled, arm.name) if unscaled else None
+            cells = arm_cells(study, arm.name)
+            cells["vs prenorm"] = _format_half_width(difference_to_baseline(study, arm.name))
+            cells[WITH_UNSCALED] = _format_half_width(of_unscaled)
+            rows.append(cells)
+        tables[connection] = markdown_table(CONNECTION_COLUMNS, rows) if rows else ""
     return tables
 
 
