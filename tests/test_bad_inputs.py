@@ -107,7 +107,7 @@ LINES = [
     ("train pipe", {}, "pipe: cannot be read as a recipe"),
     ("eval model --spans pipe", {}, "pipe: cannot be read (not a file)"),
     ("compare --arms ,", {}, "--arms names no connection; known: altup"),
-    ("cost --connections ,", {}, "--connections names no connection; known: altup"),
+    ("cost --arms ,", {}, "--arms names no connection; known: altup"),
     ("cost --layers 1000000000", {}, "num_hidden_layers must be from 1 to 10,000, got 1000000000"),
     ("cost --batch 2000000000", {}, "batch × context must be at most"),
     ("cost --family vit", {}, "'vit' is no family of language models"),

@@ -86,7 +86,7 @@ print(torch.equal(model(torch.arange(5)[None]).logits, torch.load("logits.pt")))
     run_in_new_process(tmp_path, "-c", save)
     assert run_in_new_process(tmp_path, "-c", load).split()[:3] == ["True", "halving", "True"]
     sizes = ("--layers=2", "--dim=8", "--heads=2", "--vocab=32", "--context=8", "--batch=1")
-    command = ("-m", "crosslayer", "cost", "--connections", "prenorm", "halved", *sizes)
+    command = ("-m", "crosslayer", "cost", "--arms", "prenorm", "halved", *sizes)
     assert "halved" in run_in_new_process(tmp_path, *command)
 
 

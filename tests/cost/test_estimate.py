@@ -301,7 +301,7 @@ SIZES = ["--layers=2", "--dim=32", "--heads=2", "--batch=2", "--context=16", "--
 
 def test_command_prints_the_estimate(capsys):
     specs = ["prenorm", "mudd(dilation=2, ways='k v r')", "hyper,mgr"]
-    assert main(["cost", *SIZES, "--connections", *specs, "--gpu=A100"]) == 0
+    assert main(["cost", *SIZES, "--arms", *specs, "--gpu=A100"]) == 0
     printed = capsys.readouterr().out
     for word in (*specs[:2], "hyper", "mgr", "1.00×", "A100 SXM", "2,039 GB/s"):
         assert word in printed
@@ -312,7 +312,7 @@ def test_command_prints_the_estimate(capsys):
 
 
 def test_the_estimate_of_a_tiny_model_is_not_rounded_to_nothing(capsys):
-    assert main(["cost", *SIZES, "--connections", "prenorm", "hyper"]) == 0
+    assert main(["cost", *SIZES, "--arms", "prenorm", "hyper"]) == 0
     printed = capsys.readouterr().out
     assert not re.search(r"[ +]0(\.0+)?( ms| GiB| MiB|  )", printed.split("hyper", 1)[1])
 
@@ -320,7 +320,7 @@ def test_the_estimate_of_a_tiny_model_is_not_rounded_to_nothing(capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--connections", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
+        (["--arms", "mud"], "unknown connection 'mud' (did you mean 'mudd'?)"),
         (
             ["--gpu=H10"],
             "gpu must be one of A100, H100, H200, B200, got 'H10' (did you mean 'H100'?)",

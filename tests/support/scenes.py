@@ -44,7 +44,7 @@ SCENES = {
         ("compare", "recipe.yaml", "--out", "comparison"), ("recipe.yaml", "comparison")
     ),
     "cost": Scene(
-        ("cost", "--vocab", "64", "--connections", "mudd(dilation=1)", "hyper(streams=2)", *SHAPE)
+        ("cost", "--vocab", "64", "--arms", "mudd(dilation=1)", "hyper(streams=2)", *SHAPE)
     ),
     "data prepare": Scene(
         [

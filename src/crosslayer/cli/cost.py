@@ -50,7 +50,7 @@ def parser() -> Any:
         default="H100",
         help="the GPU whose memory bandwidth is used: " + ", ".join(GPUS),
     )
-    add_specs(command, "--connections")
+    add_specs(command, "--arms")
     return command
 
 
@@ -60,7 +60,7 @@ def run(options: Any) -> int:
     from ..hf.config import make_config
 
     gpu = check_choice("gpu", options.gpu, GPUS)
-    specs = parse_specs("--connections", options.connections)
+    specs = parse_specs("--arms", options.arms)
     sizes = [name for name in inspect.signature(make_config).parameters if name in options]
     config = make_config(**{name: options[name] for name in sizes}, overrides=options.model_config)
     costs = estimate_costs(specs, config, options.batch, options.context)
