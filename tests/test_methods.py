@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -395,6 +396,7 @@ def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):
         (tmp_path / f"digested_{name}.py").write_text(text)
         digests[name] = code_digest(importlib.import_module(f"digested_{name}").Mine)
     assert digests["first"] == digests["same"] == digests["without"] != digests["other"]
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # it has no file
     in_a_notebook: dict = {"__name__": "__main__"}
     exec(source, in_a_notebook)
     assert code_digest(in_a_notebook["Mine"]) == ""
