@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from crosslayer.cli.inspect import _short_names
 from crosslayer.cli.main import main
-from crosslayer.connection import find_connections
+from crosslayer.connection import Connection, find_connections
+from crosslayer.connections.prenorm import PreNorm
 from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_cosines
@@ -312,3 +313,11 @@ def test_every_section_of_every_method_is_drawn(spec):
     for section in SECTIONS:
         for _, draw in section.panels([inspection]):
             draw(Figure().subplots())
+
+
+def test_a_method_without_mixing_weights_has_the_other_analyses(monkeypatch):
+    monkeypatch.setattr(PreNorm, "mixing_weights", Connection.mixing_weights)
+    subject = InspectionSubject(language_model("prenorm"), BATCHES)
+    inspection = inspect_model("mine", subject, ["scales", "mixing", "ablation"])
+    assert set(inspection.results) == {"ablation"}
+    assert "mixing: prenorm cannot be inspected: it has no mixing_weights" in inspection.not_done[0]

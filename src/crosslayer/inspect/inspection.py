@@ -253,7 +253,11 @@ def _observe_subject(
     if not observed:
         return
     batches = _count_batches(subject.batches, "connections", 1, progress)
-    observe_model(subject.model, batches, list(observed.values()))
+    try:
+        observe_model(subject.model, batches, list(observed.values()))
+    except ValueError as error:  # of a method without mixing_weights, for example
+        inspection.not_done.append(f"{', '.join(observed)}: {error}")
+        return
     for key, analysis in observed.items():
         inspection.results[key] = analysis.result()
 
