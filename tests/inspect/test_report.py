@@ -320,4 +320,4 @@ def test_a_method_without_mixing_weights_has_the_other_analyses(monkeypatch):
     subject = InspectionSubject(language_model("prenorm"), BATCHES)
     inspection = inspect_model("mine", subject, ["scales", "mixing", "ablation"])
     assert set(inspection.results) == {"ablation"}
-    assert "mixing: prenorm cannot be inspected: it has no mixing_weights" in inspection.not_done[0]
+    assert "prenorm cannot be inspected: it has no mixing_weights" in inspection.not_done[0]
