@@ -2,6 +2,7 @@
 layers' own code does (`layer_recognition.py`).
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -118,7 +119,11 @@ def layer_kind(layer: nn.Module, width: int) -> tuple[Any, ...]:
 def _setting(value: Any) -> Any:
     """What can be compared of an attribute's value. Layers share a config or a function."""
     if isinstance(value, Tensor):
-        return ("tensor", value.shape, "meta" if value.is_meta else str(value.tolist()))
+        digest = ""
+        if not value.is_meta:
+            content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+        return (value.dtype, value.shape, digest)
     if isinstance(value, dict | list | tuple | set):
         return repr(value)
     is_plain = isinstance(value, bool | int | float | str | None)
