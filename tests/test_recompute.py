@@ -299,7 +299,7 @@ def test_an_input_that_is_written_into_is_saved():
     [
         ("hyper", "inversion", '"inversion" is not supported by hyper; use "streams"'),
         ("postnorm", "streams", '"streams" is not supported by postnorm, whose stream is normed'),
-        ("hyper", "stream", "how must be one of streams, inversion, got 'stream'"),
+        ("hyper", "stream", "recompute must be one of streams, inversion, got 'stream'"),
     ],
 )
 def test_unsupported_modes_are_an_error(spec, how, message):

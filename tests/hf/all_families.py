@@ -61,7 +61,7 @@ def check_family(kind: Kind, family: str) -> Result:
         try:
             model = crosslayer.connect(copy.deepcopy(plain), method)
         except ValueError as error:
-            reason = str(error).split(". In your own model")[0].split("\n")[0]
+            reason = str(error).split(". In a model of your own")[0].split("\n")[0]
             return Result(family, kind.name, "refused", reason.split(": ", 1)[-1])
         except Exception as error:  # what may not be
             return Result(family, kind.name, "fails", f"connect {method}: {_one_line(error)}")

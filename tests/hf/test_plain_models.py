@@ -7,6 +7,7 @@ from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +167,10 @@ class FactorBlock(nn.Module):
         self.gains = nn.Parameter(torch.rand(1, 1, DIM))
         self.register_buffer("share", torch.tensor(0.5 + number))
         self.setting = {"factor": 1 + number}
+        self._private = np.float32(1 + number)
+        self.config = SimpleNamespace(factor=1 + number)
+        self.attn.factor = 1 + number
+        self.register_buffer("depth", torch.tensor(1 + number))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.factor(self, self.attn(self.norms[0](x)))
@@ -193,19 +198,36 @@ FACTORS = {
     "by depth": lambda block, y: y / (block.number + 1),
     "by parity": lambda block, y: y if block.number % 2 else y / 2,
     "a setting": lambda block, y: y * block.setting["factor"],
+    "a private number": lambda block, y: y * float(block._private),
+    "of a config": lambda block, y: y * block.config.factor,
+    "of a module": lambda block, y: y * block.attn.factor,
+    "a whole number as a buffer": lambda block, y: y / block.depth,
     "dropout": lambda block, y: F.dropout(y, 0.1, block.training),
 }
-COMPUTED = "it scales outputs by numbers that it computes from its own parameters or buffers"
+COMPUTED = "what it does depends on its own parameters or buffers, or on the length of its input"
 IN_TRAINING = "in training its own code does something else than in evaluation"
 REFUSED_FACTORS = {
     "a function of a parameter": (lambda block, y: torch.tanh(block.alpha) * y, COMPUTED),
     "a buffer": (lambda block, y: block.share * y, COMPUTED),
+    "the positive part": (lambda block, y: block.alpha.relu() * y, COMPUTED),
+    "at most 2": (lambda block, y: block.alpha.clamp(max=2) * y, COMPUTED),
+    "at least 0.1": (lambda block, y: block.gains.clamp(min=0.1) * y, COMPUTED),
+    "a sign": (lambda block, y: y if block.alpha > 0 else -y, COMPUTED),
+    "a length": (lambda block, y: math.log(y.shape[1]) * y, COMPUTED),
+    "a clamp": (lambda block, y: y.clamp(-6, 6), COMPUTED),
     "two parameters": (lambda block, y: block.alpha * block.gains * y, COMPUTED),
     "stochastic depth": (
         lambda block, y: y * 2 * (torch.rand(()) > 0.5) if block.training else y,
         IN_TRAINING,
     ),
     "noise": (lambda block, y: y + torch.randn(DIM) if block.training else y, IN_TRAINING),
+    "numpy's numbers": (
+        lambda block, y: 0 * y if block.training and np.random.rand() < 1e-9 else y,
+        IN_TRAINING,
+    ),
+    "dropout in evaluation": (lambda block, y: F.dropout(y, 0.1), "has dropout in evaluation"),
+    "no dropout": (lambda block, y: F.dropout(y, 0.1, False), IN_TRAINING),
+    "a module's mode": (lambda block, y: y if block.attn.training else y / 2, IN_TRAINING),
     "an expectation": (lambda block, y: y if block.training else y / 2, IN_TRAINING),
     "a choice": (
         lambda block, y: 0 * y if block.training and random.random() < 1e-9 else y,

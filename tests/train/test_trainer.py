@@ -256,7 +256,7 @@ def test_each_run_has_its_own_loggers(text, tmp_path, monkeypatch):
 
     class Experiment:
         def __init__(self, name):
-            self.finish = lambda: events.append(f"{name} finished")
+            self.finish = lambda exit_code: events.append(f"{name} ended with {exit_code}")
 
     class FakeLogger(Logger):
         version = None
@@ -277,7 +277,7 @@ def test_each_run_has_its_own_loggers(text, tmp_path, monkeypatch):
     )
     run({"data": text}, "prenorm", stop=11)
     run({"data": text}, "mudd")
-    assert events == ["prenorm", "prenorm finished", "mudd", "mudd finished"]
+    assert events == ["prenorm", "prenorm ended with 1", "mudd", "mudd ended with 0"]
 
 
 class Payload:

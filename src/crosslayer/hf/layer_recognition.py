@@ -33,7 +33,7 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     try:
         return _read_wiring(layer, width, set())
     except ValueError as error:
-        opened = modules_around_norms(layer, width)
+        opened = _modules_around_norms(layer, width)
         try:
             return _read_wiring(layer, width, opened)
         except ValueError as inner_error:
@@ -44,7 +44,7 @@ class _NoSumError(ValueError):
     """A layer returns the output of a module, which may add it to the stream itself."""
 
 
-def modules_around_norms(layer: nn.Module, width: int) -> set[str]:
+def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
     """The paths of a layer's modules that contain norms of the stream, as BERT's attention does."""
     paths: set[str] = set()
     for path, module in layer.named_modules():
@@ -140,7 +140,11 @@ def _chain_to_stream(layer: nn.Module, trace: Trace, vector: int, stream: int) -
         call = trace.calls[chain[0] - 1]
         if len(call.inputs) != 1:
             is_dropout = call.dropout or isinstance(find_module(layer, call.path), nn.Dropout)
-            remedy = "; apply it to each of them" if is_dropout else ", and not the stream"
+            remedy = (
+                "; apply it to each of them"
+                if is_dropout and call.inputs
+                else ", and not the stream"
+            )
             raise ValueError(f"{call.title} gets {_describe(trace, call.inputs)}{remedy}")
         chain.insert(0, next(iter(call.inputs)))
     return chain
@@ -154,6 +158,8 @@ def _sublayer(layer: nn.Module, trace: Trace, chain: list[int], scale: float) ->
         raise ValueError(f"{names} is no sub-layer with at most one norm before it")
     main = heavy.index(True)
     norm = calls[0].path if main else None
+    if norm is not None and not (norm and isinstance(find_module(layer, norm), nn.Module)):
+        raise ValueError(f"{calls[0].title} is no norm, and {calls[1].title} reads it")
     factors = [factor for call in calls[1:] for factor in call.inputs.values()]
     input_scale = factors.pop(0) if main else 1.0
     has_arguments = any(call.arguments for i, call in enumerate(calls) if i != main)

@@ -42,7 +42,7 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
     proven = set()
     for number, layer in enumerate(wiring.find_layers(backbone)):
         layer_wiring = wiring.of_layers[number]
-        kind = (layer_kind(layer, wiring.dim), layer_wiring)
+        kind = (layer_kind(layer), layer_wiring)
         if kind in proven or layer_wiring.condition is not None:
             continue
         proven.add(kind)

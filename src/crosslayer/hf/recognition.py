@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..optim import has_numbered_layers
 from .families import LayerWiring, ModelWiring, list_layers
-from .layer_recognition import is_norm, modules_around_norms, recognise_layer
+from .layer_recognition import is_norm, recognise_layer
 
 SHARED_LAYERS = "its layers share their weights, and connections need separate layers"
 
@@ -62,7 +62,11 @@ def _check_layers(layers: list[Any]) -> None:
     """Raise a ValueError for layers that no connection can be added to, whatever they compute."""
     if len(set(map(id, layers))) < len(layers):
         raise ValueError(SHARED_LAYERS)
-    if any(isinstance(layer, torch._dynamo.OptimizedModule) for layer in layers):
+    if any(
+        isinstance(layer, torch._dynamo.OptimizedModule)
+        or getattr(layer, "_compiled_call_impl", None) is not None
+        for layer in layers
+    ):
         raise ValueError("its layers are compiled; connect the model first, then compile it")
 
 
@@ -70,7 +74,7 @@ def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
-        kind = layer_kind(layer, dim)
+        kind = layer_kind(layer)
         if kind not in wiring_of_kind:
             try:
                 wiring_of_kind[kind] = recognise_layer(layer, dim)
@@ -98,36 +102,43 @@ def _check_list_of_layers(owner: nn.Module, path: str) -> None:
         raise ValueError(f"its sub-layers are in separate lists, {', '.join(alike)}, not in layers")
 
 
-def layer_kind(layer: nn.Module, width: int) -> tuple[Any, ...]:
-    """What tells layers apart: their classes, those of their modules, and the settings that their
-    own code may read.
+def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What tells layers apart: their classes, those of their modules, and all attributes of these
+    that the layer's own code may read.
 
-    Args:
-        layer: a layer of a host.
-        width: of its stream.
+    Not the weights, and not the number of the layer that transformers gives to an attention.
     """
-    modules = tuple((name, type(module)) for name, module in layer.named_modules())
-    settings = [
-        (path, name, _setting(value))
-        for path in ["", *sorted(modules_around_norms(layer, width))]
-        for name, value in vars(layer.get_submodule(path)).items()
-        if name != "training" and not name.startswith("_")
-    ]
-    return (modules, *settings)
+    kind: list[Any] = []
+    for path, module in layer.named_modules():
+        kind.append((path, type(module)))
+        for name, value in {**vars(module), **module._buffers}.items():
+            is_number = name == "layer_idx" and path != ""
+            if name not in _MODULE_ATTRIBUTES and not is_number:
+                kind.append((path, name, _setting(value)))
+    return tuple(kind)
 
 
-def _setting(value: Any) -> Any:
-    """What can be compared of an attribute's value. Layers share a config or a function."""
+_MODULE_ATTRIBUTES = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized"}
+
+
+def _setting(value: Any, depth: int = 0) -> Any:
+    """What can be compared of an attribute's value. Any other object is equal to itself alone."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)  # NaN is not equal to itself
+    if isinstance(value, list | tuple | dict) and depth < 3 and len(value) < 100:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return (type(value), *((str(key), _setting(item, depth + 1)) for key, item in items))
     if isinstance(value, Tensor):
-        digest = ""
-        if not value.is_meta:
-            content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
-        return (value.dtype, value.shape, digest)
-    if isinstance(value, dict | list | tuple | set):
-        return repr(value)
-    is_plain = isinstance(value, bool | int | float | str | None)
-    return value if is_plain else type(value).__name__
+        return _tensor_setting(value)
+    return id(value)
+
+
+def _tensor_setting(value: Tensor) -> Any:
+    try:
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return (value.dtype, value.shape, hashlib.sha256(content.numpy().tobytes()).hexdigest())
+    except (RuntimeError, NotImplementedError, TypeError):  # on the meta device, sparse or nested
+        return id(value)
 
 
 def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:

@@ -112,9 +112,10 @@ class _Outputs(tuple):
 class DropoutMode(TorchFunctionMode):
     """Lets the observer see dropout that is no module."""
 
-    def __init__(self, observer: Observer):
+    def __init__(self, observer: Observer, training: bool = False):
         super().__init__()
         self.observer = observer
+        self.training = training
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -125,6 +126,10 @@ class DropoutMode(TorchFunctionMode):
         named = inspect.signature(func).bind(*args, **kwargs).arguments
         p = float(named.get("p", 0.5))
         x = named["input"].as_subclass(Tensor)
+        if p and bool(named.get("training", True)) != self.training:
+            when = "in training" if self.training else "in evaluation"
+            state = "no dropout" if self.training else "dropout"
+            raise ValueError(f"its own code has {state} {when}")
         return self.observer.drop_out(x, p) if p else x
 
 
@@ -156,7 +161,9 @@ def run_shadow(
     Raises:
         ValueError: the forward raises an error with stand-ins.
     """
-    with torch.enable_grad() if replaced is None else nullcontext(), on_cpu(replaced is None):
+    is_layer = replaced is None
+    with_gradients = torch.enable_grad() if is_layer else nullcontext()
+    with torch.inference_mode(False), with_gradients, on_cpu(is_layer):
         make = partial(
             make_shadow,
             module,
@@ -190,7 +197,7 @@ def _run_until_unpacked(
         observer.parameters = shadow._parameters
         _Output.unpacked = ""
         try:
-            with DropoutMode(observer):
+            with DropoutMode(observer, shadow.training):
                 output = forward(shadow, *(args or (observer.stream,)), **kwargs)
         except Exception as error:
             if isinstance(error, ChangedStreamError | SeveralStreamsError):
@@ -231,24 +238,38 @@ def make_shadow(
     those of modules that are opened.
     """
     shadow = _copy_without_modules(module, original_class(module))
-    shared = {"observer": observer, "lengths": lengths}
+    shared = {"observer": observer, "lengths": lengths, "training": training}
     _add_stand_ins(shadow, module, "", shared, replaced, opened)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(min(seed, 1))
     for copy in shadow.modules():
         if isinstance(copy, StandIn) or (replaced is not None and copy is not shadow):
             continue
         copy.training = training
         if replaced is None:
-            _randomise(copy, generator)
+            _randomise(copy, generator, seed)
     return shadow
 
 
-def _randomise(copy: nn.Module, generator: torch.Generator) -> None:
+def _randomise(copy: nn.Module, generator: torch.Generator, seed: int) -> None:
+    """Give a copy values of its own.
+
+    Of size 1 with seed 0, small and of both signs with seed 1, large and of opposite signs with 2.
+    """
     for tensors in (copy._parameters, copy._buffers):
         for name, tensor in tensors.items():
-            if tensor is not None and tensor.is_floating_point():
-                random = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
-                tensors[name] = (random + 0.5).requires_grad_()  # type: ignore[assignment]
+            if tensor is None:
+                continue
+            if not tensor.is_floating_point():
+                tensors[name] = tensor.clone()  # type: ignore[assignment]
+                continue
+            values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+            if seed > 0:
+                signs = torch.randint(2, tensor.shape, generator=generator) * 2 - 1
+                values *= signs * (0.01 if seed == 1 else -100)
+            tensors[name] = values.requires_grad_()  # type: ignore[assignment]
+    for name, value in vars(copy).items():
+        if isinstance(value, Tensor):
+            vars(copy)[name] = value.clone()
 
 
 def _add_stand_ins(
@@ -277,7 +298,7 @@ def _add_stand_ins(
                 if parameter is not None:
                     meta = torch.empty(parameter.shape, dtype=torch.float64, device="meta")
                     copy._parameters[key] = nn.Parameter(meta, requires_grad=False)
-            vars(copy).update(shared, path=path, training=False)
+            vars(copy).update(shared, path=path)
         shadow._modules[name] = copy
 
 
@@ -285,7 +306,7 @@ def _copy_without_modules(module: nn.Module, cls: Any) -> Any:
     copy = cls.__new__(cls)
     for key, value in vars(module).items():
         if key != "forward":  # accelerate's
-            vars(copy)[key] = value.copy() if isinstance(value, dict) else value
+            vars(copy)[key] = value.copy() if isinstance(value, dict | list | set) else value
     for key in ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         vars(copy)[key] = {}
     return copy

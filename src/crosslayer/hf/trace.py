@@ -6,9 +6,11 @@ factors, whatever the code looks like.
 """
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +19,11 @@ from .families import SAME_INPUT
 from .shadow import OtherOutput, SeveralStreamsError, run_shadow
 
 STREAM = 0
-_TOKENS = 2
+# Sequences and tokens of a trace, and the size of its values. What a layer does depends on neither
+# length nor size. OPT flattens its sequences, so there is one.
+SHAPES_AND_SIZES = (((1, 2), 1.0), ((1, 5), 1e3))
 _TOLERANCE = 1e-6
-# Vector -> its factor. Vector 0 is the layer's input, vector i + 1 what call i returned.
+# Vector -> its factor. Vector 0 is the layer's input, vector i + 1 what call i returned or made.
 Sum = dict[int, float]
 
 
@@ -57,9 +61,10 @@ class _Recorder:
     lengths: dict[str, int]
     parameters: dict[str, Tensor | None]
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, seed: int = 0):
         self.generator = torch.Generator().manual_seed(0)
         self.width = width
+        self.shape, self.size = SHAPES_AND_SIZES[min(seed, 1)]
         self.calls: list[Call] = []
         self.vectors: list[Tensor] = []  # zeros for an output times a single number
         self.single_products: dict[tuple[int, str], int] = {}  # vector and parameter -> vector
@@ -158,8 +163,8 @@ class _Recorder:
         return scaled
 
     def _next_vector(self) -> Tensor:
-        shape = (1, _TOKENS, self.width)
-        vector = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        shape = (*self.shape, self.width)
+        vector = self.size * torch.randn(shape, generator=self.generator, dtype=torch.float64)
         self.vectors.append(vector)
         return vector.clone()  # A forward may change it in place.
 
@@ -188,34 +193,66 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> T
             ):
                 raise
             paths.add(error.path)
-    if not _same_calls(trace, _trace_once(layer, width, paths, seed=1)):
-        raise ValueError(
-            "it scales outputs by numbers that it computes from its own parameters or buffers; a "
-            "parameter itself may scale them, of one number or of one a channel"
-        )
+    for seed in (1, 2):
+        _check_other_values(layer, width, paths, trace, seed)
     _check_training(layer, width, paths, trace)
     return trace
 
 
-def _check_training(layer: nn.Module, width: int, opened: Collection[str], trace: Trace) -> None:
-    """Raise a ValueError where a layer's own code does something else in training."""
-    before = torch.get_rng_state(), random.getstate()
+def _check_other_values(
+    layer: nn.Module, width: int, opened: Collection[str], trace: Trace, seed: int
+) -> None:
+    """Raise a ValueError where a layer does something else with other values of its own parameters
+    and buffers, or for longer sequences.
+    """
     try:
-        in_training = _trace_once(layer, width, opened, training=True)
+        is_same = _same_calls(trace, _trace_once(layer, width, opened, seed))
     except ValueError:
         is_same = False
-    else:
-        is_random = not torch.equal(torch.get_rng_state(), before[0])
-        is_random |= random.getstate() != before[1]
-        is_same = not is_random and _same_calls(trace, in_training)
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
+    if not is_same:
+        raise ValueError(
+            "what it does depends on its own parameters or buffers, or on the length of its input; "
+            "a parameter itself may multiply an output, of one number or of one a channel"
+        )
+
+
+def _check_training(layer: nn.Module, width: int, opened: Collection[str], trace: Trace) -> None:
+    """Raise a ValueError where a layer's own code does something else in training."""
+    with _restored_random_states(layer) as has_changed:
+        try:
+            in_training = _trace_once(layer, width, opened, training=True)
+            is_same = not has_changed() and _same_calls(trace, in_training)
+        except ValueError:
+            is_same = False
     if not is_same:
         raise ValueError(
             "in training its own code does something else than in evaluation; connections keep "
             "what its modules and torch.nn.functional.dropout do"
         )
+
+
+@contextmanager
+def _restored_random_states(layer: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Restore the states of all random numbers. Yields what tells whether one has changed."""
+    attributes = [value for module in layer.modules() for value in vars(module).values()]
+    generators = [value for value in attributes if isinstance(value, torch.Generator)]
+    generators.append(torch.default_generator)
+    states = [generator.get_state() for generator in generators]
+    of_python, of_numpy = random.getstate(), numpy.random.get_state(legacy=False)
+
+    def has_changed() -> bool:
+        pairs = zip(generators, states, strict=True)
+        is_same = all(torch.equal(generator.get_state(), state) for generator, state in pairs)
+        numpy_now = numpy.random.get_state(legacy=False)
+        return not is_same or random.getstate() != of_python or str(numpy_now) != str(of_numpy)
+
+    try:
+        yield has_changed
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
 
 
 def _same_calls(a: Trace, b: Trace) -> bool:
@@ -240,7 +277,7 @@ def _trace_once(
     """`trace_layer` with one set of values for the layer's own parameters and buffers."""
     recorder, output = run_shadow(
         layer,
-        lambda: _Recorder(width),
+        lambda: _Recorder(width, seed),
         opened=opened,
         seed=seed,
         training=training,

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric import Fabric
 
@@ -41,14 +41,14 @@ def make_loggers(names: Iterable[str], folder: Path, run_name: str) -> list[Any]
     return loggers
 
 
-def close_loggers(fabric: Fabric) -> None:
+def close_loggers(fabric: Fabric, status: Literal["success", "failed"]) -> None:
     """End the run of each of Fabric's loggers, so that the next run in this process has its own."""
     for logger in fabric.loggers:
-        logger.finalize("success")
+        logger.finalize(status)
         # W&B has one open run in a process, which its next logger would continue
         finish = getattr(getattr(logger, "experiment", None), "finish", None)
         if finish is not None:
-            finish()
+            finish(exit_code=int(status == "failed"))
 
 
 class MetricsLog:

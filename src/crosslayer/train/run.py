@@ -78,6 +78,8 @@ def train_arm(
         callbacks += [KeepModels(folder / MODELS_FOLDER, engine.keep_models), saving]
     try:
         trainer.fit(callbacks)
-    finally:
-        close_loggers(fabric)
+    except BaseException:
+        close_loggers(fabric, "failed")
+        raise
+    close_loggers(fabric, "success")
     return trainer
