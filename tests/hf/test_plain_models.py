@@ -284,3 +284,27 @@ def test_shared_and_compiled_layers_are_refused():
     model.layers = nn.ModuleList(torch.compile(layer) for layer in layers)
     with pytest.raises(ValueError, match="connect the model first, then compile it"):
         crosslayer.connect(model, "mudd")
+    model.layers = layers
+    layers[1].compile()
+    with pytest.raises(ValueError, match="connect the model first, then compile it"):
+        crosslayer.connect(model, "mudd")
+    layers[1]._compiled_call_impl = None
+    layers[1].attn.compile()  # never run here, so nothing is compiled
+    crosslayer.connect(model, "mudd")
+
+
+def test_connect_changes_nothing_of_a_layer_but_its_connection():
+    """Its code may count its runs, and draws random numbers of its own generator."""
+
+    def count(block: Any, y: Tensor) -> Tensor:
+        if block.training:
+            block.runs.add_(1)
+        block.log.append(1)
+        return y
+
+    model = FactorModel(count)
+    for layer in model.layers:
+        layer.register_buffer("runs", torch.tensor(0))
+        layer.log = []
+    crosslayer.connect(model, "hyper")
+    assert [(layer.runs.item(), layer.log) for layer in model.layers] == [(0, [])] * 4

@@ -305,7 +305,7 @@ def _add_stand_ins(
 def _copy_without_modules(module: nn.Module, cls: Any) -> Any:
     copy = cls.__new__(cls)
     for key, value in vars(module).items():
-        if key != "forward":  # accelerate's
+        if key not in ("forward", "_compiled_call_impl"):  # accelerate's, and compiled code
             vars(copy)[key] = value.copy() if isinstance(value, dict | list | set) else value
     for key in ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         vars(copy)[key] = {}
