@@ -14,6 +14,8 @@ from ..optim import has_numbered_layers
 from .families import LayerWiring, ModelWiring, list_layers
 from .layer_recognition import is_norm, recognise_layer
 
+# Of every module, whatever its code.
+_MODULE_ATTRIBUTES = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized"}
 SHARED_LAYERS = "its layers share their weights, and connections need separate layers"
 
 
@@ -116,9 +118,6 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
             if name not in _MODULE_ATTRIBUTES and not is_number:
                 kind.append((path, name, _setting(value)))
     return tuple(kind)
-
-
-_MODULE_ATTRIBUTES = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized"}
 
 
 def _setting(value: Any, depth: int = 0) -> Any:

@@ -251,9 +251,10 @@ def make_shadow(
 
 
 def _randomise(copy: nn.Module, generator: torch.Generator, seed: int) -> None:
-    """Give a copy values of its own.
+    """Replace a copy's parameters and buffers, so that nothing of the host's is changed.
 
-    Of size 1 with seed 0, small and of both signs with seed 1, large and of opposite signs with 2.
+    Floats become random: near 1 with seed 0, small with both signs with seed 1, large with the
+    opposite signs with seed 2.
     """
     for tensors in (copy._parameters, copy._buffers):
         for name, tensor in tensors.items():

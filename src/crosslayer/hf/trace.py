@@ -202,8 +202,8 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> T
 def _check_other_values(
     layer: nn.Module, width: int, opened: Collection[str], trace: Trace, seed: int
 ) -> None:
-    """Raise a ValueError where a layer does something else with other values of its own parameters
-    and buffers, or for longer sequences.
+    """Raise a ValueError where a layer's sums depend on its own parameters and buffers, or on the
+    length of the sequence.
     """
     try:
         is_same = _same_calls(trace, _trace_once(layer, width, opened, seed))
