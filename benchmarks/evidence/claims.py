@@ -46,9 +46,9 @@ class Claim:
     needs: str = ""
 
     @property
-    def study_names(self) -> set[str]:
-        """The studies whose losses it sums."""
-        return {_split_key(key)[0] for key in self.sum}
+    def arms(self) -> list[tuple[str, str]]:
+        """The study and the name of each arm whose loss it sums."""
+        return [_split_key(key) for key in self.sum]
 
 
 def read_claims(file: Path = CLAIMS) -> list[Claim]:

@@ -30,6 +30,7 @@ SPEEDS = ROOT / "benchmarks" / "results" / "arms.csv"
 BASELINE = "prenorm"
 FIRST_STUDY = "short"  # the one of all connections
 LONG_STUDY = "long"  # the same for four times the tokens
+SMALL_STUDY = "warm-small"  # most of these in a smaller model, with a longer warm-up
 UNSCALED = "unscaled-"  # before the name of a study: with Llama's own embeddings
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.

@@ -15,6 +15,7 @@ from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
     LONG_STUDY,
+    SMALL_STUDY,
     UNSCALED,
     Part,
     Plan,
@@ -145,7 +146,9 @@ def arms_tables(part: Part, studies: Mapping[str, Study]) -> str:
     extra = [name for name in study.arms if name not in names]
     finished = [name for name in [*names, *extra] if study.runs(name)]
     rows = [arm_cells(study, name) for name in finished]
-    tables = [markdown_table(columns, rows) for columns in (LOSS_COLUMNS, COST_COLUMNS)]
+    tables = [markdown_table(LOSS_COLUMNS, rows)]
+    if plan.same_speed:
+        tables.append(markdown_table(COST_COLUMNS, rows))
     notes = [*_arms_notes(study), f"```sh\n{plan.command}\n```"]
     missing = [name for name in names if name not in finished]
     if missing:
@@ -171,20 +174,26 @@ def _arms_notes(study: Study) -> list[str]:
 
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
-    """The claims with the paper's numbers and our verdicts, with embeddings × 50 and unscaled, and
-    the names of those that nothing was run for.
+    """The claims with the paper's numbers and our verdicts in each setting, and the names of those
+    that nothing was run for.
+
+    Args:
+        studies: that have results, by name.
     """
-    columns = ("claim", "source", "paper", "tested sum", "embeddings × 50", "unscaled embeddings")
-    # all that is planned, with what has been run
-    planned: dict[str, SeedLosses | None] = {**dict.fromkeys(read_plans()), **studies}
-    unscaled = {
-        name.removeprefix(UNSCALED): study
-        for name, study in planned.items()
-        if name.startswith(UNSCALED)
+    plans = read_plans()
+    known = plans.keys() | studies.keys()
+    # for each setting, the study that takes the place of each that claims name
+    settings = {
+        "embeddings × 50": {name: name for name in known},
+        "unscaled embeddings": {
+            name.removeprefix(UNSCALED): name for name in known if name.startswith(UNSCALED)
+        },
+        "smaller model, longer warm-up": {FIRST_STUDY: SMALL_STUDY},
     }
+    columns = ("claim", "source", "paper", "tested sum", *settings)
     rows, pending = [], []
     for claim in read_claims():
-        verdicts = (_claim_cell(claim, planned), _claim_cell(claim, unscaled))
+        verdicts = [_claim_cell(claim, names, plans, studies) for names in settings.values()]
         if NOT_RUN in verdicts and set(verdicts) <= {NOT_RUN, UNKNOWN}:
             pending.append(claim.claim)
             continue
@@ -197,17 +206,32 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     return f"{table}\n\nNot run yet: {'; '.join(pending)}." if pending else table
 
 
-def _claim_cell(claim: Claim, studies: Mapping[str, SeedLosses | None]) -> str:
-    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"; "–" without a sum, or a study that is planned.
+def _claim_cell(
+    claim: Claim,
+    names: Mapping[str, str],
+    plans: Mapping[str, Plan],
+    studies: Mapping[str, SeedLosses],
+) -> str:
+    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"; "–" where no study that is planned can tell.
 
     Args:
         claim: any.
-        studies: that are planned, by name; None for one that has not been run.
+        names: of the studies of one setting, by those that claims name.
+        plans: by the names of their studies.
+        studies: that have results, by name.
     """
-    if claim.needs or not claim.study_names <= studies.keys():
+    for study, arm in claim.arms:
+        if study not in names:
+            return UNKNOWN
+        plan = plans.get(names[study])
+        if plan and (
+            arm not in planned_arms(plan) or (claim.at == "equal time" and not plan.same_speed)
+        ):
+            return UNKNOWN
+    if claim.needs:
         return UNKNOWN
-    finished = {name: study for name, study in studies.items() if study is not None}
-    interval, verdict = judge_claim(claim, finished)
+    of_setting = {name: studies[real] for name, real in names.items() if real in studies}
+    interval, verdict = judge_claim(claim, of_setting)
     return verdict if interval is None else f"{verdict}: {format_interval(interval)}"
 
 
