@@ -20,8 +20,8 @@ from benchmarks.evidence.tables import (
 from crosslayer.files import write_text_atomic
 
 CAPTIONS = {
-    "curves": "Validation loss by tokens and by training time, mean over seeds",
-    "differences": "Difference to pre-norm by tokens and by training time, with 95 % intervals",
+    "curves": "Validation loss, mean over seeds",
+    "differences": "Difference to pre-norm on the way, with 95 % intervals",
     "intervals": "Difference of every arm to pre-norm at the end, with 95 % intervals",
     "rates": "Validation loss by learning rate and depth, means and ranges over seeds",
 }
