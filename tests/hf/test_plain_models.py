@@ -275,6 +275,15 @@ def test_layers_in_another_order_are_refused(order):
         crosslayer.connect(FactorModel(FACTORS["by depth"], run_layers), "mudd")
 
 
+@pytest.mark.parametrize("spec", ["mudd", "mgr"])
+def test_an_order_that_connect_did_not_see_is_refused_by_the_forward(spec):
+    model = crosslayer.connect(FactorModel(FACTORS["dropout"]), spec)
+    model(make_ids())
+    model.order = lambda layers: [layers[0], *layers[2:]]
+    with pytest.raises(ValueError, match="layer 2 runs in the place of layer 1"):
+        model(make_ids())
+
+
 def test_shared_and_compiled_layers_are_refused():
     model = FactorModel(FACTORS["dropout"])
     layers = model.layers

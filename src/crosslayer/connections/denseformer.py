@@ -175,8 +175,8 @@ def check_place(X: tuple[Tensor, ...], site: Site) -> None:
     """Raise a ValueError unless as many blocks are finished as there are layers before a site."""
     if len(X) != site.layer + 1:
         raise ValueError(
-            f"a connection made for layer {site.layer} runs after {len(X) - 1} layers: layers were "
-            "added, removed or moved; connect a model once its layers are final"
+            f"a connection of layer {site.layer} runs after {len(X) - 1} layers; connections run "
+            "in the order of their plan"
         )
 
 

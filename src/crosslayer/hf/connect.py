@@ -119,7 +119,8 @@ def _connect_backbone(
     if layer_drop:
         warnings.warn(
             f"in training this model skips layers at random (config.layerdrop is {layer_drop}), "
-            "and connections that read earlier layers need them all; load it with layerdrop=0",
+            "but a connection needs them all, and a step that skips one raises an error; load it "
+            "with layerdrop=0",
             stacklevel=3,
         )
     scale_output_weights(backbone, wiring)

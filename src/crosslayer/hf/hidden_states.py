@@ -19,6 +19,7 @@ class HiddenState(NamedTuple):
 
     state: Any
     dtype_like: Tensor  # [0], of the embedding's dtype, which the streams need not have
+    next_layer: int  # the number of the layer that may run next
 
     @property
     def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
@@ -31,6 +32,22 @@ class HiddenState(NamedTuple):
         if not isinstance(index, int):  # A host takes a part of the stream.
             raise StreamUseError("parts")
         return tuple.__getitem__(self, index)
+
+
+def check_order(hidden: HiddenState | Tensor, number: int) -> None:
+    """Raise a ValueError where the host runs a layer in another order.
+
+    Args:
+        hidden: what the layer gets; a Tensor is an embedding.
+        number: of the layer.
+    """
+    expected = hidden.next_layer if isinstance(hidden, HiddenState) else 0
+    if number != expected:
+        raise ValueError(
+            f"layer {number} runs in the place of layer {expected}, and a connection needs each "
+            "layer in order: connect a model once its layers are final; if it skips layers at "
+            "random in training, set layerdrop=0"
+        )
 
 
 class StreamUseError(AttributeError):
@@ -57,10 +74,10 @@ class HiddenStateRecorder:
         self.last: HiddenState | Tensor  # what the last layer returns
 
 
-def read_hidden_state(layer: "ConnectedLayer", hidden: HiddenState) -> Tensor:
-    """The hidden state before a layer: normed between post-norm layers."""
+def read_hidden_state(layer: "ConnectedLayer", state: Any, dtype: torch.dtype) -> Tensor:
+    """The hidden state before a layer, in the host's dtype: normed between post-norm layers."""
     connection = layer.connections[0]
-    x = connection(hidden.state, "hidden_state").to(hidden.dtype)
+    x = connection(state, "hidden_state").to(dtype)
     return connection.norms[0](x) if layer.wiring.last_norm else x
 
 
@@ -90,7 +107,8 @@ def replace_recorded(backbone: Any, outputs: Any, recorder: HiddenStateRecorder)
 
 def _read_from_states(backbone: Any, recorded: tuple[Any, ...]) -> tuple[Any, ...]:
     """The hidden states, where the host has recorded whole states before and after its layers."""
-    readers = [partial(read_hidden_state, layer) for layer in backbone.wiring.find_layers(backbone)]
+    layers = backbone.wiring.find_layers(backbone)
+    readers: list[Any] = [partial(_read_before, layer) for layer in layers]
     if backbone.wiring.final is not None:
         final = backbone.get_submodule(backbone.wiring.final)
         readers.append(partial(final, verb="hidden_state"))
@@ -101,6 +119,10 @@ def _read_from_states(backbone: Any, recorded: tuple[Any, ...]) -> tuple[Any, ..
         if isinstance(hidden, HiddenState):
             hidden_states[i] = reader(hidden)
     return tuple(hidden_states)
+
+
+def _read_before(layer: "ConnectedLayer", hidden: HiddenState) -> Tensor:
+    return read_hidden_state(layer, hidden.state, hidden.dtype)
 
 
 def _take_from_recorder(

@@ -25,7 +25,7 @@ from .families import (
     Modulation,
     Sublayer,
 )
-from .hidden_states import HiddenState, read_hidden_state
+from .hidden_states import HiddenState, check_order, read_hidden_state
 from .host_norms import FinalNormReference, ModuleReference, find_module
 from .qkv import QKVInputs
 
@@ -63,8 +63,13 @@ class ConnectedLayer:
                 "gradient checkpointing of layers cannot be combined with the recomputation "
                 'of states (recompute="streams" or "inversion"); choose one'
             )
+        number = self.connections[0].site.layer
+        check_order(hidden_states, number)
+        is_first = isinstance(hidden_states, Tensor)
         # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
-        leaves, spec = tree_flatten(hidden_states)
+        # Without the number of the layer, so that layers compiled one by one share their code.
+        stream = hidden_states if is_first else (hidden_states.state, hidden_states.dtype_like)
+        leaves, spec = tree_flatten(stream)
         if len(args) > len(self.argument_names):
             raise TypeError(
                 f"{type(self).__name__} takes {len(self.argument_names)} arguments after "
@@ -72,10 +77,13 @@ class ConnectedLayer:
             )
         kwargs = join_arguments(self.argument_names, args, kwargs)
         recorder = kwargs.pop("hidden_state_recorder", None)
-        kwargs["records"] = recorder is not None and isinstance(hidden_states, HiddenState)
+        kwargs["records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
         *leaves, before, tree = call_host(*leaves, tree=OpaqueTree(spec), **kwargs)
         hidden = tree_unflatten(leaves, tree.spec)
+        if not isinstance(hidden, Tensor):
+            state, dtype_like = hidden
+            hidden = HiddenState(state, dtype_like, number + 1)
         if recorder is not None:
             recorder.layers += 1
             recorder.hidden_states += [] if before is None else [before]
@@ -88,19 +96,20 @@ class ConnectedLayer:
         """The tensors of the next state, the hidden state before this layer if `records`, and the
         structure of the next state.
         """
-        hidden = tree_unflatten(leaves, tree.spec)
-        before = read_hidden_state(self, hidden) if records else None
+        stream = tree_unflatten(leaves, tree.spec)
+        if isinstance(stream, Tensor):  # The first layer gets the embedding.
+            stream = (self.connections[0].init(stream), stream.new_empty(0))
+        state, dtype_like = stream
+        dtype = dtype_like.dtype
+        before = read_hidden_state(self, state, dtype) if records else None
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
                 self,  # type: ignore[arg-type]
-                hidden.dtype,
+                dtype,
                 kwargs,
             )
             modulations = {"attn": attn_modulation, "mlp": mlp_modulation}
-        if isinstance(hidden, Tensor):  # The first layer gets the embedding.
-            hidden = HiddenState(self.connections[0].init(hidden), hidden.new_empty(0))
-        state = hidden.state
         returned: dict[str, Any] = {}  # by each sub-layer's module
         for connection, sublayers in zip(self.connections, self.wiring.sites, strict=False):
             inputs, state = connection(state)
@@ -113,10 +122,10 @@ class ConnectedLayer:
                     )
                     outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
-        hidden = hidden._replace(state=state)
+        after: Any = (state, dtype_like)
         if self.connections[-1].is_readout:
-            hidden = self.connections[-1].readout(state).to(hidden.dtype)
-        tensors, spec = tree_flatten(hidden)
+            after = self.connections[-1].readout(state).to(dtype)
+        tensors, spec = tree_flatten(after)
         return (*tensors, before, OpaqueTree(spec, tuple(self._select_extras(returned))))
 
     def _select_extras(self, returned: dict[str, Any]) -> Iterator[Any]:

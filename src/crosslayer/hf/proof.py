@@ -210,8 +210,8 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
     """Raise a ValueError where the backbone uses the stream between its layers.
 
     A backbone that does not run on two token ids, one image or hidden states alone is not checked
-    here. What it does to the stream then raises an error in its first forward; another order of its
-    layers does so with some connections only.
+    here. What it does to the stream, and another order of its layers, then raises an error in its
+    first forward.
     """
     device = next(backbone.parameters()).device
     devices = [device] if device.type == "cuda" else []
