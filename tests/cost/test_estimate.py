@@ -50,7 +50,7 @@ def test_mudd_table_1(layers, dim, parameters, flops):
     assert 100 * eta / (3 + T / dim / 4) == pytest.approx(flops, abs=0.02)
 
     cost = estimate_cost("mudd", make_config(layers=layers, dim=dim, heads=dim // 128), 1, T)
-    # columns of a block's projection; the last block has one way, which the paper leaves out
+    # columns of a block's projection; the last block has one way, where the paper counts four
     K = [4 * (l + 1) for l in range(1, layers)] + [layers + 1]
     weights = 0
     for site in make_sites("mudd", layers, dim):

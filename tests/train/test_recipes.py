@@ -85,14 +85,21 @@ def test_every_arm_has_the_papers_parameters(file):
 
 
 def test_the_larger_models_have_the_published_parameters():
-    """Pythia's counts (Biderman et al., 2023), and MUDD's shares in the paper's Table 1."""
+    """Pythia's counts (Biderman et al., 2023), and MUDD's, whose shares in Table 1 are η/6."""
     pythia = FOLDER / "mudd_table3_larger.yaml"
     counts = [count_parameters(on_meta(pythia, "full", number))[0] for number in range(2)]
     assert counts == [6857302016, 11846072320]
+    mudd = FOLDER / "mudd_table4.yaml"
     for number, width, share in ((1, 2048, 0.22), (3, 2560, 0.23), (5, 4096, 0.14)):
-        total, own = count_parameters(on_meta(FOLDER / "mudd_table4.yaml", "full", number))
-        layers = total - own - 2 * 50304 * width  # the table leaves embedding and head out
-        assert 100 * own / layers == pytest.approx(share, abs=0.006)
+        layers = opened(mudd).settings(opened(mudd).arms[number]).model.layers
+        assert 100 * (layers + 3) / width / 6 == pytest.approx(share, abs=0.005)
+        # Appendix B, but for the ways that nothing reads after the last block
+        columns = [4 * (l + 1) for l in range(1, layers)] + [layers + 1]
+        widths = [4 * (l + 1) for l in range(1, layers + 1)]
+        generators = sum(width * K + K * c + c for K, c in zip(widths, columns, strict=True))
+        norms_of_k_and_v = 2 * width * (layers - 1)
+        _, own = count_parameters(on_meta(mudd, "full", number))
+        assert own == generators + norms_of_k_and_v
 
 
 def structure(model: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Attention residuals: every sub-layer attends over the outputs before it.
 
-Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 2-5.
+Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 1-6.
 
     input_k = Σ_i p_i v_i,   p = softmax_i ⟨w_k, RMSNorm(v_i; g_k)⟩
             y_0 the embedding, y_k the output of sub-layer k
@@ -8,11 +8,11 @@ Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 2-5.
     block:  v = [y_0, sums of the completed blocks …, the current block's sum so far if it has one]
 
 The values are raw, there is no 1/√D, and the readout has its own query. The first sub-layer
-has one source and so no parameters. w = 0 and g = 1 at initialisation: the uniform average is the
-plain residual stream divided by the number of sources. The norms remove this factor up to their
-eps, which is visible where embeddings are tiny.
-State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D a token
-for full attention, (3k + 4)D backward; 2D more where y joins the current block's sum.
+has one source and so no parameters. w [D] is 0 and g [D] is 1 at initialisation: the uniform
+average is the plain residual stream divided by the number of sources. The norms remove this factor
+up to their eps, which is visible where embeddings are tiny.
+State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D elements a
+token for full attention, (3k + 4)D backward; 2D more where y joins the current block's sum.
 
 The paper reads the completed blocks once for all queries of a block. For this the first site of a
 block would need the queries of the later ones, but a site has only its own parameters.
@@ -39,7 +39,7 @@ class Values(NamedTuple):
 class AttnRes(FusedNormConnection[Values]):
     """Attention residuals: every sub-layer attends over the outputs before it.
 
-    Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 2-5.
+    Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 1-6.
 
     Args:
         block_size: the number of sub-layers in a block, whose outputs are summed to one source.

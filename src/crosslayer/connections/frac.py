@@ -5,13 +5,14 @@ Paper: Frac-Connections (Zhu et al., 2025), arXiv 2503.14125, Algorithms 2 and 3
     H = reshape(h, (m, D/m))
     alpha = tanh(LayerNorm(H) W_a) s_a + static_alpha     [B T m 2m]     static_alpha = [I | I]
     beta  = tanh(LayerNorm(H) w_b) s_b + static_beta      [B T m]        static_beta = 1
+            W_a [D/m, 2m], w_b [D/m]
     mixed = alphaᵀ H;   input = concat(mixed_{1..m})
     H ← beta · reshape(F(Norm(input))) + mixed_{m+1..2m}
 
 The stream is as wide as that of a plain residual. W_a = w_b = 0 at initialisation: exactly the
 plain residual.
 State: one stream in m fractions, and beta of the pending write. Parameters a sub-layer: 2m² + m,
-and when dynamic (D/m)(2m + 3) + 2 more. Traffic: 4D a token and site.
+and when dynamic (D/m)(2m + 3) + 2 more. Traffic: 4D elements a token and site.
 """
 
 import torch

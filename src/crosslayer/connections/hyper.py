@@ -6,6 +6,7 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, equations 10-14 a
     alpha = s_a · tanh(N(H) W_a) + static_alpha   [B T n n+1]   static_alpha = [e_{(k−1) mod n} | I]
     beta  = s_b · tanh(N(H) w_b) + static_beta    [B T n]       static_beta = 1
     mixed = alphaᵀ H                              [B T n+1 D]   row 0 is the input
+            W_a [D, n+1] = [W_m | W_r], w_b [D] = W_β, alpha = [A_m | A_r], beta = B in the paper
     H ← beta ⊗ F_k(Norm(mixed_0)) + mixed_{1..n}
     readout: the sum of the streams, then the final norm
 
@@ -14,7 +15,7 @@ dynamic part depends on stream s alone. W_a = w_b = 0 and s_a = s_b = 0.01 at
 initialisation: the streams are equal copies of the plain residual, and the readout is n times it,
 a factor that the final norm removes up to its eps.
 State: n streams, and beta of the pending write. Parameters a sub-layer: n(n+2), and when dynamic
-D(n+2) + |N| + 2 more. Traffic: at least (2n + 2)D a token and site.
+D(n+2) + |N| + 2 more. Traffic: at least (2n + 2)D elements a token and site.
 """
 
 import math
@@ -70,10 +71,10 @@ class Hyper(FusedNormConnection[Streams]):
             listing, "rmsnorm", or "unweighted" LayerNorm as in OLMo.
         beta: initial value of static_beta.
         matrix: initial values of the static part as the paper writes it, [[0, B], [A_m, A_r]]
-            (Eq. 17-19, 54): one matrix for all sub-layers, or a list of which the sub-layers take
-            one each, in turn.
+            (Eq. 17-19, 42, 54, 55): one matrix for all sub-layers, or a list of which the
+            sub-layers take one each, in turn.
         frozen: "B", "WC" or "B WC": the depth connections B or the width connections WC keep their
-            initial values (Table 4).
+            initial values (Table 3).
         output_scale: for training from scratch: `connect` multiplies the initial weights of the
             sub-layers' output projections, so that the sum of the streams, n times a plain
             residual, starts with the standard deviation of the original model. "1/n" keeps it,

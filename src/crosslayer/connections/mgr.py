@@ -1,6 +1,6 @@
 """Multi-gate residuals: n streams gated towards each output and pooled for the next input.
 
-Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-6, 14, 16, Listing 1.
+Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-5, 14, 16, Listing 1.
 
     streams start as [y_0], and input_1 = y_0
     k = 1 .. n−1:  append y_k as a stream          k = n .. S:  s_i ← s_i + β_i (y_k − s_i)
@@ -9,13 +9,13 @@ Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-6, 14,
     independent:   β = σ(q + b_k),                 b_k [n]
     input_{k+1} = Σ_i softmax_i((RMS(s_i)·w2_k)/√D) s_i,   and the readout is input_{S+1}
 
-As in Listing 1, RMS has no weight, its eps is 1e-6, and w1 = w2 = 0 at initialisation. Eq. 14 gives
-b from the number L = S − (n−1) of gated sub-layers:  b = ln(√(L/21) (e³ + 1) − n).
+As in Listing 1, RMS has no weight, its eps is 1e-6, and w1, w2 [D] are 0 at initialisation. Eq. 14
+gives b from the number L = S − (n−1) of gated sub-layers:  b = ln(√(L/21) (e³ + 1) − n).
 The gate of write k depends on the streams before it, so the read of sub-layer k computes it and
 the state has it until the write. Every stream is a convex combination of outputs: the method
 neither starts as pre-norm nor can represent it, so a pretrained model must be trained anew.
 State: n streams, and β of the pending write. Parameters: D a sub-layer, and D + n + 1 (or n) more
-where gated. Traffic: (2n + 2)D a token and site.
+where gated. Traffic: (2n + 2)D elements a token and site.
 """
 
 import math
@@ -57,7 +57,7 @@ class InversionContext(NamedTuple):
 class MGR(FusedNormConnection[Gated]):
     """Multi-gate residuals: n streams gated towards each output and pooled for the next input.
 
-    Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, equations 1-6, 14 and 16.
+    Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, equations 1-5, 14 and 16.
 
     Args:
         streams: n, the number of streams.

@@ -3,7 +3,8 @@
 Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.24880, equations 7-9.
 
     v = vec(H) [nD];   z = (v·fnᵀ)·rsqrt(mean(v²) + norm_eps)·scale + base
-                       fn [n²+2n, nD], its rows in the order pre | post | res
+                       fn [n²+2n, nD], its rows in the order pre | post | res;
+                       base [n²+2n], scale [3], one for each of the three
     pre = σ(z_pre) + eps;   post = 2σ(z_post);   R = Sinkhorn(z_res), R[src, dst]
     input = Σ_s pre_s H_s;   H_dst ← post_dst · y + Σ_src R[src, dst] H_src
     entry: the embedding repeated n times
@@ -12,11 +13,11 @@ Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.248
 Public implementations differ in the orientation of z_res, the order of Sinkhorn's normalisations,
 the readout and the eps. A model run with the wrong ones still gives fluent text, so each is an
 option. At initialisation it is pre-norm up to eps: fn = 0, scale 0.01, post 1; base is 0 on the
-diagonal of z_res and −8 off it, and for pre it is 1 at the stream k mod n of sub-layer k and −1 at
-the others. fn, base and scale stay float32.
+diagonal of z_res and −8 off it, and for pre it is 1 at the stream k mod n of sub-layer k, counted
+from 0, and −1 at the others. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
 Parameters: (n²+2n)(nD + 1) + 3 a sub-layer, and n(nD + 1) + 1 for the head, which the readout has.
-Traffic: at least (2n + 2)D a token and site.
+Traffic: at least (2n + 2)D elements a token and site.
 """
 
 import math
@@ -77,7 +78,7 @@ class MHC(FusedNormConnection[Manifold]):
             (DeepSeek-V4.1).
         eps: eps of pre and of Sinkhorn. With 0 Sinkhorn is computed with logarithms in torch,
             because sums can underflow.
-        norm_eps: eps of the norm of v; 1e-5 in GLM and Hy4.
+        norm_eps: eps of the norm of v; 1e-5 in GLM and Hy4, 1e-20 in the paper's Appendix A.1.
         magnitude: post = magnitude · σ(z_post) + post_eps. 2 in the paper.
         post_eps: see `magnitude`; 1e-6 in Hy4.
     """

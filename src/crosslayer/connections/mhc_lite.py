@@ -4,6 +4,7 @@ exactly doubly stochastic.
 Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
 
     v = vec(H)/‖vec(H)‖ · √(nD) · (1 + gamma) [nD];   z = v W_alpha [n + n!],  z_post = v W_beta [n]
+                       W_alpha [nD, n + n!], W_beta [nD, n]
     pre = σ(s_pre z_pre + b_pre);   post = 2σ(s_post z_post + b_post)
     R = Σ_r softmax(s_res z_res + b_res)_r P_r
         P_r the n! permutations in lexicographic order, the identity first
@@ -13,7 +14,7 @@ Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
 At initialisation W = 0, b_res is 0 for the identity and −8 for the others, and pre is as in mHC. It
 starts as pre-norm, because R is a doubly stochastic mixture of equal streams.
 State: n streams, and post of the pending write. Parameters a sub-layer:
-nD(2n + n! + 1) + 2n + n! + 3. Traffic: at least (2n + 2)D a token and site.
+nD(2n + n! + 1) + 2n + n! + 3. Traffic: at least (2n + 2)D elements a token and site.
 """
 
 import math

@@ -7,7 +7,7 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
     the depth aggregation after block l, with C ways (q, k, v, r) and K = C(l+1):
     A   = GELU(RMSNorm(X_l) W1) W2 + a   [B T C l+1]                             (Eq. 6)
           W1 [D, K], W2 [K, C(l+1)], a [C, l+1]
-    S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j        c = q, k, v, r                          (Eq. 5, 8)
+    S_c = Σ_{j ≤ l} A_{c,j} ⊙ X_j        c = q, k, v, r; the paper's X̄_l^c      (Eq. 5, 8)
     block l + 1:  h = S_r + MHA(n_q(S_q), n_k(S_k), n_v(S_v));   X_{l+1} = h + FFN(n(h))   (Eq. 7)
     parallel:     X_{l+1} = S_r + MHA(…) + FFN(n(S_r))
     readout:      S_r after the last block; the readout has no other way
@@ -22,7 +22,7 @@ it has one where PrePostDANorm norms the sources. At initialisation W1 ~ N(0, 1/
 one-hot on X_l, so that training starts exactly as the plain Transformer; with PrePostDANorm a = 0
 and n_post's weight is 1e-3. Where q, k and v are mixed apart, each has a norm.
 State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
-Traffic: (l + 7)D a token after block l; (3l + 7)D backward.
+Traffic: (l + 7)D elements a token after block l; (3l + 7)D backward.
 """
 
 from typing import Literal, NamedTuple
@@ -101,16 +101,16 @@ class Mudd(FusedNormConnection[History]):
         dilation: only every `dilation`-th block is mixed, as in DenseFormer.
         period: only every `period`-th block is followed by an aggregation, or "last" for the last
             block alone, as in DenseFormer.
-        window: only the last `window` blocks and the embedding are mixed (SW-n, section 4); None
+        window: only the last `window` blocks and the embedding are mixed (SW-n, section 3.6); None
             for all blocks.
-        normed: PrePostDANorm (Eq. 10), for models in which plain MUDD diverges: 24 layers and more
-            with a large learning rate. True norms the mixture of r alone, as the authors' JAX
-            trainer does; "every way" norms each mixture, each with another weight, as the text
+        normed: PrePostDANorm (Eq. 10), which the paper uses for models of a large depth/width
+            ratio; plain MUDD can diverge there. True norms the mixture of r alone, as the authors'
+            JAX trainer does; "every way" norms each mixture, each with another weight, as the text
             does. "pre" and "post" are the trainer's two switches alone: S_c = m_c of normed
             sources, or X_l added to mixtures of raw sources. These two do not start as pre-norm.
         round64: rounds K up to (K//64 + 1)·64, as the released checkpoints do.
-        expand_last: four times K after the last block, as the released checkpoints have it.
-            `round64` is applied after it.
+        expand_last: four times K after the last block, as in the paper's Appendix B, where it has
+            four ways too, and in the released checkpoints. `round64` is applied after it.
         gelu: the generator's GELU: "erf" as in the released checkpoints, or its "tanh"
             approximation as in the authors' JAX trainer.
         eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
