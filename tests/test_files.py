@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -64,10 +65,21 @@ def test_json_of_the_expected_kind(tmp_path):
 
 def test_all_files_of_a_folder_are_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
     flushed = []
-    monkeypatch.setattr("crosslayer.files.fsync_path", lambda path: flushed.append(path.name))
+
+    def flush(path: Path) -> None:
+        flushed.append(path.name)
+        # which may take long, so another process must not begin now
+        message = r"in use by process|not empty"
+        with pytest.raises(ValueError, match=message), new_folder(tmp_path / "out"):
+            pass
+
+    monkeypatch.setattr("crosslayer.files.fsync_path", flush)
     with new_folder(tmp_path / "out") as work:
         (work / "weights").mkdir()
         (work / "weights" / "a").write_text("a")
         assert not (tmp_path / "out").exists()
-    assert sorted(flushed[:2]) == ["a", "weights"] and flushed[2:] == ["out.part", tmp_path.name]
+    assert sorted(flushed[:3]) == [".lock", "a", "weights"]
+    assert flushed[3:] == ["out.part", tmp_path.name]
     assert (tmp_path / "out" / "weights" / "a").read_text() == "a"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["weights"]

@@ -53,10 +53,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
             _check_empty(folder)  # another process may have held the lock until now
             _remove_content(work)  # left by a process that was killed
             yield work
-            (work / LOCK_FILE).unlink()  # it holds until the end
             atomic_replace(work, folder)
-        finally:
+        except BaseException:
             shutil.rmtree(work, ignore_errors=True)
+            raise
+        (folder / LOCK_FILE).unlink()
 
 
 def _check_empty(folder: Path) -> None:

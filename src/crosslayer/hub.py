@@ -1,10 +1,12 @@
 """Models, tokenizers and data by the name that users give: a local folder, or a name on the Hub."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .run_folders import CHECKPOINT_INDEX, CONFIG_FILE, MODEL_FOLDER
+from .validation import error_in_one_line
 
 NO_NETWORK = (
     "not in the local cache, and the Hugging Face Hub cannot be reached (no network, or "
@@ -31,10 +33,39 @@ def check_model_source(source: str | Path, expected: str = "folder", **place: An
         _check_no_training_run(path)
     elif path.exists():
         return
-    elif not _can_be_hub_name(str(source)):
+    elif not can_be_hub_name(str(source)):
         raise ValueError(f"{source}: no such {expected}")
     elif not _is_reachable(str(source), place):
         raise ValueError(f"{source}: no such {expected}; {NO_NETWORK}")
+
+
+def download_files(
+    name: str, patterns: Sequence[str], expected: str = "folder", **options: Any
+) -> Path:
+    """The folder of a repository's files on the Hub, from the local cache if they are there.
+
+    Args:
+        name: of the repository.
+        patterns: of the files.
+        expected: what may be at a local path instead, for the message.
+        options: of `snapshot_download`.
+
+    Raises:
+        ValueError: it cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
+    except LocalEntryNotFoundError:
+        raise ValueError(f"{name}: no such {expected}; {NO_NETWORK}") from None
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise ValueError(
+            f"{name}: no such {expected}, and no such name on the Hub ({type(error).__name__})"
+        ) from None
+    except Exception as error:  # a broken connection, a full disk
+        raise ValueError(f"{name}: cannot be downloaded ({error_in_one_line(error)})") from None
 
 
 def _check_no_training_run(folder: Path) -> None:
@@ -47,7 +78,7 @@ def _check_no_training_run(folder: Path) -> None:
         raise ValueError(f"{folder} holds a training run, which writes {model} when it has ended")
 
 
-def _can_be_hub_name(source: str) -> bool:
+def can_be_hub_name(source: str) -> bool:
     """Whether a path where there is nothing may be a name like openai-community/gpt2."""
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
         return False

@@ -164,6 +164,23 @@ def test_the_planted_multiplier_is_found(scaling):
     assert len(drawn["losses"]) == 1
     lines = dict(TRAINING_VIEWS[7].draw_panels(TrainingRuns(groups)))["gaps"].keywords["lines"]
     assert lines[0].y[0] == pytest.approx(mudd.law.predict(4e8) - plain.law.predict(4e8))
+    assert [one.is_main for one in (plain, mudd)] == [True, False]
+
+
+def test_gaps_are_those_to_pre_norm_where_its_loss_does_not_fall(tmp_path):
+    folders = []
+    for size in (4e8, 8e8):
+
+        def flat(step, size=size):
+            return falling_loss(step) + size / 1e9
+
+        arms = {
+            "mudd": {"connection": "mudd", "parameters": size},
+            "prenorm": {"connection": "prenorm", "loss_of": flat, "parameters": size},
+        }
+        folders.append(write_comparison(tmp_path / f"{size:g}", arms, dim=int(size / 1e5)))
+    panels = dict(TRAINING_VIEWS[7].draw_panels(TrainingRuns(read_groups(*folders))))
+    assert panels["gaps"].keywords["names"][1].endswith("minus that of prenorm (nats)")
 
 
 def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):

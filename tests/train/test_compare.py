@@ -523,6 +523,21 @@ def test_arms_that_differ_in_options(text_file, tmp_path):
         assert text in notes, text
 
 
+def test_the_options_of_an_arm_are_those_that_it_is_trained_with(tiny, tmp_path):
+    """A small scale has fewer layers than the recipe, and an override holds for every arm."""
+    deeper = {"name": "deeper", "connection": "prenorm", "layers": 24, "dim": 64}
+    rows = [Arm.from_row("prenorm"), Arm.from_row(deeper)]
+    full = Recipe(rows, {**tiny, "layers": 12})
+    small = Recipe(rows, {**tiny, "layers": 12}, "tiny")
+    wider = Recipe(rows, {**tiny, "layers": 12}, overrides={"dim": 32})
+    for number, each in enumerate((full, small, wider)):
+        results = prepare_comparison(each, 1, tmp_path / str(number)).results
+        used = each.settings(each.arms[1]).model
+        options = results.arms["deeper"]["options"]
+        assert (options["layers"], options["dim"]) == (used.layers, used.dim)
+    assert small.settings(rows[1]).model.layers < 24
+
+
 def test_many_arms_can_be_told_apart_in_the_figures(tiny, tmp_path):
     arms = [{"name": f"arm {number}", "connection": "prenorm"} for number in range(14)]
     comparison = prepare_comparison(recipe(tiny, *arms), 1, tmp_path / "out")

@@ -819,5 +819,8 @@ def test_a_signal_between_two_runs_stops_the_second():
     assert whole.received == signal.SIGINT
     with StopSignals() as later:
         assert not later.ask_to_stop
+        with StopSignals():  # the last evaluation of a run does not ask for signals
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert later.received == signal.SIGTERM
     with whole:  # as a trainer whose `fit` is called again
         assert not whole.ask_to_stop

@@ -111,6 +111,8 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
         counts = _open_counts(description["sets"])
         streams = _open_streams(folder, tokenizer, counts, description["digests"])
         return PreparedCorpus(str(description["source"]), tokenizer, streams, counts)
+    except (MemoryError, PermissionError):
+        raise
     except Exception as error:  # of JSON, of `datasets`, and of Arrow beneath it
         reason = error_in_one_line(error)
         raise ValueError(f"{folder}: damaged, prepare it again ({reason})") from None

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..files import read_json
-from ..hub import NO_NETWORK
-from ..validation import did_you_mean, error_in_one_line
+from ..hub import can_be_hub_name, download_files
+from ..validation import did_you_mean
 
 BYTES = "bytes"  # the name of the tokenizer whose token i is byte i
 TOKENIZER_FILE = "tokenizer.json"
@@ -160,27 +160,20 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tok
         return _read_tokenizer(name, path)
     if path.is_dir() and name:
         return _read_tokenizer(name, path / TOKENIZER_FILE)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return _read_tokenizer(name, _download_tokenizer(name))
+    suggestion = did_you_mean(name, ["bytes", "bpe:4096"])
+    reason = ""
+    if can_be_hub_name(name) and not suggestion:
+        try:
+            folder = download_files(name, [TOKENIZER_FILE, TOKENIZER_CONFIG_FILE])
+            return _read_tokenizer(name, folder / TOKENIZER_FILE)
+        except ValueError as error:
+            if "/" in name:
+                raise
+            reason = f" ({error})"  # a mistyped word, or an old name like gpt2
     raise ValueError(
-        f"unknown tokenizer {name!r}{did_you_mean(name, ['bytes', 'bpe:4096'])}; expected bytes, "
-        f"bpe:SIZE, a path to a {TOKENIZER_FILE}, or a name on the Hub like openai-community/gpt2"
+        f"unknown tokenizer {name!r}{suggestion}; expected bytes, bpe:SIZE, a path to a "
+        f"{TOKENIZER_FILE}, or a name on the Hub like openai-community/gpt2{reason}"
     )
-
-
-def _download_tokenizer(name: str) -> Path:
-    """The tokenizer.json of a repository on the Hub, from the local cache if it is there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = snapshot_download(name, allow_patterns=[TOKENIZER_FILE, TOKENIZER_CONFIG_FILE])
-    except LocalEntryNotFoundError:
-        raise ValueError(f"{name}: no such folder; {NO_NETWORK}") from None
-    except Exception as error:  # no such repository, no access, a broken connection
-        reason = error_in_one_line(error)
-        raise ValueError(f"{name}: no such folder, nor a tokenizer of the Hub ({reason})") from None
-    return Path(folder) / TOKENIZER_FILE
 
 
 def _train_bpe(name: str, size: int, texts: Iterable[str]) -> Tokenizer:

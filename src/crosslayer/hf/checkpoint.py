@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..connection import Connection
 from ..files import read_json
-from ..hub import NO_NETWORK, check_model_source
+from ..hub import check_model_source, download_files
 from ..run_folders import CONFIG_FILE
 from ..validation import did_you_mean, error_in_one_line
 from .config import check_sizes
@@ -194,18 +194,8 @@ def find_folder(
         return folder
     check_model_source(path, expected, subfolder=subfolder, **download)
 
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     patterns = [Path(subfolder, file).as_posix() for file in (CONFIG_FILE, *files)]
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns, **download), subfolder)
-    except LocalEntryNotFoundError:
-        raise ValueError(f"{path}: no such {expected}; {NO_NETWORK}") from None
-    except (HFValidationError, HfHubHTTPError) as error:
-        raise ValueError(
-            f"{path}: no such {expected}, and no such name on the Hub ({type(error).__name__})"
-        ) from None
+    return download_files(str(path), patterns, expected, **download) / subfolder
 
 
 def _one_line(error: Exception) -> str:

@@ -15,8 +15,9 @@ from .moments import RunningMoments, TokenSample
 from .observation import SiteVisit
 
 GATE_BINS = 100
-# Quantiles and histograms are of at most this many tokens, all other numbers of all tokens.
+# Quantiles and histograms are of at most this many tokens and values, all other numbers of all.
 SAMPLED_TOKENS = 16_384
+SAMPLED_VALUES = 2**20
 SMALL_GATE = 0.1  # the paper's "majority falling below 0.1"
 
 
@@ -69,14 +70,14 @@ def share_bins(gates: Sequence[GateStatistics]) -> list[GateStatistics]:
 
 
 class _GateRecord:
-    def __init__(self, name: str, writer: str):
+    def __init__(self, name: str, writer: str, channels: int):
         self.name = name
         self.writer = writer
         self.moments = RunningMoments()
         self.small = RunningMoments()
         self.minimum = float("inf")
         self.maximum = -float("inf")
-        self.sample = TokenSample(SAMPLED_TOKENS)
+        self.sample = TokenSample(min(SAMPLED_TOKENS, max(1, SAMPLED_VALUES // channels)))
 
     def add(self, values: Tensor) -> None:
         self.moments.add(values)
@@ -116,8 +117,9 @@ class GateRecorder:
         for name in visit.connection.gate_fields:
             gate = getattr(visit.state, name)
             if gate is not None:
-                record = self._records.setdefault(label, _GateRecord(name, writer))
-                record.add(gate.float().reshape(-1, gate.shape[-1]))
+                channels = gate.shape[-1]
+                record = self._records.setdefault(label, _GateRecord(name, writer, channels))
+                record.add(gate.float().reshape(-1, channels))
 
     def result(self) -> dict[str, GateStatistics]:
         """By the label of the site."""

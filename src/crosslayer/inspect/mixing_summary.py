@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, find_connections
+from ..connection import WAYS_APART, Connection, find_connections
 from ..connections.attnres import Values
 from ..connections.denseformer import History
 from .moments import RunningMoments
@@ -65,9 +65,11 @@ class MixingAnalysis:
         )
         inputs = _input_labels(connection, read.shape[-2])
         if splits_ways(connection):
-            # r is the next state's stream, its last part. It stands after q, k and v.
-            read = torch.cat([read[:, :3], carry[:, -1:].expand(len(read), -1, -1)], 1)
-            inputs = [*inputs[:3], f"{connection.site.layer}.r"]
+            # r is the next state's stream, its last part. It stands after q, k and v, in the place
+            # of the MLP of a parallel block, which reads r too.
+            apart = sum(port in WAYS_APART for port in connection.ports)
+            read = torch.cat([read[:, :apart], carry[:, -1:].expand(len(read), -1, -1)], 1)
+            inputs = [*inputs[:apart], f"{connection.site.layer}.r"]
         write = per_token_weights(visit.weights.write)
         parts = len(connection.state_parts(visit.state))
         values = {

@@ -196,6 +196,7 @@ class ScalingSeries:
     Attributes:
         label: of the series.
         groups: by size; finished ones alone.
+        is_main: whether the others are compared with it.
         law: of the loss over parameters; None with one size.
         multiplier: of compute over the main series; None for that itself, or where its law says
             nothing.
@@ -203,6 +204,7 @@ class ScalingSeries:
 
     label: str
     groups: list[RunGroup]
+    is_main: bool = False
     law: PowerLaw | None = None
     multiplier: ComputeMultiplier | None = None
 
@@ -227,6 +229,7 @@ def measure_scaling(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
         one.law = _fit_runs(one, run_size)
     main = find_main_series([group for one in series for group in one.groups])
     reference = next(one for one in series if one.label == main)
+    reference.is_main = True
     law = _fit_runs(reference, run_compute)
     for one in series:
         if one is not reference and law is not None and law.b > 0:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ..files import atomic_replace, read_json, write_text_atomic
 from ..run_folders import CHECKPOINT_INDEX, DATA_DIGEST, RUN_FILE
+from ..validation import is_out_of_memory
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 from .run_state import RunState
 from .settings import PLACES_OF_DATA
@@ -159,6 +160,9 @@ class Checkpoints:
                     no_dist=self.fabric.world_size == 1,
                 )
         except (Exception, dcp.api.CheckpointException) as error:  # pickle raises any class
+            cause = _cause_of(error)
+            if isinstance(cause, Exception) and is_out_of_memory(cause):
+                raise cause from None
             raise ValueError(
                 f"{path}: cannot be read ({_one_line(error)}){self._remedy(path)}"
             ) from None
@@ -281,10 +285,15 @@ def _crc32(file: Path) -> int:
     return checksum
 
 
-def _one_line(error: BaseException) -> str:
-    """The cause in one line. torch's CheckpointException wraps the errors of the ranks."""
+def _cause_of(error: BaseException) -> BaseException:
+    """What torch's CheckpointException wraps: the error of the first rank that has one."""
     failures = getattr(error, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else error
+    cause: BaseException = next(iter(failures.values()))[0] if failures else error
+    return cause
+
+
+def _one_line(error: BaseException) -> str:
+    cause = _cause_of(error)
     text = str(cause)
     if isinstance(cause, OSError) and cause.strerror:
         text = cause.strerror

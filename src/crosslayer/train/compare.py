@@ -231,9 +231,11 @@ def _rates_in_options(recipe: Recipe) -> Recipe:
 
 
 def _describe_arm(recipe: Recipe, arm: Arm) -> dict[str, Any]:
-    options = dict(arm.options)
+    used = recipe.settings(arm).to_options()
+    # those that it is trained with: a small scale and overrides have others than the recipe
+    options = {name: used.get(name, value) for name, value in arm.options.items()}
     if "pretrained" in options:  # it decides the tokenizer, unless another one is given
-        options["tokenizer"] = recipe.settings(arm).data.tokenizer
+        options["tokenizer"] = used["tokenizer"]
     return {"connection": arm.connection, "options": options, "paper": arm.paper}
 
 

@@ -15,7 +15,8 @@ def measure_forward(model: nn.Module, task: Task, batches: Iterator[Batch]) -> t
     """Bytes that one micro-batch's forward pass stores for the backward pass, and its FLOPs."""
     batch = next(batches)
     eager = torch.compiler.set_stance("force_eager")
-    with flop_counter() as counter, eager, torch.random.fork_rng():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with flop_counter() as counter, eager, torch.random.fork_rng(devices):
         stored_bytes = activation_bytes(model, batch, task.loss)
     return stored_bytes, counter.get_total_flops()
 
@@ -34,8 +35,14 @@ def model_flops_utilization(forward_flops: int, seconds: float) -> float | None:
     return None
 
 
+def reset_peak_memory() -> None:
+    """Let `peak_memory` begin anew, where there is a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_memory() -> int:
-    """Peak bytes of the GPU, or of the process where there is no GPU."""
+    """Peak bytes of the GPU since `reset_peak_memory`; of the process where there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

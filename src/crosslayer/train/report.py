@@ -61,7 +61,7 @@ def table_columns(comparison: Comparison) -> list[str]:
         if metric.rpartition(" ")[0] not in grouped_sets:
             columns.append(metric)
     # at another scale than the paper's its results say nothing
-    if comparison.recipe.scale == "full" and any(row.paper for row in rows):
+    if comparison.results.scale == "full" and any(row.paper for row in rows):
         columns.append("paper")
     return columns
 

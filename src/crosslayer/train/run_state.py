@@ -21,7 +21,7 @@ class StepResult:
         grad_norm: norm of the gradient before clipping.
         tokens_per_second: (or images, …) over all ranks, from the median time of the last steps.
         mfu: model FLOPs utilization, the share of the GPU's peak; None where the peak is unknown.
-        memory: peak so far, in bytes.
+        memory: the run's peak so far on a GPU, else the process's, in bytes.
         seconds: of training so far, without evaluation.
         seconds_left: until the last step.
         epoch: passes over the training data so far.

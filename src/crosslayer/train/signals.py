@@ -9,18 +9,20 @@ class StopSignals:
     """Within this context, SIGTERM and Ctrl-C set `received` and nothing else.
 
     A second Ctrl-C interrupts at once. Contexts can be nested: the inner one knows of signals that
-    came before it. A rank of torchrun is also asked to stop by the death of torchrun's agent, which
-    started it: nobody else would end it.
+    came before it, and the outer one of those that the inner one received. A rank of torchrun is
+    also asked to stop by the death of torchrun's agent, which started it: nobody else would end it.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._previous_handlers: dict[int, Any] = {}
+        self._outer: StopSignals | None = None
 
     def __enter__(self) -> "StopSignals":
         outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-        self.received = outer.received if isinstance(outer, StopSignals) else None
+        self._outer = outer if isinstance(outer, StopSignals) else None
+        self.received = self._outer.received if self._outer else None
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._receive)
@@ -31,6 +33,8 @@ class StopSignals:
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+        if self._outer is not None:
+            self._outer.received = self.received
 
     @property
     def ask_to_stop(self) -> bool:

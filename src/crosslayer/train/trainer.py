@@ -36,7 +36,12 @@ from .averaging import averaged_weights
 from .evaluation import evaluate_examples
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
 from .parallel import setup_model
-from .profiling import measure_forward, model_flops_utilization, peak_memory
+from .profiling import (
+    measure_forward,
+    model_flops_utilization,
+    peak_memory,
+    reset_peak_memory,
+)
 from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
 from .settings import Settings
@@ -160,6 +165,7 @@ class Trainer:
             Diverged: as in `step` and `evaluate`.
             Stopped: Ctrl-C or SIGTERM, or the death of torchrun's agent.
         """
+        reset_peak_memory()
         callbacks = list(callbacks)
         for callback in callbacks:
             callback.on_fit_start(self)

@@ -85,9 +85,7 @@ def _draw_sizes(
 
 def _gap_panels(scaling: Sequence[ScalingSeries]) -> Panels:
     """Loss minus that of the main series at the same size: ΔL of MUDD, Figure 3."""
-    main = next((series for series in scaling if series.multiplier is None and series.law), None)
-    if main is None:
-        return []
+    main = next(series for series in scaling if series.is_main)
     lines = []
     for number, series in enumerate(scaling):
         line = LineSeries(series.label, number, [], [], points=True)
