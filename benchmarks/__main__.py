@@ -33,7 +33,7 @@ from crosslayer.cli.console import (
     print_table,
     silence_libraries,
 )
-from crosslayer.validation import DTYPES
+from crosslayer.validation import DTYPES, error_in_one_line
 
 BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms", "machine_code", "launches")
 RESULTS = Path(__file__).parent / "results"
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_benchmark(name, out, shlex.join(["python", "-m", "benchmarks", *words]), **options)
         )
     except (ValueError, OSError) as error:
-        print(f"benchmarks: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"benchmarks: {error_in_one_line(error)}", file=sys.stderr)
         return 1
     print_rows(name, rows)
     print(f"Rows appended to {out / name}.csv")

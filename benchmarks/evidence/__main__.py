@@ -7,6 +7,7 @@ from benchmarks.evidence.pages import write_pages
 from benchmarks.evidence.pruning import take_over_pruning
 from benchmarks.evidence.studies import read_studies, take_over
 from crosslayer.inspect.report import JSON_FILE
+from crosslayer.validation import error_in_one_line
 
 
 def main(folders: list[str]) -> int:
@@ -15,7 +16,7 @@ def main(folders: list[str]) -> int:
             print(take_over_pruning(folder) if (folder / JSON_FILE).exists() else take_over(folder))
         write_pages(read_studies())
     except (ValueError, OSError) as error:
-        print(f"evidence: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"evidence: {error_in_one_line(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -51,9 +51,9 @@ class Claim:
         return [_split_key(key) for key in self.sum]
 
 
-def read_claims(file: Path = CLAIMS) -> list[Claim]:
-    """The claims of a .yaml file."""
-    return [Claim(**row) for row in yaml.safe_load(file.read_text("utf8"))]
+def read_claims() -> list[Claim]:
+    """The claims of claims.yaml."""
+    return [Claim(**row) for row in yaml.safe_load(CLAIMS.read_text("utf8"))]
 
 
 def sum_losses(

@@ -36,7 +36,7 @@ StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
 # The inputs that a method may feed separately, by the port of the sub-layer.
 SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
-WAYS_APART = frozenset(way for ways in SPLIT_PORTS.values() for way in ways)
+SPLIT_PORT_NAMES = frozenset(port for ports in SPLIT_PORTS.values() for port in ports)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .class_swap import swap_class
 from .connection import Connection, State, autocast_disabled
+from .fsdp import gathered_parameters
 from .ops.manual_backward import is_transformed
 from .validation import check_choice
 
@@ -146,7 +147,8 @@ class _RecomputedRead:
             return x if x is None else x.detach().requires_grad_(requires_grad)
 
         state = tree_map(as_in_forward, self.recover_state(), self.requires_grad)
-        _unshard(self.connection)  # stays unsharded, because its own backward is next
+        for module in _sharded_modules(self.connection):
+            module.unshard()  # stays so, because its own backward is next
         with torch.enable_grad(), saved_tensors_hooks(collect, lambda x: x):
             inputs, _ = self.read(state)
         assert len(saved) == self.packed_count, "a read must be pure"
@@ -359,27 +361,22 @@ def _storage_key(x: Tensor) -> tuple[Any, ...]:
 
 def _advance_state(connection: Connection, state: State, y: Tensor) -> State:
     """The state of the next site, given that of this one and the sub-layer's output."""
-    unsharded = _unshard(connection)
-    with torch.no_grad(), autocast_disabled(state):
+    modules = _sharded_modules(connection)
+    with gathered_parameters(modules), torch.no_grad(), autocast_disabled(state):
         _, state = connection.mix_inputs(state)
-        state = connection.write(state, y)
-    for module in unsharded:
-        module.reshard()
-    return state
+        return connection.write(state, y)
 
 
-def _unshard(connection: Connection) -> list[Any]:
-    """Gather the parameters of the connection that FSDP2 has sharded; returns their modules."""
+def _sharded_modules(connection: Connection) -> list[Any]:
+    """The modules of a connection whose parameters are sharded now."""
     sharded: list[Any] = []
     for module in connection.modules():
         if any(hasattr(p, "to_local") for p in module._parameters.values()):
             sharded.append(module)
-    for module in sharded:
-        if not hasattr(module, "unshard"):
-            raise ValueError(
-                "FSDP2 sharded a connection together with its layer, but another site's state "
-                "needs its parameters: shard connections separately, or save every layer's state "
-                "with enable_recompute(sites, kept=range(layers + 1))"
-            )
-        module.unshard()
+    if not all(hasattr(module, "unshard") for module in sharded):
+        raise ValueError(
+            "FSDP2 sharded a connection together with its layer, but another site's state "
+            "needs its parameters: shard connections separately, or save every layer's state "
+            "with enable_recompute(sites, kept=range(layers + 1))"
+        )
     return sharded

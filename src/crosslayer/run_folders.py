@@ -4,6 +4,7 @@ RUN/run.json                        the settings, data and seed that decide the 
 RUN/metrics.jsonl                   a line each `log_every` steps and each evaluation
 RUN/result.json, RUN/model/         of `train`, once the run has ended
 RUN/step-00000100/                  a checkpoint
+RUN/models/step-000100/             a model that was kept
 COMPARISON/results.json             all results so far
 COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`, without result and model
 """
@@ -20,6 +21,7 @@ CHECKPOINT_INDEX = "checkpoint.json"  # of a complete checkpoint
 RESULTS_FILE = "results.json"
 DATA_DIGEST = "data sha256"  # a key of run.json
 RUNS_FOLDER = "runs"
+MODELS_FOLDER = "models"
 
 
 def run_folder_name(arm: str, seed: int) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def run(settings, arm, folder=None, stop=None, seed=0, task=LANGUAGE):
         return {"losses": losses, "result": None, "weights": None}
     if path:
         export_model(fabric, trainer.model, path / "model")
-    result = trainer.result().to_json()
+    result = asdict(trainer.result())
     return {"losses": losses, "result": result, "weights": digest(trainer.model)}
 
 

@@ -1,12 +1,10 @@
 """`crosslayer data`: tokenise a corpus once into a folder that training maps into memory."""
 
-import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .console import make_console, make_parser, make_table, print_table
+from .console import make_console, make_parser, make_table, print_table, silence_libraries
 
 if TYPE_CHECKING:
     from ..data.streams import ProgressCallback, StreamCounts
@@ -55,10 +53,7 @@ def run(options: Any) -> int:
 
 
 def _prepare(options: Any) -> None:
-    # the libraries' own bars and retry messages would tear the progress bar
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-    for name in ("datasets", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    silence_libraries()  # their bars and messages would tear the progress bar
     from ..data.prepared import prepare_corpus
     from ..files import expand_place
 

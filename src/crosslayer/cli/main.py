@@ -153,7 +153,3 @@ def _unknown_option(option: str, command: str, actions: list[Any]) -> str:
             return f"{key} has no option on the command line; set it in a recipe file"
     known = [name for action in actions for name in action.option_strings]
     return f"unknown option {option}{did_you_mean(option, known)}; see crosslayer {command} --help"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

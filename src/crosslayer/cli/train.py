@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,7 @@ def _train_in_folder(
             "environment": describe_environment(),
             "settings": settings.to_options(),
             "paper": arm.paper,
-            **result.to_json(),
+            **asdict(result),
         }
         write_text_atomic(folder / RESULT_FILE, json.dumps(content, indent=1))
         if last_step is None:

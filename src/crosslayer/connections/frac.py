@@ -27,6 +27,7 @@ from .hyper import (
     STREAM_STATISTICS,
     Streams,
     add_wiring_parameters,
+    check_bound,
     coefficient_map,
     reset_wiring_parameters,
     width_weights,
@@ -64,11 +65,7 @@ class Frac(Connection[Streams]):
         check_positive(fractions=fractions)
         if dim % fractions:
             raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
-        if not (dynamic or tanh):
-            raise ValueError(
-                "tanh=False and dynamic=False exclude each other: "
-                "tanh bounds the dynamic part alone"
-            )
+        check_bound(dynamic, tanh)
         self.m = fractions
         self.fractions = fractions
         self.weighs_channels = True

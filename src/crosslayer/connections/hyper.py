@@ -39,7 +39,7 @@ from ..ops import (
     width_connection,
 )
 from ..ops.hyper import BoundName
-from ..validation import check_choice, check_non_negative, check_positive
+from ..validation import check_non_negative, check_positive
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
 Frozen = Literal["", "B", "WC", "B WC"]
@@ -111,11 +111,7 @@ class Hyper(FusedNormConnection[Streams]):
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
-        if not (dynamic or tanh):
-            raise ValueError(
-                "tanh=False and dynamic=False exclude each other: "
-                "tanh bounds the dynamic part alone"
-            )
+        check_bound(dynamic, tanh)
         if matrix is not None and beta != 1.0:
             raise ValueError(
                 "matrix and beta exclude each other: the first row of the matrix is beta"
@@ -125,7 +121,7 @@ class Hyper(FusedNormConnection[Streams]):
         self.scales_readout = streams > 1
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"
-        self.statistics = check_choice("stats", stats, STREAM_STATISTICS)
+        self.statistics = STREAM_STATISTICS[stats]
         if eps is not None:
             check_non_negative(eps=eps)
             self.statistics = self.statistics._replace(eps=eps)
@@ -182,9 +178,7 @@ class Hyper(FusedNormConnection[Streams]):
     def mixing_weights(self, state: Streams) -> MixingWeights:
         write = write_to_streams(state.H, state.beta)
         if self.is_readout:
-            return MixingWeights(
-                write, torch.ones_like(write[..., :1, : self.n, :]), identity_weights(self.n, write)
-            )
+            return sum_readout_weights(write, self.n)
         Y = None if state.y is None else state.y[..., None, :]
         alpha = width_weights(self, state.H, Y, state.beta).mT[..., None]
         return MixingWeights(write, alpha[..., :1, :, :], alpha[..., 1:, :, :])
@@ -232,6 +226,14 @@ def _split_matrix(
 # What hyper-connections and frac-connections share: parameters of the same names, and how
 # coefficients follow from them. `connection` is one of the two, with the attributes `dynamic`,
 # `bound` and `statistics`.
+
+
+def check_bound(dynamic: bool, tanh: bool) -> None:
+    """Raise a ValueError where there is no dynamic part for tanh to leave unbounded."""
+    if not (dynamic or tanh):
+        raise ValueError(
+            "tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone"
+        )
 
 
 def add_wiring_parameters(connection: Any, width: int, streams: int, columns: int) -> None:
@@ -317,6 +319,11 @@ def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor
         return kept
     added = beta[..., None, None] if outputs == 1 else beta.diag_embed()[..., None]
     return join_columns(kept, added)
+
+
+def sum_readout_weights(write: Tensor, n: int) -> MixingWeights:
+    """`mixing_weights` of a readout that sums n streams, after the pending write."""
+    return MixingWeights(write, torch.ones_like(write[..., :1, :n, :]), identity_weights(n, write))
 
 
 def streams_memory_traffic(connection: Connection[Any], n: int) -> float:

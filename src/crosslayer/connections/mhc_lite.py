@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..connection import NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
-from ..mixing import MixingWeights, identity_weights
+from ..mixing import MixingWeights
 from ..norms import NormSpec
 from ..ops import (
     collapse_streams,
@@ -34,7 +34,7 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_positive
-from .hyper import Streams, streams_memory_traffic, write_to_streams
+from .hyper import Streams, streams_memory_traffic, sum_readout_weights, write_to_streams
 
 
 class MHCLite(FusedNormConnection[Streams]):
@@ -132,9 +132,7 @@ class MHCLite(FusedNormConnection[Streams]):
     def mixing_weights(self, state: Streams) -> MixingWeights:
         write = write_to_streams(state.H, state.beta)
         if self.is_readout:
-            return MixingWeights(
-                write, torch.ones_like(write[..., :1, : self.n, :]), identity_weights(self.n, write)
-            )
+            return sum_readout_weights(write, self.n)
         _, pre, R, _ = self._wire(state)
         return MixingWeights(write, pre[..., None, :, None], R.mT[..., None])
 

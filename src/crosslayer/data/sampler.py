@@ -73,3 +73,8 @@ def evenly_spaced(length: int, count: int) -> list[int]:
     """`count` indices at equal distances below `length`, or all of them if they are fewer."""
     count = min(length, count)
     return [index * length // count for index in range(count)]
+
+
+def evenly_spaced_steps(steps: int, count: int) -> set[int]:
+    """At most `count` steps at equal distances, the last one included."""
+    return {round(steps * number / count) for number in range(1, count + 1)}

@@ -118,5 +118,5 @@ def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -
 
 
 def exp_or_inf(x: float) -> float:
-    # Words can be so unlikely to an untrained model that their perplexity is no float.
+    # The perplexity of an untrained model's words, or of a diverged run, may be no float.
     return math.exp(x) if x < 700 else math.inf

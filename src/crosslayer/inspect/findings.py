@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..connection import WAYS_APART
+from ..connection import SPLIT_PORT_NAMES
 from .unfolding import UnfoldedMap
 
 # A weight counts as absent below this share of the mean weight of its row or column.
@@ -88,7 +88,7 @@ def _is_input_of(label: str, site: str) -> bool:
     """Whether an input, like "3.q", is one of a site's, like "3.attn+mlp"."""
     layer, _, ports = label.partition(".")
     site_layer, _, site_ports = site.partition(".")
-    names = {"attn"} if ports in WAYS_APART else set(ports.split("+"))
+    names = {"attn"} if ports in SPLIT_PORT_NAMES else set(ports.split("+"))
     return layer == site_layer and names <= set(site_ports.split("+"))
 
 

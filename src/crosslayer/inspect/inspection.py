@@ -85,12 +85,8 @@ class DerivedAnalysis(NamedTuple):
     run: Callable[..., Any]
 
 
-def _has_ways(model: nn.Module) -> bool:
-    return any(site.name == "mudd" for site in find_connections(model))
-
-
 def _ablate_ways(subject: InspectionSubject) -> SublayerAblation | None:
-    if not _has_ways(subject.model):
+    if not mudd_ways(subject.model):
         return None
     return ablate_ways(subject.model, subject.batches)
 
@@ -135,7 +131,7 @@ SINGLE = {
     ),
     "ways": SingleAnalysis(
         _ablate_ways,
-        lambda subject: 1 + len(mudd_ways(subject.model)) if _has_ways(subject.model) else 0,
+        lambda subject: 1 + len(ways) if (ways := mudd_ways(subject.model)) else 0,
     ),
     "blocks": SingleAnalysis(
         lambda subject: ablate_blocks(subject.model, subject.batches),

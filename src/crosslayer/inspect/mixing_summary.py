@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..connection import WAYS_APART, Connection, find_connections
+from ..connection import SPLIT_PORT_NAMES, Connection, find_connections
 from ..connections.attnres import Values
 from ..connections.denseformer import History
 from .moments import RunningMoments
@@ -67,7 +67,7 @@ class MixingAnalysis:
         if splits_ways(connection):
             # r is the next state's stream, its last part. It stands after q, k and v, in the place
             # of the MLP of a parallel block, which reads r too.
-            apart = sum(port in WAYS_APART for port in connection.ports)
+            apart = sum(port in SPLIT_PORT_NAMES for port in connection.ports)
             read = torch.cat([read[:, :apart], carry[:, -1:].expand(len(read), -1, -1)], 1)
             inputs = [*inputs[:apart], f"{connection.site.layer}.r"]
         write = per_token_weights(visit.weights.write)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..class_swap import original_class
-from ..connection import WAYS_APART, Connection, autocast_disabled, find_connections
+from ..connection import SPLIT_PORT_NAMES, Connection, autocast_disabled, find_connections
 from ..evaluation_mode import evaluation_mode
 from ..hf import connect, disconnect
 from ..hf.attach import find_backbone
@@ -86,7 +86,7 @@ class SiteVisit:
         if not splits_ways(self.connection):
             return {"input": inputs[0]}
         stream = self.connection.state_parts(self.next_state)[-1]
-        apart = [port for port in self.connection.ports if port in WAYS_APART]
+        apart = [port for port in self.connection.ports if port in SPLIT_PORT_NAMES]
         return dict(zip(apart, inputs, strict=False)) | {"r": stream.flatten(0, -2).float()}
 
     @property

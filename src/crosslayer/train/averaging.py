@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ..fsdp import sharded_modules
 
 AVERAGE_KEY = "average"  # in a parameter's optimizer state
 
@@ -65,12 +66,6 @@ def averaged_weights(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     finally:
         for (weight, _), value in zip(pairs, trained, strict=True):
             weight.copy_(value)
-        if pairs:
-            _forget_gathered_weights(model)
-
-
-def _forget_gathered_weights(model: nn.Module) -> None:
-    """FSDP keeps the root's gathered weights after a forward pass without a backward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        if pairs:  # FSDP keeps the root's gathered weights after a forward pass without a backward
+            for module in sharded_modules(model):
+                module.reshard()

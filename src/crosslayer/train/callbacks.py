@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..data.sampler import evenly_spaced_steps
 from ..hf import connect, disconnect
 from .averaging import averaged_weights
 from .checkpoint import Checkpoints
@@ -15,8 +16,6 @@ from .export import export_model
 from .metrics_log import MetricsLog
 from .run_state import RunState, StepResult
 from .trainer import Callback, Trainer
-
-MODELS_FOLDER = "models"
 
 
 class SaveCheckpoints(Callback):
@@ -70,10 +69,11 @@ class KeepModels(Callback):
     def __init__(self, folder: Path, count: int):
         self.folder, self.count = folder, count
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.steps = evenly_spaced_steps(trainer.settings.optimization.steps, self.count)
+
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        steps = trainer.settings.optimization.steps
-        chosen = {round(steps * number / self.count) for number in range(1, self.count + 1)}
-        if result.step not in chosen:
+        if result.step not in self.steps:
             return
         path = self.folder / f"step-{result.step:06}"
         with averaged_weights(trainer.model, trainer.optimizers):
@@ -118,7 +118,7 @@ class LogDiagnostics(Callback):
 
     Args:
         folder: of metrics.jsonl; None for Fabric's loggers alone.
-        every: steps between measurements; 0 for none.
+        every: steps between measurements.
     """
 
     def __init__(self, folder: Path | None, every: int):
@@ -128,7 +128,7 @@ class LogDiagnostics(Callback):
         self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self.every and result.step % self.every == 0:
+        if result.step % self.every == 0:
             run = partial(trainer.task.loss, trainer.module, trainer.last_batch)
             self.log.write(result.step, connection_diagnostics(trainer.model, run))
 

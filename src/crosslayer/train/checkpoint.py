@@ -110,7 +110,7 @@ class Checkpoints:
                 raise OSError(error)
             index = {"identity": self.identity, "state": state, "files": fingerprints}
             write_text_atomic(temporary / CHECKPOINT_INDEX, json.dumps(index, indent=1))
-            # an incomplete checkpoint of this step, or the one that the run was resumed from
+            # an incomplete checkpoint of this step
             shutil.rmtree(path, ignore_errors=True)
             atomic_replace(temporary, path)
             for old in self.complete()[: -self.keep]:

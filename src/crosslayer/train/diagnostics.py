@@ -3,15 +3,14 @@
 They cost nothing but in the steps that measure them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..connection import Connection, State, autocast_disabled, find_connections
+from ..fsdp import gathered_parameters, sharded_modules
 from ..hf.attach import find_backbone
 
 MAX_TOKENS = 256  # of the first example: enough for a mean
@@ -52,21 +51,8 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
 
     # a method that norms its stream may use norms of the host, so all of the model is needed
     needed = model if any(site.norms_its_stream for site in sites) else nn.ModuleList(sites)
-    with _unsharded(needed):
+    with gathered_parameters(sharded_modules(needed)):
         return _replay_connections(sites, [outputs[k][:1, :MAX_TOKENS] for k in range(len(sites))])
-
-
-@contextmanager
-def _unsharded(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters that FSDP has sharded."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in sharded:
-            module.reshard()
 
 
 def _replay_connections(sites: list[Connection], outputs: list[Tensor]) -> dict[str, float]:

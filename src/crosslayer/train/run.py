@@ -6,21 +6,15 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from .callbacks import (
-    MODELS_FOLDER,
-    KeepModels,
-    LogDiagnostics,
-    LogMetrics,
-    OnStep,
-    SaveCheckpoints,
-)
+from ..run_folders import MODELS_FOLDER
+from .callbacks import KeepModels, LogDiagnostics, LogMetrics, OnStep, SaveCheckpoints
 from .metrics_log import close_loggers, make_loggers
 from .parallel import launch_fabric
 from .recipe import Arm
 from .run_state import StepResult
 from .settings import Settings
 from .task import LANGUAGE, Examples, Task, build_model
-from .trainer import Trainer
+from .trainer import Callback, Trainer
 
 
 def launch_run(settings: Settings, arm: Arm, folder: Path | None = None) -> Fabric:
@@ -66,16 +60,16 @@ def train_arm(
         )
     model = build_model(settings, arm.connection, examples.num_classes, seed, task)
     trainer = Trainer(fabric, model, examples, settings, arm, seed, task)
-    callbacks = [
-        LogMetrics(folder, engine.log_every),
-        LogDiagnostics(folder, engine.diagnostics_every),
-        OnStep(on_step),
-    ]
+    callbacks: list[Callback] = [LogMetrics(folder, engine.log_every), OnStep(on_step)]
+    if engine.diagnostics_every > 0:
+        callbacks.append(LogDiagnostics(folder, engine.diagnostics_every))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         saving = SaveCheckpoints(folder, engine.save_every, engine.keep_checkpoints)
         saving.resume(trainer)
-        callbacks += [KeepModels(folder / MODELS_FOLDER, engine.keep_models), saving]
+        if engine.keep_models > 0:
+            callbacks.append(KeepModels(folder / MODELS_FOLDER, engine.keep_models))
+        callbacks.append(saving)
     try:
         trainer.fit(callbacks)
     except BaseException:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self, get_type_hints
 
 from ..validation import check_option_type
@@ -138,10 +138,6 @@ class RunResult:
     seconds: float
     inference_speed: float | None = None
     method_code: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """A mapping for `json.dumps`; `RunResult(**mapping)` is its inverse."""
-        return asdict(self)
 
 
 def check_fields(row_class: type, content: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 
 from ..data.sampler import BatchSampler
 from ..data.sources import HELD_OUT
+from ..evaluate.windows import exp_or_inf
 from ..files import expand_place
 from ..hf import connect
 from ..hf.config import make_config, make_language_model
@@ -310,8 +311,7 @@ def _set_metrics(examples: Examples, name: str, values: dict[str, float]) -> dic
     loss = values["loss"]
     # nobody quotes the perplexity of bytes, whose tokenizer has no definition
     if examples.tokenizer is not None and examples.tokenizer.definition:
-        # the exponential of a diverged run's loss exceeds any float
-        metrics["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        metrics["perplexity"] = exp_or_inf(loss)
     if name in examples.bytes_per_token:
         metrics["bits/byte"] = loss / math.log(2) / examples.bytes_per_token[name]
     return metrics

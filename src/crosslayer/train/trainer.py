@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ..cost.estimate import count_parameters
-from ..data.sampler import evenly_spaced
+from ..data.sampler import evenly_spaced, evenly_spaced_steps
 from ..methods import code_digest
 from ..optim import zero_connection_updates
 from ..run_folders import DATA_DIGEST
@@ -124,9 +124,7 @@ class Trainer:
         self.activation_bytes = self.forward_flops = 0  # of a micro-batch; `fit` measures them
 
         data, optimization, engine = settings.data, settings.optimization, settings.engine
-        self._eval_steps = {
-            round(optimization.steps * i / engine.evals) for i in range(1, engine.evals + 1)
-        }
+        self._eval_steps = evenly_spaced_steps(optimization.steps, engine.evals)
         self._eval_indices = {
             name: evenly_spaced(len(dataset), data.batch * data.eval_batches)
             for name, dataset in examples.valid.items()

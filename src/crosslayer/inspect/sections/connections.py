@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...connection import WAYS_APART
+from ...connection import SPLIT_PORT_NAMES
 from ..figures import draw_matrix
 from ..figures_connections import draw_mix_pattern, draw_unfolded_map
 from ..inspection import ModelInspection
@@ -134,7 +134,7 @@ def _read_panels(
 def _way_of(label: str, ways: list[str]) -> str:
     """The way of an input's label. Where q, k, v and r differ, the readout is of r alone."""
     port = label.partition(".")[2]
-    if port in {*WAYS_APART, "r"}:
+    if port in {*SPLIT_PORT_NAMES, "r"}:
         return port
     return "r" if "r" in ways else "inputs"
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...connection import WAYS_APART
+from ...connection import SPLIT_PORT_NAMES
 from ..figures import draw_lines, draw_matrix
 from ..inspection import ModelInspection
 from ..over_steps import distance_to_last, scalars_over_steps, split_runs, weights_over_steps
@@ -105,7 +105,7 @@ def _choose_inputs(models: Sequence[ModelInspection]) -> list[str]:
         for label in site.inputs:
             way = label.partition(".")[2]  # "q" of "3.q"
             if weights_over_steps(models, label).std(1).max() > SMALLEST_CHANGE:
-                key = way if way in {*WAYS_APART, "r"} else ""
+                key = way if way in {*SPLIT_PORT_NAMES, "r"} else ""
                 inputs.setdefault(key, []).append(label)
     chosen = []
     for labels in inputs.values():
