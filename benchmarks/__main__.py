@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.cases import OPS
 from benchmarks.results import Row, append_row, check_columns, describe_conditions, read_rows
-from benchmarks.settings import VARIANTS, Settings
+from benchmarks.settings import VARIANTS, BenchmarkSettings
 from crosslayer.cli.console import (
     OneLineParser,
     make_console,
@@ -96,14 +96,14 @@ def run_benchmark(name: str, out: Path, command: str = "", **options: Any) -> It
         name: one of `BENCHMARKS`.
         out: folder of the .csv files; it is made if it is missing.
         command: the command line, for the column of that name.
-        options: fields of `Settings`.
+        options: fields of `BenchmarkSettings`.
 
     Raises:
         ValueError: an option is wrong, or the .csv file has other columns. Nothing has been
             written.
     """
     module = import_module(f"benchmarks.{name}")
-    settings = Settings.for_benchmark(name, **options)
+    settings = BenchmarkSettings.for_benchmark(name, **options)
     file = out / f"{name}.csv"
     check_columns(file, module.COLUMNS)
     settings.earlier_rows = read_rows(file)

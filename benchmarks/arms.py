@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.decode import PROMPT_TOKENS, decoding
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.step import training_step
 from benchmarks.timing import WARMUP_CALLS, Calls, Timer, ratio_or_none, time_interleaved
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
@@ -33,7 +33,7 @@ BYTES = 256  # the vocabulary of a recipe that states none
 MEASUREMENTS = 3  # of each arm
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     name = Path(settings.recipe).name
     recipe = load_recipe(settings.recipe, precision="32-true", compile="none")
@@ -45,7 +45,7 @@ def measure(settings: Settings) -> Iterator[Row]:
                 yield {"recipe": name} | _measure_arm(recipe, arm, settings)
 
 
-def _measure_arm(recipe: Recipe, arm: Arm, settings: Settings) -> Row:
+def _measure_arm(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Row:
     builds = {
         row.name: functools.partial(build_calls, recipe, row, settings.rounds)
         for row in (Arm.from_row("prenorm"), arm)

@@ -15,7 +15,7 @@ import crosslayer
 from benchmarks.paired import time_with_prenorm
 from benchmarks.peers import DEPTHS
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import PASSES, Calls, forward_and_backward
 
 COLUMNS = (
@@ -67,7 +67,7 @@ class ConnectionChain(nn.Module):
         return self.sites[-1].readout(state)
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     names = list(settings.specs)
     if "peers" in settings.variants:
@@ -82,7 +82,7 @@ def measure(settings: Settings) -> Iterator[Row]:
         yield row
 
 
-def build_calls(name: str, D: int, settings: Settings, variant: str) -> Calls:
+def build_calls(name: str, D: int, settings: BenchmarkSettings, variant: str) -> Calls:
     """Args: name: a connection's spec, or a key of `DEPTHS`."""
     with torch.device(settings.torch_device):
         if name in DEPTHS:

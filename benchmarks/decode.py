@@ -9,7 +9,7 @@ from transformers import StaticCache
 from benchmarks.model import build_connected_llama
 from benchmarks.paired import time_with_prenorm
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import WARMUP_CALLS, Calls, ratio_or_none
 
 COLUMNS = (
@@ -20,7 +20,7 @@ PROMPT_TOKENS = 16
 TOKENS_PER_CALL = 32
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     for pair in time_with_prenorm(settings, build_calls, settings.specs, "model"):
         ms = pair.timings.median_ms("decode")
@@ -35,7 +35,7 @@ def measure(settings: Settings) -> Iterator[Row]:
         }
 
 
-def build_calls(spec: str, D: int, settings: Settings, variant: str) -> Calls:
+def build_calls(spec: str, D: int, settings: BenchmarkSettings, variant: str) -> Calls:
     model = build_connected_llama(spec, D, settings).eval()
     next_logits = model
     if variant == "compiled":  # in transformers' own way on a GPU

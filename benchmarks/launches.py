@@ -19,13 +19,13 @@ from torch import Tensor
 from benchmarks.cases import OPS, kernel_ops
 from benchmarks.compilation import HOPPER
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import Calls, describe_error, forward_and_backward
 
 COLUMNS = ("op", "n", "D", "dtype", "no gradient us", "forward us", "forward+backward us", "driver")
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     on_gpu = settings.device == "cuda"
     conditions = {"dtype": settings.dtype, "driver": "CUDA" if on_gpu else "stub"}
@@ -71,7 +71,7 @@ def scale_ops() -> dict[str, Callable[..., Tensor]]:
 
 
 def kernel_call(
-    name: str, n: int, D: int, settings: Settings
+    name: str, n: int, D: int, settings: BenchmarkSettings
 ) -> tuple[Callable[..., Any], list[Tensor]]:
     """An op's kernel as a function of leaves, and the leaves."""
     case, op = OPS[name].case(n), kernel_ops()

@@ -13,7 +13,7 @@ from benchmarks.cases import OPS, Case
 from benchmarks.compilation import CompiledKernel, compile_launches
 from benchmarks.results import Row
 from benchmarks.sass import MachineCode, read_machine_code
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import describe_error
 
 COLUMNS = (
@@ -28,7 +28,7 @@ LATENCY, BARRIER, OVERHEAD = 650e-9, 30e-9, 100e-9
 REGISTERS, WARPS, SHARED_MEMORY, BLOCKS, SCHEDULERS = 65536, 64, 233472, 32, 4
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     for name in settings.ops or OPS:
         op = OPS[name]
@@ -44,7 +44,7 @@ def measure(settings: Settings) -> Iterator[Row]:
                     yield shape | describe_kernel(kernel, op.case(n), D, settings)
 
 
-def describe_kernel(kernel: CompiledKernel, case: Case, D: int, settings: Settings) -> Row:
+def describe_kernel(kernel: CompiledKernel, case: Case, D: int, settings: BenchmarkSettings) -> Row:
     """The columns of one kernel."""
     code = read_machine_code(kernel.binary)
     forward, backward = case.memory_traffic_bytes(2**20, D, settings.torch_dtype.itemsize)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.model import make_llama_config
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.step import build_calls
 from benchmarks.timing import describe_error, ratio_or_none
 from crosslayer.cost import build_on_meta, measure_peak_memory
@@ -25,7 +25,7 @@ COLUMNS = (
 )
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     on_gpu = settings.device == "cuda"
     peak_bytes = allocated_peak if on_gpu else simulated_peak
@@ -54,7 +54,7 @@ def measure(settings: Settings) -> Iterator[Row]:
                 }
 
 
-def allocated_peak(spec: str, D: int, settings: Settings, recompute: str) -> int:
+def allocated_peak(spec: str, D: int, settings: BenchmarkSettings, recompute: str) -> int:
     """Bytes by the GPU's allocator, without parameters, gradients and optimizer states."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -69,7 +69,7 @@ def allocated_peak(spec: str, D: int, settings: Settings, recompute: str) -> int
     return torch.cuda.max_memory_allocated() - between_steps - gradients
 
 
-def simulated_peak(spec: str, D: int, settings: Settings, recompute: str) -> int:
+def simulated_peak(spec: str, D: int, settings: BenchmarkSettings, recompute: str) -> int:
     """Bytes of live storages on the meta device, without parameters and gradients."""
     config = make_llama_config(D, settings)
     model = build_on_meta(spec, config, settings.context, settings.torch_dtype).train()

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.cases import OPS, Case, kernel_ops, reference_ops
 from benchmarks.peers import PEERS, Peer, import_peer
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import (
     PASSES,
     Calls,
@@ -45,7 +45,7 @@ COLUMNS = (
 )
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     bandwidth = copy_bandwidth(settings.torch_device)
     N = settings.batch * settings.context
@@ -60,7 +60,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def measure_op(
-    name: str, case: Case, N: int, D: int, bandwidth: float, settings: Settings
+    name: str, case: Case, N: int, D: int, bandwidth: float, settings: BenchmarkSettings
 ) -> Iterator[Row]:
     """All variants of one op on one shape.
 
@@ -122,7 +122,9 @@ def least_bytes(case: Case, N: int, D: int, itemsize: int) -> dict[str, int | No
     return {"forward": forward, "forward+backward": forward + backward}
 
 
-def build_calls(case: Case, N: int, D: int, settings: Settings, variant: str | Peer) -> Calls:
+def build_calls(
+    case: Case, N: int, D: int, settings: BenchmarkSettings, variant: str | Peer
+) -> Calls:
     """Args: variant: "kernel", "eager", "compiled", or a peer."""
     with torch.device(settings.torch_device):
         dtype = settings.torch_dtype

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from unittest import mock
 
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import Calls, Timer, Timings, reset_compiler, time_interleaved
 from crosslayer.ops import dispatch
 
 # (spec, D, settings, "eager" or "compiled") -> the calls to time
-BuildCalls = Callable[[str, int, Settings, str], Calls]
+BuildCalls = Callable[[str, int, BenchmarkSettings, str], Calls]
 WITHOUT_KERNELS = "prenorm without kernels"
 COLUMNS = ("connection", "layers", "D", "dtype", "variant", "rounds", "note")
 
@@ -36,7 +36,7 @@ class PairedTimings(NamedTuple):
 
 
 def time_with_prenorm(
-    settings: Settings, build: BuildCalls, specs: Sequence[str], compiled_part: str
+    settings: BenchmarkSettings, build: BuildCalls, specs: Sequence[str], compiled_part: str
 ) -> Iterator[PairedTimings]:
     """Time every connection at every width, eager and compiled as the settings say.
 
@@ -87,7 +87,7 @@ def faster_baseline(timings: dict[str, Timings]) -> str:
 
 
 def _build_without_kernels(
-    build: BuildCalls, spec: str, D: int, settings: Settings, variant: str
+    build: BuildCalls, spec: str, D: int, settings: BenchmarkSettings, variant: str
 ) -> Calls:
     """The calls of `build`, with the torch references of all ops."""
     references = mock.patch.object(dispatch, "kernel_devices", ())

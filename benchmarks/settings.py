@@ -83,7 +83,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @dataclass
-class Settings:
+class BenchmarkSettings:
     """The options that `python -m benchmarks --help` describes.
 
     `earlier_rows` are those that the .csv file has already.
@@ -124,7 +124,7 @@ class Settings:
             raise ValueError("device is cuda, but torch finds no GPU")
 
     @classmethod
-    def for_benchmark(cls, name: str, **options: Any) -> "Settings":
+    def for_benchmark(cls, name: str, **options: Any) -> "BenchmarkSettings":
         """The given options, and the defaults of the benchmark on its device for all others."""
         device = options.get("device")
         if device is None:

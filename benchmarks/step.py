@@ -12,11 +12,11 @@ from torch import nn
 from benchmarks.model import build_connected_llama, make_llama_config
 from benchmarks.paired import time_with_prenorm
 from benchmarks.results import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import Calls, copy_bandwidth, ratio_or_none
 from crosslayer.cost import estimate_cost
 from crosslayer.train.recipe import Arm
-from crosslayer.train.settings import Settings as TrainSettings
+from crosslayer.train.settings import Settings
 from crosslayer.train.task import Examples
 from crosslayer.train.trainer import Trainer
 
@@ -27,7 +27,7 @@ COLUMNS = (
 )
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     bandwidth = copy_bandwidth(settings.torch_device)
     tokens = settings.batch * settings.context
@@ -61,10 +61,10 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def build_calls(
-    spec: str, D: int, settings: Settings, variant: str, recompute: str = "none"
+    spec: str, D: int, settings: BenchmarkSettings, variant: str, recompute: str = "none"
 ) -> Calls:
     """A step of crosslayer's `Trainer`, on one batch."""
-    train_settings = TrainSettings.from_options(
+    train_settings = Settings.from_options(
         batch=settings.batch,
         context=settings.context,
         compile=settings.compile if variant == "compiled" else "none",
@@ -76,7 +76,7 @@ def build_calls(
 
 
 def training_step(
-    model: nn.Module, settings: TrainSettings, arm: Arm, vocab: int
+    model: nn.Module, settings: Settings, arm: Arm, vocab: int
 ) -> Callable[[], object]:
     """A step of crosslayer's `Trainer`, on one batch of random tokens."""
     sequences = torch.randint(vocab, (settings.data.batch, settings.data.context + 1))

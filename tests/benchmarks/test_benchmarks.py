@@ -17,7 +17,7 @@ from benchmarks.chain import ConnectionChain, copy_sublayer
 from benchmarks.paired import time_with_prenorm
 from benchmarks.peers import PEERS, DenseFormer
 from benchmarks.results import CONDITIONS, check_columns
-from benchmarks.settings import Settings
+from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import Timer, Timings, time_interleaved
 from crosslayer.ops import dispatch
 from tests.kernels.cases import CASES
@@ -300,7 +300,7 @@ def test_the_faster_prenorm_is_the_baseline(monkeypatch):
         return {"step": step}
 
     monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
-    settings = Settings.for_benchmark("step", **TOY, specs=["hyper"])
+    settings = BenchmarkSettings.for_benchmark("step", **TOY, specs=["hyper"])
     (pair,) = time_with_prenorm(settings, build, settings.specs, "model")
     assert seen == {("prenorm", ("cpu",)), ("prenorm", ()), ("hyper", ("cpu",))}
     assert pair.prenorm_kernels == "no"

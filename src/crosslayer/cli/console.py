@@ -14,6 +14,8 @@ from ..files import lock_folder
 from ..methods import available
 
 if TYPE_CHECKING:
+    import torch
+
     from ..train.recipe import Arm, Recipe
     from ..train.run_state import StepResult
 
@@ -298,3 +300,23 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", module="lightning")
     # a pending write is a Linear's output, which is a view; nothing writes into it
     warnings.filterwarnings("ignore", ".*returned a view tensor")
+
+
+def choose_device(name: str | None) -> "torch.device":
+    """The device called `name`, or a GPU where there is one and no name is given.
+
+    Raises:
+        ValueError: torch cannot use the device.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without the device asserts
+        raise ValueError(
+            f"cannot use the device {name!r} ({str(error).splitlines()[0]})"
+        ) from error
+    return device

@@ -12,7 +12,14 @@ from .. import __version__
 from ..files import lock_folder, write_text_atomic
 from ..run_folders import RESULTS_FILE
 from ..validation import check_positive, parse_dtype
-from .console import make_console, make_parser, make_table, print_table, silence_libraries
+from .console import (
+    choose_device,
+    make_console,
+    make_parser,
+    make_table,
+    print_table,
+    silence_libraries,
+)
 
 if TYPE_CHECKING:
     from ..evaluate import EncodedText
@@ -127,7 +134,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     silence_libraries()
     # The bootstrap of standard errors would fork this process with the model in it.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
+    from ..convert.pretrained import check_tokenizer, open_model, open_tokenizer
     from ..evaluate import find_tasks, read_spans
     from ..evaluate.windows import check_context
 

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from ..validation import check_non_negative, check_positive, parse_dtype
-from .console import make_parser, silence_libraries
+from .console import choose_device, make_parser, silence_libraries
 
 
 def parser() -> Any:
@@ -37,7 +37,7 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    from ..convert.pretrained import check_tokenizer, choose_device, open_model, open_tokenizer
+    from ..convert.pretrained import check_tokenizer, open_model, open_tokenizer
 
     check_positive(max_new_tokens=options.max_new_tokens)
     check_non_negative(temperature=options.temperature)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ..files import lock_folder
 from ..run_folders import MODEL_FOLDER
 from ..validation import check_positive, did_you_mean, parse_dtype
-from .console import InspectionBar, make_console, make_parser, silence_libraries
+from .console import (
+    InspectionBar,
+    choose_device,
+    make_console,
+    make_parser,
+    silence_libraries,
+)
 
 if TYPE_CHECKING:
     from ..inspect.inspection import InspectionSubject, ModelInspection
@@ -184,7 +190,6 @@ def _check_sources(
     """Raise a ValueError where nothing could be drawn of what --sections names, or not with these
     options.
     """
-    from ..convert.pretrained import choose_device
     from ..data.sources import check_exists
 
     if sections and models:
@@ -222,7 +227,6 @@ def _inspect_models(
     options: Any, models: dict[str, str], sections: "list[Section]", console: Any
 ) -> "tuple[list[ModelInspection], str]":
     """The analyses that the sections need of every model, and a sentence on what it saw."""
-    from ..convert.pretrained import choose_device
     from ..inspect.averaging import average_groups, describe_configuration
     from ..inspect.inspection import inspect_model
     from ..inspect.subjects import describe_subject, find_step

@@ -27,6 +27,7 @@ from .rows import (
     TensorRow,
     Tensors,
     check_names,
+    check_prefixes,
     check_shapes,
     convert_tensors,
     join_sites,
@@ -117,11 +118,7 @@ def save_connections(
     options = all_options(spec)
     if spec.name != "hyper" or options["stats"] != "rmsnorm" or not options["dynamic"]:
         raise ValueError(f"the package has only \"hyper(stats='rmsnorm')\", got {str(spec)!r}")
-    sublayers = len(parameters.sites) - 1
-    if len(prefixes) != sublayers:
-        raise ValueError(
-            f"expected a prefix for each of {sublayers} sub-layers, got {len(prefixes)}"
-        )
+    check_prefixes(prefixes, sublayers=len(parameters.sites) - 1)
     with torch.no_grad():
         rows = reverse_rows(rows_of_modules(ROWS, prefixes))
         return convert_tensors(rows, join_sites(parameters.sites))

@@ -17,7 +17,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..spec import ConnectionSpec, make
 from ..validation import MAX_LAYERS, check_option_type, check_positive
-from .rows import TRANSPOSE, TensorChange, TensorRow, Tensors, prefix_rows, short_spec
+from .rows import (
+    TRANSPOSE,
+    TensorChange,
+    TensorRow,
+    Tensors,
+    expand_rows,
+    prefix_rows,
+    short_spec,
+)
 
 ConfigDict = dict[str, Any]
 
@@ -229,8 +237,7 @@ def dense_rows(config: ConfigDict, backbone: str, final_norm: str) -> list[Tenso
     sites.append(f"{final_norm}.connection.")
     rows = []
     for l, site in enumerate(sites):
-        of_block = [row._replace(source=row.source.format(l=l)) for row in DENSE_ROWS]
-        rows += prefix_rows(of_block, "", site)
+        rows += prefix_rows(expand_rows(DENSE_ROWS, l=l), "", site)
     return rows
 
 

@@ -34,6 +34,7 @@ from .rows import (
     TensorRow,
     Tensors,
     check_names,
+    check_prefixes,
     check_shapes,
     convert_tensors,
     join_sites,
@@ -159,10 +160,7 @@ def save_connections(
             f"got {str(spec)!r}"
         )
     sites = parameters.sites[:-1]
-    if len(prefixes) != len(sites):
-        raise ValueError(
-            f"expected a prefix for each of {len(sites)} sub-layers, got {len(prefixes)}"
-        )
+    check_prefixes(prefixes, sublayers=len(sites))
     with torch.no_grad():
         tensors = join_sites(sites)
         rows = LITE_ROWS

@@ -222,21 +222,3 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
             f"the tokenizer has {tokens} tokens and the model's embedding {rows}: "
             "they do not belong together"
         )
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device called `name`, or a GPU where there is one and no name is given.
-
-    Raises:
-        ValueError: torch cannot use the device.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch built without the device asserts
-        raise ValueError(
-            f"cannot use the device {name!r} ({str(error).splitlines()[0]})"
-        ) from error
-    return device

@@ -108,6 +108,14 @@ def rows_of_modules(rows: Iterable[TensorRow], prefixes: Sequence[str]) -> list[
     return expanded
 
 
+def check_prefixes(prefixes: Sequence[str], sublayers: int) -> None:
+    """Raise a ValueError unless there is a prefix for each sub-layer."""
+    if len(prefixes) != sublayers:
+        raise ValueError(
+            f"expected a prefix for each of {sublayers} sub-layers, got {len(prefixes)}"
+        )
+
+
 def select_modules(tensors: Mapping[str, Tensor], prefixes: Sequence[str]) -> dict[str, Tensor]:
     """The tensors whose names start with one of the prefixes, of which there must be one."""
     if not prefixes:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .findings import MapFindings, find_patterns
 from .mixing_summary import MixingAnalysis, SiteMixing
-from .observation import Analysis, Batch, observe_model
+from .observation import Analysis, ModelInputs, observe_model
 from .scales import ScaleAnalysis, SiteScales, find_alarms
 from .similarity import (
     CosineAnalysis,
@@ -40,31 +40,31 @@ __all__ = [
 ]
 
 
-def summarise_mixing(model: nn.Module, batches: Iterable[Batch]) -> list[SiteMixing]:
+def summarise_mixing(model: nn.Module, batches: Iterable[ModelInputs]) -> list[SiteMixing]:
     """The weights that each site mixes with, their mean and deviation over tokens."""
     return _observe(MixingAnalysis(), model, batches).result()
 
 
-def unfold_connections(model: nn.Module, batches: Iterable[Batch]) -> UnfoldedMap:
+def unfold_connections(model: nn.Module, batches: Iterable[ModelInputs]) -> UnfoldedMap:
     """How much of each sub-layer's output reaches each later input."""
     return _observe(UnfoldingAnalysis(), model, batches).result()
 
 
-def measure_cosines(model: nn.Module, batches: Iterable[Batch]) -> CosineSimilarity:
+def measure_cosines(model: nn.Module, batches: Iterable[ModelInputs]) -> CosineSimilarity:
     """Cosines of inputs with those before them and with the embedding."""
     return _observe(CosineAnalysis(), model, batches).result()
 
 
-def compare_depths(model: nn.Module, batches: Iterable[Batch]) -> DepthDistances:
+def compare_depths(model: nn.Module, batches: Iterable[ModelInputs]) -> DepthDistances:
     """Angular distances of the last tokens and linear CKA, of all pairs of sites."""
     return _observe(DistanceAnalysis(), model, batches).result()
 
 
-def measure_scales(model: nn.Module, batches: Iterable[Batch]) -> list[SiteScales]:
+def measure_scales(model: nn.Module, batches: Iterable[ModelInputs]) -> list[SiteScales]:
     """Sizes of outputs, streams and gates at each site."""
     return _observe(ScaleAnalysis(), model, batches).result()
 
 
-def _observe(analysis: AnalysisT, model: nn.Module, batches: Iterable[Batch]) -> AnalysisT:
+def _observe(analysis: AnalysisT, model: nn.Module, batches: Iterable[ModelInputs]) -> AnalysisT:
     observe_model(model, batches, [analysis])
     return analysis

@@ -20,7 +20,7 @@ from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from ..hf.host_norms import find_module
-from .observation import Batch
+from .observation import ModelInputs
 from .scoring import score_logits
 
 # Static weights over depth: DenseFormer's α and MUDD's a.
@@ -71,7 +71,7 @@ class PruningCurve:
 
 
 @torch.no_grad()
-def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAblation:
+def ablate_sublayers(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation:
     """The loss without each sub-layer: one pass over the batches a sub-layer.
 
     Args:
@@ -90,7 +90,7 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[Batch]) -> SublayerAbla
 
 
 @torch.no_grad()
-def ablate_blocks(model: nn.Module, batches: Sequence[Batch]) -> BlockAblation:
+def ablate_blocks(model: nn.Module, batches: Sequence[ModelInputs]) -> BlockAblation:
     """The perplexity without each block: one pass over the batches a block.
 
     Args:
@@ -148,7 +148,7 @@ def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @torch.no_grad()
-def ablate_ways(model: nn.Module, batches: Sequence[Batch]) -> SublayerAblation:
+def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation:
     """The loss without each way of MUDD: the streams it feeds read X_l, as in a plain residual.
 
     Args:
@@ -204,7 +204,7 @@ def _without_way(sites: Sequence[Mudd], streams: str) -> Iterator[None]:
 
 @torch.no_grad()
 def prune_depth_weights(
-    model: nn.Module, batches: Sequence[Batch], shares: Sequence[float]
+    model: nn.Module, batches: Sequence[ModelInputs], shares: Sequence[float]
 ) -> PruningCurve:
     """The loss with the smallest weights over depth set to zero, over the whole model.
 
@@ -250,7 +250,7 @@ def find_depth_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def mean_token_loss(model: Any, batches: Iterable[Batch]) -> float:
+def mean_token_loss(model: Any, batches: Iterable[ModelInputs]) -> float:
     """Cross-entropy of the next token, the mean over tokens that no mask excludes.
 
     Of images with `labels`, that of their class.

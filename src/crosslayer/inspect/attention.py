@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from .moments import RunningMoments
-from .observation import Batch
+from .observation import ModelInputs
 
 # Tokens of the first sequence whose patterns are kept.
 PATTERN_TOKENS = 32
@@ -41,7 +41,7 @@ class HeadActivations:
 @torch.no_grad()
 def measure_head_activations(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[ModelInputs],
     sink_ids: Iterable[int] = (),
     pattern_layer: int | None = None,
 ) -> HeadActivations:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .mixing_summary import per_token_weights
-from .observation import Batch, SiteVisit, observe_model
+from .observation import ModelInputs, SiteVisit, observe_model
 
 # Weights whose standard deviation over all samples is smaller are the same for every sample.
 SMALLEST_DEVIATION = 1e-6
@@ -85,7 +85,9 @@ class LastWeightsAnalysis:
         return torch.cat([torch.cat(rows) for rows in self._rows.values()], -1)
 
 
-def compare_groups(model: nn.Module, groups: Mapping[str, Sequence[Batch]]) -> GroupWeights | None:
+def compare_groups(
+    model: nn.Module, groups: Mapping[str, Sequence[ModelInputs]]
+) -> GroupWeights | None:
     """The distributions of the last connection's weights in each group of samples.
 
     Args:

@@ -13,14 +13,14 @@ from torch import Tensor
 from ..data.images import PILLOW_MODES, class_order, list_images, open_image, scale_pixels
 from ..files import read_json
 from ..validation import check_positive
-from .observation import Batch
+from .observation import ModelInputs
 
 # of image processors in transformers: the mean and deviation that pixels from 0 to 1 are normed by
 PROCESSOR_FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, eq=False)
-class ImageBatches(Sequence[Batch]):
+class ImageBatches(Sequence[ModelInputs]):
     """Batches of `pixel_values`, and of `labels` where the classes are known to the model.
 
     Args:

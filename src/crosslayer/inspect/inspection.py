@@ -26,7 +26,7 @@ from .findings import find_patterns
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
-from .observation import Batch, observe_model, plain_connection
+from .observation import ModelInputs, observe_model, plain_connection
 from .scales import ScaleAnalysis, find_alarms
 from .similarity import CosineAnalysis, DistanceAnalysis
 from .singular_values import measure_singular_values
@@ -52,10 +52,10 @@ class InspectionSubject:
     """
 
     model: nn.Module
-    batches: Sequence[Batch]
+    batches: Sequence[ModelInputs]
     sink_ids: Collection[int] = ()
     layer: int | None = None
-    groups: Mapping[str, Sequence[Batch]] = dataclasses.field(default_factory=dict)
+    groups: Mapping[str, Sequence[ModelInputs]] = dataclasses.field(default_factory=dict)
 
 
 class SingleAnalysis(NamedTuple):
@@ -192,10 +192,10 @@ class ModelInspection:
         return self.results[analysis]
 
 
-class _CountedBatches(Sequence[Batch]):
+class _CountedBatches(Sequence[ModelInputs]):
     """Batches that report each one that an analysis takes."""
 
-    def __init__(self, batches: Sequence[Batch], report_batch: Callable[[], None]):
+    def __init__(self, batches: Sequence[ModelInputs], report_batch: Callable[[], None]):
         self.batches = batches
         self.report_batch = report_batch
 
@@ -274,8 +274,8 @@ def _run_single(
 
 
 def _count_batches(
-    batches: Sequence[Batch], step: str, passes: int, progress: Progress
-) -> Sequence[Batch]:
+    batches: Sequence[ModelInputs], step: str, passes: int, progress: Progress
+) -> Sequence[ModelInputs]:
     done = 0
     total = passes * len(batches)
 

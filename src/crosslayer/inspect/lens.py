@@ -17,7 +17,7 @@ from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from .moments import RunningMoments
 from .observation import (
-    Batch,
+    ModelInputs,
     SiteVisit,
     connected_for_analysis,
     find_body,
@@ -73,7 +73,7 @@ class _LensAnalysis:
 
 
 @torch.no_grad()
-def measure_site_losses(model: Any, batches: Iterable[Batch]) -> SiteLosses:
+def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosses:
     """The loss at every site.
 
     Args:
@@ -102,7 +102,7 @@ def measure_site_losses(model: Any, batches: Iterable[Batch]) -> SiteLosses:
     return SiteLosses(labels, [analysis.losses[label].mean.item() for label in labels])
 
 
-def measure_block_gradients(model: Any, batches: Iterable[Batch]) -> BlockGradients:
+def measure_block_gradients(model: Any, batches: Iterable[ModelInputs]) -> BlockGradients:
     """The size of each layer's gradient, from one backward pass over the batches.
 
     Gradients that the parameters had before are restored.

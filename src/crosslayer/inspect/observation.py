@@ -23,7 +23,7 @@ from ..hf.families import own_connection
 from ..mixing import MixingWeights
 
 # a model's arguments, like input_ids and attention_mask; of images also their classes
-Batch = Mapping[str, Tensor]
+ModelInputs = Mapping[str, Tensor]
 LABELS = "labels"
 MODEL_INPUTS = frozenset({"input_ids", "pixel_values"})
 
@@ -141,7 +141,9 @@ class Analysis(Protocol):
 
 
 @torch.no_grad()
-def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence[Analysis]) -> None:
+def observe_model(
+    model: nn.Module, batches: Iterable[ModelInputs], analyses: Sequence[Analysis]
+) -> None:
     """Run a model over batches and show each site to each analysis.
 
     The model computes what it computes elsewhere, in its own dtype and in evaluation mode. No hook
@@ -165,7 +167,7 @@ def observe_model(model: nn.Module, batches: Iterable[Batch], analyses: Sequence
                 find_body(model, arguments)(**arguments)
 
 
-def model_arguments(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+def model_arguments(batch: ModelInputs, device: torch.device) -> dict[str, Tensor]:
     """What a model is called with, on a device: a batch without its labels."""
     return {key: value.to(device) for key, value in batch.items() if key != LABELS}
 
@@ -192,7 +194,7 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
         disconnect(model)
 
 
-def find_body(model: nn.Module, arguments: Batch) -> nn.Module:
+def find_body(model: nn.Module, arguments: ModelInputs) -> nn.Module:
     """What to call with a batch: of a transformers model the part without its head, if it takes it.
 
     Its backbone may be an encoder of embeddings (DINOv2), which does not.
@@ -209,7 +211,7 @@ def find_body(model: nn.Module, arguments: Batch) -> nn.Module:
 
 @contextmanager
 def visited_sites(
-    model: nn.Module, arguments: Batch, analyses: Sequence[Analysis]
+    model: nn.Module, arguments: ModelInputs, analyses: Sequence[Analysis]
 ) -> Iterator[None]:
     """Hooks that show each site to the analyses as the model, called with these, comes to it."""
 
@@ -229,7 +231,7 @@ def visited_sites(
             handle.remove()
 
 
-def _flatten_tokens(connection: Connection[Any], state: Any, arguments: Batch) -> SiteVisit:
+def _flatten_tokens(connection: Connection[Any], state: Any, arguments: ModelInputs) -> SiteVisit:
     """The state at the tokens that the attention mask includes."""
     lead = connection.state_parts(state)[0].shape[:2]
     device = connection.state_parts(state)[0].device

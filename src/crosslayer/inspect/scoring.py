@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .observation import LABELS, Batch, model_arguments
+from .observation import LABELS, ModelInputs, model_arguments
 
 NO_TARGET = -100  # as in torch's cross-entropy
 
 
-def score_targets(batch: Batch) -> Tensor:
+def score_targets(batch: ModelInputs) -> Tensor:
     """What each token of a batch should predict, `NO_TARGET` where it is nothing, [B T].
 
     For images [B 1]: the first token, which is the class token, predicts the class.
@@ -33,7 +33,7 @@ def score_targets(batch: Batch) -> Tensor:
     return targets
 
 
-def score_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def score_logits(model: Any, batch: ModelInputs) -> tuple[Tensor, Tensor]:
     """The logits of all tokens that have a target, [N classes] float32, and their targets [N].
 
     Raises:

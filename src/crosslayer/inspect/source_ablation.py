@@ -20,7 +20,7 @@ from ..connections.mudd import Mudd
 from ..evaluation_mode import evaluation_mode
 from .ablation import mean_token_loss, streams_of_ways
 from .mixing_summary import MixingAnalysis, SiteMixing, averaged_sources
-from .observation import Batch, SiteVisit, observe_model, site_label
+from .observation import ModelInputs, SiteVisit, observe_model, site_label
 
 
 class MixWeight(NamedTuple):
@@ -57,7 +57,7 @@ class SourceAblation:
 
 @torch.no_grad()
 def ablate_sources(
-    model: nn.Module, batches: Sequence[Batch], layers: Collection[int] | None = None
+    model: nn.Module, batches: Sequence[ModelInputs], layers: Collection[int] | None = None
 ) -> SourceAblation | None:
     """The loss without each weight of each mix; None for a model without mixes.
 
@@ -86,7 +86,7 @@ def ablate_sources(
 
 
 def find_mix_weights(
-    model: nn.Module, batches: Iterable[Batch], layers: Collection[int] | None = None
+    model: nn.Module, batches: Iterable[ModelInputs], layers: Collection[int] | None = None
 ) -> list[MixWeight]:
     """The weights of all mixes of some layers, or of all, in the order of depth.
 

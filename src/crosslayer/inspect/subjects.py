@@ -12,7 +12,7 @@ from ..evaluate.windows import check_context, context_limit
 from ..hf.attach import find_backbone
 from .image_batches import ImageBatches, join_batches, make_image_batches
 from .inspection import InspectionSubject
-from .observation import Batch
+from .observation import ModelInputs
 from .text_batches import find_sink_ids, make_text_batches
 
 DEFAULT_CONTEXT = 256  # tokens in a sequence
@@ -47,7 +47,7 @@ def text_subject(
     """
     sources = _split_documents(data, sequences, read)
     share = max(1, sequences // len(sources))
-    groups: dict[str, list[Batch]] = {}
+    groups: dict[str, list[ModelInputs]] = {}
     for name, documents in sources.items():
         groups[name] = make_text_batches(tokenizer, documents, share, context, batch_size)
     batches = list(chain.from_iterable(groups.values()))

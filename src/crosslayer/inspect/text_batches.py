@@ -8,14 +8,14 @@ import torch
 
 from ..data.readers import Document
 from ..validation import check_positive
-from .observation import Batch
+from .observation import ModelInputs
 
 SINK_TEXTS = (".", "\n")
 
 
 def make_text_batches(
     tokenizer: Any, documents: Iterable[Document], sequences: int, context: int, batch_size: int
-) -> list[Batch]:
+) -> list[ModelInputs]:
     """Documents cut into sequences of at most `context` tokens, padded on the right.
 
     Args:
@@ -63,7 +63,7 @@ def find_sink_ids(tokenizer: Any) -> set[int]:
     return sinks
 
 
-def _pad_rows(rows: list[Any]) -> Batch:
+def _pad_rows(rows: list[Any]) -> ModelInputs:
     width = max(map(len, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros(len(rows), width, dtype=torch.long)
