@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .run_folders import CHECKPOINT_INDEX, CONFIG_FILE, MODEL_FOLDER
+from .run_folders import (
+    CHECKPOINT_INDEX,
+    CONFIG_FILE,
+    MODEL_FOLDER,
+    MODELS_FOLDER,
+    RESULTS_FILE,
+    RUNS_FOLDER,
+)
 from .validation import error_in_one_line
 
 NO_NETWORK = (
@@ -74,6 +81,11 @@ def _check_no_training_run(folder: Path) -> None:
     model = folder / MODEL_FOLDER
     if (model / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds a training run; its model is {model}")
+    if (folder / RESULTS_FILE).is_file() and (folder / RUNS_FOLDER).is_dir():
+        raise ValueError(
+            f"{folder} holds a comparison, which keeps models with --keep-models alone, in "
+            f"{folder / RUNS_FOLDER / 'ARM' / MODELS_FOLDER}"
+        )
     if any(folder.glob(f"step-*/{CHECKPOINT_INDEX}")):
         raise ValueError(f"{folder} holds a training run, which writes {model} when it has ended")
 

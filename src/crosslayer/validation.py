@@ -187,8 +187,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def error_in_one_line(error: BaseException) -> str:
-    """An error's message, or its class where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message, or its class where it has none, and its notes."""
+    notes = " ".join(f"({note})" for note in getattr(error, "__notes__", ()))
+    return " ".join(f"{str(error) or type(error).__name__} {notes}".split())
 
 
 def did_you_mean(word: object, known_words: Iterable[str]) -> str:

@@ -538,6 +538,19 @@ def test_the_options_of_an_arm_are_those_that_it_is_trained_with(tiny, tmp_path)
     assert small.settings(rows[1]).model.layers < 24
 
 
+def test_an_arm_that_cannot_be_trained_is_named_before_any_is_trained(tiny, tmp_path):
+    small = {"name": "small", "connection": "mudd", "vocab": 100}
+    with pytest.raises(ValueError, match="the arm 'small': vocab must be at least 256"):
+        prepare_comparison(recipe(tiny, "prenorm", small), 1, tmp_path / "out")
+    inverted = {**tiny, "recompute": "inversion"}
+    with pytest.raises(ValueError, match=r"the arm 'mudd': .*is not supported by mudd"):
+        prepare_comparison(recipe(inverted, "mgr", "mudd"), 1, tmp_path / "out")
+    long = {"name": "long", "connection": "mudd", "context": 10**6}
+    with pytest.raises(ValueError, match=r"the arm 'long': .*fewer than the 1000000 \+ 1"):
+        prepare_comparison(recipe(tiny, "prenorm", long), 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_many_arms_can_be_told_apart_in_the_figures(tiny, tmp_path):
     arms = [{"name": f"arm {number}", "connection": "prenorm"} for number in range(14)]
     comparison = prepare_comparison(recipe(tiny, *arms), 1, tmp_path / "out")

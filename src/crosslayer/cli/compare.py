@@ -74,6 +74,8 @@ def compare_and_report(
     comparison = prepare_comparison(recipe, seeds, Path(out) if out else None, search_rates)
     if not comparison.missing_runs() and is_first_rank():
         make_console().print("All runs had ended already; nothing is trained.")
+        if comparison.results.diverged:
+            make_console().print("A run that diverged is tried again in another --out alone.")
     with hold_folder(comparison.folder):
         return _run_and_report(comparison)
 
@@ -112,7 +114,8 @@ def _run_and_report(comparison: "Comparison") -> int:
         console.print(note)
     if stopped:
         finished = len(comparison.results.runs)
-        console.print(f"Stopped with {finished} finished runs. The same command resumes.")
+        noun = "run" if finished == 1 else "runs"
+        console.print(f"Stopped with {finished} finished {noun}. The same command resumes.")
     console.print(f"Report: {comparison.folder / 'report.html'}")
     return code
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("crosslayer: stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, ArgumentError) as error:
-        message = _machine_limit(error) or str(error) or type(error).__name__
+        message = _machine_limit(error) or error_in_one_line(error)
     except Exception as error:
         limit = _machine_limit(error)
         if limit is None:

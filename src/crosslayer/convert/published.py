@@ -152,8 +152,8 @@ def _find_layout(config: ConfigDict, weights: FolderWeights, folder: Path) -> st
     """The layout's name, which config.json says or the names of the weights show."""
     if isinstance(config.get("crosslayer"), str):
         raise ValueError(
-            f"{folder} is a transformers folder already; "
-            "AutoModelForCausalLM.from_pretrained loads it"
+            f"{folder} is a connected model of transformers already; "
+            "crosslayer.from_pretrained loads it"
         )
     model_type = config.get("model_type")
     if model_type in list(LAYOUTS):

@@ -32,6 +32,7 @@ from .tokenizing import Tokenizer
 CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` made
 
 TRAIN, HELD_OUT = "train", "held-out"
+ALL_SETS = "mean"  # name of the group of all validation sets
 VALID_SHARE = 0.05  # of the documents, by a hash of their names
 FEW_DOCUMENTS = 40  # fewer than these are split at their tail
 
@@ -161,13 +162,14 @@ def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
     """The sources of "train" and of the validation sets by name.
 
     Raises:
-        ValueError: a validation set is called train, or cannot name a folder.
+        ValueError: a validation set is called train, or mean as the group of all, or cannot name a
+            folder.
     """
     for name in valid or {}:
-        if name == TRAIN or not re.fullmatch(r"\w[\w.-]*", name):
+        if name in (TRAIN, ALL_SETS) or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
                 f"{name!r} cannot name a validation set: "
-                "expected letters, digits, - and _, and not train"
+                f"expected letters, digits, - and _, and not {TRAIN} or {ALL_SETS}"
             )
     return {TRAIN: source} | (valid or {})
 

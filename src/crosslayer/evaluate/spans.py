@@ -41,7 +41,7 @@ class SpanPerplexity(NamedTuple):
         loss: nats a target token, all tokens weighted equally.
         perplexity: exp(loss).
         loss_by_span: the mean over spans of each span's loss.
-        loss_by_span_stderr: its standard error; NaN for one span.
+        loss_by_span_stderr: its standard error; None for one span.
     """
 
     spans: int
@@ -50,7 +50,7 @@ class SpanPerplexity(NamedTuple):
     loss: float
     perplexity: float
     loss_by_span: float
-    loss_by_span_stderr: float
+    loss_by_span_stderr: float | None
 
 
 class Span(NamedTuple):
@@ -96,7 +96,7 @@ def span_perplexity(
     if not losses:
         raise ValueError("the spans have no token to score")
     tokens = sum(len(window.target) for window in windows)
-    stderr = math.nan
+    stderr = None
     if len(losses) > 1:
         stderr = statistics.stdev(losses) / math.sqrt(len(losses))
     return SpanPerplexity(

@@ -443,6 +443,13 @@ def test_copies_pickles_and_saves_bitwise(spec, parallel):
 # ---- what is computed
 
 
+@every_sequential
+def test_training_and_evaluation_compute_the_same(spec, parallel):
+    sites, x = chain(spec, parallel), torch.randn(2, 3, 6, dtype=torch.float64)
+    outputs = [run([site.train(mode) for site in sites], x) for mode in (True, False)]
+    assert torch.equal(*outputs)
+
+
 @every_option
 def test_starts_as_prenorm_where_it_says_so(spec, parallel):
     prenorm = gpt("prenorm", parallel, eps=0.0, shaken=False).double()
@@ -665,7 +672,9 @@ def test_a_model_of_any_default_dtype(spec, parallel):
     full = gpt(spec, parallel, shaken=False)
     for one, other in zip(find_connections(half), find_connections(full), strict=True):
         for name, value in one.named_parameters(recurse=False):
-            assert torch.equal(value, other._parameters[name]), name
+            expected = other._parameters[name]
+            assert value.dtype == expected.dtype, f"{name}: use float32_parameter"
+            assert torch.equal(value, expected), name
 
 
 @every_sequential

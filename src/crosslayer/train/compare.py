@@ -8,7 +8,8 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +30,13 @@ from .comparison_results import (
     join_environments,
     load_results,
 )
-from .parallel import launch_fabric
+from .parallel import apply_recomputation, launch_fabric
 from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates, scaled_name
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .run_state import RunResult, StepResult
 from .signals import StopSignals
-from .task import Examples, build_model, load_examples
+from .task import Examples, build_model, check_vocab, load_examples
 from .trainer import Diverged
 
 
@@ -181,14 +182,7 @@ def prepare_comparison(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if search_rates:
         recipe = _rates_in_options(recipe)
-    # An arm that cannot be built must say so before any other is trained.
-    pretrained = [arm for arm in recipe.arms if recipe.settings(arm).model.pretrained is not None]
-    _check_new_models(recipe, [arm for arm in recipe.arms if arm not in pretrained])
-    examples = _load_examples(recipe)
-    for arm in pretrained:
-        classes = examples[arm.name].num_classes
-        build_model(recipe.settings(arm), arm.connection, classes, 0, recipe.task)
-
+    examples = _load_checked_examples(recipe)
     first = examples[recipe.arms[0].name]
     shared = recipe.settings().identity()
     data = {**first.sizes, "sha256": first.digest}
@@ -208,11 +202,42 @@ def prepare_comparison(
     return comparison
 
 
-def _check_new_models(recipe: Recipe, arms: list[Arm]) -> None:
-    """Build the models of arms with new backbones, without memory and before data are read."""
-    for arm in arms:
-        with torch.device("meta"):
-            build_model(recipe.settings(arm), arm.connection, 256, 0, recipe.task)
+def _load_checked_examples(recipe: Recipe) -> dict[str, Examples]:
+    """The data of each arm, by its name.
+
+    An arm that cannot be trained must say so before any other is trained.
+    """
+    pretrained = [arm for arm in recipe.arms if recipe.settings(arm).model.pretrained is not None]
+    for arm in recipe.arms:
+        if arm not in pretrained:  # without memory, and before data are read
+            with torch.device("meta"):
+                _check_model(recipe, arm, num_classes=256)
+    examples = _load_examples(recipe)
+    for arm in recipe.arms:
+        with _named_in_errors(recipe, arm):
+            check_vocab(recipe.settings(arm).model, examples[arm.name])
+    for arm in pretrained:
+        _check_model(recipe, arm, examples[arm.name].num_classes)
+    return examples
+
+
+def _check_model(recipe: Recipe, arm: Arm, num_classes: int) -> None:
+    """Raise a ValueError where an arm's model cannot be built, or not be executed as asked."""
+    settings = recipe.settings(arm)
+    with _named_in_errors(recipe, arm):
+        model = build_model(settings, arm.connection, num_classes, 0, recipe.task)
+        apply_recomputation(model, settings.engine)
+
+
+@contextmanager
+def _named_in_errors(recipe: Recipe, arm: Arm) -> Iterator[None]:
+    """Let a ValueError say which of several arms it is of."""
+    try:
+        yield
+    except ValueError as error:
+        if len(recipe.arms) == 1:
+            raise
+        raise ValueError(f"the arm {arm.name!r}: {error}") from None
 
 
 def _rates_in_options(recipe: Recipe) -> Recipe:
@@ -247,7 +272,8 @@ def _load_examples(recipe: Recipe) -> dict[str, Examples]:
         settings = recipe.settings(arm)
         key = json.dumps([asdict(settings.data), settings.model.model_config], sort_keys=True)
         if key not in loaded:
-            loaded[key] = load_examples(settings, recipe.task)
+            with _named_in_errors(recipe, arm):
+                loaded[key] = load_examples(settings, recipe.task)
         examples[arm.name] = loaded[key]
     return examples
 

@@ -195,8 +195,12 @@ def setup_model(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
     return fabric.setup_module(prepare_model(model, engine))
 
 
-def prepare_model(model: Any, engine: Engine) -> Any:
-    """`model` with recomputation and compilation, without Fabric."""
+def apply_recomputation(model: Any, engine: Engine) -> None:
+    """Recompute in the backward pass what the settings name, in place.
+
+    Raises:
+        ValueError: the connection does not support it.
+    """
     if engine.recompute == "reads":
         for connection in find_connections(model):
             swap_class(connection, CheckpointedRead)
@@ -205,6 +209,10 @@ def prepare_model(model: Any, engine: Engine) -> Any:
     elif engine.recompute != "none":
         enable_recompute(find_connections(model), engine.recompute)
 
+
+def prepare_model(model: Any, engine: Engine) -> Any:
+    """`model` with recomputation and compilation, without Fabric."""
+    apply_recomputation(model, engine)
     if engine.compile == "none":
         return model
     torch.compiler.reset()  # graphs of an arm before count towards the limit below

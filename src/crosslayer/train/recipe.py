@@ -16,10 +16,10 @@ import math
 import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..spec import make
-from ..validation import check_option_type, did_you_mean, error_in_one_line
+from ..validation import check_choice, did_you_mean, error_in_one_line
 from .settings import GROUP_OF_OPTION, NEW_BACKBONE_OPTIONS, Settings, parse_options
 from .task import LANGUAGE, Task
 
@@ -128,7 +128,7 @@ class Recipe:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two arms are called {name!r}; give each another name")
-        check_option_type("scale", self.scale, Scale)
+        check_choice("scale", self.scale, dict.fromkeys(get_args(Scale)))
 
     def settings(self, arm: Arm | None = None) -> Settings:
         """The settings of an arm, or those that all arms share."""

@@ -13,7 +13,7 @@ from .parallel import launch_fabric
 from .recipe import Arm
 from .run_state import StepResult
 from .settings import Settings
-from .task import LANGUAGE, Examples, Task, build_model
+from .task import LANGUAGE, Examples, Task, build_model, check_vocab
 from .trainer import Callback, Trainer
 
 
@@ -52,12 +52,7 @@ def train_arm(
             for the data.
     """
     engine = settings.engine
-    vocab = settings.model.vocab
-    if vocab is not None and vocab < examples.num_classes:
-        raise ValueError(
-            f"vocab must be at least {examples.num_classes}, the number of tokens or classes "
-            f"of the data, got {vocab}"
-        )
+    check_vocab(settings.model, examples)
     model = build_model(settings, arm.connection, examples.num_classes, seed, task)
     trainer = Trainer(fabric, model, examples, settings, arm, seed, task)
     callbacks: list[Callback] = [LogMetrics(folder, engine.log_every), OnStep(on_step)]

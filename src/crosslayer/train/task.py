@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ..data.sampler import BatchSampler
-from ..data.sources import HELD_OUT
+from ..data.sources import ALL_SETS, HELD_OUT
 from ..evaluate.windows import exp_or_inf
 from ..files import expand_place
 from ..hf import connect
@@ -27,7 +27,6 @@ from ..validation import did_you_mean
 from .pretrained import connect_backbone, open_backbone
 from .settings import Data, Model, Settings
 
-ALL_SETS = "mean"  # name of the group of all validation sets
 Batch = Any  # what `default_collate` makes of a task's examples: a tensor, or a dict of tensors
 
 
@@ -224,6 +223,15 @@ LANGUAGE = Task(
     tiny_model_config=dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     open_backbone=open_backbone,
 )
+
+
+def check_vocab(model: Model, examples: Examples) -> None:
+    """Raise a ValueError where `vocab` is too small for the data."""
+    if model.vocab is not None and model.vocab < examples.num_classes:
+        raise ValueError(
+            f"vocab must be at least {examples.num_classes}, the number of tokens or classes "
+            f"of the data, got {model.vocab}"
+        )
 
 
 def build_model(
