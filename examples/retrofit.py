@@ -22,15 +22,17 @@ import sys
 from argparse import ArgumentError
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from crosslayer.files import read_json, write_text_atomic
+from crosslayer.plotting import BLACK, HUES, line_look
 from crosslayer.train.callbacks import ConnectAtStep
 from crosslayer.train.comparison_results import describe_environment
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm
-from crosslayer.train.report import COLOURS, NOT_KNOWN, format_mean_std
+from crosslayer.train.report import NOT_KNOWN, format_mean_std
 from crosslayer.train.results_table import mean_and_std
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE, Examples, build_model
@@ -263,15 +265,15 @@ def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2)
 
-        left.axhline(0, color=COLOURS[0], label="prenorm (never)", linewidth=1.2)
-        for colour, connection in zip(COLOURS[1:], connections, strict=False):
+        left.axhline(0, color=BLACK, label="prenorm (never)", linewidth=1.2)
+        for number, connection in enumerate(connections):
             shares, means = [], []
             for key in sorted(groups):
                 differences = loss_differences(groups[key], baseline)
                 if key[0] == connection and differences:
                     shares.append(key[1] / steps)
                     means.append(mean_and_std(differences).mean)
-            left.plot(shares, means, color=colour, label=connection, marker="o", markersize=4)
+            left.plot(shares, means, label=connection, markersize=4, **line_look(number))
         left.set_xlabel("connected after this share of the steps")
         left.set_ylabel("final loss minus prenorm's, nats per byte")
 
@@ -280,7 +282,7 @@ def draw_figure(runs: list[RetrofitRun], file: Path) -> None:
         for connection, switch in sorted(groups):
             if connection == shown and 0 in groups[connection, switch]:
                 curves[f"{shown} from step {switch}"] = groups[connection, switch][0].curve
-        for colour, (label, curve) in zip(COLOURS, curves.items(), strict=False):
+        for colour, (label, curve) in zip(cycle((BLACK, *HUES)), curves.items(), strict=False):
             right.plot(*zip(*curve, strict=True), color=colour, label=label, linewidth=1.4)
         # the first quarter's steep fall would hide the rest
         right.set_ylim(top=baseline[0].curve[len(baseline[0].curve) // 4][1] * 1.05)

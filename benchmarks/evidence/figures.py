@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.evidence.studies import BASELINE, Study
 from benchmarks.evidence.tables import difference_to_baseline, judge_difference
-from crosslayer.inspect.figures import render_figure
 from crosslayer.inspect.figures_training import (
     LineSeries,
     draw_line_series,
@@ -19,7 +18,7 @@ from crosslayer.inspect.figures_training import (
 from crosslayer.inspect.run_groups import average_curves
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.intervals import Interval, mean_interval
-from crosslayer.palette import HUES
+from crosslayer.plotting import HUES, DrawPanel, render_figure
 from crosslayer.train.run_state import RunResult
 
 # one for each colour of the palette; pre-norm is black
@@ -51,7 +50,7 @@ class Figure:
     """
 
     data: Any
-    panels: list[tuple[str, Callable[[Any], None]]]
+    panels: list[tuple[str, DrawPanel]]
     width: float = 5.2
     height: float = 4.4
 
@@ -61,11 +60,10 @@ class Figure:
         text = json.dumps(self.data, default=asdict)
         return f"<!-- data {hashlib.sha256(text.encode()).hexdigest()[:16]} -->"
 
-    def render(self) -> dict[str, bytes]:
-        """File contents by suffix; the SVG with its digest."""
-        files = render_figure(self.panels, self.width, self.height)
-        files["svg"] += f"{self.digest}\n".encode()
-        return files
+    def render(self) -> bytes:
+        """The content of its SVG file, with its digest."""
+        svg = render_figure(self.panels, self.width, self.height)["svg"]
+        return svg + f"{self.digest}\n".encode()
 
 
 def study_figures(study: Study) -> dict[str, Figure]:
@@ -153,7 +151,7 @@ def _interval_line(name: str, colour: int, x: list[float], intervals: list[Inter
 
 def _draw_panel(
     lines: Sequence[LineSeries], names: tuple[str, str], of_differences: bool, with_legend: bool
-) -> Callable[[Any], None]:
+) -> DrawPanel:
     def draw(axes: Any) -> None:
         draw_line_series(axes, lines, names)
         axes.get_legend().remove()
@@ -176,7 +174,7 @@ def _all_differences(study: Study) -> list[tuple[str, Interval]]:
     return sorted(rows, key=lambda row: -row[1].mean)
 
 
-def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> Callable[[Any], None]:
+def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> DrawPanel:
     verdicts = [judge_difference(found) for _, found in rows]
 
     def draw(axes: Any) -> None:

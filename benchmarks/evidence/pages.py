@@ -11,12 +11,7 @@ from benchmarks.evidence.pruning import read_pruned_models
 from benchmarks.evidence.rates import rate_figure, rate_table
 from benchmarks.evidence.size_tables import difference_matrix, multiplier_table
 from benchmarks.evidence.studies import BASELINE, RESULTS, ROOT, UNSCALED, Part, Study, read_parts
-from benchmarks.evidence.tables import (
-    arms_tables,
-    claims_table,
-    connection_tables,
-    summary_table,
-)
+from benchmarks.evidence.tables import arms_tables, claims_table, connection_tables, summary_table
 from crosslayer.files import write_text_atomic
 
 CAPTIONS = {
@@ -127,4 +122,4 @@ def write_pages(studies: Mapping[str, Study]) -> None:
         write_text_atomic(page, fill_page(page.read_text("utf8"), sections(studies)))
     write_text_atomic(RESULTS / "connections.json", connections_text(studies))
     for name, figure in page_figures(studies).items():
-        (RESULTS / name).write_bytes(figure.render()["svg"])
+        (RESULTS / name).write_bytes(figure.render())

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.evidence.figures import LOSS, MAIN_ARMS, Figure
@@ -11,6 +11,7 @@ from benchmarks.evidence.studies import BASELINE, Part, Study, read_recipe
 from benchmarks.evidence.tables import UNKNOWN, format_interval, markdown_table
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.intervals import mean_interval
+from crosslayer.plotting import DrawPanel
 
 SeedLoss = dict[int, float]
 Schedule = tuple[float, float]  # warm-up, learning rate
@@ -86,7 +87,7 @@ def _rate_line(of_arm: Mapping[Schedule, SeedLoss], name: str) -> LineSeries:
     )
 
 
-def _draw_rates(lines: Sequence[LineSeries], rates: Sequence[float]) -> Callable[[Any], None]:
+def _draw_rates(lines: Sequence[LineSeries], rates: Sequence[float]) -> DrawPanel:
     def draw(axes: Any) -> None:
         draw_line_series(axes, lines, ("learning rate", LOSS), log_x=True)
         axes.set_xticks(rates, [f"{lr:.2g}" for lr in rates])

@@ -9,7 +9,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from crosslayer.cli.main import main
-from crosslayer.inspect.figures import render_figure
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.inspect.report import draw_views
 from crosslayer.inspect.run_groups import group_runs, split_by_data
@@ -22,6 +21,7 @@ from crosslayer.inspect.training_summary import (
     smooth_runs,
     summarise_training,
 )
+from crosslayer.plotting import render_figure
 from crosslayer.run_folders import METRICS_FILE, RESULT_FILE, RUN_FILE, RUNS_FOLDER
 from tests.inspect.planted_runs import (
     SETTINGS,

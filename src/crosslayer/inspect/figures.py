@@ -1,8 +1,7 @@
-"""Figures of the analyses. Each draws on given axes; `render_figure` makes a file of them."""
+"""Figures of the analyses. Each draws on given axes."""
 
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from types import MappingProxyType
 from typing import Any
@@ -10,69 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..palette import BLACK, HUES
+from ..plotting import COLOURS, line_look
 
-COLOURS = [*HUES, BLACK]
-STYLES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D")
 SIGNED_MAP = "RdBu_r"
 POSITIVE_MAP = "viridis"
 MAX_TICKS = 13
-TITLE_WIDTH = 46  # characters in a line of a panel's title
 MOST_INSIDE = 6  # labels of a legend within the axes
 LONGEST_INSIDE = 28  # characters of one of them
 MOST_LABELS = 24  # of a legend; more leave no room for the figure
-AXIS_WIDTH = 36  # in a line of an axis's name
-LABEL_WIDTH = 28  # in a line of a label beside the axes
+LABEL_WIDTH = 28  # characters in a line of a label beside the axes
 LABEL_SPACING = 0.3  # lines between two labels
 MOST_LINES = 24  # of labels in the full font, one above another in a panel
 LOG_RATIO = 30  # values that differ by more are drawn on a logarithmic axis
-
-Draw = Callable[[Any], None]  # draws on the axes of one panel
-
-
-def render_figure(
-    panels: Sequence[tuple[str, Draw]], width: float = 5.2, height: float = 4.4
-) -> dict[str, bytes]:
-    """A figure of panels in rows of three, or of two where they are four, as SVG and PNG.
-
-    Args:
-        panels: a title and a function that draws, each.
-        width: of a panel, in inches.
-        height: of a panel, in inches.
-
-    Returns:
-        File contents by suffix.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure  # pyplot would have global state
-
-    style = {
-        "svg.hashsalt": "crosslayer",  # the same numbers give the same file
-        "text.parse_math": False,  # labels are no formulas
-        "font.size": 11,
-        "axes.titlesize": 12,
-    }
-    files = {}
-    with matplotlib.rc_context(style):
-        columns = 2 if len(panels) == 4 else min(len(panels), 3)
-        rows = -(-len(panels) // columns)
-        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-        all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axes, (title, draw) in zip(all_axes, panels, strict=False):
-            axes.set_title(fill(title, TITLE_WIDTH))
-            draw(axes)
-            axes.set_xlabel(fill(axes.get_xlabel(), AXIS_WIDTH))
-            axes.set_ylabel(fill(axes.get_ylabel(), AXIS_WIDTH))
-        for axes in all_axes[len(panels) :]:
-            axes.set_visible(False)
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # laid out now, once for both files
-        for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
-            file = io.BytesIO()
-            figure.savefig(file, format=suffix, metadata=metadata, dpi=110)
-            files[suffix] = file.getvalue()
-    return files
 
 
 def draw_matrix(
@@ -112,18 +60,6 @@ def draw_matrix(
     axes.set_ylabel(names[0])
     axes.set_xlabel(names[1])
     axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit)
-
-
-def line_look(number: int) -> dict[str, str]:
-    """Colour, dashes and marker of a line, by its number: with each repeated colour the others
-    change.
-    """
-    repeats = number // len(COLOURS)
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": STYLES[repeats % len(STYLES)],
-        "marker": MARKERS[repeats % len(MARKERS)],
-    }
 
 
 def draw_lines(

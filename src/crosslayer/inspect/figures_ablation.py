@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plotting import line_look
 from .ablation import BlockAblation, PruningCurve, SublayerAblation
-from .figures import LOG_RATIO, finish_lines, label_ticks, line_look, use_log_scale
+from .figures import LOG_RATIO, finish_lines, label_ticks, use_log_scale
 
 
 def draw_ablation(

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .figures import COLOURS, POSITIVE_MAP, draw_matrix, finish_lines, label_ticks, line_look
+from ..plotting import COLOURS, line_look
+from .figures import POSITIVE_MAP, draw_matrix, finish_lines, label_ticks
 from .mixing_summary import MixPattern
 from .similarity import CosineSimilarity, DepthDistances
 from .unfolding import UnfoldedMap

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from .figures import COLOURS, finish_lines, label_ticks, use_log_scale
+from ..plotting import COLOURS
+from .figures import finish_lines, label_ticks, use_log_scale
 from .gates import SMALL_GATE, GateStatistics
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy
 
-from .figures import line_look, place_legend, wrap_labels
+from ..plotting import line_look
+from .figures import place_legend, wrap_labels
 
 FEWEST_BARS = 4  # of which each has its share of a panel's height
 NOTE_SHIFTS = (11, -11, 22, -22, 33, -33)  # of a note from its point, in points of the font

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_text_atomic
-from .figures import render_figure
+from ..plotting import render_figure
 from .inspection import to_json_value
 from .run_groups import (
     format_duration,
@@ -131,10 +131,9 @@ def write_report(
         files = render_figure(panels)
         for suffix, data in files.items():
             (pictures / f"{section.name}.{suffix}").write_bytes(data)
-        svg = files["svg"].decode()
         body += f"<h2>{html.escape(section.title)}</h2>\n<p>{html.escape(section.text)}</p>\n"
         shape = ' class="wide"' if len(panels) > 1 else ""  # scrolls on a narrow screen
-        body += f"<figure{shape}>{svg[svg.index('<svg') :]}</figure>\n"
+        body += f"<figure{shape}>{files['svg'].decode()}</figure>\n"
     write_text_atomic(folder / REPORT_FILE, _page_html(models, setup, body, training))
     return folder / REPORT_FILE
 

@@ -1,21 +1,18 @@
 """The report of a comparison: a table, report.md, and report.html with figures."""
 
 import html
-import io
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..files import write_text_atomic
-from ..palette import BLACK, HUES
+from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
 from .report_notes import SAME_RATE, loss_unit_of, most_seeds, report_notes
 from .results_table import MeanStd, TableRow, result_table
 
-COLOURS = [BLACK, *HUES, "#7F7F7F"]  # the baseline, often the first, is black
-# marker and line of the first arms that have these colours, of the next ones, and so on
-MARKS = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":")]
 NOT_KNOWN = "–"
 
 STYLE = """
@@ -167,33 +164,27 @@ def html_report(comparison: Comparison) -> str:
 """
 
 
-def render_svg(comparison: Comparison, *panels: Callable[[Any, Comparison], None]) -> str:
-    """An SVG with panels side by side.
+def render_svg(comparison: Comparison, *plots: Callable[[Any, Comparison], None]) -> str:
+    """An SVG of some of the plots below, side by side.
 
-    Each panel draws on its axes, whose y is the validation loss.
+    The loss is on their vertical axes.
     """
-    import matplotlib
-    from matplotlib.figure import Figure  # pyplot would have global state
 
-    file = io.StringIO()
-    # The same numbers give the same file, and arms' names are no formulas.
-    with matplotlib.rc_context({"svg.hashsalt": "crosslayer", "text.parse_math": False}):
-        figure = Figure(figsize=(6 * len(panels), 4.2), layout="constrained")
-        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, draw in zip(all_axes, panels, strict=True):
-            draw(axes, comparison)
-            axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.25)
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    return svg[svg.index("<svg") :]
+    def draw(plot: Callable[[Any, Comparison], None], axes: Any) -> None:
+        plot(axes, comparison)
+        axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+
+    panels = [("", partial(draw, plot)) for plot in plots]
+    return render_figure(panels, 6.0, 4.2)["svg"].decode()
 
 
 def plot_curves(axes: Any, comparison: Comparison) -> None:
     """Validation loss against step: the mean over seeds, with their range shaded."""
     axes.set_xlabel("step")
-    for arm, style in zip(comparison.arms, _arm_styles(comparison), strict=True):
+    for number, arm in enumerate(comparison.arms):
+        look = _arm_look(number)
         curves: list[dict[Any, Any]] = [
             dict(run.curve)  # type: ignore[arg-type]
             for run in comparison.finished_runs(arm).values()
@@ -204,28 +195,24 @@ def plot_curves(axes: Any, comparison: Comparison) -> None:
         steps = [step for step in curves[0] if all(step in curve for curve in curves)]
         losses = [[curve[step] for curve in curves] for step in steps]
         means = [sum(values) / len(values) for values in losses]
-        axes.plot(steps, means, **style, label=arm.name, linewidth=1.6, markersize=3)
+        axes.plot(steps, means, **look, label=arm.name, linewidth=1.6, markersize=3)
         if len(curves) > 1:
             low, high = [min(values) for values in losses], [max(values) for values in losses]
-            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15)
-    if _has_many_arms(comparison):
-        _add_legend_beside(axes)
-    else:
-        axes.legend(frameon=False, fontsize=9)
+            axes.fill_between(steps, low, high, color=look["color"], alpha=0.15)
+    _add_legend(axes, comparison)
 
 
 def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     """Final loss against speed: better arms are lower and further right."""
     axes.set_xlabel(f"{comparison.recipe.task.unit} per second")
     names = [arm.name for arm in comparison.arms]
-    styles = dict(zip(names, _arm_styles(comparison), strict=True))
     rows: list[TableRow] = sorted(result_table(comparison), key=lambda row: row.speed)
     for number, row in enumerate(rows):
-        point, style = (row.speed, row.loss.mean), styles[row.arm]
+        point, look = (row.speed, row.loss.mean), _arm_look(names.index(row.arm))
         axes.errorbar(
             *point,
             yerr=row.loss.std,
-            **style | {"linestyle": "none"},
+            **look | {"linestyle": "none"},
             label=row.arm,
             markersize=7,
             capsize=3,
@@ -238,14 +225,14 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
             row.arm,
             point,
             fontsize=9,
-            color=style["color"],
+            color=look["color"],
             xytext=(6 if has_bar else 0, -17 if number % 2 else 9),
             textcoords="offset points",
             ha="left" if has_bar else "center",
         )
     axes.margins(x=0.2, y=0.15)
     if _has_many_arms(comparison):
-        _add_legend_beside(axes)
+        _add_legend(axes, comparison)
 
 
 def plot_rates(axes: Any, comparison: Comparison) -> None:
@@ -256,7 +243,7 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
     recipe = comparison.recipe
     rates: set[float] = set()
     shown = []  # losses
-    for arm, style in zip(recipe.arms, _arm_styles(comparison), strict=True):
+    for number, arm in enumerate(recipe.arms):
         points = {}
         for factor, of_seeds in comparison.losses_by_rate(arm).items():
             mean = statistics.fmean(of_seeds.values())
@@ -264,7 +251,8 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
                 lr = recipe.settings(comparison.arm_at(arm, factor)).optimization.lr
                 points[lr] = mean
         if points:
-            axes.plot(*zip(*points.items(), strict=True), **style, label=arm.name, markersize=5)
+            style = {"label": arm.name, "markersize": 5, **_arm_look(number)}
+            axes.plot(*zip(*points.items(), strict=True), **style)
             rates |= points.keys()
             shown += sorted(points.values())[: 1 + len(points) // 2]
     axes.set_xscale("log", base=2)
@@ -274,20 +262,13 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
     if shown:
         margin = 0.08 * (max(shown) - min(shown)) or 0.1
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
-    if _has_many_arms(comparison):
-        _add_legend_beside(axes)
-    else:
-        axes.legend(frameon=False, fontsize=9)
+    _add_legend(axes, comparison)
 
 
-def _arm_styles(comparison: Comparison) -> list[dict[str, str]]:
-    """Colour, marker and line of each arm, as matplotlib's options."""
-    styles = []
-    for number in range(len(comparison.arms)):
-        marker, line = MARKS[number // len(COLOURS) % len(MARKS)]
-        colour = COLOURS[number % len(COLOURS)]
-        styles.append({"color": colour, "marker": marker, "linestyle": line})
-    return styles
+def _arm_look(number: int) -> dict[str, str]:
+    """The look of a line; the first arm's, often the baseline's, is black."""
+    is_first = number % len(COLOURS) == 0
+    return line_look(number + len(HUES) if is_first else number - 1)
 
 
 def _has_many_arms(comparison: Comparison) -> bool:
@@ -295,8 +276,9 @@ def _has_many_arms(comparison: Comparison) -> bool:
     return len(comparison.arms) > len(COLOURS)
 
 
-def _add_legend_beside(axes: Any) -> None:
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+def _add_legend(axes: Any, comparison: Comparison) -> None:
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+    axes.legend(frameon=False, fontsize=9, **beside if _has_many_arms(comparison) else {})
 
 
 def _speed_unit(comparison: Comparison) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ..figures import COLOURS, draw_boxes
+from ...plotting import COLOURS
+from ..figures import draw_boxes
 from ..group_weights import GroupWeights
 from .section import Models, Panels, Section
 

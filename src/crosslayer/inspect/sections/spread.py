@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ...plotting import DrawPanel
 from ..averaging import combine_values, seed_deviation, seed_mean
-from ..figures import Draw, draw_lines, draw_matrix
+from ..figures import draw_lines, draw_matrix
 from ..figures_ablation import draw_ablation, draw_block_ablation
 from ..figures_connections import distances_ahead, draw_distances, draw_unfolded_map
 from ..inspection import ModelInspection
 
-Panels = list[tuple[str, Draw]]  # titles and functions that draw
+Panels = list[tuple[str, DrawPanel]]  # titles and functions that draw
 
 
 def _map_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _models_of_seeds(models: Sequence[ModelInspection]) -> list[list[ModelInspec
     return of_seeds
 
 
-def _spread_panels(title: str, draw: Draw, of_seeds: list[Draw]) -> Panels:
+def _spread_panels(title: str, draw: DrawPanel, of_seeds: list[DrawPanel]) -> Panels:
     """A panel, drawn from the mean over seeds, and that of the deviation where it is a matrix."""
     if not isinstance(draw, partial) or len(of_seeds) < 2:
         return [(title, draw)]
@@ -92,7 +93,7 @@ def _spread_panels(title: str, draw: Draw, of_seeds: list[Draw]) -> Panels:
     return [(title, draw)]
 
 
-def _draw_bands(draw: Any, key: str, of_seeds: Sequence[Sequence[tuple[str, Any]]]) -> Draw:
+def _draw_bands(draw: Any, key: str, of_seeds: Sequence[Sequence[tuple[str, Any]]]) -> DrawPanel:
     """Lines of means with their deviations; those of single models as they are."""
     by_name: dict[str, list[Any]] = {}
     for lines in of_seeds:

@@ -1,0 +1,75 @@
+"""What all figures share: colours, looks of lines, and files of panels."""
+
+import io
+from collections.abc import Callable, Sequence
+from textwrap import fill
+from typing import Any
+
+BLACK = "#000000"
+# Okabe and Ito's palette, which colour-blind readers can tell apart
+HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = [*HUES, BLACK]
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D")
+TITLE_WIDTH = 46  # characters in a line of a panel's title
+AXIS_WIDTH = 36  # in a line of an axis's name
+
+DrawPanel = Callable[[Any], None]  # draws on the axes of one panel
+
+
+def line_look(number: int) -> dict[str, str]:
+    """Colour, dashes and marker of a line, by its number: with each repeated colour the others
+    change.
+    """
+    repeats = number // len(COLOURS)
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": STYLES[repeats % len(STYLES)],
+        "marker": MARKERS[repeats % len(MARKERS)],
+    }
+
+
+def render_figure(
+    panels: Sequence[tuple[str, DrawPanel]], width: float = 5.2, height: float = 4.4
+) -> dict[str, bytes]:
+    """A figure of panels in rows of three, or of two where they are four, as SVG and PNG.
+
+    Args:
+        panels: a title and a function that draws, each.
+        width: of a panel, in inches.
+        height: of a panel, in inches.
+
+    Returns:
+        File contents by suffix.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure  # pyplot would have global state
+
+    style = {
+        "svg.hashsalt": "crosslayer",  # the same numbers give the same file
+        "text.parse_math": False,  # labels are no formulas
+        "font.size": 11,
+        "axes.titlesize": 12,
+    }
+    files = {}
+    with matplotlib.rc_context(style):
+        columns = 2 if len(panels) == 4 else min(len(panels), 3)
+        rows = -(-len(panels) // columns)
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes, (title, draw) in zip(all_axes, panels, strict=False):
+            axes.set_title(fill(title, TITLE_WIDTH))
+            draw(axes)
+            axes.set_xlabel(fill(axes.get_xlabel(), AXIS_WIDTH))
+            axes.set_ylabel(fill(axes.get_ylabel(), AXIS_WIDTH))
+        for axes in all_axes[len(panels) :]:
+            axes.set_visible(False)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out now, once for both files
+        for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
+            file = io.BytesIO()
+            figure.savefig(file, format=suffix, metadata=metadata, dpi=110)
+            files[suffix] = file.getvalue()
+    # without its prologue, it can be a part of a page too
+    files["svg"] = b"".join(files["svg"].partition(b"<svg")[1:])
+    return files
