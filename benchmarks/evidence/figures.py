@@ -15,9 +15,8 @@ from crosslayer.inspect.figures_training import (
     focus_on_end,
     mark_level,
 )
-from crosslayer.inspect.run_groups import average_curves
 from crosslayer.inspect.training import loss_at_cost
-from crosslayer.intervals import Interval, mean_interval
+from crosslayer.intervals import Interval, average_curves, mean_interval
 from crosslayer.plotting import HUES, DrawPanel, render_figure
 from crosslayer.train.run_state import RunResult
 

@@ -1,9 +1,12 @@
-"""95 % intervals of the mean of a few values, by Student's t."""
+"""Means over seeds: of values, with 95 % intervals by Student's t, and of curves, with ranges."""
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy
 
 # Student's t, 97.5 %, for 1, 2, … degrees of freedom
 T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
@@ -42,3 +45,40 @@ def t_quantile(freedom: int) -> float:
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+@dataclass
+class MeanCurve:
+    """A curve's mean over seeds, with its range.
+
+    Attributes:
+        x: where all seeds are known.
+        mean, low, high: at each x.
+    """
+
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def average_curves(curves: Sequence[Sequence[Sequence[float]]]) -> MeanCurve:
+    """The mean of curves over the range that all of them have, at the places of the shortest one.
+
+    Args:
+        curves: (x, y), x ascending; those without a point are left out. Between two points a curve
+            is a line.
+    """
+    known = [curve for curve in curves if curve]
+    if not known:
+        return MeanCurve([], [], [], [])
+    start = max(curve[0][0] for curve in known)
+    end = min(curve[-1][0] for curve in known)
+    fewest = min(known, key=len)
+    x = [place for place, _ in fewest if start <= place <= end]
+    rows = []
+    for curve in known:
+        places, heights = [place for place, _ in curve], [height for _, height in curve]
+        rows.append(numpy.interp(x, places, heights))
+    values = numpy.array(rows)
+    return MeanCurve(x, values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist())

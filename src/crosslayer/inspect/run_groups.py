@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from ..train.settings import Model
 from .runs import TrainingRun
 
@@ -283,40 +281,3 @@ def format_duration(seconds: float) -> str:
     """Like "2.8 hours"."""
     scale, unit = choose_time_unit(seconds)
     return f"{format_number(seconds / scale)} {unit}"
-
-
-@dataclass
-class MeanCurve:
-    """A curve's mean over seeds, with its range.
-
-    Attributes:
-        x: where all seeds are known.
-        mean, low, high: at each x.
-    """
-
-    x: list[float]
-    mean: list[float]
-    low: list[float]
-    high: list[float]
-
-
-def average_curves(curves: Sequence[Sequence[tuple[float, float]]]) -> MeanCurve:
-    """The mean of curves over the range that all of them have, at the places of the shortest one.
-
-    Args:
-        curves: (x, y), x ascending; those without a point are left out. Between two points a curve
-            is a line.
-    """
-    known = [curve for curve in curves if curve]
-    if not known:
-        return MeanCurve([], [], [], [])
-    start = max(curve[0][0] for curve in known)
-    end = min(curve[-1][0] for curve in known)
-    fewest = min(known, key=len)
-    x = [place for place, _ in fewest if start <= place <= end]
-    rows = []
-    for curve in known:
-        places, heights = [place for place, _ in curve], [height for _, height in curve]
-        rows.append(numpy.interp(x, places, heights))
-    values = numpy.array(rows)
-    return MeanCurve(x, values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist())

@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..intervals import MeanCurve, average_curves
 from .run_groups import (
-    MeanCurve,
     RunGroup,
-    average_curves,
     find_baseline_group,
     find_main_series,
     has_experts,

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..files import write_text_atomic
+from ..intervals import average_curves
 from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
 from .report_notes import SAME_RATE, loss_unit_of, most_seeds, report_notes
@@ -184,21 +185,12 @@ def plot_curves(axes: Any, comparison: Comparison) -> None:
     """Validation loss against step: the mean over seeds, with their range shaded."""
     axes.set_xlabel("step")
     for number, arm in enumerate(comparison.arms):
-        look = _arm_look(number)
-        curves: list[dict[Any, Any]] = [
-            dict(run.curve)  # type: ignore[arg-type]
-            for run in comparison.finished_runs(arm).values()
-        ]
-        if not curves:
-            continue
-        # seeds may have been evaluated at different steps
-        steps = [step for step in curves[0] if all(step in curve for curve in curves)]
-        losses = [[curve[step] for curve in curves] for step in steps]
-        means = [sum(values) / len(values) for values in losses]
-        axes.plot(steps, means, **look, label=arm.name, linewidth=1.6, markersize=3)
-        if len(curves) > 1:
-            low, high = [min(values) for values in losses], [max(values) for values in losses]
-            axes.fill_between(steps, low, high, color=look["color"], alpha=0.15)
+        runs = comparison.finished_runs(arm).values()
+        if runs:
+            curve, look = average_curves([run.curve for run in runs]), _arm_look(number)
+            axes.plot(curve.x, curve.mean, **look, label=arm.name, linewidth=1.6, markersize=3)
+            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+            axes.fill_between(curve.x, curve.low, curve.high, **band)
     _add_legend(axes, comparison)
 
 

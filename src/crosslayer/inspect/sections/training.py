@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ...intervals import MeanCurve, average_curves
 from ..figures_training import (
     LineSeries,
     ValueBar,
@@ -13,9 +14,7 @@ from ..figures_training import (
     mark_level,
 )
 from ..run_groups import (
-    MeanCurve,
     RunGroup,
-    average_curves,
     choose_time_unit,
     find_baseline_group,
     format_duration,
