@@ -32,8 +32,12 @@ from crosslayer.train.callbacks import ConnectAtStep
 from crosslayer.train.comparison_results import describe_environment
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm
-from crosslayer.train.report import NOT_KNOWN, format_mean_std
-from crosslayer.train.results_table import mean_and_std
+from crosslayer.train.results_table import (
+    NOT_KNOWN,
+    format_mean_std,
+    markdown_table,
+    mean_and_std,
+)
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE, Examples, build_model
 from crosslayer.train.trainer import Diverged, Trainer
@@ -211,11 +215,10 @@ def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
         "",
         f"![Validation loss of late switches]({figure})",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "| --- |" + " ---: |" * (len(COLUMNS) - 1),
     ]
     groups = group_runs(runs)
     baseline = groups["prenorm", 0]
+    rows = []
     # PreNorm first
     for connection, switch in sorted(groups, key=lambda key: (key[0] != "prenorm", key)):
         group = groups[connection, switch]
@@ -232,8 +235,8 @@ def report_section(runs: list[RetrofitRun], figure: str) -> list[str]:
         ]
         if differences and not is_baseline:
             cells[4] = format_mean_std(mean_and_std(differences), "+.4f")
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append(dict(zip(COLUMNS, cells, strict=True)))
+    return [*lines, markdown_table(COLUMNS, rows)]
 
 
 def group_runs(runs: list[RetrofitRun]) -> dict[tuple[str, int], dict[int, RetrofitRun]]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from benchmarks.evidence.figures import LOSS, MAIN_ARMS, Figure
 from benchmarks.evidence.studies import BASELINE, Part, Study, read_recipe
-from benchmarks.evidence.tables import UNKNOWN, format_interval, markdown_table
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.intervals import mean_interval
 from crosslayer.plotting import DrawPanel
+from crosslayer.train.results_table import NOT_KNOWN, format_interval, markdown_table
 
 SeedLoss = dict[int, float]
 Schedule = tuple[float, float]  # warm-up, learning rate
@@ -114,7 +114,7 @@ def _describe(schedule: Schedule) -> str:
 def _cell(losses: SeedLoss, name: str, baseline: SeedLoss) -> str:
     """The mean loss and its number of seeds, and below them the difference to pre-norm."""
     if not losses:
-        return UNKNOWN
+        return NOT_KNOWN
     text = f"{statistics.fmean(losses.values()):.4f} ({len(losses)})"
     differences = [losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline)]
     if name == BASELINE or not differences:

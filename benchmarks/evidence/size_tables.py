@@ -5,15 +5,10 @@ from itertools import chain
 from typing import Any
 
 from benchmarks.evidence.studies import BASELINE, Part, Plan, Study
-from benchmarks.evidence.tables import (
-    NOT_RUN,
-    UNKNOWN,
-    arm_cells,
-    describe_embeddings,
-    markdown_table,
-)
+from benchmarks.evidence.tables import NOT_RUN, arm_cells, describe_embeddings
 from crosslayer.inspect.training import PowerLaw, estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
+from crosslayer.train.results_table import NOT_KNOWN, markdown_table
 
 
 def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
@@ -76,7 +71,7 @@ def _difference_cell(study: Study, name: str) -> str:
     cells = arm_cells(study, name)
     text = f"{cells['loss, own rate']} at {cells['rate']}"
     difference = cells["vs prenorm"]
-    return text if difference == UNKNOWN else f"{text}<br>{difference}"
+    return text if difference == NOT_KNOWN else f"{text}<br>{difference}"
 
 
 def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:

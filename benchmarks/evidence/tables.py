@@ -25,11 +25,16 @@ from benchmarks.evidence.studies import (
 )
 from crosslayer.intervals import Interval, mean_interval
 from crosslayer.train.recipe import Arm
-from crosslayer.train.report import format_mean_std
-from crosslayer.train.results_table import mean_and_std
+from crosslayer.train.results_table import (
+    NOT_KNOWN,
+    format_interval,
+    format_loss,
+    format_mean_std,
+    markdown_table,
+    mean_and_std,
+)
 
 NOT_RUN = "not run yet"
-UNKNOWN = "–"
 VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
 LEAST_DIFFERENCE = 0.01  # nats a token, 1 % of perplexity; an interval inside it is "equal"
 LOSS_COLUMNS = (
@@ -52,21 +57,10 @@ SUMMARY_COLUMNS = (
 Cells = dict[str, str]
 
 
-def markdown_table(
-    columns: Sequence[str], rows: Sequence[Cells], texts: Sequence[str] | None = None
-) -> str:
-    """A table. texts: the columns that are aligned as text; by default the first."""
-    texts = columns[:1] if texts is None else texts
-    alignments = ["---" if column in texts else "---:" for column in columns]
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, alignments)]
-    lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
 def arm_cells(study: Study, name: str) -> Cells:
     """All that is known of an arm, by the names of the columns."""
     speeds = study.speeds.get(name, {})
-    cells = dict.fromkeys((*LOSS_COLUMNS, *COST_COLUMNS), UNKNOWN)
+    cells = dict.fromkeys((*LOSS_COLUMNS, *COST_COLUMNS), NOT_KNOWN)
     cells |= {"arm": name, "loss, own rate": NOT_RUN}
     for column, call in (("training", "step"), ("forward", "forward"), ("decoding", "decode")):
         of_call = speeds.get(call)
@@ -85,29 +79,28 @@ def arm_cells(study: Study, name: str) -> Cells:
     cells["rate"] = f"{comparison.recipe.settings(study.arms[name]).optimization.lr:g}"
     if not study.has_best_rate(name):
         cells["rate"] += " so far"
-    if 1.0 in trials:
-        cells["seed 0, starting rate"] = _format_loss(trials[1.0])
+    cells["seed 0, starting rate"] = format_loss(trials.get(1.0))
     final = [run.valid_loss for run in runs.values()]
     cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
     early = list(study.losses_at_equal_time(name).values())
     if early:
         cells["loss at equal time"] = format_mean_std(mean_and_std(early), ".4f")
     difference = difference_to_baseline(study, name)
+    cells["vs prenorm"] = format_interval(difference)
     if difference is not None:
-        cells["vs prenorm"] = format_interval(difference)
         cells["verdict"] = judge_difference(difference)
-    difference = difference_to_baseline(study, name, "equal time")
-    if difference is not None:
-        cells["vs prenorm at equal time"] = format_interval(difference)
+    at_equal_time = difference_to_baseline(study, name, "equal time")
+    cells["vs prenorm at equal time"] = format_interval(at_equal_time)
     return cells
 
 
-def difference_to_baseline(study: Study, name: str, at: Measure = "end") -> Interval | None:
+def difference_to_baseline(study: Study | None, name: str, at: Measure = "end") -> Interval | None:
     """An arm's loss minus pre-norm's, seed by seed.
 
-    None for pre-norm, without a common seed, and before the search of both rates has ended.
+    None for pre-norm, without a study or a common seed, and before the search of both rates has
+    ended.
     """
-    if name == BASELINE:
+    if study is None or name == BASELINE:
         return None
     values = sum_losses({FIRST_STUDY: study}, {name: 1, BASELINE: -1}, at)
     return mean_interval(values) if values else None
@@ -118,17 +111,6 @@ def judge_difference(interval: Interval) -> str:
     if max(abs(interval.low), abs(interval.high)) < LEAST_DIFFERENCE:
         return "equal"
     return VERDICTS[interval.sign]
-
-
-def format_interval(interval: Interval) -> str:
-    """Like "-0.0123 (-0.0150 to -0.0096)"; a single seed has no interval."""
-    if math.isnan(interval.low):
-        return f"{interval.mean:+.4f} (one seed)"
-    return f"{interval.mean:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
-
-
-def _format_loss(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
 def planned_arms(plan: Plan) -> list[str]:
@@ -194,7 +176,7 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     rows, pending = [], []
     for claim in read_claims():
         verdicts = [_claim_cell(claim, names, plans, studies) for names in settings.values()]
-        if NOT_RUN in verdicts and set(verdicts) <= {NOT_RUN, UNKNOWN}:
+        if NOT_RUN in verdicts and set(verdicts) <= {NOT_RUN, NOT_KNOWN}:
             pending.append(claim.claim)
             continue
         arms = " ".join(f"{_format_weight(weight)} {arm}" for arm, weight in claim.sum.items())
@@ -222,14 +204,14 @@ def _claim_cell(
     """
     for study, arm in claim.arms:
         if study not in names:
-            return UNKNOWN
+            return NOT_KNOWN
         plan = plans.get(names[study])
         if plan and (
             arm not in planned_arms(plan) or (claim.at == "equal time" and not plan.same_speed)
         ):
-            return UNKNOWN
+            return NOT_KNOWN
     if claim.needs:
-        return UNKNOWN
+        return NOT_KNOWN
     of_setting = {name: studies[real] for name, real in names.items() if real in studies}
     interval, verdict = judge_claim(claim, of_setting)
     return verdict if interval is None else f"{verdict}: {format_interval(interval)}"
@@ -253,10 +235,9 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
             is_run = any(each and each.runs(arm.name) for each in (study, unscaled))
             if study is None or not is_run or connection_name(arm) != connection:
                 continue
-            of_unscaled = difference_to_baseline(unscaled, arm.name) if unscaled else None
             cells = arm_cells(study, arm.name)
             cells["vs prenorm"] = _format_half_width(difference_to_baseline(study, arm.name))
-            cells[WITH_UNSCALED] = _format_half_width(of_unscaled)
+            cells[WITH_UNSCALED] = _format_half_width(difference_to_baseline(unscaled, arm.name))
             rows.append(cells)
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows) if rows else ""
     return tables
@@ -271,20 +252,16 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
         if not study.runs(name):
             continue
         cells = arm_cells(study, name)
-        at_end = difference_to_baseline(study, name)
-        in_long = difference_to_baseline(long_study, name) if long_study else None
-        difference_unscaled = difference_to_baseline(unscaled, name) if unscaled else None
-        at_equal_time = difference_to_baseline(study, name, "equal time")
         final = [run.valid_loss for run in study.runs(name).values()]
         values = (
             f"`{name}`",
             format_mean_std(mean_and_std(final), ".3f"),
-            _format_half_width(at_end),
-            _format_half_width(in_long),
-            _format_half_width(at_equal_time),
+            _format_half_width(difference_to_baseline(study, name)),
+            _format_half_width(difference_to_baseline(long_study, name)),
+            _format_half_width(difference_to_baseline(study, name, "equal time")),
             cells["training"],
             cells["decoding"],
-            _format_half_width(difference_unscaled),
+            _format_half_width(difference_to_baseline(unscaled, name)),
         )
         rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
     return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"
@@ -293,7 +270,7 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
 def _format_half_width(interval: Interval | None) -> str:
     """Like "-0.58 ± 0.05"; a single seed has no interval."""
     if interval is None:
-        return UNKNOWN
+        return NOT_KNOWN
     if math.isnan(interval.low):
         return f"{interval.mean:+.2f} (one seed)"
     half = interval.high - interval.mean

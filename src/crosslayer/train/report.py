@@ -12,9 +12,15 @@ from ..intervals import average_curves
 from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
 from .report_notes import SAME_RATE, loss_unit_of, most_seeds, report_notes
-from .results_table import MeanStd, TableRow, result_table
-
-NOT_KNOWN = "–"
+from .results_table import (
+    NOT_KNOWN,
+    TableRow,
+    format_interval,
+    format_loss,
+    format_mean_std,
+    markdown_table,
+    result_table,
+)
 
 STYLE = """
 :root { color-scheme: light; }
@@ -74,8 +80,8 @@ def table_cells(comparison: Comparison) -> list[list[str]]:
             "parameters": f"{row.parameters:,}",
             "extra": f"{row.extra:.2%}",
             "val loss": format_mean_std(row.loss, ".4f"),
-            SAME_RATE: _format_loss(row.loss_at_same_rate),
-            "vs prenorm": _format_difference(row),
+            SAME_RATE: format_loss(row.loss_at_same_rate),
+            "vs prenorm": format_interval(row.difference),
             _speed_unit(comparison): _format_ratio(row.relative_speed),
             "activations": _format_ratio(row.relative_activations),
             "paper": ", ".join(f"{name} {value:g}" for name, value in row.paper.items()),
@@ -87,30 +93,6 @@ def table_cells(comparison: Comparison) -> list[list[str]]:
     return table
 
 
-def format_mean_std(value: MeanStd | None, form: str) -> str:
-    """Like "2.0811 ± 0.1267"; `form` is the mean's format, like "+.4f"."""
-    if value is None:
-        return NOT_KNOWN
-    text = f"{value.mean:{form}}"
-    if value.std is not None:
-        text += f" ± {value.std:{form.lstrip('+')}}"
-    return text
-
-
-def _format_difference(row: TableRow) -> str:
-    """Like "+0.0018 (+0.0004 to +0.0033)", with the 95 % interval where there are several seeds."""
-    if row.difference is None:
-        return NOT_KNOWN
-    text = f"{row.difference.mean:+.4f}"
-    if row.interval is not None:
-        text += f" ({row.interval.low:+.4f} to {row.interval.high:+.4f})"
-    return text
-
-
-def _format_loss(loss: float | None) -> str:
-    return NOT_KNOWN if loss is None else f"{loss:.4f}"
-
-
 def _format_ratio(ratio: float | None) -> str:
     return NOT_KNOWN if ratio is None else f"{ratio:.2f}×"
 
@@ -118,12 +100,12 @@ def _format_ratio(ratio: float | None) -> str:
 def markdown_report(comparison: Comparison) -> str:
     """report.md: the table and its notes."""
     columns = table_columns(comparison)
-    lines = ["# crosslayer compare", "", "| " + " | ".join(columns) + " |"]
-    lines.append("|" + " --- |" + " ---: |" * (len(columns) - 1))
-    for arm, *cells in table_cells(comparison):
-        lines.append("| " + " | ".join([f"`{arm}`", *cells]) + " |")
-    lines += ["", *(f"- {note}" for note in report_notes(comparison)), ""]
-    return "\n".join(lines)
+    rows = [
+        dict(zip(columns, [f"`{arm}`", *cells], strict=True))
+        for arm, *cells in table_cells(comparison)
+    ]
+    notes = "".join(f"- {note}\n" for note in report_notes(comparison))
+    return f"# crosslayer compare\n\n{markdown_table(columns, rows)}\n\n{notes}"
 
 
 def html_report(comparison: Comparison) -> str:

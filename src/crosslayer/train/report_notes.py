@@ -13,7 +13,7 @@ from .comparison_results import TORCH_OPERATIONS, DivergedRun
 from .optimizers import warmup_steps
 from .rate_search import FACTORS, RATES, best_factor, is_limit, next_factor, scaled_name
 from .recipe import Arm
-from .results_table import TableRow, result_table
+from .results_table import TableRow, format_loss, result_table
 from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
@@ -168,13 +168,9 @@ def _rate_notes(comparison: Comparison) -> list[str]:
     notes = [explanation]
     for arm in comparison.recipe.arms:
         trials = sorted(comparison.rate_trials(arm).items())
-        losses = ", ".join(f"{_loss_text(loss)} at {factor:g} ×" for factor, loss in trials)
+        losses = ", ".join(f"{format_loss(loss)} at {factor:g} ×" for factor, loss in trials)
         notes.append(f"{arm.name}: {losses}.")
     return notes
-
-
-def _loss_text(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
 def _open_rates(comparison: Comparison, of_arms: list[Settings]) -> list[str]:
@@ -319,8 +315,8 @@ def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
     """Which differences count, where there are seeds enough to say. rates: the arms', in words."""
     names: dict[int, list[str]] = {-1: [], 1: [], 0: []}
     for row in rows:
-        if row.interval is not None:
-            names[row.interval.sign].append(row.arm)
+        if row.difference is not None and not math.isnan(row.difference.low):
+            names[row.difference.sign].append(row.arm)
     if not any(names.values()):
         return []
     words = {-1: "better", 1: "worse", 0: "not told apart"}

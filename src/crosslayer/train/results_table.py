@@ -1,5 +1,9 @@
-"""The table of a comparison: a row an arm, its mean over seeds, and the difference to pre-norm."""
+"""The table of a comparison: a row an arm, its mean over seeds, and the difference to pre-norm.
 
+Below it, the texts of such numbers, and tables in Markdown.
+"""
+
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +13,8 @@ from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .recipe import Arm
 from .settings import GROUP_OF_OPTION, Model
+
+NOT_KNOWN = "–"
 
 
 class MeanStd(NamedTuple):
@@ -35,13 +41,13 @@ class TableRow:
         extra: share of the connections' parameters in the backbone's.
         loss: validation loss.
         metrics: bits per byte, accuracy, losses on other validation sets, … that all runs have
-        difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline.
+        difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline
+            and of the baseline itself.
         speed: tokens (or images) per second.
         relative_speed: to the baseline's.
         relative_activations: stored activation memory, to the baseline's.
         paper: what the paper states.
         loss_at_same_rate: of seed 0 at the recipe's learning rate, where rates are searched.
-        interval: of the difference's mean; None without a baseline or with a single seed.
     """
 
     arm: str
@@ -50,13 +56,12 @@ class TableRow:
     extra: float
     loss: MeanStd
     metrics: dict[str, MeanStd]
-    difference: MeanStd | None
+    difference: Interval | None
     speed: float
     relative_speed: float | None
     relative_activations: float | None
     paper: dict[str, float]
     loss_at_same_rate: float | None = None
-    interval: Interval | None = None
 
 
 def result_table(comparison: Comparison) -> list[TableRow]:
@@ -72,7 +77,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
         pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
         first = next(iter(runs.values()))
         shared = [key for key in first.metrics if all(key in run.metrics for run in runs.values())]
-        difference = interval = relative_speed = relative_activations = None
+        difference = relative_speed = relative_activations = None
         if pairs:
             relative_speed = statistics.mean(
                 run.tokens_per_second / base.tokens_per_second for run, base in pairs
@@ -81,9 +86,9 @@ def result_table(comparison: Comparison) -> list[TableRow]:
                 run.activation_bytes / base.activation_bytes for run, base in pairs
             )
             if arm is not baseline:
-                differences = [run.valid_loss - base.valid_loss for run, base in pairs]
-                difference = mean_and_std(differences)
-                interval = mean_interval(differences) if len(differences) > 1 else None
+                difference = mean_interval(
+                    [run.valid_loss - base.valid_loss for run, base in pairs]
+                )
         rows.append(
             TableRow(
                 arm=arm.name,
@@ -100,7 +105,6 @@ def result_table(comparison: Comparison) -> list[TableRow]:
                 relative_activations=relative_activations,
                 paper=arm.paper,
                 loss_at_same_rate=comparison.rate_trials(original).get(1.0),
-                interval=interval,
             )
         )
     return rows
@@ -119,3 +123,38 @@ def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
 
 def _model_options(arm: Arm) -> dict[str, Any]:
     return {key: v for key, v in arm.options.items() if GROUP_OF_OPTION[key] is Model}
+
+
+def format_mean_std(value: MeanStd, form: str) -> str:
+    """Like "2.0811 ± 0.1267"; `form` is the mean's format, like "+.4f"."""
+    text = f"{value.mean:{form}}"
+    if value.std is not None:
+        text += f" ± {value.std:{form.lstrip('+')}}"
+    return text
+
+
+def format_interval(interval: Interval | None) -> str:
+    """Like "-0.0123 (-0.0150 to -0.0096)"; a single seed has no interval."""
+    if interval is None:
+        return NOT_KNOWN
+    if math.isnan(interval.low):
+        return f"{interval.mean:+.4f} (one seed)"
+    return f"{interval.mean:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+
+
+def format_loss(loss: float | None) -> str:
+    """Like "2.0811", or "diverged"."""
+    if loss is None:
+        return NOT_KNOWN
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Sequence[dict[str, str]], texts: Sequence[str] | None = None
+) -> str:
+    """A table. texts: the columns that are aligned as text; by default the first."""
+    texts = columns[:1] if texts is None else texts
+    alignments = ["---" if column in texts else "---:" for column in columns]
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, alignments)]
+    lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
