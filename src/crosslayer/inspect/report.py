@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_text_atomic
+from ..html_pages import render_notes, render_page, render_table
 from ..plotting import render_figure
 from .inspection import to_json_value
-from .run_groups import (
-    format_duration,
-    format_number,
-    format_size,
-    join_titles,
-    split_by_data,
-)
+from .run_groups import format_duration, format_number, format_size, join_titles, split_by_data
 from .sections import SECTIONS, Section, TrainingView
 from .sections.section import Models, Panels
 from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summarise_training
@@ -24,24 +19,6 @@ from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summa
 JSON_FILE = "inspection.json"
 REPORT_FILE = "report.html"
 FIGURE_FOLDER = "figures"
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1a1a1a; --faint: #666; --line: #ddd; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #16181c; --ink: #e6e6e6; --faint: #a0a0a0; --line: #3a3d42; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
-p { margin: .3rem 0 .8rem; max-width: 48rem; } .note { color: var(--faint); font-size: .9rem; }
-.scroll { overflow-x: auto; }
-table { margin-bottom: 1.2rem; border-collapse: collapse; font-variant-numeric: tabular-nums;
-        font-size: .92rem; }
-th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
-         border-bottom: 1px solid var(--line); }
-figure { margin: 0; background: #fff; border-radius: 6px; padding: .4rem; overflow-x: auto; }
-figure svg { max-width: 100%; height: auto; display: block; }
-@media (max-width: 40rem) { figure.wide svg { max-width: none; width: 60rem; } }
-"""
 
 
 @dataclass
@@ -145,17 +122,7 @@ def _page_html(models: Models, setup: str, body: str, training: TrainingReport |
         tables += _training_html(training.groups)
         if not models:
             title = f"Training of {_joined([group.label for group in training.groups])}"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>crosslayer inspect: {html.escape(title)}</title><style>{STYLE}</style></head><body>
-<h1>{html.escape(title)}</h1>
-<p>{html.escape(setup)}</p>
-<div class="scroll">{tables}</div>
-{_notes_html(models, training)}
-{body}
-</body></html>
-"""
+    return render_page(title, setup, f"{tables}{_notes_html(models, training)}{body}")
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -199,11 +166,8 @@ def _training_html(groups: Sequence[GroupSummary]) -> str:
     """A row for each group, with the columns that any group has a text in."""
     columns = [(title, [show(group) for group in groups]) for title, show in TRAINING_COLUMNS]
     columns = [(title, texts) for title, texts in columns if any(texts)]
-    head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in columns)
-    rows = ""
-    for texts in zip(*(texts for _, texts in columns), strict=True):
-        rows += "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in texts) + "</tr>"
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    titles = [title for title, _ in columns]
+    return render_table(titles, zip(*(texts for _, texts in columns), strict=True), "numbers")
 
 
 def _shown(value: Any, show: Callable[[Any], str]) -> str:
@@ -240,17 +204,13 @@ FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 
 def _findings_html(models: Models) -> str:
-    rows = [("connection", [model.connection for model in models])]
+    rows = [["connection", *(model.connection for model in models)]]
     for title, analysis, describe in FINDINGS:
         if any(analysis in model.results for model in models):
-            cells = [describe(m[analysis]) if analysis in m.results else "" for m in models]
-            rows.append((title, cells))
-    names = "".join(f"<th>{html.escape(model.name)}</th>" for model in models)
-    table = f"<table><tr><th></th>{names}</tr>"
-    for title, texts in rows:
-        columns = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
-        table += f"<tr><td>{html.escape(title)}</td>{columns}</tr>"
-    return table + "</table>"
+            rows.append(
+                [title, *(describe(m[analysis]) if analysis in m.results else "" for m in models)]
+            )
+    return render_table(["", *(model.name for model in models)], rows)
 
 
 def _notes_html(models: Models, training: TrainingReport | None) -> str:
@@ -265,15 +225,11 @@ def _notes_html(models: Models, training: TrainingReport | None) -> str:
             )
     if training is not None:
         notes = training.notes + notes
-    shown = "".join(map(_note_html, notes))
+    shown = render_notes(notes)
     if training is not None and training.not_drawn:
-        lines = "".join(_note_html(f"{line}.") for line in training.not_drawn)
-        shown += f"<details><summary>Views that need other runs</summary>{lines}</details>"
+        lines = render_notes(f"{line}." for line in training.not_drawn)
+        shown += f"<details><summary>Views that need other runs</summary>{lines}</details>\n"
     return shown
-
-
-def _note_html(note: str) -> str:
-    return f'<p class="note">{html.escape(note)}</p>'
 
 
 def _number(value: float) -> str:

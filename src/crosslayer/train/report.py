@@ -1,6 +1,5 @@
 """The report of a comparison: a table, report.md, and report.html with figures."""
 
-import html
 import math
 import statistics
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..files import write_text_atomic
+from ..html_pages import render_notes, render_page, render_table
 from ..intervals import average_curves
 from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
@@ -21,25 +21,6 @@ from .results_table import (
     markdown_table,
     result_table,
 )
-
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 76rem;
-       margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .4rem 0; } .note { color: #555; font-size: .9rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
-        font-size: .92rem; }
-th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap;
-         border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; font-family: ui-monospace, monospace; }
-th { border-bottom: 2px solid #999; font-weight: 600; } tr.best td { font-weight: 600; }
-.charts { display: grid; gap: 1rem;
-          grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
-figure { margin: 0; }
-.charts svg { width: 100%; height: auto; }
-"""
 
 
 def write_report(comparison: Comparison) -> None:
@@ -116,35 +97,19 @@ def html_report(comparison: Comparison) -> str:
     ]
     if comparison.search_rates:
         figures.append(("Loss at each learning rate", plot_rates))
-    charts = "\n".join(
-        f"<figure><h2>{title}</h2>{render_svg(comparison, draw)}</figure>"
+    charts = "".join(
+        f"<div><h2>{title}</h2><figure>{render_svg(comparison, draw)}</figure></div>\n"
         for title, draw in figures
     )
     rows = result_table(comparison)
     # one seed does not tell which of two close arms is better
     best_arm = min(rows, key=lambda row: row.loss.mean).arm if most_seeds(rows) > 1 else None
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table_columns(comparison))
-    body = ""
-    for cells in table_cells(comparison):
-        tag = '<tr class="best">' if cells[0] == best_arm else "<tr>"
-        body += tag + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-    all_notes = report_notes(comparison)
+    setup, *notes = report_notes(comparison)
     if best_arm is not None:
-        all_notes.append(f"In bold: {best_arm}, which has the lowest val loss.")
-    setup, *notes = (html.escape(note) for note in all_notes)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>crosslayer compare</title><style>{STYLE}</style></head><body>
-<h1>crosslayer compare</h1>
-<p>{setup}</p>
-<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
-<div class="charts">
-{charts}
-</div>
-<div class="note">{"".join(f"<p>{note}</p>" for note in notes)}</div>
-</body></html>
-"""
+        notes.append(f"In bold: {best_arm}, which has the lowest val loss.")
+    table = render_table(table_columns(comparison), table_cells(comparison), "numbers", best_arm)
+    body = f'{table}<div class="charts">\n{charts}</div>\n{render_notes(notes)}'
+    return render_page("crosslayer compare", setup, body)
 
 
 def render_svg(comparison: Comparison, *plots: Callable[[Any, Comparison], None]) -> str:
