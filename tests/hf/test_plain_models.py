@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+import re
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import crosslayer
+from crosslayer.hf.families import FUSED_PROJECTIONS, Fused
 from crosslayer.testing.tiny_model import shake
 from crosslayer.train.diagnostics import connection_diagnostics
 from tests.support.split_inputs import check_split_inputs
@@ -317,3 +319,53 @@ def test_connect_changes_nothing_of_a_layer_but_its_connection():
         layer.log = []
     crosslayer.connect(model, "hyper")
     assert [(layer.runs.item(), layer.log) for layer in model.layers] == [(0, [])] * 4
+
+
+class JointAttention(nn.Module):
+    """With one projection to q, k and v, of which `connect` has no row."""
+
+    def __init__(self):
+        super().__init__()
+        self.dim = DIM
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(module, x: Tensor) -> Tensor:
+        q, k, v = module.qkv(x).chunk(3, -1)
+        return module.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+class CopyingAttention(JointAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        return super().forward(x)
+
+
+ROWS = {
+    "three of the width": (JointAttention, lambda each: Fused(1, (DIM,) * 3), ""),
+    "two of the width": (
+        JointAttention,
+        lambda each: Fused(1, (DIM,) * 2),
+        "describes 64 outputs, and the projection has 96",
+    ),
+    "a typing error": (JointAttention, lambda each: Fused(1, (each.dimm,) * 3), "'dimm'"),
+    "another forward": (
+        CopyingAttention,
+        lambda each: Fused(1, (DIM,) * 3),
+        "the forward of CopyingAttention must pass its input to self.qkv as it is",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_of_a_fused_projection_is_used_or_refused(row, monkeypatch):
+    attention, order, message = ROWS[row]
+    monkeypatch.setitem(FUSED_PROJECTIONS, f"{attention.__name__}.qkv", order)
+    model = GPT()
+    for block in model.transformer.h:
+        block.attn = attention()
+    if message:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            crosslayer.connect(model, "mudd")
+    else:
+        crosslayer.connect(model, "mudd")
+        assert model.transformer.h[1].connections[0].ports == ("q", "k", "v")

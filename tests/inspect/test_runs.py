@@ -167,6 +167,19 @@ def test_the_planted_multiplier_is_found(scaling):
     assert [one.is_main for one in (plain, mudd)] == [True, False]
 
 
+def test_speedups_are_of_shared_seeds_and_equal_schedules(tmp_path):
+    """Pre-norm's second seed ends 0.01 above the first, with which alone MUDD is compared."""
+    plain = {"prenorm": {"connection": "prenorm"}}
+    slower = {"mudd": {"connection": "mudd", "loss_of": lambda step: falling_loss(step) + 0.002}}
+    longer = {"hyper": {"connection": "hyper", "loss_of": lambda step: falling_loss(step) - 0.1}}
+    folders = [
+        write_comparison(tmp_path / "plain", plain, seeds=2),
+        write_comparison(tmp_path / "slower", slower),
+        write_comparison(tmp_path / "longer", longer, steps=2000),
+    ]
+    assert measure_speedups(read_groups(*folders), 0.99) == {}
+
+
 def test_gaps_are_those_to_pre_norm_where_its_loss_does_not_fall(tmp_path):
     folders = []
     for size in (4e8, 8e8):

@@ -538,6 +538,24 @@ def test_the_options_of_an_arm_are_those_that_it_is_trained_with(tiny, tmp_path)
     assert small.settings(rows[1]).model.layers < 24
 
 
+def test_speeds_of_runs_executed_otherwise_have_no_ratio(tiny, tmp_path):
+    """The options may change where a comparison is continued, but for those of an arm itself."""
+    folder = tmp_path / "out"
+    run_comparison(prepare_comparison(recipe(tiny, "prenorm"), 1, folder), lambda *_: None)
+    saving = {"name": "saving", "connection": "hyper", "accumulate": 2}
+    layers = {**tiny, "recompute": "layers"}
+    comparison = prepare_comparison(recipe(layers, "prenorm", saving), 1, folder)
+    run_comparison(comparison, lambda *_: None)
+    plain, hyper = result_table(comparison)
+    assert plain.relative_speed == 1 and hyper.relative_speed is hyper.relative_activations is None
+    assert hyper.difference is not None
+    (note,) = [note for note in report_notes(comparison) if "no ratio" in note]
+    assert "saving has no ratio" in note and note.endswith("made with different recompute.")
+    (run,) = [run for run in comparison.results.runs if run.arm == "prenorm"]
+    run.execution["recompute"] = "layers"
+    assert result_table(comparison)[1].relative_activations > 0
+
+
 def test_an_arm_that_cannot_be_trained_is_named_before_any_is_trained(tiny, tmp_path):
     small = {"name": "small", "connection": "mudd", "vocab": 100}
     with pytest.raises(ValueError, match="the arm 'small': vocab must be at least 256"):

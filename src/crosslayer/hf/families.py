@@ -211,6 +211,7 @@ FUSED_PROJECTIONS: dict[str, Callable[[Any], Fused]] = {
     "CausalSelfAttention.qkv": _litgpt_qkv,
     "FusedQKVLinear.wqkv": _torchtitan_qkv,
 }
+OWN_PROJECTIONS = frozenset(FUSED_PROJECTIONS)  # the others are of users
 
 
 def adaln_zero(

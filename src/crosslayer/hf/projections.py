@@ -4,13 +4,12 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..class_swap import original_class
-from .families import FUSED_PROJECTIONS, Fused, Sublayer
+from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, Fused, Sublayer
 from .host_norms import find_module
 
 # Names that transformers gives to the projections of q, k and v, and to those of an MLP.
@@ -81,10 +80,9 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], Fused | None]:
         Their names, and the order of the outputs where one of them is all three. No names where the
         attention does more with its input than to project it.
     """
-    called = _calls_of_input(original_class(attention))
-    if called is None:
-        return (), None
+    called = _calls_of_input(original_class(attention)) or set()
     called = {name for name in called if name in attention._modules}  # Some are of other variants.
+    _check_rows_of_users(original_class(attention).__name__, called)
     if len(called) == 1:
         return _find_joint_projections(attention, called.pop())
     for names in _QKV + _LATENT:
@@ -96,9 +94,9 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], Fused | None]:
 def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], Fused | None]:
     """`find_projections` where one module gets the input: all projections, or their parent."""
     module = attention.get_submodule(name)
-    order = FUSED_PROJECTIONS.get(f"{original_class(attention).__name__}.{name}")
-    if order is not None:
-        fused = _order_of_outputs(order, attention, module)
+    row = f"{original_class(attention).__name__}.{name}"
+    if row in FUSED_PROJECTIONS:
+        fused = _order_of_outputs(row, attention, module)
         return ((name,), fused) if fused else ((), None)
     if not any(True for _ in module.children()):
         return (), None
@@ -106,14 +104,44 @@ def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...],
     return tuple(f"{name}.{projection}" for projection in names), fused
 
 
-def _order_of_outputs(order: Callable[[Any], Fused], attention: Any, module: Any) -> Fused | None:
-    """The order of a row; None where it is that of another class with the same name."""
+def _check_rows_of_users(cls: str, called: set[str]) -> None:
+    """Raise a ValueError where a user's row is of a module that is not called with the input alone.
+
+    Args:
+        cls: the attention's class.
+        called: the modules that are.
+    """
+    for row in FUSED_PROJECTIONS.keys() - OWN_PROJECTIONS:
+        owner, _, name = row.rpartition(".")
+        if owner == cls and called != {name}:
+            raise ValueError(
+                f"FUSED_PROJECTIONS[{row!r}] cannot be used: the forward of {cls} must pass its "
+                f"input to self.{name} as it is, and do nothing else with it but look at its shape"
+            )
+
+
+def _order_of_outputs(row: str, attention: Any, module: Any) -> Fused | None:
+    """The order of a row; None where one of ours is that of another class with the same name.
+
+    Raises:
+        ValueError: a user's row does not fit.
+    """
     try:
-        fused = order(attention)
-    except AttributeError:
+        fused = FUSED_PROJECTIONS[row](attention)
+    except AttributeError as error:
+        if row in OWN_PROJECTIONS:
+            return None
+        raise ValueError(f"FUSED_PROJECTIONS[{row!r}]: {error}") from None
+    described = fused.groups * sum(fused.sizes)
+    outputs = getattr(module, "out_features", described)
+    if described == outputs:
+        return fused
+    if row in OWN_PROJECTIONS:
         return None
-    outputs = fused.groups * sum(fused.sizes)
-    return fused if getattr(module, "out_features", outputs) == outputs else None
+    raise ValueError(
+        f"FUSED_PROJECTIONS[{row!r}] describes {described} outputs, and the projection has "
+        f"{outputs}"
+    )
 
 
 @functools.cache
@@ -128,7 +156,7 @@ def _calls_of_input(cls: type) -> set[str] | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return None
-    name = list(inspect.signature(forward).parameters)[1]
+    receiver, name, *_ = inspect.signature(forward).parameters
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     called = set()
     for node in ast.walk(tree):
@@ -141,8 +169,8 @@ def _calls_of_input(cls: type) -> set[str] | None:
             continue
         match parent:
             case ast.Call(
-                func=ast.Attribute(value=ast.Name(id="self"), attr=module), args=[_], keywords=[]
-            ):
+                func=ast.Attribute(value=ast.Name(id=of), attr=module), args=[_], keywords=[]
+            ) if of == receiver:
                 called.add(module)
             case _:
                 return None

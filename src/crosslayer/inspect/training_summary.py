@@ -1,10 +1,12 @@
 """What runs show, as numbers: spikes, tokens to an equal loss, power laws and multipliers."""
 
+import dataclasses
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..intervals import MeanCurve, average_curves
 from .run_groups import (
@@ -157,23 +159,40 @@ def loss_curves(groups: Sequence[RunGroup], decay: float) -> tuple[str, list[Mea
 def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, float]:
     """How many times fewer steps a group needs for its baseline's final loss, by its label.
 
-    Those that do not reach it are left out. Where no group is pre-norm, the first is the baseline.
+    Means are over the seeds that both have. Groups that do not reach the loss, or have another
+    number of steps and so another schedule, are left out. Where no group is pre-norm, the first is
+    the baseline.
 
     Args:
         groups: of one backbone and the same data.
         decay: of the running mean of training losses.
     """
-    _, curves = loss_curves(groups, decay)
-    by_label = {group.label: curve for group, curve in zip(groups, curves, strict=True)}
     speedups = {}
     for group in groups:
         baseline = find_baseline_group(groups, group) or groups[0]
-        curve, reference = by_label[group.label], by_label[baseline.label]
-        if baseline is not group and curve.x and reference.x:
+        if baseline is group or _steps_of(baseline) != _steps_of(group):
+            continue
+        _, (curve, reference) = loss_curves(_share_seeds(group, baseline), decay)
+        if curve.x and reference.x:
             speedup = speedup_to_loss(curve.x, curve.mean, reference.x, reference.mean)
             if speedup is not None:
                 speedups[group.label] = speedup
     return speedups
+
+
+def _steps_of(group: RunGroup) -> Any:
+    return group.first.settings.get("steps")
+
+
+def _share_seeds(*groups: RunGroup) -> list[RunGroup]:
+    """The groups with the seeds that all of them have; unchanged where there are none."""
+    shared = set.intersection(*({run.seed for run in group.runs} for group in groups))
+    if not shared:
+        return list(groups)
+    return [
+        dataclasses.replace(group, runs=[run for run in group.runs if run.seed in shared])
+        for group in groups
+    ]
 
 
 def shared_tasks(groups: Sequence[RunGroup]) -> set[str]:

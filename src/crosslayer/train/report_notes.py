@@ -13,7 +13,7 @@ from .comparison_results import TORCH_OPERATIONS, DivergedRun
 from .optimizers import warmup_steps
 from .rate_search import FACTORS, RATES, best_factor, is_limit, next_factor, scaled_name
 from .recipe import Arm
-from .results_table import TableRow, format_loss, result_table
+from .results_table import TableRow, differing_execution, format_loss, result_table
 from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
@@ -104,7 +104,25 @@ def _passes_text(comparison: Comparison, arm: Arm) -> str:
 
 def run_notes(comparison: Comparison) -> list[str]:
     """What is to be said of single runs, with the table or where there is none."""
-    return _memory_notes(comparison) + _instability_notes(comparison) + _code_notes(comparison)
+    return [
+        *_memory_notes(comparison),
+        *_instability_notes(comparison),
+        *_code_notes(comparison),
+        *_execution_notes(comparison),
+    ]
+
+
+def _execution_notes(comparison: Comparison) -> list[str]:
+    """The arms whose speeds cannot be compared with the baseline's."""
+    notes = []
+    for arm in comparison.arms:
+        options = differing_execution(comparison, arm)
+        if options:
+            notes.append(
+                f"{arm.name} has no ratio of speed and activations: runs of it and of prenorm were "
+                f"made with different {', '.join(options)}."
+            )
+    return notes
 
 
 def _memory_notes(comparison: Comparison) -> list[str]:

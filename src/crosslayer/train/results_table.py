@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .recipe import Arm
-from .settings import GROUP_OF_OPTION, Model
+from .settings import EXECUTION_OPTIONS, GROUP_OF_OPTION, Model
 
 NOT_KNOWN = "–"
 
@@ -44,8 +44,8 @@ class TableRow:
         difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline
             and of the baseline itself.
         speed: tokens (or images) per second.
-        relative_speed: to the baseline's.
-        relative_activations: stored activation memory, to the baseline's.
+        relative_speed: to the baseline's; None without a baseline that was executed alike.
+        relative_activations: stored activation memory, to the baseline's; None as above.
         paper: what the paper states.
         loss_at_same_rate: of seed 0 at the recipe's learning rate, where rates are searched.
     """
@@ -78,17 +78,15 @@ def result_table(comparison: Comparison) -> list[TableRow]:
         first = next(iter(runs.values()))
         shared = [key for key in first.metrics if all(key in run.metrics for run in runs.values())]
         difference = relative_speed = relative_activations = None
-        if pairs:
+        if pairs and not differing_execution(comparison, arm):
             relative_speed = statistics.mean(
                 run.tokens_per_second / base.tokens_per_second for run, base in pairs
             )
             relative_activations = statistics.mean(
                 run.activation_bytes / base.activation_bytes for run, base in pairs
             )
-            if arm is not baseline:
-                difference = mean_interval(
-                    [run.valid_loss - base.valid_loss for run, base in pairs]
-                )
+        if pairs and arm is not baseline:
+            difference = mean_interval([run.valid_loss - base.valid_loss for run, base in pairs])
         rows.append(
             TableRow(
                 arm=arm.name,
@@ -108,6 +106,25 @@ def result_table(comparison: Comparison) -> list[TableRow]:
             )
         )
     return rows
+
+
+def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
+    """The options by which runs of an arm and of its baseline were executed otherwise, such as
+    recompute, but for those that the recipe gives one of the two.
+
+    They may change where a comparison is continued, and so can speeds and activations.
+    """
+    baseline = find_baseline_arm(comparison.arms, arm)
+    if baseline is None:
+        return []
+    given = arm.options.keys() | baseline.options.keys()
+    runs = [*comparison.finished_runs(arm).values(), *comparison.finished_runs(baseline).values()]
+    known = [run.execution for run in runs if run.execution]
+    return [
+        name
+        for name in EXECUTION_OPTIONS
+        if name not in given and len({execution[name] for execution in known}) > 1
+    ]
 
 
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:

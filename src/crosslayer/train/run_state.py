@@ -120,6 +120,7 @@ class RunResult:
         inference_speed: examples per second over all ranks, in the fastest evaluation; None in
             results of version 0.1.0.
         method_code: `code_digest` of the connection when the run began; empty in older results.
+        execution: `EXECUTION_OPTIONS` with their values; empty in older results.
     """
 
     arm: str
@@ -138,6 +139,7 @@ class RunResult:
     seconds: float
     inference_speed: float | None = None
     method_code: str = ""
+    execution: dict[str, Any] = field(default_factory=dict)
 
 
 def check_fields(row_class: type, content: dict[str, Any]) -> None:

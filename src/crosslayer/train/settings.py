@@ -256,6 +256,8 @@ YAML_ONLY = frozenset(
 # `spike` and `unstable`, which decide whether an unstable step ends the run or is skipped. A run's
 # result names the steps that were skipped.
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
+# Those of them that change the speed and the memory of a step.
+EXECUTION_OPTIONS = ("strategy", "accumulate", "compile", "recompute")
 # Options that only locate the data and the tokenizer: `DATA_DIGEST` identifies what they are.
 PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
 

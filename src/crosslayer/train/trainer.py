@@ -44,7 +44,7 @@ from .profiling import (
 )
 from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
-from .settings import Settings
+from .settings import EXECUTION_OPTIONS, Settings
 from .signals import StopSignals
 from .task import LANGUAGE, Batch, Examples, Task, summarise_metrics
 
@@ -334,6 +334,7 @@ class Trainer:
             seconds=self.state.seconds,
             inference_speed=self.state.inference_speed,
             method_code=self.state.method_code,
+            execution={name: getattr(self.settings.engine, name) for name in EXECUTION_OPTIONS},
         )
 
     def identity(self) -> dict[str, Any]:
