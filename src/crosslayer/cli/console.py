@@ -10,12 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
+import torch
+
 from ..files import lock_folder
 from ..methods import available
+from ..validation import parse_dtype
 
 if TYPE_CHECKING:
-    import torch
-
     from ..train.recipe import Arm, Recipe
     from ..train.run_state import StepResult
 
@@ -302,14 +303,33 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", ".*returned a view tensor")
 
 
-def choose_device(name: str | None) -> "torch.device":
+def add_model_options(command: Any) -> None:
+    """Add how a model is opened: --tokenizer, --device and --dtype."""
+    command.add_argument(
+        "--tokenizer",
+        type=str,
+        default=None,
+        help="folder, tokenizer.json, Hub name or bytes; default: the model's own",
+    )
+    command.add_argument(
+        "--device", type=str, default=None, help="cuda or cpu; default: a GPU if available"
+    )
+    command.add_argument(
+        "--dtype", type=str, default="auto", help="of the weights; default: as saved"
+    )
+
+
+def parse_model_dtype(name: str) -> torch.dtype | str:
+    """The dtype called `name`, or "auto" for that of the saved weights."""
+    return name if name == "auto" else parse_dtype(name)
+
+
+def choose_device(name: str | None) -> torch.device:
     """The device called `name`, or a GPU where there is one and no name is given.
 
     Raises:
         ValueError: torch cannot use the device.
     """
-    import torch
-
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from .. import __version__
 from ..files import lock_folder, write_text_atomic
 from ..run_folders import RESULTS_FILE
-from ..validation import check_positive, parse_dtype
+from ..validation import check_positive
 from .console import (
+    add_model_options,
     choose_device,
     make_console,
     make_parser,
     make_table,
+    parse_model_dtype,
     print_table,
     silence_libraries,
 )
@@ -92,14 +94,7 @@ def parser() -> Any:
         help="tokens that the model sees at once; default: the model's maximum",
     )
     add("--batch-size", type=int, default=8, help="sequences in a batch")
-    add(
-        "--tokenizer",
-        type=str,
-        default=None,
-        help="folder, tokenizer.json, Hub name or bytes; default: the model's own",
-    )
-    add("--device", type=str, default=None, help="cuda or cpu; default: a GPU if available")
-    add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
+    add_model_options(command)
     add(
         "--out",
         type=str,
@@ -142,7 +137,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
     _check_options(options, results_file)
     device = choose_device(options.device)
-    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    dtype = parse_model_dtype(options.dtype)
     texts: dict[str, list[str | EncodedText]] = {}
     for spec in options.text:
         texts |= _read_texts(spec, options)

@@ -3,8 +3,14 @@
 import sys
 from typing import Any
 
-from ..validation import check_non_negative, check_positive, parse_dtype
-from .console import choose_device, make_parser, silence_libraries
+from ..validation import check_non_negative, check_positive
+from .console import (
+    add_model_options,
+    choose_device,
+    make_parser,
+    parse_model_dtype,
+    silence_libraries,
+)
 
 
 def parser() -> Any:
@@ -19,18 +25,11 @@ def parser() -> Any:
         help="a folder (connected model, transformers model or published checkpoint) or a Hub name",
     )
     add("prompt", type=str, nargs="?", default=None, help="the text to continue")
-    add(
-        "--tokenizer",
-        type=str,
-        default=None,
-        help="folder, tokenizer.json or Hub name; default: the model's own",
-    )
     add("--max-new-tokens", type=int, default=128, help="maximum number of generated tokens")
     add("--temperature", type=float, default=0.0, help="of sampling; 0 takes the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample within this probability mass")
     add("--seed", type=int, default=0, help="of sampling")
-    add("--device", type=str, default=None, help="cuda or cpu; default: a GPU if available")
-    add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
+    add_model_options(command)
     add("--rope", type=str, default=None, help="of a published checkpoint; see convert")
     return command
 
@@ -44,7 +43,7 @@ def run(options: Any) -> int:
     if not 0 < options.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {options.top_p}")
     device = choose_device(options.device)
-    dtype = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
+    dtype = parse_model_dtype(options.dtype)
     tokenizer = open_tokenizer(options.tokenizer or options.model)
     model = open_model(options.model, dtype, options.rope).to(device).eval()
     check_tokenizer(tokenizer, model)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import lock_folder
 from ..run_folders import MODEL_FOLDER
-from ..validation import check_positive, did_you_mean, parse_dtype
+from ..validation import check_positive, did_you_mean
 from .console import (
     InspectionBar,
+    add_model_options,
     choose_device,
     make_console,
     make_parser,
+    parse_model_dtype,
     silence_libraries,
 )
 
@@ -85,14 +87,7 @@ def parser() -> Any:
         default=0.99,
         help="decay of the running mean of training losses, from one logged line to the next",
     )
-    add(
-        "--tokenizer",
-        type=str,
-        default=None,
-        help="folder, tokenizer.json, Hub name or bytes; default: each model's own",
-    )
-    add("--device", type=str, default=None, help="cuda or cpu; default: a GPU if available")
-    add("--dtype", type=str, default="auto", help="of the weights; default: as saved")
+    add_model_options(command)
     return command
 
 
@@ -195,7 +190,7 @@ def _check_sources(
     if sections and models:
         check_exists(options.data)
         choose_device(options.device)
-        _parse_dtype_option(options.dtype)
+        parse_model_dtype(options.dtype)
     is_choice = _names_each_section(options)
     if not models and (is_choice or not views) and sections:
         raise ValueError(
@@ -254,10 +249,6 @@ def _inspect_models(
     return inspections, f"{options.data}. {'; '.join(seen)}."
 
 
-def _parse_dtype_option(name: str) -> Any:
-    return "auto" if name == "auto" else parse_dtype(name)
-
-
 def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject":
     """A model with what it is shown: images where it is one of images, else texts."""
     from ..convert.pretrained import (
@@ -273,7 +264,7 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
     from ..hf.checkpoint import find_folder
     from ..inspect.subjects import check_layer, choose_context, image_subject, text_subject
 
-    dtype = _parse_dtype_option(options.dtype)
+    dtype = parse_model_dtype(options.dtype)
     sizes = (options.sequences, options.batch_size)
     if takes_images(source):
         model = open_image_model(source, dtype).to(device)
