@@ -42,7 +42,7 @@ class AttnRes(FusedNormConnection[Values]):
     Paper: Attention Residuals (Kimi Team, 2026), arXiv 2603.15031, equations 1-6.
 
     Args:
-        block_size: the number of sub-layers in a block, whose outputs are summed to one source.
+        block_size: S, the number of sub-layers in a block, whose outputs are summed to one source.
             Attention and MLP count one each, a parallel block counts one. 1 is full attention. The
             last block may be short.
         eps: eps of the keys' RMSNorm. Where the outputs of sub-layers are small, it must be that of

@@ -60,7 +60,7 @@ class MGR(FusedNormConnection[Gated]):
     Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, equations 1-5, 14 and 16.
 
     Args:
-        streams: n, the number of streams.
+        streams: n, the number of streams; the paper's best has 8 (Table 1).
         gate: "competitive": the streams and a forget gate share one softmax;
             "independent": each stream has a sigmoid.
         eq14: n in Eq. 14 for independent gates, whose bias is −b. "text" has n = 1, which gives the

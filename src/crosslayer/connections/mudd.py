@@ -89,7 +89,8 @@ class Mudd(FusedNormConnection[History]):
     """MUDD: multiway dynamic dense connections, for each of q, k, v and the residual stream r.
 
     Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10. The letters are
-    those of the module docstring: `help("crosslayer.connections.mudd")`.
+    those of the module docstring: `help("crosslayer.connections.mudd")`. The paper's MUDDFormer has
+    MLPs that grow with depth too (Eq. 9): `connect(model, "mudd", reallocate=True)`.
 
     Args:
         ways: the mixtures, separated by spaces, each named by the streams it feeds. "q k v r" is
