@@ -194,7 +194,7 @@ def _claim_cell(
     plans: Mapping[str, Plan],
     studies: Mapping[str, SeedLosses],
 ) -> str:
-    """Like "agrees: -0.0123 (-0.0150 to -0.0096)"; "–" where no study that is planned can tell.
+    """Like "agrees: -0.012 ± 0.003"; "–" where no study that is planned can tell.
 
     Args:
         claim: any.
@@ -214,7 +214,7 @@ def _claim_cell(
         return NOT_KNOWN
     of_setting = {name: studies[real] for name, real in names.items() if real in studies}
     interval, verdict = judge_claim(claim, of_setting)
-    return verdict if interval is None else f"{verdict}: {format_interval(interval)}"
+    return verdict if interval is None else f"{verdict}: {_format_half_width(interval, 3)}"
 
 
 def _format_weight(weight: float) -> str:
@@ -267,14 +267,15 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"
 
 
-def _format_half_width(interval: Interval | None) -> str:
-    """Like "-0.58 ± 0.05"; a single seed has no interval."""
+def _format_half_width(interval: Interval | None, digits: int = 2) -> str:
+    """Like "-0.58 ± 0.05", with a further digit for a narrow one; a single seed has no interval."""
     if interval is None:
         return NOT_KNOWN
     if math.isnan(interval.low):
-        return f"{interval.mean:+.2f} (one seed)"
+        return f"{interval.mean:+.{digits}f} (one seed)"
     half = interval.high - interval.mean
-    digits = 2 if half >= 0.005 else 3
+    if half < 0.5 * 10**-digits:
+        digits += 1
     return f"{interval.mean:+.{digits}f} ± {half:.{digits}f}"
 
 
