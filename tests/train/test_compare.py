@@ -376,7 +376,7 @@ def test_control_c(text_file, tmp_path):
     printed, errors = (stream.decode() for stream in process.communicate(timeout=60))
     assert process.returncode == 130 and "Traceback" not in errors
     assert (
-        "Stopped with 1 finished runs" in printed and "prenorm" in (out / "report.md").read_text()
+        "Stopped with 1 finished run." in printed and "prenorm" in (out / "report.md").read_text()
     )
     assert "Not finished: mudd" in (out / "report.md").read_text()
     done = subprocess.run([*command, "--arms", "prenorm", "mudd"], capture_output=True, text=True)
