@@ -202,6 +202,8 @@ def _claim_cell(
         plans: by the names of their studies.
         studies: that have results, by name.
     """
+    if claim.needs:
+        return NOT_KNOWN
     for study, arm in claim.arms:
         if study not in names:
             return NOT_KNOWN
@@ -210,8 +212,6 @@ def _claim_cell(
             arm not in planned_arms(plan) or (claim.at == "equal time" and not plan.same_speed)
         ):
             return NOT_KNOWN
-    if claim.needs:
-        return NOT_KNOWN
     of_setting = {name: studies[real] for name, real in names.items() if real in studies}
     interval, verdict = judge_claim(claim, of_setting)
     return verdict if interval is None else f"{verdict}: {_format_half_width(interval, 3)}"

@@ -8,7 +8,8 @@ from torch import nn
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules that were given to `fully_shard`. Its class takes a while to import."""
+    """The modules that were given to `fully_shard`."""
+    # known by their method, because torch's FSDPModule takes a while to import
     return [module for module in model.modules() if hasattr(module, "unshard")]
 
 

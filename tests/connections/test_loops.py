@@ -1058,3 +1058,14 @@ def starts_on_its_own_stream(spec: str) -> None:
 )
 def test_each_sublayer_starts_on_its_own_stream(spec):
     starts_on_its_own_stream(spec)
+
+
+@pytest.mark.parametrize("spec", ["denseformer", "mudd"])
+def test_sites_out_of_order_are_refused(spec):
+    """A layer is left out of a loop: its output would be missing among the blocks."""
+    sites = [crosslayer.make(spec)(site, 6, lambda _: nn.RMSNorm(6)) for site in crosslayer.plan(3)]
+    state = sites[0].init(torch.randn(1, 2, 6))
+    with pytest.raises(ValueError, match="a connection of layer 2 runs after 1 layers"):
+        for site in [*sites[:2], *sites[4:6]]:
+            inputs, state = site.read(state)
+            state = site.write(state, inputs[0])

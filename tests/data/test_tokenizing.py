@@ -163,6 +163,19 @@ def test_a_wrong_name_is_one_line(name, message):
     assert message in error_of(name, lambda: TEXTS)
 
 
+def test_a_name_of_the_hub_without_a_slash(tmp_path, monkeypatch):
+    """As of gpt2, which `--pretrained gpt2` asks for."""
+    (tmp_path / "tokenizer.json").write_text(load_tokenizer("bpe:300", lambda: TEXTS).definition)
+    asked = []
+
+    def download(name, patterns):
+        asked.append(name)
+        return tmp_path
+
+    monkeypatch.setattr("crosslayer.data.tokenizing.download_files", download)
+    assert load_tokenizer("gpt2").vocab == 300 and asked == ["gpt2"]
+
+
 def test_a_wrong_file_is_one_line(tmp_path):
     for content in (b"{}", b"", b"[1", b"\xff"):
         (tmp_path / "tokenizer.json").write_bytes(content)

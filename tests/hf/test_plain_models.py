@@ -351,7 +351,7 @@ ROWS = {
     "another forward": (
         CopyingAttention,
         lambda each: Fused(1, (DIM,) * 3),
-        "the forward of CopyingAttention must pass its input to self.qkv as it is",
+        "the forward of CopyingAttention must call self.qkv on its unchanged input",
     ),
 }
 

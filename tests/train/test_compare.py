@@ -549,8 +549,8 @@ def test_speeds_of_runs_executed_otherwise_have_no_ratio(tiny, tmp_path):
     plain, hyper = result_table(comparison)
     assert plain.relative_speed == 1 and hyper.relative_speed is hyper.relative_activations is None
     assert hyper.difference is not None
-    (note,) = [note for note in report_notes(comparison) if "no ratio" in note]
-    assert "saving has no ratio" in note and note.endswith("made with different recompute.")
+    (note,) = [note for note in report_notes(comparison) if "Without a ratio" in note]
+    assert ": saving. Their" in note and note.endswith("made with different recompute.")
     (run,) = [run for run in comparison.results.runs if run.arm == "prenorm"]
     run.execution["recompute"] = "layers"
     assert result_table(comparison)[1].relative_activations > 0

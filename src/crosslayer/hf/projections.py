@@ -115,8 +115,8 @@ def _check_rows_of_users(cls: str, called: set[str]) -> None:
         owner, _, name = row.rpartition(".")
         if owner == cls and called != {name}:
             raise ValueError(
-                f"FUSED_PROJECTIONS[{row!r}] cannot be used: the forward of {cls} must pass its "
-                f"input to self.{name} as it is, and do nothing else with it but look at its shape"
+                f"FUSED_PROJECTIONS[{row!r}] cannot be used: the forward of {cls} must call "
+                f"self.{name} on its unchanged input, and may use only the input's shape besides"
             )
 
 

@@ -1,5 +1,6 @@
 """What a reader of a comparison's table must know, in sentences."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import fields
@@ -114,15 +115,16 @@ def run_notes(comparison: Comparison) -> list[str]:
 
 def _execution_notes(comparison: Comparison) -> list[str]:
     """The arms whose speeds cannot be compared with the baseline's."""
-    notes = []
-    for arm in comparison.arms:
-        options = differing_execution(comparison, arm)
-        if options:
-            notes.append(
-                f"{arm.name} has no ratio of speed and activations: runs of it and of prenorm were "
-                f"made with different {', '.join(options)}."
-            )
-    return notes
+    differing = {arm.name: differing_execution(comparison, arm) for arm in comparison.arms}
+    names = [name for name, options in differing.items() if options]
+    if not names:
+        return []
+    options = dict.fromkeys(itertools.chain(*differing.values()))
+    note = (
+        f"Without a ratio of speed and activations: {', '.join(names)}. Their runs and prenorm's "
+        f"were made with different {', '.join(options)}."
+    )
+    return [note]
 
 
 def _memory_notes(comparison: Comparison) -> list[str]:
