@@ -35,7 +35,8 @@ UNSCALED = "unscaled-"  # before the name of a study: with Llama's own embedding
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")
-PLAN_KEYS = ("arms", "search_rates", "same_speed")  # of a part, that hold for each of its studies
+# Of a part, that hold for each of its studies.
+PLAN_KEYS = ("arms", "seeds", "search_rates", "same_speed")
 # The shares of pre-norm's speed, one a measurement, by arm and call.
 Speeds = dict[str, dict[str, list[float]]]
 
@@ -54,6 +55,7 @@ class Plan:
         name: of its files.
         options: in which it differs from the recipe.
         arms: names; empty for all of the recipe's.
+        seeds: of each arm.
         search_rates: each arm has its best rate; otherwise all have that of the options.
         same_speed: the speeds that were measured for the recipe's models are those of its models.
     """
@@ -61,6 +63,7 @@ class Plan:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     arms: list[str] = field(default_factory=list)
+    seeds: int = SEEDS
     search_rates: bool = True
     same_speed: bool = False
 
@@ -75,7 +78,7 @@ class Plan:
             words += ["--arms", *self.arms]
         if self.search_rates:
             words += ["--search-rates", "true"]
-        words += ["--seeds", str(SEEDS)]
+        words += ["--seeds", str(self.seeds)]
         return shlex.join([*words, "--out", f"evidence-{self.name}"])
 
     def settings(self) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
         "unscaled embeddings": {
             name.removeprefix(UNSCALED): name for name in known if name.startswith(UNSCALED)
         },
-        "smaller model, longer warm-up": {FIRST_STUDY: SMALL_STUDY},
+        "smaller model, longer warm-up": {FIRST_STUDY: SMALL_STUDY, "moe": f"{SMALL_STUDY}-moe"},
     }
     columns = ("claim", "source", "paper", "tested sum", *settings)
     rows, pending = [], []

@@ -14,7 +14,6 @@ from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
 from benchmarks.evidence.rates import rate_figure, rate_table
 from benchmarks.evidence.studies import (
     RECIPE,
-    SEEDS,
     read_parts,
     read_plans,
     read_recipe,
@@ -249,8 +248,8 @@ def test_every_planned_study_starts(tmp_path):
         recipe = load_recipe(RECIPE, **plan.options, **data)
         recipe.arms = [arm for arm in recipe.arms if arm.name in (plan.arms or ARMS)]
         folder = tmp_path / plan.name
-        comparison = prepare_comparison(recipe, SEEDS, folder, plan.search_rates)
-        runs_an_arm = 1 if plan.search_rates else SEEDS  # a search has a first trial
+        comparison = prepare_comparison(recipe, plan.seeds, folder, plan.search_rates)
+        runs_an_arm = 1 if plan.search_rates else plan.seeds  # a search has a first trial
         assert len(comparison.missing_runs()) == len(plan.arms or ARMS) * runs_an_arm
 
 
