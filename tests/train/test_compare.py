@@ -293,6 +293,7 @@ def test_weight_decay_and_rate_of_connections():
     ("options", "message"),
     [
         ({"warmup": 2.5}, "a whole number of steps, got 2.5"),
+        ({"warmup": 2000}, "warmup has 2000 steps, more than the run's 160"),
         ({"floor": 3.0}, "floor must be at most 1"),
         ({"momentum": 2.0}, "momentum must be at most 1"),
     ],
@@ -598,10 +599,11 @@ def test_names_are_shown_as_they_are(text_file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("extra", "slow"), [([], True), (["--embedding-lr-scale=50", "--warmup=48"], False)]
+    ("extra", "slow"),
+    [(["--steps=1"], True), (["--steps=48", "--warmup=48", "--embedding-lr-scale=50"], False)],
 )
 def test_slow_embeddings_and_a_short_warmup_are_said(text_file, tmp_path, capsys, extra, slow):
-    command = [*options(text_file), "--family=llama", "--arms", "prenorm", "--steps=1", *extra]
+    command = [*options(text_file), "--family=llama", "--arms", "prenorm", *extra]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     gain = "whether a gain lasts where the embeddings learn faster than other weights"

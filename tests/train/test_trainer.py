@@ -25,6 +25,7 @@ from crosslayer.cli.main import main
 from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
+from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.parallel import prepare_model
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.settings import Engine
@@ -238,6 +239,18 @@ def test_a_damaged_checkpoint(text, left, file, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         run({"data": text, "save_every": 3}, "prenorm", left)
     assert "\n" not in str(error.value) and steps(left) == [3, 6]
+
+
+def test_out_of_memory_is_no_damage(text, left, monkeypatch):
+    """torch wraps what the reading of a checkpoint raises."""
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(CheckpointReader, "read_data", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        run({"data": text, "save_every": 3}, "prenorm", left)
+    assert steps(left) == [3, 6]
 
 
 def test_folders_of_other_names_are_left_alone(text, left):

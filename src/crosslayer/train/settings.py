@@ -130,7 +130,7 @@ class Optimization:
         eps: of AdamW.
         momentum: of Muon.
         clip: largest norm of the gradient; 0 for no clipping.
-        warmup: steps of linear warm-up; below 1, their share of all steps.
+        warmup: steps of linear warm-up, at most `steps`; below 1, their share of all steps.
         decay: shape in which the learning rate falls after the warm-up.
         decay_ratio: share of the steps in which it falls, at the end; before that it is constant.
             By default it falls from the warm-up on.
@@ -169,6 +169,11 @@ class Optimization:
             raise ValueError(
                 f"warmup must be a share of the steps below 1, or a whole number of steps, got "
                 f"{self.warmup}"
+            )
+        if self.warmup > self.steps:
+            raise ValueError(
+                f"warmup has {self.warmup:g} steps, more than the run's {self.steps}; give fewer, "
+                "or a share of the steps like 0.1"
             )
         if self.decay_ratio is not None:
             check_non_negative(decay_ratio=self.decay_ratio)
