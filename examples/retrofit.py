@@ -38,7 +38,7 @@ from crosslayer.train.results_table import (
     markdown_table,
     mean_and_std,
 )
-from crosslayer.train.settings import Settings
+from crosslayer.train.settings import CHANGEABLE_OPTIONS, Settings, first_difference
 from crosslayer.train.task import LANGUAGE, Examples, build_model
 from crosslayer.train.trainer import Diverged, Trainer
 
@@ -130,11 +130,10 @@ def run(
 def _check_settings(file: Path, settings: Settings) -> None:
     """Raise a ValueError where a result is of a run with other settings."""
     wanted = settings.identity() | {"data": Path(settings.data.data).name}
-    wanted = json.loads(json.dumps(wanted))  # with lists for tuples, as in the file
     saved = read_json(file, dict).get("settings", {})
-    changed = [name for name, value in wanted.items() if saved.get(name) != value]
-    if changed:
-        raise ValueError(f"{file}: made with another {', '.join(changed)}; choose another folder")
+    difference = first_difference(saved, wanted, CHANGEABLE_OPTIONS)
+    if difference:
+        raise ValueError(f"{file}: belongs to another run, {difference}; choose another folder")
 
 
 def train_retrofit(

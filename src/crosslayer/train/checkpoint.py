@@ -32,7 +32,7 @@ from ..run_folders import CHECKPOINT_INDEX, DATA_DIGEST, RUN_FILE
 from ..validation import is_out_of_memory
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 from .run_state import RunState
-from .settings import PLACES_OF_DATA
+from .settings import PLACES_OF_DATA, first_difference
 
 TEMPORARY_SUFFIX = ".part"
 
@@ -49,7 +49,7 @@ class Checkpoints:
 
     def __init__(self, fabric: Fabric, folder: Path, identity: dict[str, Any], keep: int):
         self.fabric, self.folder, self.keep = fabric, folder, keep
-        self.identity = json.loads(json.dumps(identity))  # with lists for tuples, as in the index
+        self.identity = identity
 
     def claim_folder(self) -> None:
         """Write the run's identity to the folder, once its checkpoint is loaded, if it has one.
@@ -204,16 +204,11 @@ class Checkpoints:
         return index
 
     def _check_identity(self, path: Path, identity: dict[str, Any]) -> None:
-        keys = self.identity.keys() | identity.keys()
-        if identity.get(DATA_DIGEST) == self.identity.get(DATA_DIGEST):  # they may have been moved
-            keys -= PLACES_OF_DATA
-        for key in sorted(keys):
-            saved, current = identity.get(key), self.identity.get(key)
-            if saved != current:
-                raise ValueError(
-                    f"{path}: belongs to another run, with {key} = {saved!r}; "
-                    f"here it is {current!r}; choose another --out"
-                )
+        is_same_data = identity.get(DATA_DIGEST) == self.identity.get(DATA_DIGEST)
+        places = PLACES_OF_DATA if is_same_data else ()  # the same data may have been moved
+        difference = first_difference(identity, self.identity, places)
+        if difference:
+            raise ValueError(f"{path}: belongs to another run, {difference}; choose another --out")
 
     def _fingerprints(self, folder: Path) -> dict[str, tuple[int, int]]:
         """Size and CRC-32 of the files that torch wrote. The ranks share the reading."""

@@ -1,6 +1,5 @@
 """results.json of a comparison: what is in it, and how it is read and checked."""
 
-import json
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from ..files import LOCK_FILE, check_no_file, read_json
 from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
 from .run_state import RunResult, check_fields
-from .settings import PLACES_OF_DATA
+from .settings import PLACES_OF_DATA, first_difference
 
 
 @dataclass
@@ -124,14 +123,14 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
         return None
     try:
         previous = ComparisonResults.from_json(read_json(path, dict))
-        pairs = [(previous.data, current.data)]
-        if previous.data == json.loads(json.dumps(current.data)):  # they may have been moved
-            moved = {key: current.settings[key] for key in PLACES_OF_DATA}
-            pairs.append((previous.settings | moved, current.settings))
+        differences = [
+            first_difference(previous.data, current.data),
+            # where the data are the same, they may have been moved
+            first_difference(previous.settings, current.settings, PLACES_OF_DATA),
+        ]
         for name, arm in current.arms.items():
             if name in previous.arms:
-                pairs.append((previous.arms[name], arm))
-        differences = [_first_difference(before, now) for before, now in pairs]
+                differences.append(first_difference(previous.arms[name], arm))
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
@@ -142,11 +141,3 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
                 f"{folder}: belongs to another comparison, {difference}; choose another --out"
             )
     return previous
-
-
-def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first key with another value, in words; empty if there is none."""
-    for key, value in json.loads(json.dumps(now)).items():
-        if before.get(key) != value:
-            return f"with {key} = {before.get(key)!r}; here it is {value!r}"
-    return ""
