@@ -47,14 +47,7 @@ INTRODUCTION = """\
 Results of `examples/retrofit.py`, whose docstring describes a run.
 `python examples/retrofit.py run --help` lists its options. At the switch, DenseFormer and MUDD
 change nothing. Hyper-connections and attention residuals change the loss by the epsilon of a norm.
-MGR, which cannot start as pre-norm, changes it much. Two seeds of the smaller model end 0.18 apart,
-so only differences between runs of the same seed count there. On the larger model, with one seed,
-differences below 0.01 are chance, so its table does not show that one connection is better.
-
-These runs were made before the order of the batches changed to `torch.randperm`, and before the α
-of DenseFormer took weight decay. Their embeddings learn at the model's rate. In
-[Evidence](evidence.md#the-embeddings) most gains with such embeddings are gone when they learn 50
-times as fast. That was not tried here."""
+MGR, which cannot start as pre-norm, changes it much."""
 COLUMNS = (
     "connection",
     "connected at step",

@@ -28,8 +28,8 @@ README = (ROOT / "README.md").read_text("utf8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
 
 RUN_OPTIONS = (
-    "--layers 1 --dim 32 --heads 2 --steps 2 --batch 2 --context 32 --evals 1 --eval-batches 2"
-    " --precision 32-true --accumulate 1 --compile none"
+    "--layers 1 --dim 32 --heads 2 --steps 2 --warmup 0.1 --batch 2 --context 32 --evals 1"
+    " --eval-batches 2 --precision 32-true --accumulate 1 --compile none"
 )
 # What is appended to a command of README: the first entry that it begins with.
 TINY_OPTIONS = {

@@ -20,6 +20,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 EVIDENCE = DOCS / "evidence" / "connections.json"
 # the picture of docs/inspect-pictures.md that shows what a connection has learned
 LEARNED = {"denseformer": "mixing", "hyper": "wiring", "mgr": "wiring"}
+WIRING_CAPTION = (
+    "Left and middle: the write and the mixing of streams of hyper. Right: mgr's write. "
+)
+# the labels that begin a line of a docstring
+LABELS = r"Paper|State|Learned parameters[\w -]*|Traffic[^:]*"
 PICTURES_LINK = "[what each picture tells you](../inspect-pictures.md)"
 LEGEND = (
     "B, T and D are sequences, tokens and width; F_k is sub-layer k and y_k its output. "
@@ -27,13 +32,16 @@ LEGEND = (
     "one read of a site moves, in elements."
 )
 EVIDENCE_LEGEND = (
-    "Loss in nats a token, of Llama with embeddings × 50, 8 layers and width 128. Unscaled "
-    "embeddings are Llama's own. Differences have 95 % intervals. How it was measured: "
-    "[Evidence](../evidence.md)."
+    "Loss in nats a token, of Llama with embeddings × 50, 8 layers and width 128. The smaller "
+    "model has 6 layers of width 96, and three tenths of its steps are warm-up; unscaled "
+    "embeddings are Llama's own. Differences have 95 % intervals; one that contains zero shows "
+    "nothing. How it was measured: [Evidence](../evidence.md)."
 )
 MAP_CAPTION = (
-    "How much of each output reaches each later input, in four layers of two sub-layers. Weights "
-    "above 2 have the colour of 2."
+    "How much of each output reaches each later input, in four layers of two sub-layers. As it "
+    "starts: at initialisation. After noise on its weights: with random numbers added to the "
+    "connection's parameters, which shows what paths it can form. Weights above 2 have the colour "
+    "of 2."
 )
 
 
@@ -83,7 +91,8 @@ def pictures(name: str) -> str:
         text += f"![Map of {name}](../pictures/connections/{name}.png)\n\n{MAP_CAPTION}\n\n"
     if name in LEARNED:
         picture = f"![Weights of trained models](../pictures/{LEARNED[name]}.png)"
-        text += f"{picture}\n\nWhat small models learned: {PICTURES_LINK}.\n\n"
+        caption = WIRING_CAPTION if LEARNED[name] == "wiring" else ""
+        text += f"{picture}\n\n{caption}What small models learned: {PICTURES_LINK}.\n\n"
     return f"## Picture\n\n{text}" if text else ""
 
 
@@ -103,7 +112,7 @@ def connections_table() -> str:
     for name in crosslayer.available():
         method = crosslayer.make(name).method
         doc = module_docstring(name)
-        summary = doc.splitlines()[0].rstrip(".")
+        summary = " ".join(doc.split("\n\n")[0].split()).rstrip(".")
         paper = re.search(r"^Paper: (.*?\)),\s+arXiv\s+([\d.]+\d)", doc, re.M | re.S)
         assert paper, f"{name}: no line 'Paper: Title (Authors, year), arXiv 0000.00000'"
         title = " ".join(paper[1].split())
@@ -150,4 +159,4 @@ def escape(line: str) -> str:
         pieces[i] = re.sub(r"([*_<\[\]|])", r"\\\1", pieces[i])
     line = "".join(pieces)
     line = re.sub(r"arXiv ([\d.]+\d)", r"[arXiv \1](https://arxiv.org/abs/\1)", line)
-    return re.sub(r"^(Paper|State|Parameters|Traffic):", r"\n**\1:**", line)
+    return re.sub(rf"^({LABELS}):", r"\n**\1:**", line)

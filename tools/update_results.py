@@ -16,7 +16,6 @@ from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff,
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results.json"
 PAGE = ROOT / "docs" / "training.md"
-HEADINGS = {"arm": "connection", "activations": "activation memory"}  # the report's, and the page's
 
 
 def read_comparison(file: Path) -> Comparison:
@@ -26,12 +25,9 @@ def read_comparison(file: Path) -> Comparison:
 
 
 def results_table(comparison: Comparison) -> str:
-    """The page's table: that of the report, with headings in words."""
+    """The page's table, which is that of the report."""
     report = markdown_report(comparison).splitlines()
-    heading, *rows = [line for line in report if line.startswith("|")]
-    for name, words in HEADINGS.items():
-        heading = heading.replace(f"| {name} |", f"| {words} |")
-    return "\n".join([heading, *rows]) + "\n"
+    return "".join(f"{line}\n" for line in report if line.startswith("|"))
 
 
 def replace_table(page: str, table: str) -> str:

@@ -5,7 +5,7 @@ import math
 import shlex
 import statistics
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from crosslayer.files import read_json, write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.run_folders import RESULTS_FILE
 from crosslayer.train.compare import Comparison
-from crosslayer.train.comparison_results import ComparisonResults
+from crosslayer.train.comparison_results import ComparisonResults, join_environments
 from crosslayer.train.rate_search import best_factor, is_limit, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
@@ -281,7 +281,8 @@ def merge_results(parts: dict[str, ComparisonResults]) -> ComparisonResults:
         ValueError: settings, data or an arm differ, or two files have the same run.
     """
     names, results = list(parts), list(parts.values())
-    merged = replace(results[0], arms={}, runs=[], diverged=[])
+    environment = reduce(join_environments, [part.environment for part in results])
+    merged = replace(results[0], environment=environment, arms={}, runs=[], diverged=[])
     owners: dict[tuple[str, int], str] = {}
     for name, part in zip(names, results, strict=True):
         if (part.settings, part.data) != (merged.settings, merged.data):

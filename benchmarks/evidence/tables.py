@@ -35,19 +35,21 @@ from crosslayer.train.results_table import (
 )
 
 NOT_RUN = "not run yet"
+NO_BREAK = "\N{NO-BREAK SPACE}"
 VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
 LEAST_DIFFERENCE = 0.01  # nats a token, 1 % of perplexity; an interval inside it is "equal"
 LOSS_COLUMNS = (
-    *("arm", "parameters", "rate", "seed 0, starting rate", "loss, own rate", "vs prenorm"),
-    "verdict",
+    *("arm", "parameters", "rate", "seed 0, starting rate", "seeds", "loss, own rate"),
+    *("vs prenorm", "verdict"),
 )
 COST_COLUMNS = (
     *("arm", "training", "forward", "decoding", "loss at equal time"),
     "vs prenorm at equal time",
 )
 WITH_UNSCALED = "vs prenorm, unscaled embeddings"
+WHEN_SMALL = "vs prenorm, smaller model, longer warm-up"
 CONNECTION_COLUMNS = (
-    *("arm", "loss, own rate", "vs prenorm", "verdict", WITH_UNSCALED),
+    *("arm", "loss, own rate", "vs prenorm", WHEN_SMALL, WITH_UNSCALED),
     *("training", "decoding"),
 )
 SUMMARY_COLUMNS = (
@@ -81,6 +83,7 @@ def arm_cells(study: Study, name: str) -> Cells:
         cells["rate"] += " so far"
     cells["seed 0, starting rate"] = format_loss(trials.get(1.0))
     final = [run.valid_loss for run in runs.values()]
+    cells["seeds"] = str(len(final))
     cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
     early = list(study.losses_at_equal_time(name).values())
     if early:
@@ -214,7 +217,10 @@ def _claim_cell(
             return NOT_KNOWN
     of_setting = {name: studies[real] for name, real in names.items() if real in studies}
     interval, verdict = judge_claim(claim, of_setting)
-    return verdict if interval is None else f"{verdict}: {_format_half_width(interval, 3)}"
+    if interval is None:
+        return verdict
+    number = _format_half_width(interval, 3).replace(" ", NO_BREAK)
+    return f"{verdict}: {number}"
 
 
 def _format_weight(weight: float) -> str:
@@ -223,21 +229,27 @@ def _format_weight(weight: float) -> str:
 
 
 def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) -> dict[str, str]:
-    """The results of each connection in the first study, with embeddings × 50 and unscaled ones.
+    """The results of each connection in the first study, in the smaller model with the longer
+    warm-up, and with unscaled embeddings.
 
     By its name; "" where there are none.
     """
     tables = {}
-    study, unscaled = studies.get(FIRST_STUDY), studies.get(UNSCALED + FIRST_STUDY)
+    study = studies[FIRST_STUDY]
+    columns = {
+        "vs prenorm": study,
+        WHEN_SMALL: studies.get(SMALL_STUDY),
+        WITH_UNSCALED: studies.get(UNSCALED + FIRST_STUDY),
+    }
     for connection in connections:
         rows = []
         for arm in read_recipe().arms:
-            is_run = any(each and each.runs(arm.name) for each in (study, unscaled))
-            if study is None or not is_run or connection_name(arm) != connection:
+            is_run = any(each and each.runs(arm.name) for each in columns.values())
+            if not is_run or connection_name(arm) != connection:
                 continue
             cells = arm_cells(study, arm.name)
-            cells["vs prenorm"] = _format_half_width(difference_to_baseline(study, arm.name))
-            cells[WITH_UNSCALED] = _format_half_width(difference_to_baseline(unscaled, arm.name))
+            for column, each in columns.items():
+                cells[column] = _format_half_width(difference_to_baseline(each, arm.name))
             rows.append(cells)
         tables[connection] = markdown_table(CONNECTION_COLUMNS, rows) if rows else ""
     return tables

@@ -42,17 +42,25 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Site:
-    """A place along depth where a sub-layer runs. The last site is the readout."""
+    """A place along depth where a sub-layer runs. The last site is the readout.
 
-    index: int  # 0 .. depth
-    layer: int  # the Transformer layer it belongs to; the number of layers at the readout
-    # ("attn",) | ("mlp",) | ("attn", "mlp") in a parallel block | ("out",). In an attention's place
-    # may be a "latent_attn", which projects k and v from one latent (MLA), or a "mixer", which has
-    # one input for all of q, k and v.
+    Attributes:
+        index: from 0 to `depth`.
+        layer: the Transformer layer it belongs to; `layers` at the readout.
+        ports: ("attn",), ("mlp",), ("attn", "mlp") in a parallel block, or ("out",). In an
+            attention's place may be a "latent_attn", which projects k and v from one latent (MLA),
+            or a "mixer", which has one input for all of q, k and v.
+        opens_layer: whether it is the first site of its layer.
+        layers: the number of layers.
+        depth: the index of the readout, which is the number of sub-layers.
+    """
+
+    index: int
+    layer: int
     ports: tuple[str, ...]
-    opens_layer: bool  # the first site of its layer
-    layers: int  # the number of layers
-    depth: int  # the index of the readout, which is the number of sub-layers
+    opens_layer: bool
+    layers: int
+    depth: int
 
 
 def plan(layers: int, parallel: bool = False) -> list[Site]:

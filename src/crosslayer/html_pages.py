@@ -16,7 +16,6 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
          border-bottom: 1px solid var(--line); }
 .numbers :is(th, td):not(:first-child) { text-align: right; } .numbers td { white-space: nowrap; }
-.best td { font-weight: 600; }
 .charts { display: grid; gap: 0 1rem; margin-bottom: 1.2rem;
           grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
 figure { margin: 0; background: #fff; border-radius: 6px; padding: .4rem; overflow-x: auto; }
@@ -38,22 +37,19 @@ def render_page(title: str, setup: str, body: str) -> str:
 """
 
 
-def render_table(
-    columns: Iterable[str], rows: Iterable[Sequence[str]], style: str = "", best: str | None = None
-) -> str:
+def render_table(columns: Iterable[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
     """A table of texts, which scrolls where the page is narrower.
 
     Args:
         columns: their titles.
         rows: the texts of each.
         style: a class of `STYLE`, like "numbers".
-        best: the first text of the row that is bold.
     """
     head = "".join(f"<th>{escape(title)}</th>" for title in columns)
     body = ""
     for row in rows:
-        body += '<tr class="best">' if row[0] == best else "<tr>"
-        body += "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>"
+        cells = "".join(f"<td>{escape(text)}</td>" for text in row)
+        body += f"<tr>{cells}</tr>"
     table = f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="scroll">{table}</div>\n'
 

@@ -19,9 +19,25 @@ MODEL_FOLDER = "model"
 CONFIG_FILE = "config.json"  # of a model
 CHECKPOINT_INDEX = "checkpoint.json"  # of a complete checkpoint
 RESULTS_FILE = "results.json"
-DATA_DIGEST = "data sha256"  # a key of run.json
+DATA_DIGEST = "data sha256"  # a key of run.json, and of an arm with data of its own
 RUNS_FOLDER = "runs"
 MODELS_FOLDER = "models"
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint after a step."""
+    return f"step-{step:08}"
+
+
+def kept_model_name(step: int) -> str:
+    """The name of the model that was kept after a step."""
+    return f"step-{step:06}"
+
+
+def step_of_name(name: str) -> int | None:
+    """The step in the name of a checkpoint or of a kept model; None in any other name."""
+    match = re.fullmatch(r"step-(\d+)", name)
+    return int(match[1]) if match else None
 
 
 def run_folder_name(arm: str, seed: int) -> str:

@@ -27,17 +27,23 @@ KIND_NAMES: dict[type, str] = {
     dict: "a mapping",
     NoneType: "None",
 }
-LARGEST_SIZE = 2**31 - 1  # of anything that is counted
+LARGEST_SIZE = 2**31 - 1  # of an option
 MAX_LAYERS = 10_000
 MAX_PLAIN_VALUES = 100_000  # in one file or option: no recipe has as many
 MAX_PLAIN_DEPTH = 50
 
 
-def check_positive(**options: int) -> None:
-    """Raise a ValueError for an option that is not a whole number of at least 1."""
-    for name, value in options.items():
+def check_counts(**counts: int) -> None:
+    """Raise a ValueError for a count, of any size, that is not a whole number of at least 1."""
+    for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_positive(**options: int) -> None:
+    """Raise a ValueError for an option that is not a whole number from 1 to `LARGEST_SIZE`."""
+    check_counts(**options)
+    for name, value in options.items():
         if value > LARGEST_SIZE:
             raise ValueError(f"{name} must be at most {LARGEST_SIZE}, got {value!r}")
 

@@ -104,13 +104,13 @@ def test_tables_of_planted_results(planted):
     main = sections["The connections"]
     losses, costs = main.split("| arm | training |")
     mudd, hyper = (table_row(losses, arm) for arm in ("mudd", "hyper"))
-    assert mudd[2] == "0.008" and mudd[6] == "better"
-    difference, low, high = map(float, re.findall(r"[-+][\d.]+", mudd[5]))
+    assert mudd[2] == "0.008" and mudd[7] == "better"
+    difference, low, high = map(float, re.findall(r"[-+][\d.]+", mudd[6]))
     assert low < difference < high < 0 and abs(difference + 0.2) < 0.02
     cost = table_row(costs, "mudd")
     # one fifth is missing when pre-norm ends: 0.5 · (1 − 0.8) above its own end
-    assert float(cost[4].split()[0]) == pytest.approx(float(mudd[4].split()[0]) + 0.1, abs=1e-4)
-    assert hyper[6] == "cannot tell" and table_row(costs, "hyper")[1] == "not run yet"
+    assert float(cost[4].split()[0]) == pytest.approx(float(mudd[5].split()[0]) + 0.1, abs=1e-4)
+    assert hyper[7] == "cannot tell" and table_row(costs, "hyper")[1] == "not run yet"
     # each seed by its own measurement of the speed
     assert table_row(costs, "postnorm")[1] == "0.38 ± 0.13"
     study = planted["short"]
@@ -118,14 +118,14 @@ def test_tables_of_planted_results(planted):
     missing = [at_equal_time[seed] - at_end[seed] for seed in range(3)]
     assert missing == pytest.approx([0.25, 0.3, 0.375])
     assert re.search(r"^Not run yet: .*\baltup\b", costs, re.M)
-    assert table_row(main, "postnorm")[6] == "worse"
+    assert table_row(main, "postnorm")[7] == "worse"
     assert f"{tokens_of_all / 3000 / 3600:.1f} hours of training on" in main
     assert "Arms with an interval: 4." in main
     assert "crosslayer compare" in sections["Four times the tokens"]
     size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
     columns = table_row(size, "arm")
     assert columns == ["arm", "6 layers, width 96, 140 steps", "8 layers, width 128, 256 steps"]
-    assert table_row(size, "mudd")[2] == f"{mudd[4]} at {mudd[2]}<br>{mudd[5]}"
+    assert table_row(size, "mudd")[2] == f"{mudd[5]} at {mudd[2]}<br>{mudd[6]}"
     assert table_row(size, "mgr")[2] == "not run yet"
     assert "Not run yet: 10 layers, width 160, 433 steps." in size
     assert sections["Depth, at one width"].startswith("Not run yet.")
@@ -141,7 +141,7 @@ def test_tables_of_planted_results(planted):
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     rows = connection_tables(planted, ["mudd", "highway"])
     assert table_row(rows["mudd"], "arm")[4] == "vs prenorm, unscaled embeddings"
-    assert table_row(rows["mudd"], "one-way MUDD")[3] == "better" and rows["highway"] == ""
+    assert table_row(rows["mudd"], "one-way MUDD")[2].startswith("-") and rows["highway"] == ""
     data = dict(study_figures(planted["short"])["differences"].data)
     by_time = {line.label: line for line in data["training time (pre-norm's run = 1)"]}
     assert by_time["mudd"].x[-1] == 1 and by_time["mudd"].y[-1] == pytest.approx(-0.1, abs=0.02)

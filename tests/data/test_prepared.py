@@ -189,6 +189,15 @@ def test_a_description_of_the_wrong_shape_is_one_line(stories, tmp_path):
         assert "out: damaged, prepare it again (" in error_of(open_prepared, folder), text
 
 
+def test_counts_beyond_two_billion(stories, tmp_path):
+    folder = tmp_path / "out"
+    prepare_corpus(stories, "bytes", folder)
+    description = json.loads((folder / "corpus.json").read_text())
+    description["sets"]["train"]["text_bytes"] = 3_000_000_000
+    (folder / "corpus.json").write_text(json.dumps(description))
+    assert open_prepared(folder).counts["train"].text_bytes == 3_000_000_000
+
+
 def test_not_a_prepared_folder(tmp_path):
     assert "not a prepared corpus, it has no corpus.json" in error_of(open_prepared, tmp_path)
 

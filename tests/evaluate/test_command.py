@@ -54,6 +54,17 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     assert code == 1 and "results.json exists already; choose another folder" in error
 
 
+def test_one_span(folder, tmp_path, capsys):
+    """Its standard error is not known."""
+    write_lines(tmp_path / "span.jsonl", [{"input": "Is it? Answer:", "target": " yes"}])
+    code, printed, _ = run_command(
+        capsys, folder / "model", "--spans", tmp_path / "span.jsonl", "--out", tmp_path / "out"
+    )
+    assert code == 0 and "–" in printed
+    (result,) = json.loads((tmp_path / "out" / "results.json").read_text())["spans"].values()
+    assert result["loss_by_span_stderr"] is None
+
+
 def test_results_of_tasks_are_kept_when_a_text_fails(folder, include_path, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("a")
     arguments = [folder / "model", "--tasks", "local_choice", "--include-path", include_path]

@@ -95,6 +95,26 @@ def test_two_ranks_equal_one(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_error_of_one_rank_is_one_of_both(text, tmp_path):
+    """Otherwise the other rank waits for it."""
+    done = subprocess.run(
+        [*TORCHRUN, str(HERE / "failing_rank.py"), text, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    errors = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    unwritten = "step-00000002 cannot be written (planted); there is no other"
+    for of_rank in errors:
+        assert of_rank["atomic_replace"].endswith(unwritten)
+        assert of_rank["_crc32"].endswith(unwritten)
+        assert of_rank["model"] == "planted"
+    assert not list(tmp_path.rglob("step-*"))
+
+
+@pytest.mark.slow
 def test_from_two_ranks_to_one_and_back(text, tmp_path):
     """A run that is left on one number of ranks goes on on another."""
     shared = {"data": text, "save_every": 4, "keep_models": 3}

@@ -25,13 +25,23 @@ from crosslayer.cli.main import main
 from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
+from crosslayer.run_folders import checkpoint_name
+from crosslayer.train.callbacks import ConnectAtStep
+from crosslayer.train.checkpoint import list_checkpoints
 from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.parallel import prepare_model
 from crosslayer.train.recipe import Arm, Recipe
-from crosslayer.train.settings import Engine
+from crosslayer.train.run import launch_run
+from crosslayer.train.settings import Engine, Settings
 from crosslayer.train.signals import StopSignals
-from crosslayer.train.task import LANGUAGE, Examples, next_token_loss, summarise_metrics
-from crosslayer.train.trainer import Diverged
+from crosslayer.train.task import (
+    LANGUAGE,
+    Examples,
+    build_model,
+    next_token_loss,
+    summarise_metrics,
+)
+from crosslayer.train.trainer import Diverged, Trainer
 from tests.hf.backbones import connected, ids
 from tests.train.runs import SMALL, run
 
@@ -251,6 +261,53 @@ def test_out_of_memory_is_no_damage(text, left, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         run({"data": text, "save_every": 3}, "prenorm", left)
     assert steps(left) == [3, 6]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    steps_taken = [99_999_999, 100_000_000, 8]
+    for step in steps_taken:
+        (tmp_path / checkpoint_name(step)).mkdir()
+    (tmp_path / "step-00000009.part").mkdir()
+    (tmp_path / "step-400").mkdir()  # a model's
+    names = [path.name for path in list_checkpoints(tmp_path)]
+    assert names == ["step-00000008", "step-00000009.part", "step-99999999", "step-100000000"]
+
+
+def make_trainer(text, arm, **options):
+    settings = Settings.from_options(**SMALL | {"data": text} | options)
+    examples = LANGUAGE.load_examples(settings.data, {})
+    model = build_model(settings, arm, examples.num_classes, 0)
+    row = Arm.from_row(arm)
+    return Trainer(launch_run(settings, row), model, examples, settings, row)
+
+
+def test_evaluation_has_no_more_in_memory_than_training(text, monkeypatch):
+    batches = []
+
+    def remember(*arguments):
+        batches.append(arguments[-1])
+        return {"loss": 1.0}
+
+    monkeypatch.setattr("crosslayer.train.trainer.evaluate_examples", remember)
+    make_trainer(text, "prenorm", batch=8, accumulate=4).evaluate()
+    assert batches == [2]
+
+
+def test_a_run_that_changes_its_connection(text):
+    trainer, expected = make_trainer(text, "prenorm"), make_trainer(text, "hyper")
+    trainer.fit([ConnectAtStep(4, "hyper")])
+    expected.measure_costs()
+    assert trainer.result().activation_bytes == expected.activation_bytes
+    assert trainer.forward_flops == expected.forward_flops
+    # the backbone's states of the optimizer are kept: they have counted all 12 steps
+    (optimizer,) = trainer.optimizers
+    steps_taken = {
+        name: optimizer.state[p]["step"].item() for name, p in trainer.model.named_parameters()
+    }
+    assert steps_taken.pop("model.layers.0.mlp.up_proj.weight") == 12
+    assert 8 in steps_taken.values()
+    with pytest.raises(ValueError, match="a compiled model cannot change its connection"):
+        make_trainer(text, "prenorm", compile="layers").fit([ConnectAtStep(4, "hyper")])
 
 
 def test_folders_of_other_names_are_left_alone(text, left):

@@ -315,7 +315,7 @@ def add_model_options(command: Any) -> None:
         "--device", type=str, default=None, help="cuda or cpu; default: a GPU if available"
     )
     command.add_argument(
-        "--dtype", type=str, default="auto", help="of the weights; default: as saved"
+        "--dtype", type=str, default="auto", help="dtype of the weights; default: as saved"
     )
 
 

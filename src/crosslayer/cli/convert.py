@@ -23,7 +23,7 @@ def parser() -> Any:
         help="dtype that RoPE's table is rounded to: exact, bfloat16 (MUDDFormer's reference) or "
         "float16 (MUDDPythia's)",
     )
-    add("--dtype", type=str, default=None, help="of the weights; default: the checkpoint's")
+    add("--dtype", type=str, default=None, help="dtype of the weights; default: the checkpoint's")
     return command
 
 

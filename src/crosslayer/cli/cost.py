@@ -17,9 +17,9 @@ from .console import (
 COLUMNS = (
     "connection",
     "parameters",
-    "extra",
+    "extra parameters",
     "forward GFLOPs",
-    "extra",
+    "extra FLOPs",
     "activations",
     "traffic",
     "bound, ms",
@@ -107,8 +107,8 @@ def _legend(cost: Any, gpu: Any) -> str:
         f"One training step on one {gpu.name}: {gpu.bandwidth / 1e9:,.0f} GB/s, "
         f"{gpu.flops / 1e12:,.0f} bf16 TFLOP/s. At that peak the FLOPs of pre-norm take "
         f"{_format_rounded(flops_ms, ',.1f')} ms; the share beyond pre-norm is of that time. "
-        "Activations: saved for the backward pass of a bfloat16 model by the reference "
-        f"implementation; pre-norm saves {size}. Traffic: elements of D a token, "
+        "Activations: saved for the backward pass of a bfloat16 model, with the PyTorch "
+        f"operations; pre-norm saves {size}. Traffic: elements of D a token, "
         "forward, summed over depth. Bound: the least time of that traffic and of the backward "
         "pass's, if every site is one kernel in each pass."
     )

@@ -70,8 +70,9 @@ def parser() -> Any:
         "--documents",
         type=Literal["joined", "apart"],
         default="joined",
-        help="of --text: joined to one stream and cut into windows, as crosslayer train measures "
-        "its validation loss; or apart, each after a first token and with every token scored",
+        help="how --text is split: joined to one stream and cut into windows, as crosslayer train "
+        "measures its validation loss; or apart, each after a first token and with every token "
+        "scored",
     )
     add(
         "--windows",
@@ -264,6 +265,11 @@ def _check_new(results_file: Path | None) -> None:
 
 
 def _add_rows(table: Any, name: str, result: Any) -> None:
+    from ..train.results_table import NOT_KNOWN
+
     for metric, value in result._asdict().items():
-        shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+        if value is None:  # one span has no standard error
+            shown = NOT_KNOWN
+        else:
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
         table.add_row(name, metric, shown)

@@ -26,11 +26,16 @@ def parser() -> Any:
     )
     add("prompt", type=str, nargs="?", default=None, help="the text to continue")
     add("--max-new-tokens", type=int, default=128, help="maximum number of generated tokens")
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 takes the likeliest token")
+    add("--temperature", type=float, default=0.0, help="of the sampling; 0: the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample within this probability mass")
-    add("--seed", type=int, default=0, help="of sampling")
+    add("--seed", type=int, default=0, help="seed of the sampling")
     add_model_options(command)
-    add("--rope", type=str, default=None, help="of a published checkpoint; see convert")
+    add(
+        "--rope",
+        type=str,
+        default=None,
+        help="--rope of crosslayer convert, for a published checkpoint",
+    )
     return command
 
 

@@ -52,7 +52,10 @@ def parser() -> Any:
         help="an arm of the recipe, or a connection; default: the recipe's only arm, or prenorm",
     )
     command.add_argument(
-        "--seed", type=int, default=0, help="of the initial weights and of the order of the data"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the initial weights and of the order of the data",
     )
     command.add_argument(
         "--out",

@@ -12,7 +12,8 @@ The embedding is repeated and the blocks are summed as in the paper's Recycled-A
 model's width is D. P = I and g = 1 at initialisation: the blocks are equal copies of the plain
 residual, and the final norm removes the factor K up to its eps.
 State: the prediction's K blocks, the stream inside the layer, and g of the pending correction.
-Parameters: K² + K a layer. Traffic: (2K + 4)D elements a token where a layer opens, 4D inside.
+Learned parameters: K² + K a layer.
+Traffic: (2K + 4)D elements a token where a layer opens, 4D inside.
 """
 
 from typing import NamedTuple

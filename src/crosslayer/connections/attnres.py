@@ -11,8 +11,10 @@ The values are raw, there is no 1/√D, and the readout has its own query. The f
 has one source and so no parameters. w [D] is 0 and g [D] is 1 at initialisation: the uniform
 average is the plain residual stream divided by the number of sources. The norms remove this factor
 up to their eps, which is visible where embeddings are tiny.
-State: the sources. Parameters: 2D a sub-layer and 2D for the readout. Traffic: (k + 1)D elements a
-token for full attention, (3k + 4)D backward; 2D more where y joins the current block's sum.
+State: the sources.
+Learned parameters: 2D a sub-layer and 2D for the readout.
+Traffic: (k + 1)D elements a token for full attention, (3k + 4)D backward; 2D more where y joins the
+current block's sum.
 
 The paper reads the completed blocks once for all queries of a block. For this the first site of a
 block would need the queries of the later ones, but a site has only its own parameters.

@@ -10,9 +10,10 @@ k is the `dilation` and p the `period`, counted in blocks as the paper defines t
 code counts the dilation in groups of blocks). No softmax, no normalisation; α starts one-hot on
 X_i, which is the plain Transformer. α takes weight decay, as in the authors' code; the paper does
 not say.
-State: the outputs of all blocks so far. Parameters: ⌊i/k⌋ + 1 at each averaged depth i,
-L(L + 3)/2 for k = p = 1. Traffic at depth i for k = p = 1: (i + 5)D elements a token, (3i + 5)D
-backward. A dilation leaves 1/k of the sources, and a period averages at 1/p of the depths.
+State: the outputs of all blocks so far.
+Learned parameters: ⌊i/k⌋ + 1 at each averaged depth i, L(L + 3)/2 for k = p = 1.
+Traffic at depth i for k = p = 1: (i + 5)D elements a token, (3i + 5)D backward. A dilation leaves
+1/k of the sources, and a period averages at 1/p of the depths.
 """
 
 from typing import Literal, NamedTuple

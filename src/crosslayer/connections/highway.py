@@ -8,8 +8,9 @@ W = 0 and b is negative at initialisation, so that g = σ(b) everywhere and most
 carried. Every write carries less than the whole stream, so the method neither starts as pre-norm
 nor can represent it. The gate depends on the stream alone, so the read computes it and the state
 has it until the write.
-State: one stream, and the gate of the pending write. Parameters: D² + D a sub-layer. Traffic: 6D
-elements a token and site.
+State: one stream, and the gate of the pending write.
+Learned parameters: D² + D a sub-layer.
+Traffic: 6D elements a token and site.
 """
 
 from typing import NamedTuple

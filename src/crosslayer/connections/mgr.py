@@ -14,8 +14,9 @@ gives b from the number L = S − (n−1) of gated sub-layers:  b = ln(√(L/21)
 The gate of write k depends on the streams before it, so the read of sub-layer k computes it and
 the state has it until the write. Every stream is a convex combination of outputs: the method
 neither starts as pre-norm nor can represent it, so a pretrained model must be trained anew.
-State: n streams, and β of the pending write. Parameters: D a sub-layer, and D + n + 1 (or n) more
-where gated. Traffic: (2n + 2)D elements a token and site.
+State: n streams, and β of the pending write.
+Learned parameters: D a sub-layer, and D + n + 1 (or n) more where gated.
+Traffic: (2n + 2)D elements a token and site.
 """
 
 import math

@@ -21,7 +21,8 @@ The first term of A is called the generator. Its RMSNorm has no weight, as in th
 it has one where PrePostDANorm norms the sources. At initialisation W1 ~ N(0, 1/D), W2 = 0 and a is
 one-hot on X_l, so that training starts exactly as the plain Transformer; with PrePostDANorm a = 0
 and n_post's weight is 1e-3. Where q, k and v are mixed apart, each has a norm.
-State: the outputs of all blocks so far. Parameters: KD + KC(l+1) + C(l+1) after block l.
+State: the outputs of all blocks so far.
+Learned parameters: KD + KC(l+1) + C(l+1) after block l.
 Traffic: (l + 7)D elements a token after block l; (3l + 7)D backward.
 """
 
@@ -89,7 +90,7 @@ class Mudd(FusedNormConnection[History]):
     """MUDD: multiway dynamic dense connections, for each of q, k, v and the residual stream r.
 
     Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10. The letters are
-    those of the module docstring: `help("crosslayer.connections.mudd")`. The paper's MUDDFormer has
+    the equations of `help("crosslayer.connections.mudd")`. The paper's MUDDFormer has
     MLPs that grow with depth too (Eq. 9): `connect(model, "mudd", reallocate=True)`.
 
     Args:

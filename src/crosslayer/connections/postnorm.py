@@ -9,7 +9,9 @@ after the last write. Each norm of the host is therefore applied exactly once. I
 the stream is the input of the attention, and the MLP applies its own norm to the same sum. Not
 equivalent to pre-norm at initialisation: a pretrained pre-norm model that is connected with it must
 be trained anew.
-State: one stream. Parameters: none. Traffic: 3D elements a token and site.
+State: one stream.
+Learned parameters: none.
+Traffic: 3D elements a token and site.
 """
 
 from typing import Any

@@ -6,7 +6,9 @@ arXiv 2002.04745.
     x ← x + F(Norm(x))
 
 A parallel block (GPT-J, Pythia) reads the same x twice: x ← x + attn(n1(x)) + mlp(n2(x)).
-State: one stream. Parameters: none. Traffic: 4D elements a token and site.
+State: one stream.
+Learned parameters: none.
+Traffic: 4D elements a token and site.
 """
 
 from typing import NamedTuple

@@ -8,7 +8,9 @@ Paper: ResiDual (Xie et al., 2023), arXiv 2304.14802, equations 3-5.
 As in `postnorm`, the norm that a pre-norm host has before sub-layer k is used after write k − 1,
 and its final norm after the last write. The norm of d is the method's own; it starts as a copy of
 the final norm where a host is connected. Not equivalent to pre-norm at initialisation.
-State: two streams. Parameters: one more norm. Traffic: 5D elements a token and site.
+State: two streams.
+Learned parameters: one more norm.
+Traffic: 5D elements a token and site.
 """
 
 from typing import NamedTuple

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files import new_folder, read_json
-from ..validation import check_non_negative, check_positive, error_in_one_line
+from ..validation import check_counts, check_non_negative, check_positive, error_in_one_line
 from .sources import (
     CORPUS_FILE,
     TRAIN,
@@ -121,7 +121,7 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
 def _open_counts(description: dict[str, dict[str, int]]) -> dict[str, StreamCounts]:
     counts = {}
     for name, sizes in description.items():
-        check_positive(**sizes)
+        check_counts(**sizes)
         counts[name] = StreamCounts(**sizes)
     if TRAIN not in counts:
         raise ValueError(f"it has no set {TRAIN}")

@@ -128,7 +128,9 @@ def _page_html(models: Models, setup: str, body: str, training: TrainingReport |
 def _joined(names: Sequence[str]) -> str:
     if len(names) > 6:
         return f"{', '.join(names[:5])} and {len(names) - 5} more"
-    return " and ".join(names)
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 # title of a column, and a group's text in it
@@ -176,7 +178,7 @@ def _shown(value: Any, show: Callable[[Any], str]) -> str:
 
 # title, the analysis that it shows, and its text
 FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
-    ("Λ-shape score (1: as pre-norm)", "findings", lambda found: _number(found.lambda_score)),
+    ("Λ score (1: as pre-norm)", "findings", lambda found: _number(found.lambda_score)),
     (
         "weight of the embedding in the readout (1: as the mean source)",
         "findings",
@@ -186,6 +188,11 @@ FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
         "share of weights on attentions",
         "findings",
         lambda found: _number(found.attention_share),
+    ),
+    (
+        "reach of attentions (1: as MLPs)",
+        "findings",
+        lambda found: _number(found.attention_reach),
     ),
     (
         "sub-layers that became parallel",
@@ -237,7 +244,7 @@ def _number(value: float) -> str:
 
 
 def _listed(values: Sequence[str]) -> str:
-    shown = ", ".join(values[:8])
+    shown = "; ".join(values[:8])
     if len(values) > 8:
         shown += f" and {len(values) - 8} more"
     return shown or "none"

@@ -1,6 +1,5 @@
 """What `crosslayer inspect` shows to a model: a text's sequences, or images, and their groups."""
 
-import re
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -10,6 +9,7 @@ from ..data.readers import Document, list_text_files
 from ..data.sources import Source, read_documents
 from ..evaluate.windows import check_context, context_limit
 from ..hf.attach import find_backbone
+from ..run_folders import step_of_name
 from .image_batches import ImageBatches, join_batches, make_image_batches
 from .inspection import InspectionSubject
 from .observation import ModelInputs
@@ -116,10 +116,8 @@ def describe_subject(subject: InspectionSubject) -> str:
 def find_step(source: str) -> tuple[str, int | None]:
     """The run's folder and the step of a model that `train` kept: RUN/models/step-000400."""
     path = Path(source)
-    match = re.fullmatch(r"step-(\d+)", path.name)
-    if match is None:
-        return "", None
-    return str(path.parent.parent), int(match[1])
+    step = step_of_name(path.name)
+    return ("", None) if step is None else (str(path.parent.parent), step)
 
 
 def _split_documents(

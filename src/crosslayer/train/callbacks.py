@@ -9,12 +9,13 @@ import torch
 
 from ..data.sampler import evenly_spaced_steps
 from ..hf import connect, disconnect
+from ..run_folders import kept_model_name
 from .averaging import averaged_weights
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
 from .export import export_model
 from .metrics_log import MetricsLog
-from .run_state import RunState, StepResult
+from .run_state import StepResult
 from .trainer import Callback, Trainer
 
 
@@ -40,7 +41,7 @@ class SaveCheckpoints(Callback):
         state = checkpoints.load(trainer.model, trainer.optimizers)
         checkpoints.claim_folder()
         if state is not None:
-            trainer.state = RunState.from_json(state)
+            trainer.state = state
             trainer.latest_checkpoint = checkpoints.newest()
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -48,7 +49,7 @@ class SaveCheckpoints(Callback):
         is_last = result.step == trainer.settings.optimization.steps
         if is_due or is_last or trainer.stop_requested:
             checkpoints = self._checkpoints(trainer)
-            checkpoints.save(result.step, trainer.model, trainer.optimizers, vars(trainer.state))
+            checkpoints.save(trainer.model, trainer.optimizers, trainer.state)
             trainer.latest_checkpoint = checkpoints.newest()
 
     def _checkpoints(self, trainer: Trainer) -> Checkpoints:
@@ -75,7 +76,7 @@ class KeepModels(Callback):
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step not in self.steps:
             return
-        path = self.folder / f"step-{result.step:06}"
+        path = self.folder / kept_model_name(result.step)
         with averaged_weights(trainer.model, trainer.optimizers):
             export_model(
                 trainer.fabric,
@@ -146,8 +147,8 @@ class OnStep(Callback):
 class ConnectAtStep(Callback):
     """Replaces the model's connection after a step. Optimizer states of the backbone are kept.
 
-    Checkpoints after that step cannot be resumed: the model would be built with the first
-    connection again, whose parameters are others.
+    The costs in the run's result are those of the new model. Checkpoints after that step cannot be
+    resumed: the model would be built with the first connection again, whose parameters are others.
 
     Args:
         step: the step after which it happens.
@@ -161,6 +162,10 @@ class ConnectAtStep(Callback):
         self.step, self.spec = step, spec
         self.loss_change: float | None = None
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.settings.engine.compile != "none":
+            raise ValueError("a compiled model cannot change its connection; set compile to none")
+
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step != self.step:
             return
@@ -169,4 +174,5 @@ class ConnectAtStep(Callback):
         model: Any = disconnect(trainer.model)
         torch.manual_seed(trainer.seed)  # of the connection's initial parameters
         trainer.set_model(connect(model, self.spec))
+        trainer.measure_costs()
         self.loss_change = trainer.evaluate()[first]["loss"] - before

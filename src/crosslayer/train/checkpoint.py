@@ -12,11 +12,10 @@ import errno
 import json
 import logging
 import os
-import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..files import atomic_replace, read_json, write_text_atomic
-from ..run_folders import CHECKPOINT_INDEX, DATA_DIGEST, RUN_FILE
+from ..run_folders import (
+    CHECKPOINT_INDEX,
+    DATA_DIGEST,
+    RUN_FILE,
+    checkpoint_name,
+    step_of_name,
+)
 from ..validation import is_out_of_memory
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
+from .parallel import run_on_rank_zero
 from .run_state import RunState
 from .settings import PLACES_OF_DATA, first_difference
 
@@ -52,10 +58,12 @@ class Checkpoints:
         self.identity = identity
 
     def claim_folder(self) -> None:
-        """Write the run's identity to the folder, once its checkpoint is loaded, if it has one.
+        """Write the run's identity to the folder, or compare it with the one there.
+
+        Call it after `load`, so that a damaged checkpoint leaves the folder as it is.
 
         Raises:
-            ValueError: the folder has another run's, whose files would be overwritten.
+            ValueError: the folder contains another run, whose files would be overwritten.
         """
         path = self.folder / RUN_FILE
 
@@ -71,7 +79,7 @@ class Checkpoints:
                 ) from None
             self._check_identity(self.folder, claimed)
 
-        self._on_rank_zero(check_and_write)
+        run_on_rank_zero(self.fabric, check_and_write)
 
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
@@ -87,69 +95,70 @@ class Checkpoints:
         return checkpoints[-1] if checkpoints else None
 
     def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        state: dict[str, Any],
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: RunState
     ) -> None:
-        """Save the run after step `step`, and delete all but the newest `keep` checkpoints.
+        """Save the run after its last step, and delete all but the newest `keep` checkpoints.
 
         Raises:
-            OSError: it cannot be written. The checkpoints before it are unchanged.
+            OSError: it cannot be written, on every rank. The checkpoints before it are unchanged.
         """
-        path = self.folder / f"step-{step:08}"
+        path = self.folder / checkpoint_name(state.step)
         temporary = path.with_suffix(TEMPORARY_SUFFIX)
-
-        def make_folder() -> None:
-            self._remove_leftovers()
-            temporary.mkdir(parents=True)
-
-        def finish() -> None:
-            if error:
-                raise OSError(error)
-            index = {"identity": self.identity, "state": state, "files": fingerprints}
-            write_text_atomic(temporary / CHECKPOINT_INDEX, json.dumps(index, indent=1))
-            # an incomplete checkpoint of this step
-            shutil.rmtree(path, ignore_errors=True)
-            atomic_replace(temporary, path)
-            for old in self.complete()[: -self.keep]:
-                remove_checkpoint(old)
-
-        self._on_rank_zero(make_folder)
-        error = ""
         try:
-            with _quiet_dcp():
-                dcp.save(
-                    _state_dict(model, optimizers),
-                    checkpoint_id=temporary,
-                    no_dist=self.fabric.world_size == 1,
-                )
+            self._write(temporary, model, optimizers, state)
+            run_on_rank_zero(self.fabric, lambda: self._complete(temporary, path))
         except (OSError, RuntimeError, dcp.api.CheckpointException) as failure:
-            error = _one_line(failure)
-        fingerprints = self._fingerprints(temporary)
-        try:
-            self._on_rank_zero(finish)
-        except OSError as failure:
             if self.fabric.is_global_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
             newest = self.newest()
             remaining = f"the last checkpoint is {newest}" if newest else "there is no other"
             raise OSError(f"{path} cannot be written ({_one_line(failure)}); {remaining}") from None
 
-    def load(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
-    ) -> dict[str, Any] | None:
+    def _write(
+        self,
+        temporary: Path,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        state: RunState,
+    ) -> None:
+        """Write all files of a checkpoint. An error of one rank is raised on every rank."""
+
+        def make_folder() -> None:
+            self._remove_leftovers()
+            temporary.mkdir(parents=True)
+
+        def write_index() -> None:
+            index = {"identity": self.identity, "state": vars(state), "files": fingerprints}
+            write_text_atomic(temporary / CHECKPOINT_INDEX, json.dumps(index, indent=1))
+
+        run_on_rank_zero(self.fabric, make_folder)
+        with _quiet_dcp():
+            dcp.save(
+                _state_dict(model, optimizers),
+                checkpoint_id=temporary,
+                no_dist=self.fabric.world_size == 1,
+            )
+        fingerprints = self._fingerprints(temporary)
+        run_on_rank_zero(self.fabric, write_index)
+
+    def _complete(self, temporary: Path, path: Path) -> None:
+        """Give a checkpoint its name, and delete the oldest ones."""
+        shutil.rmtree(path, ignore_errors=True)  # an incomplete checkpoint of this step
+        atomic_replace(temporary, path)
+        for old in self.complete()[: -self.keep]:
+            remove_checkpoint(old)
+
+    def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> RunState | None:
         """Restore the newest checkpoint; the `state` it was saved with, or None without one.
 
         Raises:
             ValueError: it is damaged, or another run's.
         """
-        self._on_rank_zero(self._remove_leftovers)
+        run_on_rank_zero(self.fabric, self._remove_leftovers)
         path = self.newest()
         if path is None:
             return None
-        index = self._read_index(path)
+        state = self._read_index(path)
         state_dict = _state_dict(model, optimizers)
         try:
             with _quiet_dcp():
@@ -172,15 +181,15 @@ class Checkpoints:
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optimizer"],
         )
-        return index["state"]
+        return state
 
-    def _read_index(self, path: Path) -> dict[str, Any]:
-        """The index of a checkpoint of this run, whose files are as they were written."""
+    def _read_index(self, path: Path) -> RunState:
+        """The state in a checkpoint of this run, whose files are as they were written."""
         remedy = self._remedy(path)
         try:
             index = read_json(path / CHECKPOINT_INDEX, dict)
             identity = index["identity"]
-            RunState.from_json(index["state"])
+            state = RunState.from_json(index["state"])
             files = {
                 name: (int(size), int(checksum))
                 for name, (size, checksum) in index["files"].items()
@@ -201,7 +210,7 @@ class Checkpoints:
                 )
             if found[name][1] != checksum:
                 raise ValueError(f"{path}: {name} is damaged, its checksum differs{remedy}")
-        return index
+        return state
 
     def _check_identity(self, path: Path, identity: dict[str, Any]) -> None:
         is_same_data = identity.get(DATA_DIGEST) == self.identity.get(DATA_DIGEST)
@@ -211,16 +220,28 @@ class Checkpoints:
             raise ValueError(f"{path}: belongs to another run, {difference}; choose another --out")
 
     def _fingerprints(self, folder: Path) -> dict[str, tuple[int, int]]:
-        """Size and CRC-32 of the files that torch wrote. The ranks share the reading."""
-        files = sorted(file for file in folder.iterdir() if file.name != CHECKPOINT_INDEX)
-        fingerprints = {}
-        for file in files[self.fabric.global_rank :: self.fabric.world_size]:
-            fingerprints[file.name] = (file.stat().st_size, _crc32(file))
-        if self.fabric.world_size == 1:
-            return fingerprints
-        of_ranks: list[Any] = [None] * self.fabric.world_size
-        torch.distributed.all_gather_object(of_ranks, fingerprints)
-        return {name: entry for part in of_ranks for name, entry in part.items()}
+        """Size and CRC-32 of the files that torch wrote. The ranks share the reading.
+
+        An error of one rank is raised on every rank.
+        """
+        fingerprints: dict[str, tuple[int, int]] = {}
+        failure: OSError | None = None
+        try:
+            files = sorted(file for file in folder.iterdir() if file.name != CHECKPOINT_INDEX)
+            for file in files[self.fabric.global_rank :: self.fabric.world_size]:
+                fingerprints[file.name] = (file.stat().st_size, _crc32(file))
+        except OSError as error:
+            failure = error
+        of_ranks: list[Any] = [(fingerprints, failure)]
+        if self.fabric.world_size > 1:
+            of_ranks = [None] * self.fabric.world_size
+            torch.distributed.all_gather_object(of_ranks, (fingerprints, failure))
+        joined: dict[str, tuple[int, int]] = {}
+        for part, failure in of_ranks:
+            if failure is not None:
+                raise failure
+            joined |= part
+        return joined
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed process left: checkpoints half written or half deleted."""
@@ -236,23 +257,16 @@ class Checkpoints:
             return f"; remove it to resume from {others[-1]}"
         return "; remove it to start again"
 
-    def _on_rank_zero(self, action: Callable[[], None]) -> None:
-        """Rank 0 acts. If it raises OSError or ValueError, all ranks do."""
-        failure: Exception | None = None
-        if self.fabric.is_global_zero:
-            try:
-                action()
-            except (OSError, ValueError) as error:
-                failure = error
-        failure = self.fabric.broadcast(failure)
-        if failure is not None:
-            raise failure
-
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run's folder, oldest first, with those half written or half deleted."""
-    name = re.compile(rf"step-\d{{8,}}({re.escape(TEMPORARY_SUFFIX)})?")
-    return sorted(path for path in folder.glob("step-*") if name.fullmatch(path.name))
+    steps: dict[Path, int] = {}
+    for path in folder.glob("step-*"):
+        step = step_of_name(path.name.removesuffix(TEMPORARY_SUFFIX))
+        # a folder of another name, like a copy that someone made, is not ours
+        if step is not None and path.name.startswith(checkpoint_name(step)):
+            steps[path] = step
+    return sorted(steps, key=lambda path: (steps[path], path.name))
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ..files import write_text_atomic
 from ..methods import code_digest
-from ..run_folders import RESULTS_FILE, RUNS_FOLDER, run_folder_name
+from ..run_folders import DATA_DIGEST, RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from ..spec import make
 from ..validation import is_out_of_memory
 from .checkpoint import list_checkpoints, remove_checkpoint
@@ -80,7 +80,8 @@ class Comparison:
             for name, row in results.arms.items()
             if name not in scaled
         ]
-        seeds = 1 + max((run.seed for run in results.runs), default=0)
+        of_runs = [run.seed for run in results.runs] + [run.seed for run in results.diverged]
+        seeds = 1 + max(of_runs, default=0)
         return cls(Recipe(arms, results.settings), seeds, folder, {}, results, bool(scaled))
 
     def read_results(self) -> None:
@@ -192,6 +193,9 @@ def prepare_comparison(
     results = ComparisonResults(describe_environment(), shared, data, recipe.scale, first.entropy)
     for arm in recipe.arms:
         results.arms[arm.name] = _describe_arm(recipe, arm)
+        digest = examples[arm.name].digest
+        if digest != first.digest:  # the arm has data of its own
+            results.arms[arm.name][DATA_DIGEST] = digest
 
     comparison = Comparison(recipe, seeds, folder, examples, results, search_rates)
     if search_rates:

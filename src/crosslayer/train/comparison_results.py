@@ -41,7 +41,8 @@ class ComparisonResults:
         data: sizes and digest of the data.
         scale: of the recipe.
         entropy: order-0 entropy of the first validation set, in bits per byte.
-        arms: connection, options and the paper's results of each arm.
+        arms: connection, options and the paper's results of each arm, and the digest of its data
+            where these are other data.
         runs: finished runs.
         diverged: runs without a result.
     """
@@ -130,7 +131,11 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
         ]
         for name, arm in current.arms.items():
             if name in previous.arms:
-                differences.append(first_difference(previous.arms[name], arm))
+                before = previous.arms[name]
+                differences += [
+                    first_difference(before, arm, {"options"}),
+                    first_difference(before["options"], arm["options"], PLACES_OF_DATA),
+                ]
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"

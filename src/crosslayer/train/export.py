@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ..convert.pretrained import copy_tokenizer
 from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
 from ..files import atomic_replace, expand_place
+from .parallel import run_on_rank_zero
 
 
 def export_model(
@@ -25,8 +26,8 @@ def export_model(
 ) -> None:
     """Write a model of transformers, gathered from all ranks, with its tokenizer.
 
-    At any moment `folder`, or `folder.old`, is complete: the old one is moved aside, not deleted,
-    first.
+    An older model in `folder` is moved to `folder.old` before the new one takes its place. So one
+    of the two is complete at any moment; after a crash between, rename `folder.old` by hand.
 
     Args:
         fabric: rank 0 writes.
@@ -38,7 +39,8 @@ def export_model(
     """
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state_dict = get_model_state_dict(model, options=gather)
-    if fabric.is_global_zero:
+
+    def write() -> None:
         temporary, old = (folder.with_name(folder.name + suffix) for suffix in (".part", ".old"))
         shutil.rmtree(temporary, ignore_errors=True)
         is_new = tokenizer is not None and tokenizer_source is None
@@ -54,7 +56,8 @@ def export_model(
             os.replace(folder, old)
         atomic_replace(temporary, folder)
         shutil.rmtree(old, ignore_errors=True)
-    fabric.barrier()
+
+    run_on_rank_zero(fabric, write)
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:

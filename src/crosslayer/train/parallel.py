@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -208,6 +208,20 @@ def apply_recomputation(model: Any, engine: Engine) -> None:
         checkpoint_layers(model)
     elif engine.recompute != "none":
         enable_recompute(find_connections(model), engine.recompute)
+
+
+def run_on_rank_zero(fabric: Fabric, action: Callable[[], None]) -> None:
+    """Call `action` on rank 0. Its error is raised on every rank, so that none waits for it."""
+    failure: Exception | None = None
+    if fabric.is_global_zero:
+        try:
+            action()
+        except Exception as error:
+            failure = error
+    can_be_sent = failure is None or isinstance(failure, OSError | ValueError)
+    sent = fabric.broadcast(failure if can_be_sent else RuntimeError(repr(failure)))
+    if failure is not None or sent is not None:
+        raise failure or sent
 
 
 def prepare_model(model: Any, engine: Engine) -> Any:

@@ -11,7 +11,7 @@ from ..html_pages import render_notes, render_page, render_table
 from ..intervals import average_curves
 from ..plotting import COLOURS, HUES, line_look, render_figure
 from .compare import Comparison
-from .report_notes import SAME_RATE, loss_unit_of, most_seeds, report_notes
+from .report_notes import SAME_RATE, loss_unit_of, report_notes
 from .results_table import (
     NOT_KNOWN,
     TableRow,
@@ -101,13 +101,8 @@ def html_report(comparison: Comparison) -> str:
         f"<div><h2>{title}</h2><figure>{render_svg(comparison, draw)}</figure></div>\n"
         for title, draw in figures
     )
-    rows = result_table(comparison)
-    # one seed does not tell which of two close arms is better
-    best_arm = min(rows, key=lambda row: row.loss.mean).arm if most_seeds(rows) > 1 else None
     setup, *notes = report_notes(comparison)
-    if best_arm is not None:
-        notes.append(f"In bold: {best_arm}, which has the lowest val loss.")
-    table = render_table(table_columns(comparison), table_cells(comparison), "numbers", best_arm)
+    table = render_table(table_columns(comparison), table_cells(comparison), "numbers")
     body = f'{table}<div class="charts">\n{charts}</div>\n{render_notes(notes)}'
     return render_page("crosslayer compare", setup, body)
 

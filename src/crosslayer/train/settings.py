@@ -41,7 +41,8 @@ class Model:
         model_config: further keys of the family's configuration, like {"tie_word_embeddings":
             true}.
         embedding_std: standard deviation of the initial embeddings; by default the family's, 0.02
-            in most of transformers. torchtitan's is 1. It holds before a constant factor.
+            in most of transformers. torchtitan's is 1. A constant factor, like granite's 50,
+            multiplies them.
         pretrained: folder or Hub name of a language model to continue from, with its own sizes,
             weights and, by default, tokenizer. Options that describe another backbone are refused.
         reallocate: give the MLPs MUDD's widths: narrower in early layers, wider in late ones.
@@ -123,9 +124,9 @@ class Optimization:
         optimizer: adamw; or muon for the layers' 2-d matrices, with AdamW for all other parameters.
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
-        connection_lr_scale: learning rate of the connections' parameters, as a share of `lr`.
-        embedding_lr_scale: the same of the embeddings, tied heads included; their weight decay of a
-            step stays.
+        connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`.
+        embedding_lr_scale: learning rate of the embeddings and of heads tied to them, as a multiple
+            of `lr`. Their weight decay is divided by it, so that rate × weight decay stays.
         weight_decay: weight decay of matrices; each connection declares which of its parameters
             decay.
         betas: of AdamW.
@@ -208,8 +209,9 @@ class Engine:
         keep_checkpoints: number of checkpoints kept.
         keep_models: number of models kept of a run, evenly spaced over the steps, the last one
             included; for `crosslayer inspect`.
-        unstable: on a non-finite or spiking loss, stop the run or skip the batch. A run of which
-            most of the last 200 steps are skipped stops too.
+        unstable: what a step does whose loss or gradient is not finite, or whose loss is a `spike`:
+            stop the run, or skip the batch. A run of which most of the last 200 steps are skipped
+            stops too.
         spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
         log_every: steps between lines of metrics.jsonl.
         diagnostics_every: steps between diagnostics of the connections; 0 for none.
@@ -259,9 +261,10 @@ YAML_ONLY = frozenset(
     {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
     | {"log_every", "ema", "router_z_loss", "valid_groups"}
 )
-# Options that may change when a run is resumed. They change its losses by rounding at most, but for
-# `spike` and `unstable`, which decide whether an unstable step ends the run or is skipped. A run's
-# result names the steps that were skipped.
+# Options that may change when a run is resumed. They change its losses by rounding at most, with
+# two exceptions. `spike` and `unstable` decide whether an unstable step ends the run or is skipped;
+# a run's result names the steps that were skipped. With another `accumulate` the micro-batches are
+# others, and so are dropout's random numbers and the balancing loss of experts.
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
 # Those of them that change the speed and the memory of a step.
 EXECUTION_OPTIONS = ("strategy", "accumulate", "compile", "recompute")

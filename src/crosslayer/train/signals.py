@@ -32,7 +32,8 @@ class StopSignals:
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+            # None: it was set by other code than Python's, and cannot be set again
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._outer is not None:
             self._outer.received = self.received
 

@@ -146,10 +146,10 @@ class Trainer:
         self.module = setup_model(self.fabric, model, self.settings.engine)
         previous = self.optimizers
         self.optimizers = build_optimizers(model, self.settings.optimization)
-        for before, after in zip(previous, self.optimizers, strict=False):
-            for group in after.param_groups:
-                kept = [p for p in group["params"] if p in before.state]
-                after.state.update({p: before.state[p] for p in kept})
+        states = {p: state for optimizer in previous for p, state in optimizer.state.items()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                optimizer.state.update({p: states[p] for p in group["params"] if p in states})
         wrapped = self.fabric.setup_optimizers(*self.optimizers)
         self._fabric_optimizers = list(wrapped) if isinstance(wrapped, tuple) else [wrapped]
 
@@ -168,9 +168,7 @@ class Trainer:
         for callback in callbacks:
             callback.on_fit_start(self)
         self._compare_method_code()
-        self.activation_bytes, self.forward_flops = measure_forward(
-            self.module, self.task, self.training_batches(0)
-        )
+        self.measure_costs()
         if self.settings.model.pretrained is not None and not self.state.curve:
             self.state.curve.append([self.state.step, self.evaluate()])  # before training
         self.module.train()
@@ -189,6 +187,12 @@ class Trainer:
                 # The step is complete and, if a callback saves checkpoints, saved.
                 if self.stop_requested:
                     raise Stopped(result.step, self.latest_checkpoint)
+
+    def measure_costs(self) -> None:
+        """Measure the activations and the FLOPs of the model's forward pass."""
+        self.activation_bytes, self.forward_flops = measure_forward(
+            self.module, self.task, self.training_batches(0)
+        )
 
     def _compare_method_code(self) -> None:
         """Warn if the code of the connection has changed since the run began."""
@@ -240,7 +244,8 @@ class Trainer:
 
         # What the step took. The first three warm up caches and do not count.
         self._durations.append(time.perf_counter() - start)
-        seconds = statistics.median((self._durations[3:] or self._durations)[-200:])
+        first = max(3, len(self._durations) - 200)
+        seconds = statistics.median(self._durations[first:] or self._durations)
         units = self.task.count_units(self.last_batch) * self.fabric.world_size * engine.accumulate
         self.state.step = step
         self.state.train_loss = loss
@@ -286,7 +291,8 @@ class Trainer:
         Raises:
             Diverged: the loss of a validation set is non-finite.
         """
-        batch = self.settings.data.batch
+        # as many at once as a training step has in memory
+        batch = -(-self.settings.data.batch // self.settings.engine.accumulate)
         evaluation = {}
         with averaged_weights(self.model, self.optimizers):
             start = time.perf_counter()

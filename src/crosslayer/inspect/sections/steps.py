@@ -20,7 +20,7 @@ INPUTS_OF_WAY = 3
 SMALLEST_CHANGE = 1e-6
 # Numbers that are drawn, and their names.
 SCALARS = {
-    "findings.lambda_score": "Λ-shape score",
+    "findings.lambda_score": "Λ score",
     "findings.embedding_in_readout": "weight of the embedding in the readout",
     "findings.attention_share": "share of weights on attentions",
     "ablation.loss": "loss (nats)",

@@ -164,20 +164,23 @@ def _speedup_panels(runs: TrainingRuns) -> Panels:
         name, curves = loss_curves(part, runs.decay)
         if not speedups:
             continue
-        baseline = find_baseline_group(part, part[0]) or part[0]
         per_step, axis = _count_axis(part)
-        level = curves[part.index(baseline)].mean[-1]
         lines = []
+        levels: dict[str, float] = {}  # the final loss of each baseline
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
             line = _mean_line(group, number, curve, per_step[number])
             if group.label in speedups:
+                baseline = find_baseline_group(part, group) or part[0]
+                level = levels[baseline.label] = curves[part.index(baseline)].mean[-1]
                 line.label += f": {speedups[group.label]:.2f}\N{NO-BREAK SPACE}×"
                 place = cost_to_loss(line.x, line.y, level)
                 line.marks = [] if place is None else [(place, level)]
                 bars.append(ValueBar(group.label, number, speedups[group.label]))
             lines.append(line)
-        draw = partial(_draw_with_level, lines=lines, names=(axis, name), level=level)
-        panels.append((title or f"loss of {baseline.label} reached", draw))
+        draw = partial(
+            _draw_with_levels, lines=lines, names=(axis, name), levels=list(levels.values())
+        )
+        panels.append((title or f"loss of {' and '.join(levels)} reached", draw))
     if bars:
         name = "times fewer tokens to the baseline's loss"
         panels.append(
@@ -186,15 +189,16 @@ def _speedup_panels(runs: TrainingRuns) -> Panels:
     return panels
 
 
-def _draw_with_level(
+def _draw_with_levels(
     axes: Any,
     lines: Sequence[LineSeries],
     names: tuple[str, str],
-    level: float,
+    levels: Sequence[float],
     vertical: bool = False,
 ) -> None:
     _draw_curves(axes, lines, names)
-    mark_level(axes, level, vertical)
+    for level in levels:
+        mark_level(axes, level, vertical)
 
 
 @split_data
@@ -220,10 +224,10 @@ def _time_panels(runs: TrainingRuns) -> Panels:
             if loss is not None:
                 line.label += f": {loss:.3f}"
         draw = partial(
-            _draw_with_level,
+            _draw_with_levels,
             lines=lines,
             names=(f"{unit} of training", name),
-            level=equal_time / scale,
+            levels=[equal_time / scale],
             vertical=True,
         )
         at = f"losses at {format_duration(equal_time)}"

@@ -1,0 +1,61 @@
+"""Saving with an error planted on one of two ranks: TEXT FOLDER -> FOLDER/RANK.json.
+
+RANK.json has the error that each rank got.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from crosslayer.train import checkpoint
+from crosslayer.train.export import export_model
+from crosslayer.train.recipe import Arm
+from crosslayer.train.run import launch_run, train_arm
+from crosslayer.train.settings import Settings
+from crosslayer.train.task import LANGUAGE
+from tests.train.runs import SMALL
+
+
+def planted(*arguments, **options):
+    raise OSError("planted")
+
+
+def error_of(function, *arguments):
+    """The error of a call, in words."""
+    try:
+        function(*arguments)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def main(text: str, folder: Path) -> None:
+    settings = Settings.from_options(**SMALL | {"data": text, "steps": 2})
+    arm = Arm.from_row("prenorm")
+    examples = LANGUAGE.load_examples(settings.data, settings.model.model_config)
+    fabric = launch_run(settings, arm, None)
+    rank = fabric.global_rank
+    errors = {}
+    for name, failing_rank in (("atomic_replace", 0), ("_crc32", 1)):
+        right = getattr(checkpoint, name)
+        if rank == failing_rank:
+            setattr(checkpoint, name, planted)
+        run = (fabric, settings, arm, 0, examples, LANGUAGE, folder / name)
+        errors[name] = error_of(train_arm, *run)
+        setattr(checkpoint, name, right)
+    trainer = train_arm(fabric, settings, arm, 0, examples, LANGUAGE)
+    if rank == 0:
+        trainer.model.save_pretrained = planted
+    errors["model"] = error_of(export_model, fabric, trainer.model, folder / "model")
+    (folder / f"{rank}.json").write_text(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the interpreter, and abort what is done
