@@ -304,10 +304,10 @@ def _describe_models(study: Study) -> str:
     return (
         f"Llama with {describe_embeddings(model.model_config)}, "
         f"{model.layers} layers, width {model.dim}, "
-        f"{study.tokens / 1e6:.1f}M tokens of {texts}. Each connection has the best of three or "
-        "more learning rates a factor of 2 apart, found with seed 0. "
+        f"{study.tokens / 1e6:.1f}M tokens of {texts}. Each connection has its own best learning "
+        "rate, found with seed 0 among rates a factor of 2 apart. "
         "Loss in nats a token ± standard deviation over three or five seeds; differences ± 95 % "
-        "interval; – is not run, or pre-norm itself. Equal time: the losses at the moment when the "
+        "interval; –: not run. Equal time: the losses at the moment when the "
         "fastest has finished; the learning rates of the others are still falling then, which "
         "makes them look worse. Speeds on one CPU core in float32, without fused "
         "kernels. Unscaled embeddings are Llama's own."

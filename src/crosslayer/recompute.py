@@ -147,7 +147,7 @@ class _RecomputedRead:
             return x if x is None else x.detach().requires_grad_(requires_grad)
 
         state = tree_map(as_in_forward, self.recover_state(), self.requires_grad)
-        for module in _sharded_modules(self.connection):
+        for module in _modules_sharded_now(self.connection):
             module.unshard()  # stays so, because its own backward is next
         with torch.enable_grad(), saved_tensors_hooks(collect, lambda x: x):
             inputs, _ = self.read(state)
@@ -361,13 +361,13 @@ def _storage_key(x: Tensor) -> tuple[Any, ...]:
 
 def _advance_state(connection: Connection, state: State, y: Tensor) -> State:
     """The state of the next site, given that of this one and the sub-layer's output."""
-    modules = _sharded_modules(connection)
+    modules = _modules_sharded_now(connection)
     with gathered_parameters(modules), torch.no_grad(), autocast_disabled(state):
         _, state = connection.mix_inputs(state)
         return connection.write(state, y)
 
 
-def _sharded_modules(connection: Connection) -> list[Any]:
+def _modules_sharded_now(connection: Connection) -> list[Any]:
     """The modules of a connection whose parameters are sharded now."""
     sharded: list[Any] = []
     for module in connection.modules():

@@ -69,7 +69,10 @@ class Command:
         self.name, self.folder = name, folder
 
     def start(self, out: Path) -> int:
-        """Start the command; its process id. Not torchrun's is forked, which spares its imports."""
+        """Start the command; its process id.
+
+        All commands but torchrun's are forked, so that nothing is imported again.
+        """
         words = {"RECIPE": str(self.folder / "recipe.yaml"), "TEXT": str(self.folder / "text.txt")}
         arguments = [
             words.get(word, word.replace("OUT", str(out))) for word in COMMANDS[self.name][1]

@@ -65,7 +65,7 @@ def evaluate_tasks(
         task_manager = find_tasks(tasks)
     prefix_token = None  # the harness needs one even where no request is without context
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        prefix_token = [*end_tokens(tokenizer, model), 0][0]
+        prefix_token = next(iter(end_tokens(tokenizer, model)), 0)
     with _log_level("lm_eval.models.huggingface", logging.ERROR):
         harness_model = HFLM(
             pretrained=model,  # the harness warns that it is not a name

@@ -57,7 +57,7 @@ def stream_perplexity(
             "neither the tokenizer nor the model's config has a token that ends a text, to join "
             "documents with; score the documents apart"
         )
-    stream = _join(documents, [*ends, 0][0])
+    stream = _join(documents, next(iter(ends), 0))
     if len(stream) < 2:
         raise ValueError("the text has no token to score")
     whole = Windows(stream, min(context, len(stream) - 1))

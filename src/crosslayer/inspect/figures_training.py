@@ -110,8 +110,8 @@ def _add_notes(axes: Any, lines: Sequence[LineSeries]) -> None:
             if not note:
                 continue
             places = [numpy.add(point, (0, shift)) for shift in NOTE_SHIFTS]
-            free = [place for place in places if _is_free(place, taken)]
-            place = [*free, places[0]][0]
+            free = (place for place in places if _is_free(place, taken))
+            place = next(free, places[0])
             taken.append(place)
             axes.annotate(
                 note,

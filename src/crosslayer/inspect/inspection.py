@@ -91,6 +91,11 @@ def _ablate_ways(subject: InspectionSubject) -> SublayerAblation | None:
     return ablate_ways(subject.model, subject.batches)
 
 
+def _count_ways_passes(subject: InspectionSubject) -> int:
+    ways = mudd_ways(subject.model)
+    return 1 + len(ways) if ways else 0
+
+
 def _measure_attention(subject: InspectionSubject) -> HeadActivations:
     return measure_head_activations(subject.model, subject.batches, subject.sink_ids, subject.layer)
 
@@ -131,7 +136,7 @@ SINGLE = {
     ),
     "ways": SingleAnalysis(
         _ablate_ways,
-        lambda subject: 1 + len(ways) if (ways := mudd_ways(subject.model)) else 0,
+        _count_ways_passes,
     ),
     "blocks": SingleAnalysis(
         lambda subject: ablate_blocks(subject.model, subject.batches),
@@ -152,7 +157,7 @@ SINGLE = {
     ),
     "classes": SingleAnalysis(
         lambda subject: compare_groups(subject.model, subject.groups),
-        lambda model: 0,  # its passes are over the groups
+        lambda subject: 0,  # its passes are over the groups
     ),
 }
 DERIVED = {

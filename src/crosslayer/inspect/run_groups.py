@@ -242,8 +242,8 @@ def find_main_series(groups: Sequence[RunGroup]) -> str:
     )
     if votes:
         return votes.most_common(1)[0][0]
-    plain = [group.series for group in groups if group.first.connection == "prenorm"]
-    return [*plain, groups[0].series][0]
+    plain = (group.series for group in groups if group.first.connection == "prenorm")
+    return next(plain, groups[0].series)
 
 
 def describe_depth(group: RunGroup) -> str:

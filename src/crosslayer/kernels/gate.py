@@ -107,9 +107,9 @@ def gate_pool_forward(
     n: tl.constexpr, SCORED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
-    w2 = tl.load(pool + d, mask=d < D, other=0.0)
+    pool_query = tl.load(pool + d, mask=d < D, other=0.0)
     if SCORED:
-        w1 = tl.load(score + d, mask=d < D, other=0.0)
+        score_query = tl.load(score + d, mask=d < D, other=0.0)
     if weight is not None:
         w, b = load_affine(weight, bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -123,9 +123,9 @@ def gate_pool_forward(
             new = _lerp(rows[i].to(tl.float32), y_t, betas[i]).to(out[i].dtype.element_ty)
             tl.store(out[i] + row, new, mask=d < D)
             x = new.to(tl.float32)
-            gated, products = gated + (new,), products + (x * x, w2 * x)
+            gated, products = gated + (new,), products + (x * x, pool_query * x)
             if SCORED:
-                products = products + (w1 * x,)
+                products = products + (score_query * x,)
         sums = sum_rows(products, BLOCK)
         EACH: tl.constexpr = 2 + SCORED
         top, mass, pooled, scores = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32), ()
@@ -206,11 +206,11 @@ def gate_pool_backward(
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
-    w2 = tl.load(pool + d, mask=d < D, other=0.0)
-    dw2 = tl.zeros([BLOCK], tl.float32)
+    pool_query = tl.load(pool + d, mask=d < D, other=0.0)
+    dpool_query = tl.zeros([BLOCK], tl.float32)
     if SCORED:
-        w1 = tl.load(score + d, mask=d < D, other=0.0)
-        dw1 = tl.zeros([BLOCK], tl.float32)
+        score_query = tl.load(score + d, mask=d < D, other=0.0)
+        dscore_query = tl.zeros([BLOCK], tl.float32)
     if weight is not None:
         w, _ = load_affine(weight, None, d, D)
         dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -248,12 +248,12 @@ def gate_pool_backward(
                 new = _gate_row(s, y_t, betas[i])
                 dnew = douts[i - first].to(tl.float32) + p[i] * dh_t
                 u = p[i] * (row_sum(a, i) - mean) * rs[i]
-                dnew += _score_gradient(u, w2, scores[i], rs[i], new, D)
-                dw2 += u * new
+                dnew += _score_gradient(u, pool_query, scores[i], rs[i], new, D)
+                dpool_query += u * new
                 if SCORED:
                     u = dqs[i] * rs[i]
-                    dnew += _score_gradient(u, w1, qs[i], rs[i], new, D)
-                    dw1 += u * new
+                    dnew += _score_gradient(u, score_query, qs[i], rs[i], new, D)
+                    dscore_query += u * new
                 dy_t += betas[i] * dnew
                 dbetas = dbetas + (sum_in_thread(dnew * (y_t - repeat_conversion(s)), BLOCK),)
                 ds = (1 - betas[i]) * dnew
@@ -263,9 +263,9 @@ def gate_pool_backward(
         k = tl.arange(0, sums.numel)
         tl.store(dbeta + t * n + k, sums, mask=k < n)
     row = tl.program_id(0).to(tl.int64) * D
-    tl.store(dpool + row + d, dw2, mask=d < D)
+    tl.store(dpool + row + d, dpool_query, mask=d < D)
     if SCORED:
-        tl.store(dscore + row + d, dw1, mask=d < D)
+        tl.store(dscore + row + d, dscore_query, mask=d < D)
     if weight is not None:
         store_affine_gradients(dw, db, dweight, dbias, d, D)
 

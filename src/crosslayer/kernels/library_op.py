@@ -81,7 +81,7 @@ class LibraryOp:
         self._run_eagerly = run_with_gradient
 
     def _implement(self, function: Callable[..., Any], dispatch_key: str) -> None:
-        # Called from a frame that torch.compile watches, the function is none to compile.
+        # Dynamo must not trace the function where it is called from a frame that Dynamo watches.
         _LIBRARY.impl(self.name, torch._disable_dynamo(function), dispatch_key)
 
 

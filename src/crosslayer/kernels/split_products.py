@@ -119,8 +119,8 @@ def split_weight_rows(
 def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor, int]:
     """A matrix of weights as a kernel reads it, and the number of its parts.
 
-    For bfloat16 streams, three bfloat16 tensors [rows W_COLUMNS] whose sum is W, the largest first.
-    Their rows are multiples of 16 bytes: columns beyond K are 0.
+    For bfloat16 streams, three bfloat16 tensors [rows, aligned_columns(K)] whose sum is W, the
+    largest first. Their rows are multiples of 16 bytes: columns beyond K are 0.
 
     Args:
         W: [rows K] float32.

@@ -61,8 +61,8 @@ class ComparisonResults:
         """The inverse of `dataclasses.asdict`.
 
         Raises:
-            ValueError, KeyError, TypeError: the content has not the fields of these classes, or
-                other values.
+            ValueError, KeyError, TypeError: a field is missing, unknown, or has a value of another
+                type.
         """
         runs, diverged = content["runs"], content["diverged"]
         for run in runs:
@@ -132,10 +132,11 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
         for name, arm in current.arms.items():
             if name in previous.arms:
                 before = previous.arms[name]
-                differences += [
-                    first_difference(before, arm, {"options"}),
-                    first_difference(before["options"], arm["options"], PLACES_OF_DATA),
-                ]
+                difference = first_difference(before, arm, {"options"})
+                difference = difference or first_difference(
+                    before["options"], arm["options"], PLACES_OF_DATA
+                )
+                differences.append(difference and f"the arm {name} {difference}")
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{path}: not a comparison's results (damaged?); move it away or choose another --out"

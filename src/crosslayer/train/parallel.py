@@ -42,9 +42,9 @@ def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
     elif engine.strategy == "ddp":
         strategy = "ddp"
     else:
-        half = torch.bfloat16 if engine.precision == "bf16-mixed" else None
+        compute_dtype = torch.bfloat16 if engine.precision == "bf16-mixed" else None
         strategy = ModelParallelStrategy(
-            lambda model, mesh: shard_model(model, mesh["data_parallel"], half), ranks, 1
+            lambda model, mesh: shard_model(model, mesh["data_parallel"], compute_dtype), ranks, 1
         )
     # bf16-true models are built in bfloat16; Fabric would also convert buffers and the connections'
     # parameters
@@ -142,7 +142,7 @@ def shutdown_distributed() -> None:
         torch.distributed.destroy_process_group()
 
 
-def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Module:
+def shard_model(model: nn.Module, mesh: Any, compute_dtype: torch.dtype | None) -> nn.Module:
     """Shard a connected model with FSDP2, layer by layer.
 
     All parameters of an FSDP group have one dtype, so the connections' float32 parameters are
@@ -151,10 +151,10 @@ def shard_model(model: nn.Module, mesh: Any, half: torch.dtype | None) -> nn.Mod
     Args:
         model: connected.
         mesh: device mesh of the data-parallel ranks.
-        half: dtype in which the layers compute; None for that of their parameters.
+        compute_dtype: dtype in which the layers compute; None for that of their parameters.
     """
     backbone, wiring = find_backbone(model)
-    layer_policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+    layer_policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     full_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
 
     def shard_connections(

@@ -24,7 +24,8 @@ def measure_forward(model: nn.Module, task: Task, batches: Iterator[Batch]) -> t
 def model_flops_utilization(forward_flops: int, seconds: float) -> float | None:
     """Share of the GPU's peak FLOP/s (MFU), with a backward pass of twice the forward pass's FLOPs.
 
-    None where there is no GPU, or one whose peak `GPUS` does not have.
+    The peak is that of bfloat16, whatever the precision of the run. None where there is no GPU, or
+    one whose peak `GPUS` does not have.
     """
     if not torch.cuda.is_available():
         return None

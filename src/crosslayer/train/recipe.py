@@ -69,11 +69,9 @@ class Arm:
             raise ValueError(f"an arm needs a connection, got {reprlib.repr(row)}")
 
         connection = str(make(row["connection"]))
-        name, reason, paper = (
-            row.get("name", connection),
-            row.get("reason", ""),
-            row.get("paper", {}),
-        )
+        name = row.get("name", connection)
+        reason = row.get("reason", "")
+        paper = row.get("paper", {})
         # YAML reads `no` as False and 2 as a number
         for key, text in (("name", name), ("reason", reason)):
             if not isinstance(text, str) or not text.isprintable():
@@ -267,9 +265,8 @@ def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
         if key != "head_dim"
     }
     delay = round(stated["delay"] / stated["steps"] * TINY_STEPS)  # as late in the run
-    ema = (
-        None if stated["ema"] is None else 0.9
-    )  # a longer average would still be the first weights
+    # in so few steps a longer average would still be the first weights
+    ema = None if stated["ema"] is None else 0.9
     return {
         "layers": max(min(6, stated["layers"]), stated["layers"] // 6),
         "dim": TINY_DIM,

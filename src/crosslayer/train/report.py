@@ -201,8 +201,9 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
 
 def _arm_look(number: int) -> dict[str, str]:
     """The look of a line; the first arm's, often the baseline's, is black."""
-    is_first = number % len(COLOURS) == 0
-    return line_look(number + len(HUES) if is_first else number - 1)
+    if number % len(COLOURS) == 0:
+        return line_look(number + len(HUES))  # black follows the hues
+    return line_look(number - 1)
 
 
 def _has_many_arms(comparison: Comparison) -> bool:

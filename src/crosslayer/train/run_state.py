@@ -143,7 +143,7 @@ class RunResult:
 
 
 def check_fields(row_class: type, content: dict[str, Any]) -> None:
-    """Check what a JSON file has as the fields of a class. Numbers need not be finite.
+    """Check that values from a JSON file fit the fields of a class. Numbers need not be finite.
 
     Raises:
         ValueError: a value does not fit its field.
@@ -152,5 +152,6 @@ def check_fields(row_class: type, content: dict[str, Any]) -> None:
     """
     kinds = get_type_hints(row_class)
     for name, value in dict(content).items():
+        # NaN and Infinity are numbers here, but not to `check_option_type`
         finite = json.loads(json.dumps(value), parse_constant=lambda _: 0.0)
         check_option_type(name, finite, kinds[name])

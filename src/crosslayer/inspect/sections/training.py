@@ -30,6 +30,7 @@ from .view import TrainingView, split_data
 
 NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
 MOST_CURVES = 8  # in a panel of all groups
+MOST_MARKED_POINTS = 30  # of a curve
 
 
 def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
@@ -64,6 +65,7 @@ def _mean_line(group: RunGroup, number: int, curve: MeanCurve, per_step: float) 
         y=curve.mean,
         low=curve.low if several else (),
         high=curve.high if several else (),
+        points=len(curve.x) <= MOST_MARKED_POINTS,  # one point alone is no line
     )
 
 
@@ -131,9 +133,7 @@ def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
             for number, group in enumerate(part):
                 curve = average_curves([points_of(run).get(name, []) for run in group.runs])
                 if curve.x:
-                    line = _mean_line(group, number, curve, per_step[number])
-                    line.points = len(curve.x) <= 30
-                    lines.append(line)
+                    lines.append(_mean_line(group, number, curve, per_step[number]))
             draw = _draw_curves if kind == "valid" else draw_line_series
             if lines:
                 panel = partial(draw, lines=lines, names=(axis, y_name))
