@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import re
+import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer.hf.families import FUSED_PROJECTIONS, Fused
+from crosslayer.hf.hidden_states import StreamUseError
 from crosslayer.testing.tiny_model import shake
 from crosslayer.train.diagnostics import connection_diagnostics
 from tests.support.split_inputs import check_split_inputs
@@ -284,6 +286,91 @@ def test_an_order_that_connect_did_not_see_is_refused_by_the_forward(spec):
     model.order = lambda layers: [layers[0], *layers[2:]]
     with pytest.raises(ValueError, match="layer 2 runs in the place of layer 1"):
         model(make_ids())
+
+
+STREAM_USES = {
+    "it in layer_norm": lambda hidden, host: nn.LayerNorm(DIM)(hidden),
+    "it in linear": lambda hidden, host: nn.Linear(DIM, DIM)(hidden),
+    "it in add": lambda hidden, host: torch.zeros(1) + hidden,
+    "it in a sum": lambda hidden, host: hidden + torch.zeros(1),
+    "it in a product": lambda hidden, host: 2 * hidden,
+    "its 'shape'": lambda hidden, host: hidden.shape,
+    "parts of it": lambda hidden, host: hidden[:, -1],
+    "an element of it": lambda hidden, host: host.h[1](hidden[0]),
+}
+
+
+@pytest.mark.parametrize("use", STREAM_USES)
+def test_what_a_host_cannot_do_with_a_state(use):
+    host = crosslayer.connect(GPT().eval(), "hyper").transformer
+    hidden = host.h[0](torch.zeros(2, 5, DIM))
+    with pytest.raises(StreamUseError, match=f"the host cannot use {use} there"):
+        STREAM_USES[use](hidden, host)
+
+
+def test_the_final_norm_refuses_an_element_of_a_state():
+    host = crosslayer.connect(GPT().eval(), "hyper").transformer
+    hidden = host.h[0](torch.zeros(2, 5, DIM))
+    with pytest.raises(StreamUseError, match="the host cannot use an element of it there"):
+        host.ln_f(hidden[0])
+
+
+class Wrapper(nn.Module):
+    """As adapters and profilers wrap a module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+class MaskedBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn = MaskedAttention()
+
+    def forward(self, x, mask=None):
+        x = x + self.attn(self.ln_1(x), mask)
+        return x + self.mlp(self.ln_2(x))
+
+
+class MaskedAttention(CausalSelfAttention):
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+def test_an_argument_without_a_name_is_refused():
+    model = GPT().eval()
+    model.transformer.h = nn.ModuleList(MaskedBlock() for _ in range(3))
+    for block in model.transformer.h:
+        block.attn = Wrapper(block.attn)
+    with pytest.raises(ValueError, match="its attn takes the argument 'mask' through .args"):
+        crosslayer.connect(model, "hyper")
+    for block in model.transformer.h:
+        block.attn = block.attn.module
+    crosslayer.connect(model, "hyper")
+    for block in model.transformer.h:
+        block.attn = Wrapper(block.attn)
+    model(make_ids())
+
+
+@pytest.mark.parametrize("spec", ["hyper", "altup", "mhc", "attnres", "mudd"])
+def test_a_scale_that_no_norm_removes_is_said(spec):
+    """A trained model whose head follows the last layer directly."""
+    model = GPT().eval()
+    model.transformer.ln_f = nn.Identity()
+    for block in model.transformer.h:
+        nn.init.uniform_(block.ln_1.weight, 0.5, 1.5)
+    expected = model(make_ids())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        crosslayer.connect(model, spec)
+    is_same = torch.allclose(model(make_ids()), expected, atol=1e-4)
+    assert is_same == (spec == "mudd")
+    said = [str(warning.message) for warning in caught]
+    assert any("no norm beside the layers removes that" in text for text in said) != is_same
 
 
 def test_shared_and_compiled_layers_are_refused():

@@ -379,10 +379,10 @@ def test_a_dispatched_model_is_refused():
     from accelerate import cpu_offload
 
     model = cpu_offload(trained("llama"), execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="hooks on its layers; connect it first, then dispatch"):
+    with pytest.raises(ValueError, match="LlamaRMSNorm has another forward .*; connect first, then"):
         crosslayer.connect(model, "mudd")
     model = cpu_offload(connected("llama", "prenorm"), execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="connect it first, then dispatch"):
+    with pytest.raises(ValueError, match="connect first, then dispatch"):
         crosslayer.disconnect(model)
 
 

@@ -164,15 +164,17 @@ def set_config_keys(model: Any, **keys: Any) -> None:
 
 
 def check_not_dispatched(*modules: nn.Module) -> None:
-    """Raise a ValueError where accelerate has put its own `forward` on a module.
+    """Raise a ValueError where a module has a `forward` of its own, as accelerate's dispatch puts
+    there.
 
     It would hide the `forward` of the swapped class.
     """
-    if any("forward" in vars(module) for module in modules):
-        raise ValueError(
-            "the model is already dispatched, with hooks on its layers; "
-            "connect it first, then dispatch"
-        )
+    for module in modules:
+        if "forward" in vars(module):
+            raise ValueError(
+                f"a {type(module).__name__} has another forward than its class, from accelerate's "
+                "dispatch or set by hand; connect first, then dispatch or patch"
+            )
 
 
 def is_diffusers_model(model: Any) -> bool:

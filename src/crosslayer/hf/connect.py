@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..connection import Connection, find_connections
@@ -196,14 +196,17 @@ def inequivalence_reason(connection: Connection[Any], wiring: ModelWiring) -> st
 
 
 def looks_pretrained(backbone: Any, wiring: ModelWiring) -> bool:
-    """Whether the final norm has left its initial value.
+    """Whether the final norm, or without one those of the first layer, left their initial values.
 
-    Where the norm has no weight: whether the model was loaded from somewhere.
+    Where no norm has a weight: whether the model was loaded from somewhere.
     """
-    weight = getattr(final_norm(backbone, wiring), "weight", None)
-    if weight is None:
+    final = final_norm(backbone, wiring)
+    norms = wiring.find_layers(backbone)[0].modules() if final is None else [final]
+    weights = [getattr(norm, "weight", None) for norm in norms]
+    vectors = [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 1]
+    if not vectors:
         return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
-    return not weight.is_meta and bool((weight != weight.flatten()[0]).any())
+    return any(not vector.is_meta and bool((vector != vector[0]).any()) for vector in vectors)
 
 
 def _unshare_config(model: Any) -> None:

@@ -26,12 +26,25 @@ class HiddenState(NamedTuple):
         return self.dtype_like.dtype
 
     def __getattr__(self, name: str) -> Any:
-        raise StreamUseError(repr(name))
+        raise StreamUseError(f"its {name!r}")
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):  # A host takes a part of the stream.
-            raise StreamUseError("parts")
+            raise StreamUseError("parts of it")
         return tuple.__getitem__(self, index)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise StreamUseError(f"it in {getattr(function, '__name__', function)}")
+
+    def __add__(self, _: Any) -> Any:  # a tuple's would join
+        raise StreamUseError("it in a sum")
+
+    def __mul__(self, _: Any) -> Any:  # a tuple's would repeat
+        raise StreamUseError("it in a product")
+
+    def __rmul__(self, _: Any) -> Any:
+        raise StreamUseError("it in a product")
 
 
 def check_order(hidden: HiddenState | Tensor, number: int) -> None:
@@ -40,7 +53,13 @@ def check_order(hidden: HiddenState | Tensor, number: int) -> None:
     Args:
         hidden: what the layer gets; a Tensor is an embedding.
         number: of the layer.
+
+    Raises:
+        ValueError: the order is another one.
+        StreamUseError: the host has taken the hidden state apart.
     """
+    if isinstance(hidden, tuple) and not isinstance(hidden, HiddenState):
+        raise StreamUseError("an element of it")
     expected = hidden.next_layer if isinstance(hidden, HiddenState) else 0
     if number != expected:
         raise ValueError(
@@ -55,8 +74,8 @@ class StreamUseError(AttributeError):
 
     def __init__(self, use: str):
         super().__init__(
-            f"between connected layers there is a connection's state in place of the stream: the "
-            f"host cannot use its {use} there"
+            f"between connected layers, and from the last one to the final norm, there is a "
+            f"connection's state in place of the stream: the host cannot use {use} there"
         )
 
 

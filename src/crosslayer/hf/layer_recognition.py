@@ -203,6 +203,11 @@ def _sources(layer: nn.Module, call: Call) -> ArgumentSources:
         if value is None and is_required and name.startswith("encoder_"):
             raise ValueError(_TWO_INPUTS)
         if isinstance(value, Argument) and value.name in (*of_layer, REST, SAME_INPUT):
+            if name.endswith("]"):  # of *args
+                raise ValueError(
+                    f"its {call.path} takes {value!r} through *args, where it has no name; wrap "
+                    "modules after connecting, or name the argument"
+                )
             sources.append((name, value.name))
         elif name in of_layer:
             sources.append((name, name))
