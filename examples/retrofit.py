@@ -28,6 +28,7 @@ from typing import Any
 
 from crosslayer.files import read_json, write_text_atomic
 from crosslayer.plotting import BLACK, HUES, line_look
+from crosslayer.run_folders import DATA_DIGEST
 from crosslayer.train.callbacks import ConnectAtStep
 from crosslayer.train.comparison_results import describe_environment
 from crosslayer.train.parallel import launch_fabric
@@ -109,7 +110,7 @@ def run(
         for share in (0.0,) if connection == "prenorm" else switches:
             file = Path(out) / f"{connection} {share} {seed}.json".replace("/", "-")
             if file.exists():
-                _check_settings(file, options)
+                _check_settings(file, options, examples)
                 continue
             result = train_retrofit(options, examples, connection, round(share * steps), seed)
             write_text_atomic(file, json.dumps(asdict(result)))
@@ -120,13 +121,18 @@ def run(
             )
 
 
-def _check_settings(file: Path, settings: Settings) -> None:
-    """Raise a ValueError where a result is of a run with other settings."""
-    wanted = settings.identity() | {"data": Path(settings.data.data).name}
+def _check_settings(file: Path, settings: Settings, examples: Examples) -> None:
+    """Raise a ValueError where a result is of a run with other settings or data."""
+    wanted = settings.identity() | _describe_data(settings, examples)
     saved = read_json(file, dict).get("settings", {})
     difference = first_difference(saved, wanted, CHANGEABLE_OPTIONS)
     if difference:
         raise ValueError(f"{file}: belongs to another run, {difference}; choose another folder")
+
+
+def _describe_data(settings: Settings, examples: Examples) -> dict[str, str]:
+    """The name and the digest of the data, which may lie anywhere."""
+    return {"data": Path(settings.data.data).name, DATA_DIGEST: examples.digest}
 
 
 def train_retrofit(
@@ -148,7 +154,7 @@ def train_retrofit(
         valid_loss=result.valid_loss,
         curve=result.curve,
         seconds=result.seconds,
-        settings=settings.to_options() | {"data": Path(settings.data.data).name},
+        settings=settings.to_options() | _describe_data(settings, examples),
         environment=describe_environment(),
     )
 

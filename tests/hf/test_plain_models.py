@@ -346,7 +346,7 @@ def test_an_argument_without_a_name_is_refused():
     model.transformer.h = nn.ModuleList(MaskedBlock() for _ in range(3))
     for block in model.transformer.h:
         block.attn = Wrapper(block.attn)
-    with pytest.raises(ValueError, match="its attn takes the argument 'mask' through .args"):
+    with pytest.raises(ValueError, match=r"its attn takes the argument 'mask' through \*args"):
         crosslayer.connect(model, "hyper")
     for block in model.transformer.h:
         block.attn = block.attn.module

@@ -379,7 +379,7 @@ def test_a_dispatched_model_is_refused():
     from accelerate import cpu_offload
 
     model = cpu_offload(trained("llama"), execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="LlamaRMSNorm has another forward .*; connect first, then"):
+    with pytest.raises(ValueError, match="a LlamaRMSNorm has another forward than its class"):
         crosslayer.connect(model, "mudd")
     model = cpu_offload(connected("llama", "prenorm"), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="connect first, then dispatch"):

@@ -498,7 +498,8 @@ def test_a_recipe(text_file, tmp_path, capsys):
     assert len(json.loads((out / "results.json").read_text())["runs"]) == 5
     file.write_text(file.read_text().replace("2e-3", "5e-3"))
     assert main([*command, "--steps=2"]) == 1
-    assert "comparison, the arm MUDD ×2 with lr = 0.002; here it is 0.005" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "comparison, the arm MUDD ×2 with lr = 0.002; here it is 0.005" in error
 
 
 def test_arms_that_differ_in_options(text_file, tmp_path):

@@ -293,6 +293,10 @@ def test_retrofit(tmp_path):
     other = small | {"lr": 0.5}
     with pytest.raises(ValueError, match=r"0 0\.json: belongs to another run, with lr = "):
         retrofit.run(str(tmp_path / "out"), ["prenorm"], settings=other)
+    with open(small["data"], "a") as file:
+        file.write("More of it. " * 30)
+    with pytest.raises(ValueError, match=r"0 0\.json: belongs to another run, with data sha256 = "):
+        retrofit.run(str(tmp_path / "out"), ["prenorm"], settings=small)
     retrofit.report([str(tmp_path / "out")], str(tmp_path / "page.md"))
     assert (
         "| `mudd` | 2 | " in (tmp_path / "page.md").read_text()

@@ -181,7 +181,7 @@ class _Handover:
         if self.embedding is None:
             self.embedding = x
         elif x is not self.handed_over:
-            raise ChangedStreamError(f"it changes the stream before {path}")
+            raise ChangedStreamError(f"it reads or changes the stream before {path}")
         number = self.numbers.get(path)
         if number is not None:
             self._check_order(number, path)
