@@ -25,9 +25,9 @@ from benchmarks.timing import (
     copy_bandwidth,
     forward_and_backward,
     ratio_or_none,
-    reset_compiler,
     time_interleaved,
 )
+from crosslayer.compilation import reset_compiler
 from crosslayer.ops import dispatch
 
 
@@ -84,7 +84,7 @@ def measure_op(
         for label, variant in variants.items()
     }
     if "compiled" in settings.variants:
-        reset_compiler(settings.layers)
+        reset_compiler(graphs=8 * settings.layers)
     # The references call other ops, which must run as references too.
     timer = Timer(settings.torch_device, hide_launches=True)
     with mock.patch.object(dispatch, "kernel_devices", ()):

@@ -198,11 +198,3 @@ def forward_and_backward(run: Callable[..., Any], leaves: list[Tensor]) -> Calls
         torch.autograd.grad(run(*leaves), leaves, output_gradients, allow_unused=True)
 
     return {"forward": forward, "forward+backward": both}
-
-
-def reset_compiler(layers: int) -> None:
-    """Forget what was compiled: it counts against the number of graphs that a function may have."""
-    torch.compiler.reset()
-    # the reads of a dense method have one graph each
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 8 * layers)

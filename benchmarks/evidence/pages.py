@@ -24,12 +24,12 @@ CAPTIONS = {
 
 def picture_links(part: Part, studies: Mapping[str, Study]) -> str:
     """The pictures of a part's studies that have results."""
-    return "\n\n".join(
-        f"![{CAPTIONS[name]}](evidence/{plan.name}-{name}.svg)"
-        for plan in part.plans
-        if plan.name in studies
-        for name in study_figures(studies[plan.name])
-    )
+    links = []
+    for plan in part.plans:
+        if plan.name in studies:
+            for name in study_figures(studies[plan.name]):
+                links.append(f"![{CAPTIONS[name]}](evidence/{plan.name}-{name}.svg)")
+    return "\n\n".join(links)
 
 
 def rate_picture_link(part: Part, studies: Mapping[str, Study]) -> str:
@@ -101,19 +101,17 @@ def connections_text(studies: Mapping[str, Study]) -> str:
 
 def page_figures(studies: Mapping[str, Study]) -> dict[str, Figure]:
     """The figures of the parts that show pictures, by the names of their files."""
-    of_rates = {
-        _rate_file(part): rate_figure(part, studies)
-        for part in read_parts()
-        if "rate picture" in part.shows
-    }
-    return of_rates | {
-        f"{plan.name}-{name}.svg": figure
-        for part in read_parts()
-        if "pictures" in part.shows
-        for plan in part.plans
-        if plan.name in studies
-        for name, figure in study_figures(studies[plan.name]).items()
-    }
+    figures: dict[str, Figure] = {}
+    for part in read_parts():
+        if "rate picture" in part.shows:
+            figures[_rate_file(part)] = rate_figure(part, studies)
+        if "pictures" not in part.shows:
+            continue
+        for plan in part.plans:
+            if plan.name in studies:
+                for name, figure in study_figures(studies[plan.name]).items():
+                    figures[f"{plan.name}-{name}.svg"] = figure
+    return figures
 
 
 def write_pages(studies: Mapping[str, Study]) -> None:

@@ -116,12 +116,13 @@ def read_parts() -> list[Part]:
 
 def read_plans() -> dict[str, Plan]:
     """All planned studies by their names."""
-    return {
-        name: Plan(name, options, **{key: row[key] for key in PLAN_KEYS if key in row})
-        for row in _read_rows()
-        for name, options in row["studies"].items()
-        if options is not None
-    }
+    plans = {}
+    for row in _read_rows():
+        of_part = {key: row[key] for key in PLAN_KEYS if key in row}
+        for name, options in row["studies"].items():
+            if options is not None:  # it is described in this part
+                plans[name] = Plan(name, options, **of_part)
+    return plans
 
 
 def _read_rows() -> list[dict[str, Any]]:
@@ -203,12 +204,14 @@ class Study:
     @cached_property
     def equal_time(self) -> float | None:
         """The training time of the fastest arm with a result, in steps of pre-norm."""
-        times = [
-            statistics.fmean(times) * self.runs(name)[0].curve[-1][0]
-            for name in self.arms
-            if (times := self.step_times(name)) and 0 in self.runs(name)
-        ]
-        return min(times, default=None)
+        of_runs = []
+        for name in self.arms:
+            step_times = self.step_times(name)
+            runs = self.runs(name)
+            if step_times and 0 in runs:
+                steps, _ = runs[0].curve[-1]
+                of_runs.append(statistics.fmean(step_times) * steps)
+        return min(of_runs, default=None)
 
     def losses_at_equal_time(self, name: str) -> dict[int, float]:
         """The losses of its compared runs when the fastest arm ends, by seed, from their curves."""

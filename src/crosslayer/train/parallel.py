@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ..class_swap import swap_class
+from ..compilation import reset_compiler
 from ..connection import Connection, State, find_connections
 from ..hf.attach import find_backbone
 from ..recompute import enable_recompute
@@ -229,12 +230,10 @@ def prepare_model(model: Any, engine: Engine) -> Any:
     apply_recomputation(model, engine)
     if engine.compile == "none":
         return model
-    torch.compiler.reset()  # graphs of an arm before count towards the limit below
     backbone, wiring = find_backbone(model)
     layers = wiring.find_layers(backbone)
     # each layer of a dense method has another graph, as its state has another number of tensors
-    dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(layers))
+    reset_compiler(graphs=2 * len(layers))
     if engine.compile == "model":
         return torch.compile(model)
     for layer in layers:

@@ -31,55 +31,15 @@ _RATE_OPTIONS = {*RATES, "optimizer", "connection_lr_scale", "embedding_lr_scale
 
 def report_notes(comparison: Comparison) -> list[str]:
     """The notes below the table, one item each."""
-    results, rows = comparison.results, result_table(comparison)
-    options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
-    optimizer = options["optimizer"].replace("muon", "Muon and AdamW").replace("adamw", "AdamW")
-    backbones = []
-    if "family" in options:
-        backbones.append(
-            f"{options['family']} backbone, {options['layers']} layers, width {options['dim']}, "
-            f"{options['heads']} heads"
-        )
-    if options["pretrained"]:
-        backbones.append(f"pretrained backbone {options['pretrained']}")
-    setup = (
-        f"{' and '.join(backbones)}; {options['steps']} steps of {options['batch']} × "
-        f"{options['context']} {_sequence_unit(comparison)}, {optimizer} at {options['lr']}, "
-        f"precision {options['precision']}."
-    )
-    if results.scale != "full":
-        setup += f" Scale: {results.scale}."
-    sizes = " and ".join(
-        f"{count:,} {name}" for name, count in results.data.items() if name != "sha256"
-    )
-    entropy = ""
-    if results.entropy:
-        entropy = f"; order-0 entropy {results.entropy:.3f} bits per byte"
-    versions = results.environment
-    differing = differing_options(comparison)
-    first = comparison.recipe.arms[0]  # results.json has the sizes of its data
-    owner = f" of {first.name}" if _DATA_OPTIONS & differing.keys() else ""
     notes = [
-        setup,
-        (
-            f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"
-            f"{_passes_text(comparison, first)}."
-        ),
-        (
-            f"Measured on {versions['device']}; torch {versions['torch']}, "
-            f"Python {versions['python']}, crosslayer {versions['crosslayer']}."
-        ),
-        (
-            f"{_arms_alike(differing, _BATCH_OPTIONS)} see the same batches in the same order. "
-            f"{_arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
-            f"vs prenorm is the difference in validation loss ({loss_unit_of(comparison)}). Speed "
-            "and activations (what one forward pass stores for the backward pass) are ratios to "
-            f"prenorm's, with {versions.get('operations', TORCH_OPERATIONS)}."
-        ),
+        _setup_note(comparison),
+        _data_note(comparison),
+        _environment_note(comparison),
+        _fairness_note(comparison),
     ]
     if not any(arm.connection == "prenorm" for arm in comparison.arms):
         notes.append("No arm is prenorm, so there is nothing to compare with; add it to the arms.")
-    seeds = most_seeds(rows)
+    seeds = most_seeds(result_table(comparison))
     if seeds > 1:
         notes.append(
             f"Mean ± standard deviation over {seeds} seeds; differences seed by seed, with their "
@@ -92,6 +52,65 @@ def report_notes(comparison: Comparison) -> list[str]:
     if missing:
         notes.append(f"Not finished: {', '.join(missing)}. The same command resumes.")
     return notes
+
+
+def _setup_note(comparison: Comparison) -> str:
+    """Backbones, steps, optimizer and precision."""
+    options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
+    optimizer = options["optimizer"].replace("muon", "Muon and AdamW").replace("adamw", "AdamW")
+    backbones = []
+    if "family" in options:
+        backbones.append(
+            f"{options['family']} backbone, {options['layers']} layers, width {options['dim']}, "
+            f"{options['heads']} heads"
+        )
+    if options["pretrained"]:
+        backbones.append(f"pretrained backbone {options['pretrained']}")
+    note = (
+        f"{' and '.join(backbones)}; {options['steps']} steps of {options['batch']} × "
+        f"{options['context']} {_sequence_unit(comparison)}, {optimizer} at {options['lr']}, "
+        f"precision {options['precision']}."
+    )
+    if comparison.results.scale != "full":
+        note += f" Scale: {comparison.results.scale}."
+    return note
+
+
+def _data_note(comparison: Comparison) -> str:
+    """The data of the first arm: results.json has its sizes."""
+    results, first = comparison.results, comparison.recipe.arms[0]
+    sizes = " and ".join(
+        f"{count:,} {name}" for name, count in results.data.items() if name != "sha256"
+    )
+    entropy = ""
+    if results.entropy:
+        entropy = f"; order-0 entropy {results.entropy:.3f} bits per byte"
+    owner = f" of {first.name}" if _DATA_OPTIONS & differing_options(comparison).keys() else ""
+    return (
+        f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"
+        f"{_passes_text(comparison, first)}."
+    )
+
+
+def _environment_note(comparison: Comparison) -> str:
+    versions = comparison.results.environment
+    return (
+        f"Measured on {versions['device']}; torch {versions['torch']}, "
+        f"Python {versions['python']}, crosslayer {versions['crosslayer']}."
+    )
+
+
+def _fairness_note(comparison: Comparison) -> str:
+    """What the arms share, and what their differences and ratios are to."""
+    differing = differing_options(comparison)
+    operations = comparison.results.environment.get("operations", TORCH_OPERATIONS)
+    return (
+        f"{_arms_alike(differing, _BATCH_OPTIONS)} see the same batches in the same order. "
+        f"{_arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
+        f"vs prenorm is the difference in validation loss ({loss_unit_of(comparison)}). Speed "
+        "and activations (what one forward pass stores for the backward pass) are ratios to "
+        f"prenorm's, with {operations}."
+    )
 
 
 def _passes_text(comparison: Comparison, arm: Arm) -> str:
