@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from crosslayer.intervals import mean_interval, t_quantile
+from crosslayer.intervals import mean_interval, t_quantile, unpaired_interval
 
 
 def test_mean_interval():
@@ -17,6 +17,14 @@ def test_mean_interval():
         -1,
     ]
     assert math.isnan(mean_interval([1.0]).low) and mean_interval([1.0]).sign == 0
+
+
+def test_unpaired_interval():
+    interval = unpaired_interval([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 8.0])
+    # 1/3 + 5/3 of variance, and 4 / (1/18 + 25/27) = 4.08 degrees of freedom, so the quantile of 4
+    reach = 2.776445 * math.sqrt(2)
+    assert interval == pytest.approx((-3.0, -3 - reach, -3 + reach), abs=1e-4)
+    assert unpaired_interval([1.0, 1.0], [2.0, 2.0]) == (-1, -1, -1)
 
 
 def test_quantiles():
