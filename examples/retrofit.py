@@ -31,6 +31,7 @@ from crosslayer.plotting import BLACK, HUES, line_look
 from crosslayer.run_folders import DATA_DIGEST
 from crosslayer.train.callbacks import ConnectAtStep
 from crosslayer.train.comparison_results import describe_environment
+from crosslayer.train.identity import first_difference
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm
 from crosslayer.train.results_table import (
@@ -39,7 +40,7 @@ from crosslayer.train.results_table import (
     markdown_table,
     mean_and_std,
 )
-from crosslayer.train.settings import CHANGEABLE_OPTIONS, Settings, first_difference
+from crosslayer.train.settings import CHANGEABLE_OPTIONS, Settings
 from crosslayer.train.task import LANGUAGE, Examples, build_model
 from crosslayer.train.trainer import Diverged, Trainer
 

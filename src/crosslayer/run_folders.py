@@ -19,7 +19,7 @@ MODEL_FOLDER = "model"
 CONFIG_FILE = "config.json"  # of a model
 CHECKPOINT_INDEX = "checkpoint.json"  # of a complete checkpoint
 RESULTS_FILE = "results.json"
-DATA_DIGEST = "data sha256"  # a key of run.json, and of an arm with data of its own
+DATA_DIGEST = "data sha256"  # a key of run.json, and of an arm in results.json
 RUNS_FOLDER = "runs"
 MODELS_FOLDER = "models"
 

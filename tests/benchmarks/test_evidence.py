@@ -121,6 +121,9 @@ def test_tables_of_planted_results(planted):
     assert table_row(main, "postnorm")[7] == "worse"
     assert f"{tokens_of_all / 3000 / 3600:.1f} hours of training on" in main
     assert "Arms with an interval: 4." in main
+    # the first comparison has five seeds of each, the second three
+    note = re.search(r"Against all 5 seeds of prenorm, without .*", main)[0]
+    assert re.search(r"better: one-way MUDD -\S+ ± \S+; worse: postnorm \+\S+ ± \S+\.$", note)
     assert "crosslayer compare" in sections["Four times the tokens"]
     size, multipliers = sections["Size, with tokens in proportion"].split("```sh")
     columns = table_row(size, "arm")

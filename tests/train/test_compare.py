@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -500,6 +501,24 @@ def test_a_recipe(text_file, tmp_path, capsys):
     assert main([*command, "--steps=2"]) == 1
     error = capsys.readouterr().err
     assert "comparison, the arm MUDD ×2 with lr = 0.002; here it is 0.005" in error
+
+
+def test_an_arm_with_data_of_its_own(text_file, tmp_path):
+    """Its data may be moved, but not be changed."""
+    own, out = tmp_path / "own.txt", tmp_path / "out"
+    own.write_text("the five boxing wizards jump quickly. " * 400)
+
+    def prepare(data):
+        arms = [Arm.from_row("prenorm"), Arm("other", "prenorm", options={"data": str(data)})]
+        return prepare_comparison(Recipe(arms, TINY | {"data": text_file}), 1, out)
+
+    out.mkdir()
+    (out / "results.json").write_text(json.dumps(asdict(prepare(own).results)))
+    moved = own.rename(tmp_path / "moved.txt")
+    prepare(moved)
+    moved.write_text("the quick wizards. " * 800)
+    with pytest.raises(ValueError, match="comparison, the arm other with data sha256 = "):
+        prepare(moved)
 
 
 def test_arms_that_differ_in_options(text_file, tmp_path):

@@ -265,11 +265,9 @@ def _check_new(results_file: Path | None) -> None:
 
 
 def _add_rows(table: Any, name: str, result: Any) -> None:
-    from ..train.results_table import NOT_KNOWN
-
     for metric, value in result._asdict().items():
         if value is None:  # one span has no standard error
-            shown = NOT_KNOWN
+            shown = "not known"
         else:
             shown = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
         table.add_row(name, metric, shown)

@@ -164,10 +164,9 @@ def set_config_keys(model: Any, **keys: Any) -> None:
 
 
 def check_not_dispatched(*modules: nn.Module) -> None:
-    """Raise a ValueError where a module has a `forward` of its own, as accelerate's dispatch puts
-    there.
+    """Raise a ValueError if the `forward` of a module was replaced, as accelerate's dispatch does.
 
-    It would hide the `forward` of the swapped class.
+    The replacement would hide the `forward` of the swapped class.
     """
     for module in modules:
         if "forward" in vars(module):

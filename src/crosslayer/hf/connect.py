@@ -196,7 +196,7 @@ def inequivalence_reason(connection: Connection[Any], wiring: ModelWiring) -> st
 
 
 def looks_pretrained(backbone: Any, wiring: ModelWiring) -> bool:
-    """Whether the final norm, or without one those of the first layer, left their initial values.
+    """Whether the final norm has left its initial value; without one, a norm of the first layer.
 
     Where no norm has a weight: whether the model was loaded from somewhere.
     """

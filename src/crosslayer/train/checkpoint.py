@@ -36,9 +36,9 @@ from ..run_folders import (
 )
 from ..validation import is_out_of_memory
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
+from .identity import PLACES_OF_DATA, first_difference
 from .parallel import run_on_rank_zero
 from .run_state import RunState
-from .settings import PLACES_OF_DATA, first_difference
 
 TEMPORARY_SUFFIX = ".part"
 
@@ -60,7 +60,7 @@ class Checkpoints:
     def claim_folder(self) -> None:
         """Write the run's identity to the folder, or compare it with the one there.
 
-        Call it after `load`, so that a damaged checkpoint leaves the folder as it is.
+        Call it after `load`: if the checkpoint is damaged, nothing is written to the folder.
 
         Raises:
             ValueError: the folder contains another run, whose files would be overwritten.

@@ -194,7 +194,7 @@ def prepare_comparison(
     for arm in recipe.arms:
         results.arms[arm.name] = _describe_arm(recipe, arm)
         digest = examples[arm.name].digest
-        if digest != first.digest:  # the arm has data of its own
+        if digest != first.digest:  # `data` describes those of the first arm
             results.arms[arm.name][DATA_DIGEST] = digest
 
     comparison = Comparison(recipe, seeds, folder, examples, results, search_rates)

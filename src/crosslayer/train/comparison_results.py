@@ -11,8 +11,8 @@ from .. import __version__
 from ..files import LOCK_FILE, check_no_file, read_json
 from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
+from .identity import PLACES_OF_DATA, first_difference
 from .run_state import RunResult, check_fields
-from .settings import PLACES_OF_DATA, first_difference
 
 
 @dataclass

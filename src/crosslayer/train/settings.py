@@ -4,8 +4,6 @@ The fields' names are the keys of a recipe and, with dashes, the options of the 
 but `YAML_ONLY`).
 """
 
-import json
-from collections.abc import Collection
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self, get_type_hints
@@ -268,8 +266,6 @@ YAML_ONLY = frozenset(
 CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
 # Those of them that change the speed and the memory of a step.
 EXECUTION_OPTIONS = ("strategy", "accumulate", "compile", "recompute")
-# Options that only locate the data and the tokenizer: `DATA_DIGEST` identifies what they are.
-PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
 
 
 class Settings(NamedTuple):
@@ -374,20 +370,3 @@ def _option_parser() -> Any:
     for group in GROUPS:
         parser.add_class_arguments(group, None)
     return parser
-
-
-def first_difference(
-    before: dict[str, Any], now: dict[str, Any], ignored: Collection[str] = ()
-) -> str:
-    """The first key, in their alphabetical order, with another value, in words; "" without any.
-
-    Args:
-        before: as it was read from JSON.
-        now: may have tuples, which are lists in JSON.
-        ignored: keys that may have any value.
-    """
-    now = json.loads(json.dumps(now))
-    for key in sorted((before.keys() | now.keys()) - set(ignored)):
-        if before.get(key) != now.get(key):
-            return f"with {key} = {before.get(key)!r}; here it is {now.get(key)!r}"
-    return ""
