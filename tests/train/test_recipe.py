@@ -4,8 +4,10 @@ import os
 
 import pytest
 
+from crosslayer.data.prepared import prepare_corpus
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import CHANGEABLE_OPTIONS, GROUP_OF_OPTION, Settings
+from crosslayer.train.task import load_texts
 
 # nine aliases of nine aliases of …: 9⁹ items
 BOMB = "a: &a [x, x]\n" + "".join(
@@ -141,3 +143,26 @@ def test_arms_are_themselves():
     )
     assert arm.options == {"lr": 1e-3}
     assert Recipe([Arm.from_row("prenorm")]).settings().model.layers == 6
+
+
+def test_a_prepared_corpus_comes_with_its_tokenizer(tmp_path, monkeypatch):
+    """Whatever names the data. Another one that is named, or a pretrained model's, comes before."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven " * 999)
+    folder = tmp_path / "prepared"
+    prepare_corpus(str(tmp_path / "text.txt"), "bpe:260", folder)
+    monkeypatch.setenv("PREPARED", str(folder))
+
+    def tokenizer(**options):
+        return Settings.from_options(**options).data.tokenizer
+
+    assert tokenizer(data=str(folder)) == tokenizer(data="$PREPARED") == "bpe:260"
+    assert tokenizer(data=str(tmp_path / "text.txt")) == tokenizer(data="stdlib") == "bytes"
+    assert tokenizer(data=str(folder), tokenizer="bytes") == "bytes"
+    assert tokenizer(data=str(folder), pretrained="model") == "model"
+    recipe = Recipe([Arm("a", "prenorm", options={"data": str(folder)}), Arm("b", "prenorm")])
+    assert [recipe.settings(arm).data.tokenizer for arm in recipe.arms] == ["bpe:260", "bytes"]
+    assert load_texts(recipe.settings(recipe.arms[0]).data, {}).num_classes == 260
+
+    (folder / "corpus.json").write_text('{"tokenizer": 1}')
+    with pytest.raises(ValueError, match="prepared: damaged, prepare it again"):
+        load_texts(Settings.from_options(data=str(folder)).data, {})

@@ -24,7 +24,7 @@ from .sources import (
     training_texts,
 )
 from .streams import TokenStream, encode_in_memory
-from .tokenizing import Tokenizer, load_tokenizer
+from .tokenizing import BYTES, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Corpus:
 
 
 def load_corpus(
-    source: str, context: int, tokenizer: str = "bytes", valid: dict[str, str] | None = None
+    source: str, context: int, tokenizer: str | None = None, valid: dict[str, str] | None = None
 ) -> Corpus:
     """The training and validation data of a source, tokenised now or read from a prepared folder.
 
@@ -93,7 +93,8 @@ def load_corpus(
         source: what `read_documents` takes, files of token ids, or a folder that `crosslayer data
             prepare` made.
         context: tokens per sequence.
-        tokenizer: what `load_tokenizer` takes. That of a prepared folder must be the same.
+        tokenizer: what `load_tokenizer` takes; by default that of a prepared folder, and otherwise
+            bytes. Another one than that of a prepared folder is refused.
         valid: sources of validation sets by name. Without any, a part of the source is "held-out".
             A prepared folder has its own sets; these are added to them.
 
@@ -107,7 +108,7 @@ def load_corpus(
         streams, loaded = _open_with_sets(source, tokenizer, valid or {})
         names = list(streams)
     else:
-        loaded = load_tokenizer(tokenizer, lambda: training_texts(sets))
+        loaded = load_tokenizer(tokenizer or BYTES, lambda: training_texts(sets))
         streams = encode_in_memory(read_sets(sets, loaded), loaded)
         names = set_names(sets)
     windows = {}
@@ -124,18 +125,19 @@ def load_corpus(
 
 
 def _open_with_sets(
-    source: str, tokenizer: str, valid: dict[str, str]
+    source: str, tokenizer: str | None, valid: dict[str, str]
 ) -> tuple[dict[str, TokenStream], Tokenizer]:
     """The sets of a prepared folder, and further validation sets tokenised now."""
     prepared = open_prepared(source)
     known = prepared.tokenizer
+    tokenizer = tokenizer or known.name
     is_same = tokenizer == known.name
-    if not is_same and tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
+    if not is_same and tokenizer != BYTES and not tokenizer.startswith("bpe:"):
         is_same = known.has_ids_of(load_tokenizer(tokenizer))
     if not is_same:
         raise ValueError(
-            f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}; give "
-            f"--tokenizer {known.name}, or the prepared folder as the tokenizer"
+            f"{source}: prepared with the tokenizer {known.name}, not {tokenizer}; name that one, "
+            "or none"
         )
     for name in valid:
         if name in prepared.streams:

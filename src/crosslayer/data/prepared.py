@@ -118,6 +118,21 @@ def open_prepared(folder: str | Path) -> PreparedCorpus:
         raise ValueError(f"{folder}: damaged, prepare it again ({reason})") from None
 
 
+def find_tokenizer_name(folder: str | Path) -> str | None:
+    """The name of the tokenizer of a prepared folder; None where it is no such folder.
+
+    A damaged folder has none either: `open_prepared` says what is wrong with it.
+    """
+    file = Path(folder) / CORPUS_FILE
+    if not file.is_file():
+        return None
+    try:
+        name = read_json(file, dict)["tokenizer"]["name"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
 def _open_counts(description: dict[str, dict[str, int]]) -> dict[str, StreamCounts]:
     counts = {}
     for name, sizes in description.items():

@@ -8,6 +8,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self, get_type_hints
 
+from ..data.prepared import find_tokenizer_name
+from ..files import expand_place
 from ..validation import (
     MAX_LAYERS,
     check_non_negative,
@@ -90,7 +92,7 @@ class Data:
         valid_groups: names of validation sets by the name of their group. The results have the
             means over each group.
         tokenizer: bytes; bpe:SIZE, trained on the data; or a tokenizer's name on the Hub or its
-            file.
+            file. By default that of a prepared folder, and otherwise bytes.
         context: tokens of a sequence.
         batch: sequences of a step, over all ranks and micro-batches.
         eval_batches: batches of each validation set that are evaluated.
@@ -280,7 +282,8 @@ class Settings(NamedTuple):
     def from_options(cls, **options: Any) -> Self:
         """Settings with these options, and defaults for all others.
 
-        A pretrained model comes with its tokenizer, unless another one is given.
+        A pretrained model and a prepared corpus come with their tokenizer, unless another one is
+        given. Where both are, the model's is taken.
 
         Raises:
             ValueError: an option is unknown, or has a value that it cannot have.
@@ -288,6 +291,10 @@ class Settings(NamedTuple):
         options = parse_options(options)
         if options.get("pretrained") is not None:
             options.setdefault("tokenizer", options["pretrained"])
+        elif "data" in options and "tokenizer" not in options:
+            name = find_tokenizer_name(expand_place(options["data"]))
+            if name is not None:
+                options["tokenizer"] = name
         groups = []
         for group in GROUPS:
             own = {name: v for name, v in options.items() if GROUP_OF_OPTION[name] is group}
