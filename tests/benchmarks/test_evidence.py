@@ -225,10 +225,24 @@ def test_other_settings_are_no_study(tmp_path):
         take_over(folder, tmp_path / "docs")
 
 
+def _change_environment(file: Path, **values: str) -> None:
+    content = json.loads(file.read_text())
+    content["environment"] |= values
+    file.write_text(json.dumps(content))
+
+
 def test_files_of_a_study_must_fit(tmp_path):
     docs = tmp_path / "docs"
     first = take_over(write_results(tmp_path / "one", MAIN), docs)
     assert "someone" not in first.read_text()
+    folder = write_results(tmp_path / "two", ["mgr"])
+    _change_environment(folder / "results.json", device="another device")
+    take_over(folder, docs)
+    (study,) = read_studies(docs, tmp_path / "none.csv").values()
+    environment = study.comparison.results.environment
+    assert environment == {"device": "CPU, 1 threads and another device", "torch": "2.13.0"}
+
+    (docs / "short.two.json").unlink()
     take_over(write_results(tmp_path / "two", ["mudd", "mgr"]), docs)
     with pytest.raises(ValueError, match="both have 'mudd"):
         read_studies(docs, tmp_path / "none.csv")

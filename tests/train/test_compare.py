@@ -23,11 +23,11 @@ from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.methods import code_digest
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
-from crosslayer.train.comparison_results import describe_environment
+from crosslayer.train.comparison_results import DivergedRun, describe_environment
 from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.report import plot_curves, plot_tradeoff
-from crosslayer.train.report_notes import report_notes
+from crosslayer.train.report_notes import report_notes, run_notes
 from crosslayer.train.results_table import result_table
 from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.run_state import RunResult
@@ -392,6 +392,19 @@ def test_a_diverged_arm_is_a_result(tiny, tmp_path):
     run_comparison(comparison, lambda arm, seed, progress: None)
     assert comparison.results.diverged[0].arm == "prenorm"
     assert not comparison.missing_runs()
+
+
+def test_notes_name_diverged_runs_of_the_seeds_that_are_compared(tiny, tmp_path):
+    """The folder may have those of more seeds and of other arms, from another command."""
+    compared = prepare_comparison(recipe(tiny, "prenorm", "mudd"), 2, tmp_path / "out")
+    for name, seed in (("prenorm", 1), ("prenorm", 2), ("hyper", 0)):
+        compared.results.diverged.append(DivergedRun(name, seed, 7, "9.5"))
+    compared.results.diverged.append(DivergedRun("mudd", 0, 8, "9.5", "a gradient is NaN"))
+    found = [note for note in run_notes(compared) if "diverged" in note]
+    assert found == [
+        "prenorm, seed 1: diverged at step 7: the loss is 9.5.",
+        "mudd, seed 0: diverged at step 8: a gradient is NaN.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -894,3 +894,23 @@ def test_a_signal_between_two_runs_stops_the_second():
         assert later.received == signal.SIGTERM
     with whole:  # as a trainer whose `fit` is called again
         assert not whole.ask_to_stop
+
+
+def test_a_handler_of_other_code_than_pythons_is_no_error(monkeypatch):
+    """Python knows it as None, and cannot set it again."""
+    set_handler, handlers = signal.signal, []
+
+    def set_over_foreign_code(number, handler):
+        handlers.append((number, handler))
+        set_handler(number, handler)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(signal, "signal", set_over_foreign_code)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.ask_to_stop
+        assert handlers[2:] == [(signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_DFL)]
+    finally:
+        for number, handler in before.items():
+            set_handler(number, handler)
