@@ -5,8 +5,8 @@ Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-5, 14,
     streams start as [y_0], and input_1 = y_0
     k = 1 .. n−1:  append y_k as a stream          k = n .. S:  s_i ← s_i + β_i (y_k − s_i)
     competitive:   β = softmax([0, q] + b_k)[1:],  q_i = (RMS(s_i)·w1_k)/√D
-                   b_k [n+1], index 0 the forget gate
-    independent:   β = σ(q + b_k),                 b_k [n]
+                   b_k [n+1] starts as [b, 0, …, 0], the bias of the forget gate first
+    independent:   β = σ(q + b_k),                 b_k [n] starts as −b
     input_{k+1} = Σ_i softmax_i((RMS(s_i)·w2_k)/√D) s_i,   and the readout is input_{S+1}
 
 As in Listing 1, RMS has no weight, its eps is 1e-6, and w1, w2 [D] are 0 at initialisation. Eq. 14
@@ -64,9 +64,9 @@ class MGR(FusedNormConnection[Gated]):
         streams: n, the number of streams; the paper's best has 8 (Table 1).
         gate: "competitive": the streams and a forget gate share one softmax;
             "independent": each stream has a sigmoid.
-        eq14: n in Eq. 14 for independent gates, whose bias is −b. "text" has n = 1, which gives the
-            bias −3 that the paper's text asks for; "literal" has n as the formula is printed.
-            Competitive gates ignore it: their b_0 is b, and the other biases are 0.
+        eq14: n in Eq. 14 for independent gates. "text" has n = 1, which gives the bias −3 that the
+            paper's text asks for; "literal" has n as the formula is printed. Competitive gates
+            ignore it.
     """
 
     parts_are_streams = True

@@ -13,8 +13,8 @@ Paper: Manifold-Constrained Hyper-Connections (Xie et al., 2025), arXiv 2512.248
 Public implementations differ in the orientation of z_res, the order of Sinkhorn's normalisations,
 the readout and the eps. A model run with the wrong ones still gives fluent text, so each is an
 option. At initialisation it is pre-norm up to eps: fn = 0, scale 0.01, post 1; base is 0 on the
-diagonal of z_res and −8 off it, and for pre it is 1 at the stream k mod n of sub-layer k, counted
-from 0, and −1 at the others. fn, base and scale stay float32.
+diagonal of z_res and −8 off it, and for pre it is 1 at the stream (k−1) mod n of sub-layer k,
+counted from 1, and −1 at the others. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
 Learned parameters: (n²+2n)(nD + 1) + 3 a sub-layer, and n(nD + 1) + 1 for the head, which the
 readout has.
