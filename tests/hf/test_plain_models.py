@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from crosslayer.hf.families import FUSED_PROJECTIONS, Fused
@@ -313,6 +314,49 @@ def test_the_final_norm_refuses_an_element_of_a_state():
     hidden = host.h[0](torch.zeros(2, 5, DIM))
     with pytest.raises(StreamUseError, match="the host cannot use an element of it there"):
         host.ln_f(hidden[0])
+
+
+class CheckpointedGPT(nn.Module):
+    """A host that owns its layers, and checkpoints them itself."""
+
+    reentrant: bool | None = None  # None: without checkpointing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("spec", CONNECTIONS)
+def test_a_host_that_checkpoints_its_layers(spec):
+    model = CheckpointedGPT()
+    model.reentrant = True
+    with pytest.raises(ValueError, match=r"after layers\.0 \(torch\.Tensor\.requires_grad\)"):
+        crosslayer.connect(model, spec)
+    model.reentrant = False
+    crosslayer.connect(model, spec)
+    shake(model)
+    gradients = []
+    for model.reentrant in (None, False):
+        torch.manual_seed(0)  # of dropout
+        model.zero_grad()
+        model(make_ids()).square().mean().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+    model.reentrant = True  # leaves a plain tuple
+    with pytest.raises(StreamUseError, match="checkpoint needs use_reentrant=False"):
+        model(make_ids())
 
 
 class Wrapper(nn.Module):

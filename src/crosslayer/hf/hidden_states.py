@@ -25,6 +25,10 @@ class HiddenState(NamedTuple):
     def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
         return self.dtype_like.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.dtype_like.device
+
     def __getattr__(self, name: str) -> Any:
         raise StreamUseError(f"its {name!r}")
 
@@ -58,8 +62,7 @@ def check_order(hidden: HiddenState | Tensor, number: int) -> None:
         ValueError: the order is another one.
         StreamUseError: the host has taken the hidden state apart.
     """
-    if isinstance(hidden, tuple) and not isinstance(hidden, HiddenState):
-        raise StreamUseError("an element of it")
+    check_whole(hidden)
     expected = hidden.next_layer if isinstance(hidden, HiddenState) else 0
     if number != expected:
         raise ValueError(
@@ -69,13 +72,22 @@ def check_order(hidden: HiddenState | Tensor, number: int) -> None:
         )
 
 
+def check_whole(hidden: Any) -> None:
+    """Raise a StreamUseError for a hidden state that the host has taken apart."""
+    if isinstance(hidden, tuple) and not isinstance(hidden, HiddenState):
+        raise StreamUseError(
+            "an element of it", "; torch.utils.checkpoint needs use_reentrant=False"
+        )
+
+
 class StreamUseError(AttributeError):
     """A host uses the stream between two of its layers."""
 
-    def __init__(self, use: str):
+    def __init__(self, use: str, remedy: str = ""):
         super().__init__(
             f"between connected layers, and from the last one to the final norm, there is a "
             f"connection's state in place of the stream: the host cannot use {use} there"
+            f"{remedy}"
         )
 
 

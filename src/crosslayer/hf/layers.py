@@ -25,7 +25,7 @@ from .families import (
     Modulation,
     Sublayer,
 )
-from .hidden_states import HiddenState, StreamUseError, check_order, read_hidden_state
+from .hidden_states import HiddenState, check_order, check_whole, read_hidden_state
 from .host_norms import FinalNormReference, ModuleReference, find_module
 from .qkv import QKVInputs
 
@@ -227,8 +227,7 @@ class ReadoutNorm:
         """The normed hidden state for the head, or the hidden state before the norm."""
         if isinstance(hidden_states, Tensor):  # A host may norm its embedding, too.
             return self.host_norm(hidden_states)
-        if not isinstance(hidden_states, HiddenState):
-            raise StreamUseError("an element of it")
+        check_whole(hidden_states)
         if verb == "readout":
             return self.connection.readout(hidden_states.state)
         return self.connection(hidden_states.state, "hidden_state").to(hidden_states.dtype)

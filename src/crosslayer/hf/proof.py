@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import resolve_name
 
 from ..class_swap import original_class
 from ..spec import make
@@ -156,9 +157,10 @@ class _Travelling(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+        if func in (Tensor.dtype.__get__, Tensor.device.__get__):  # type: ignore[attr-defined]
             return super().__torch_function__(func, types, args, kwargs)
-        raise ChangedStreamError(f"it reads or changes the stream after {cls.after}")
+        name = str(resolve_name(func)).removesuffix(".__get__")
+        raise ChangedStreamError(f"it reads or changes the stream after {cls.after} ({name})")
 
 
 class _Handover:
