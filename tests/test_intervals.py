@@ -25,6 +25,8 @@ def test_unpaired_interval():
     reach = 2.776445 * math.sqrt(2)
     assert interval == pytest.approx((-3.0, -3 - reach, -3 + reach), abs=1e-4)
     assert unpaired_interval([1.0, 1.0], [2.0, 2.0]) == (-1, -1, -1)
+    single = unpaired_interval([1.0], [2.0, 4.0])
+    assert single.mean == -2 and math.isnan(single.low) and math.isnan(single.high)
 
 
 def test_quantiles():

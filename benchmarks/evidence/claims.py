@@ -1,6 +1,6 @@
 """Claims of the papers (claims.yaml), and what the studies say to each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -8,11 +8,12 @@ from typing import Literal, Protocol
 import yaml
 
 from benchmarks.evidence.studies import FIRST_STUDY
-from crosslayer.intervals import Interval, mean_interval
+from crosslayer.intervals import Interval, mean_interval, unpaired_interval
 
 CLAIMS = Path(__file__).parent / "claims.yaml"
 WORDS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
 Measure = Literal["end", "equal time"]
+Losses = Mapping[int, float]  # by seed
 
 
 class SeedLosses(Protocol):
@@ -23,6 +24,9 @@ class SeedLosses(Protocol):
 
     def losses_at_equal_time(self, name: str, /) -> dict[int, float]:
         """Those when the fastest arm ends."""
+
+    def is_paired(self, name: str, /) -> bool:
+        """Whether they are taken together with others' of the same seed."""
 
 
 @dataclass
@@ -58,22 +62,43 @@ def read_claims() -> list[Claim]:
 
 def sum_losses(
     studies: Mapping[str, SeedLosses], weights: Mapping[str, float], at: Measure = "end"
-) -> list[float]:
-    """Σ weight × loss of arms, for each seed that all of them have.
+) -> Interval | None:
+    """Σ weight × loss of arms, with its interval; None where an arm has no losses.
 
     Args:
         studies: by name.
         weights: of ARM in the first study, or of STUDY/ARM.
         at: when the losses are taken.
     """
-    terms = []
+    paired: list[Losses] = []
+    unpaired: list[Losses] = []
     for key, weight in weights.items():
         study_name, arm = _split_key(key)
         study = studies.get(study_name)
         losses: dict[int, float] = {}
         if study is not None:
             losses = study.losses(arm) if at == "end" else study.losses_at_equal_time(arm)
+        terms = paired if study is None or study.is_paired(arm) else unpaired
         terms.append({seed: weight * loss for seed, loss in losses.items()})
+    return add_losses(paired, unpaired)
+
+
+def add_losses(paired: Sequence[Losses], unpaired: Sequence[Losses]) -> Interval | None:
+    """The sum of losses, with its interval; None where some have no seed.
+
+    Args:
+        paired: added for each seed that all of these have.
+        unpaired: independent of these, and added for each seed that all of them have.
+    """
+    values, others = _add_by_seed(paired), _add_by_seed(unpaired)
+    if not unpaired:
+        return mean_interval(values) if values else None
+    if not values or not others:
+        return None
+    return unpaired_interval(values, [-loss for loss in others])
+
+
+def _add_by_seed(terms: Sequence[Losses]) -> list[float]:
     if not terms:
         return []
     seeds = set.intersection(*(set(term) for term in terms))
@@ -88,8 +113,7 @@ def _split_key(key: str) -> tuple[str, str]:
 
 def judge_claim(claim: Claim, studies: Mapping[str, SeedLosses]) -> tuple[Interval | None, str]:
     """Our number for a claim, and whether it agrees; None and "not run yet" without results."""
-    values = sum_losses(studies, claim.sum, claim.at)
-    if not values:
+    interval = sum_losses(studies, claim.sum, claim.at)
+    if interval is None:
         return None, "not run yet"
-    interval = mean_interval(values)
     return interval, WORDS[interval.sign]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.evidence.claims import add_losses
 from benchmarks.evidence.studies import BASELINE, Study
 from benchmarks.evidence.tables import difference_to_baseline, judge_difference
 from crosslayer.inspect.figures_training import (
@@ -16,7 +17,7 @@ from crosslayer.inspect.figures_training import (
     mark_level,
 )
 from crosslayer.inspect.training import loss_at_cost
-from crosslayer.intervals import Interval, average_curves, mean_interval
+from crosslayer.intervals import Interval, average_curves
 from crosslayer.plotting import HUES, DrawPanel, render_figure
 from crosslayer.train.run_state import RunResult
 
@@ -115,26 +116,33 @@ def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
 
 
 def _difference_lines(study: Study, cost: Cost) -> list[LineSeries]:
-    """Differences at the places of pre-norm's curve, seed by seed, with 95 % intervals."""
+    """Differences at the places of pre-norm's curve, with 95 % intervals."""
     lines = []
     baseline = study.compared_runs(BASELINE)
     for colour, name in enumerate(MAIN_ARMS[:-1]):
         runs = study.compared_runs(name)
         x, intervals = [], []
         for place in range(len(next(iter(baseline.values())).curve) if baseline else 0):
-            values = []
-            for seed in sorted(runs.keys() & baseline.keys()):
-                curve = _curve(runs[seed], name, cost)
-                reference = _curve(baseline[seed], BASELINE, cost)
-                if not curve or not reference:
+            losses, references = {}, {}
+            for seed, reference_run in baseline.items():
+                reference = _curve(reference_run, BASELINE, cost)
+                if not reference:
                     continue
                 at, base_loss = reference[place]
+                references[seed] = -base_loss
+                curve = _curve(runs[seed], name, cost) if seed in runs else []
+                if not curve:
+                    continue
                 loss = loss_at_cost(*zip(*curve, strict=True), at)
                 if loss is not None:
-                    values.append(loss - base_loss)
-            if values:
-                x.append(reference[place][0])
-                intervals.append(mean_interval(values))
+                    losses[seed] = loss
+            if study.plan.paired:
+                interval = add_losses([losses, references], [])
+            else:
+                interval = add_losses([losses], [references])
+            if interval is not None:
+                x.append(at)
+                intervals.append(interval)
         if x:
             lines.append(_interval_line(name, colour, x, intervals))
     return lines

@@ -29,6 +29,10 @@ class PrunedModels:
         """Not measured."""
         return {}
 
+    def is_paired(self, share: str) -> bool:
+        """The same models lose their weights at every share."""
+        return True
+
 
 def read_pruned_models(folder: Path = RESULTS) -> PrunedModels:
     """The committed losses; empty if there are none."""

@@ -78,7 +78,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
     """How much compute pre-norm would need for each arm's losses at each size.
 
     Compute is 6 × parameters × tokens. Pre-norm's losses of all sizes are fitted by a power law;
-    "" before two sizes have run, or where they do not fall.
+    "" before two sizes have run, or where they do not fall. Its own row shows how well that fits.
     """
     varied = {option for plan in part.plans for option in plan.options}
     columns = {
@@ -95,9 +95,8 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
         return ""
     rows = []
     for name in part.arms:
-        if name != BASELINE:
-            cells = {size: _multiplier_cell(law, study, name) for size, study in columns.items()}
-            rows.append({"compute multiplier": name} | cells)
+        cells = {size: _multiplier_cell(law, study, name) for size, study in columns.items()}
+        rows.append({"compute multiplier": name} | cells)
     return markdown_table(("compute multiplier", *columns), rows)
 
 

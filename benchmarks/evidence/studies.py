@@ -36,7 +36,7 @@ SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest.
 LOCAL_OPTIONS = ("data", "valid")
 # Of a part, that hold for each of its studies.
-PLAN_KEYS = ("arms", "seeds", "search_rates", "same_speed")
+PLAN_KEYS = ("arms", "seeds", "search_rates", "same_speed", "paired")
 # The shares of pre-norm's speed, one a measurement, by arm and call.
 Speeds = dict[str, dict[str, list[float]]]
 
@@ -58,6 +58,8 @@ class Plan:
         seeds: of each arm.
         search_rates: each arm has its best rate; otherwise all have that of the options.
         same_speed: the speeds that were measured for the recipe's models are those of its models.
+        paired: an arm is compared with pre-norm seed by seed; otherwise with all seeds of pre-norm,
+            which has more than the others.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Plan:
     seeds: int = SEEDS
     search_rates: bool = True
     same_speed: bool = False
+    paired: bool = True
 
     @property
     def command(self) -> str:
@@ -176,6 +179,10 @@ class Study:
     def losses(self, name: str) -> dict[int, float]:
         """The final losses of an arm's compared runs, by seed."""
         return {seed: run.valid_loss for seed, run in self.compared_runs(name).items()}
+
+    def is_paired(self, name: str) -> bool:
+        """Whether an arm's losses are taken together with others' of the same seed."""
+        return self.plan.paired or name != BASELINE
 
     def has_best_rate(self, name: str) -> bool:
         """Whether the search of an arm's rate, if there is one, has ended within its limits."""

@@ -23,7 +23,7 @@ from benchmarks.evidence.studies import (
     read_plans,
     read_recipe,
 )
-from crosslayer.intervals import Interval, mean_interval, unpaired_interval
+from crosslayer.intervals import Interval
 from crosslayer.train.recipe import Arm
 from crosslayer.train.results_table import (
     NOT_KNOWN,
@@ -98,15 +98,14 @@ def arm_cells(study: Study, name: str) -> Cells:
 
 
 def difference_to_baseline(study: Study | None, name: str, at: Measure = "end") -> Interval | None:
-    """An arm's loss minus pre-norm's, seed by seed.
+    """An arm's loss minus pre-norm's.
 
     None for pre-norm, without a study or a common seed, and before the search of both rates has
     ended.
     """
     if study is None or name == BASELINE:
         return None
-    values = sum_losses({FIRST_STUDY: study}, {name: 1, BASELINE: -1}, at)
-    return mean_interval(values) if values else None
+    return sum_losses({FIRST_STUDY: study}, {name: 1, BASELINE: -1}, at)
 
 
 def judge_difference(interval: Interval) -> str:
@@ -153,34 +152,14 @@ def _arms_notes(study: Study) -> list[str]:
             f"Arms with an interval: {len(tested)}. Of as many without any effect, about "
             f"{0.05 * len(tested):.1f} would be called better or worse by chance."
         )
-    notes += _unpaired_notes(study)
+    if not study.plan.paired:
+        notes.append(
+            f"Differences are to all {len(study.losses(BASELINE))} seeds of {BASELINE}, without "
+            "pairing (Welch's intervals)."
+        )
     for run in results.diverged:
         notes.append(f"{run.arm}, seed {run.seed}: diverged at step {run.step}.")
     return notes
-
-
-def _unpaired_notes(study: Study) -> list[str]:
-    """The arms that are better or worse by all seeds of pre-norm, where it has more than they."""
-    baseline = list(study.losses(BASELINE).values())
-    found: dict[str, list[str]] = {"better": [], "worse": []}
-    tested = 0
-    for name in study.arms:
-        losses = list(study.losses(name).values())
-        if name == BASELINE or not 2 <= len(losses) < len(baseline):
-            continue
-        tested += 1
-        interval = unpaired_interval(losses, baseline)
-        verdict = judge_difference(interval)
-        if verdict in found:
-            found[verdict].append(f"{name} {_format_half_width(interval, 3)}")
-    if not tested:
-        return []
-    texts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in found.items() if arms]
-    note = (
-        f"Against all {len(baseline)} seeds of {BASELINE}, without pairing (Welch's intervals): "
-        f"{'; '.join(texts) or 'none is better or worse'}."
-    )
-    return [note]
 
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:

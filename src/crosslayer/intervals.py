@@ -40,10 +40,13 @@ def unpaired_interval(values: Sequence[float], baseline: Sequence[float]) -> Int
     """The mean of values minus that of others, with Welch's interval: nothing pairs them.
 
     Args:
-        values: at least two.
-        baseline: at least two, independent of `values`.
+        values: at least one.
+        baseline: at least one, independent of `values`. The ends of the interval are NaN where
+            either is a single one.
     """
     mean = statistics.fmean(values) - statistics.fmean(baseline)
+    if min(len(values), len(baseline)) < 2:
+        return Interval(mean, math.nan, math.nan)
     parts = [(statistics.variance(row) / len(row), len(row) - 1) for row in (values, baseline)]
     total = sum(variance for variance, _ in parts)
     if total == 0:

@@ -19,7 +19,7 @@ from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
 
 SAME_RATE = "at the given lr"
-# A warm-up of fewer steps favours other connections over pre-norm (docs/evidence.md).
+# A warm-up of fewer steps can favour other connections over pre-norm (docs/evidence.md).
 SHORT_WARMUP = 48
 
 # Arms that differ in none of these have the same data, batches, backbone weights, learning rates.
