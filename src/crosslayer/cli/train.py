@@ -30,7 +30,8 @@ from .console import (
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
-    from ..train.run_state import StepResult
+    from ..train.run_state import RunResult, StepResult
+    from ..train.settings import Settings
     from ..train.task import Examples
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
@@ -94,9 +95,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
 def _train_in_folder(
     recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path
 ) -> int:
-    from ..files import write_text_atomic
     from ..train.averaging import averaged_weights
-    from ..train.comparison_results import describe_environment
     from ..train.export import export_model
     from ..train.parallel import shutdown_distributed
     from ..train.run import launch_run, train_arm
@@ -142,28 +141,50 @@ def _train_in_folder(
             settings.pretrained_tokenizer,
         )
     if fabric.is_global_zero:
-        content = {
-            "environment": describe_environment(),
-            "settings": settings.to_options(),
-            "paper": arm.paper,
-            **asdict(result),
-        }
-        write_text_atomic(folder / RESULT_FILE, json.dumps(content, indent=1))
+        _write_result(folder, settings, arm, result)
+        notes = _result_notes(result, examples.passes(steps, settings.data.batch))
         if last_step is None:
-            note = f"{folder}: the run had ended already; nothing was trained."
+            notes.insert(0, f"{folder}: the run had ended already; nothing was trained.")
+        for note in [*notes, f"{arm.name}: {_losses_text(result)}. Model: {folder / MODEL_FOLDER}"]:
             console.print(note, soft_wrap=True)
-        if result.skipped:
-            console.print(f"The batches of {len(result.skipped)} unstable steps were skipped.")
-        passes = examples.passes(steps, settings.data.batch)
-        if passes > 1:
-            console.print(f"The run saw its training data {passes:.1f} times.")
-        losses = []
-        for name, values in result.valid.items():
-            losses += [f"{name} {key} {value:.4f}" for key, value in values.items()]
-        model = folder / MODEL_FOLDER
-        console.print(f"{arm.name}: {', '.join(losses)}. Model: {model}", soft_wrap=True)
     shutdown_distributed()
     return 0
+
+
+def _write_result(folder: Path, settings: "Settings", arm: "Arm", result: "RunResult") -> None:
+    from ..files import write_text_atomic
+    from ..train.comparison_results import describe_environment
+
+    content = {
+        "environment": describe_environment(),
+        "settings": settings.to_options(),
+        "paper": arm.paper,
+        **asdict(result),
+    }
+    write_text_atomic(folder / RESULT_FILE, json.dumps(content, indent=1))
+
+
+def _result_notes(result: "RunResult", passes: float) -> list[str]:
+    """What a reader of the losses must know.
+
+    Args:
+        result: of the run.
+        passes: how often it saw its training data.
+    """
+    notes = []
+    if result.skipped:
+        notes.append(f"The batches of {len(result.skipped)} unstable steps were skipped.")
+    if passes > 1:
+        notes.append(f"The run saw its training data {passes:.1f} times.")
+    return notes
+
+
+def _losses_text(result: "RunResult") -> str:
+    """Like "wiki loss 3.2101, wiki perplexity 24.7813"."""
+    losses = []
+    for name, values in result.valid.items():
+        losses += [f"{name} {key} {value:.4f}" for key, value in values.items()]
+    return ", ".join(losses)
 
 
 def check_out_folder(folder: Path) -> None:
