@@ -359,6 +359,55 @@ def test_a_host_that_checkpoints_its_layers(spec):
         model(make_ids())
 
 
+class RenamedBlock(Block):
+    """A module has two names, and the forward uses the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first_norm, self.feed_forward = self.ln_1, self.mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.first_norm(x))
+        return x + self.feed_forward(self.ln_2(x))
+
+
+class IdleBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.ln_3 = nn.LayerNorm(DIM)
+
+
+class InPlaceBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+def model_of(block: type[Block]) -> GPT:
+    model = GPT()
+    model.transformer["h"] = nn.ModuleList(block() for _ in range(2))
+    return model.eval()
+
+
+def test_a_module_of_two_names():
+    plain = model_of(RenamedBlock)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(make_ids()), plain(make_ids()))
+    assert model.state_dict().keys() >= plain.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (IdleBlock, "layer 0, a IdleBlock: its ln_3 does not run in the forward passes that"),
+        (InPlaceBlock, "connect cannot connect layer 0, a InPlaceBlock: .* in-place operation"),
+    ],
+)
+def test_blocks_that_are_refused_by_name(block, message):
+    with pytest.raises(ValueError, match=message):
+        crosslayer.connect(model_of(block), "mudd")
+
+
 class Wrapper(nn.Module):
     """As adapters and profilers wrap a module."""
 

@@ -101,7 +101,7 @@ def _check_all_called(layer: nn.Module, trace: Trace) -> None:
             continue
         if any(part in name.lower() for part in _CROSS_ATTENTION):
             raise ValueError(_TWO_INPUTS)
-        raise ValueError(f"its {name} runs in some forward passes only")
+        raise ValueError(f"its {name} does not run in the forward passes that connect tries")
 
 
 def _read_post_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:

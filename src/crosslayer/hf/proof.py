@@ -48,8 +48,12 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
             continue
         proven.add(kind)
         _check_projections(layer_wiring)
-        with on_cpu(), torch.enable_grad():
-            difference = _layer_difference(layer, layer_wiring, wiring.dim)
+        try:
+            with on_cpu(), torch.enable_grad():
+                difference = _layer_difference(layer, layer_wiring, wiring.dim)
+        except ValueError as error:
+            name = type(layer).__name__
+            raise ValueError(f"connect cannot connect layer {number}, a {name}: {error}") from None
         if not difference <= _TOLERANCE:
             own = own_connection(layer_wiring)
             raise ValueError(

@@ -301,6 +301,18 @@ def _add_stand_ins(
                     copy._parameters[key] = nn.Parameter(meta, requires_grad=False)
             vars(copy).update(shared, path=path)
         shadow._modules[name] = copy
+    for name, other_name in _further_names(module).items():
+        shadow._modules[name] = shadow._modules[other_name]
+
+
+def _further_names(module: nn.Module) -> dict[str, str]:
+    """The names of children after their first one, which `named_children` leaves out."""
+    first_names: dict[nn.Module, str] = {}
+    further = {}
+    for name, child in module._modules.items():
+        if child is not None and first_names.setdefault(child, name) != name:
+            further[name] = first_names[child]
+    return further
 
 
 def _copy_without_modules(module: nn.Module, cls: Any) -> Any:
