@@ -371,6 +371,28 @@ class RenamedBlock(Block):
         return x + self.feed_forward(self.ln_2(x))
 
 
+class NormedSublayersBlock(nn.Module):
+    """Its sub-layers have their norms, so nothing beside them says how wide the stream is."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Sequential(nn.LayerNorm(DIM), CausalSelfAttention())
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class ListedBlock(nn.ModuleList):
+    """Without a forward: the model adds up what its modules return."""
+
+    def __init__(self):
+        super().__init__([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)])
+
+
 class IdleBlock(Block):
     def __init__(self):
         super().__init__()
@@ -396,11 +418,22 @@ def test_a_module_of_two_names():
     assert model.state_dict().keys() >= plain.state_dict().keys()
 
 
+def test_the_width_may_be_known_by_the_embeddings_alone():
+    plain = model_of(NormedSublayersBlock)
+    plain.transformer["ln_f"] = nn.Identity()
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    torch.testing.assert_close(model(make_ids()), plain(make_ids()), rtol=0, atol=1e-6)
+    plain.transformer["wpe"] = nn.Embedding(16, DIM + 1)
+    with pytest.raises(ValueError, match="no hidden_size, and no embeddings of one width"):
+        crosslayer.connect(plain, "mudd")
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
         (IdleBlock, "layer 0, a IdleBlock: its ln_3 does not run in the forward passes that"),
         (InPlaceBlock, "connect cannot connect layer 0, a InPlaceBlock: .* in-place operation"),
+        (ListedBlock, "layer 0 is a ListedBlock, whose modules the model runs and adds up itself"),
     ],
 )
 def test_blocks_that_are_refused_by_name(block, message):

@@ -43,7 +43,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     final = _find_final_norm(owner, path)
     _check_layers(layers)
     config = next(_configs((owner, backbone, *layers)), None)
-    dim = _stream_width(owner, layers, final, config)
+    dim = _stream_width(owner, layers, final, config, backbone)
     try:
         of_layers = _recognise_layers(layers, dim)
     except ValueError:
@@ -76,6 +76,11 @@ def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
+        if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"layer {number} is a {type(layer).__name__}, whose modules the model runs and "
+                "adds up itself; make each layer a module that does so in its forward"
+            )
         kind = layer_kind(layer)
         if kind not in wiring_of_kind:
             try:
@@ -240,16 +245,21 @@ def _configs(parts: Iterable[nn.Module]) -> Iterator[Any]:
                 yield module.config
 
 
-def _stream_width(owner: nn.Module, layers: list[Any], final: str | None, config: Any) -> int:
-    """The width of the stream, from a norm of it or from the config."""
+def _stream_width(
+    owner: nn.Module, layers: list[Any], final: str | None, config: Any, backbone: nn.Module
+) -> int:
+    """The width of the stream, from a norm of it, the config, or embeddings of one width."""
     norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
     if final is not None:
         norms.insert(0, owner.get_submodule(final))
     weights = [p for norm in norms for p in norm.parameters() if p.dim() == 1]
     width = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
-    if not isinstance(width, int):
+    if isinstance(width, int):
+        return width
+    embeddings = [m.embedding_dim for m in backbone.modules() if isinstance(m, nn.Embedding)]
+    if len(set(embeddings)) != 1:
         raise ValueError(
             f"{type(owner).__name__} has no stream of one width: no norm in its layers or beside "
-            "them, and no hidden_size"
+            "them, no hidden_size, and no embeddings of one width"
         )
-    return width
+    return embeddings[0]
