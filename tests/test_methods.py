@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import methods
-from crosslayer.connection import assign_normal, float32_parameter
+from crosslayer.cli.main import main
+from crosslayer.connection import assign_normal, assign_value, float32_parameter
 from crosslayer.connections.prenorm import PreNorm, Stream
 from crosslayer.methods import code_digest
 from crosslayer.testing.tiny_model import gpt, tokens
@@ -91,6 +92,34 @@ print(torch.equal(model(torch.arange(5)[None]).logits, torch.load("logits.pt")))
     assert "halved" in run_in_new_process(tmp_path, *command)
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("h, y, weights = state", "not enough values to unpack (expected 3, got 2) (mine.py, line"),
+        ("import einopz", "einopz is not installed (mine.py, line 6)"),
+        ("raise ValueError('h is odd')", "h is odd"),
+    ],
+)
+@pytest.mark.usefixtures("no_registered_method")
+def test_the_command_line_says_where_a_method_fails(tmp_path, monkeypatch, capsys, code, message):
+    (tmp_path / "mine.py").write_text(f"""
+from crosslayer.connections.prenorm import PreNorm
+
+class Mine(PreNorm):
+    def mix_inputs(self, state):
+        {code}
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    crosslayer.register_connection("mine", importlib.import_module("mine").Mine)
+    (tmp_path / "text.txt").write_text("one two three " * 400)
+    sizes = ["--layers=2", "--dim=8", "--heads=2", "--context=8", "--batch=1", "--steps=2"]
+    command = ["train", f"--data={tmp_path / 'text.txt'}", "--arm=mine", *sizes]
+    assert main([*command, f"--out={tmp_path / 'out'}"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "crosslayer:" in line]
+    assert message in line and ("line" in line) == ("line" in message)
+
+
 @pytest.mark.slow
 def test_the_laws_cover_an_installed_package(tmp_path):
     """In a folder without crosslayer's clone."""
@@ -142,6 +171,24 @@ def test_a_registered_method():
         crosslayer.register_connection("hyper", Tripled)
     with pytest.raises(TypeError, match="must be a class derived from"):
         crosslayer.register_connection("other", nn.Linear)
+    with pytest.raises(ValueError, match="Tripled is registered as 'tripled' already"):
+        crosslayer.register_connection("other", Tripled)
+    crosslayer.register_connection("tripled", Tripled)  # as a cell of a notebook that runs again
+
+
+def test_a_state_may_be_named_in_quotes():
+    class Quoted(crosslayer.Connection["Later"]):
+        pass
+
+    assert Quoted.__name__ == "Quoted"
+
+
+def test_values_are_assigned_outside_of_autograd():
+    """`reset_parameters` need not say so."""
+    parameter = float32_parameter(2)
+    assign_value(parameter, [1.0, 2.0])
+    assign_normal(parameter, 0.02, crosslayer.plan(1)[0])
+    assert parameter.requires_grad and parameter.grad_fn is None
 
 
 def test_a_file_with_a_base_class(tmp_path, monkeypatch):
@@ -233,6 +280,26 @@ class WithUnknownAnnotation(PreNorm):
             WithPorts,
             ValueError,
             r"ports must be \('attn',\) or .*'q', 'k', 'v'\), got \('q', 'v'\)",
+        ),
+        (
+            built_with(lambda self: setattr(self, "decay", [torch.ones(4)])),
+            TypeError,
+            "Mine has a tensor in self.decay, .* Make a constant tensor in mix_inputs, or",
+        ),
+        (
+            with_parameter("output_scale", 1),
+            TypeError,
+            "Mine sets self.output_scale, which every connection has",
+        ),
+        (
+            built_with(lambda self: setattr(self, "options", 3)),
+            TypeError,
+            "Mine sets self.options, which every connection has",
+        ),
+        (
+            reading(lambda self, state: ((state.h,), Traveller(state.h, gain=3))),
+            TypeError,
+            "the field 'gain' of its state is a int; a state contains tensors, tuples of them",
         ),
         (WithoutSuper, TypeError, r"WithoutSuper.__init__ must call super\(\).__init__\(site, dim"),
         (

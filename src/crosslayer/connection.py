@@ -328,6 +328,14 @@ class Connection(nn.Module, Generic[StateT]):
             return value.float()
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # transformers replaces the parameters of a model that it loads, and all learn then: one
+        # that the method has frozen stays so.
+        replaced = vars(self).get("_parameters", {}).get(name)
+        if replaced is not None and isinstance(value, nn.Parameter) and not replaced.requires_grad:
+            value.requires_grad_(False)
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay
         # float32.
@@ -390,6 +398,7 @@ def float32_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype))
 
 
+@torch.no_grad()
 def assign_value(parameter: Any, value: Tensor | list[Any]) -> None:
     """Set a parameter in place. Of one that FSDP2 has sharded, each rank sets its shard.
 
@@ -407,6 +416,7 @@ def assign_value(parameter: Any, value: Tensor | list[Any]) -> None:
     parameter.copy_(value)
 
 
+@torch.no_grad()
 def assign_normal(parameter: Tensor, std: float, site: Site) -> None:
     """Fill with N(0, std²), seeded by torch's seed and the site.
 

@@ -5,17 +5,35 @@ every method, and their messages name it.
 """
 
 import reprlib
-from typing import Any, TypeVar, get_args
+from types import NoneType
+from typing import Any, ForwardRef, TypeVar, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+_CONSTANTS = (
+    "Make a constant tensor in mix_inputs, or let it be a parameter with requires_grad_(False)"
+)
+# Of attributes that every connection has, and a method may set.
+_ATTRIBUTE_TYPES: dict[str, Any] = {
+    "ports": tuple,
+    "fractions": int,
+    "weighs_channels": bool,
+    "options": dict,
+    "output_scale": int | float,
+    "stream_dtype": torch.dtype | NoneType,
+    "starts_as_prenorm": bool,
+    "scales_readout": bool,
+}
 
 
 def check_state_class(cls: Any) -> None:
     """Check the state that a class names, as in `class Hyper(Connection[Streams])`."""
     for base in vars(cls).get("__orig_bases__", ()):
         for state in get_args(base):
-            if not isinstance(state, TypeVar):  # an abstract class, whose methods name the state
+            # an abstract class, whose methods name the state, or a name in quotes
+            if not isinstance(state, TypeVar | ForwardRef):
                 _check_state_fields(cls, state)
 
 
@@ -33,7 +51,7 @@ def check_state(connection: Any, state: Any) -> None:
             f"{type(connection).__name__}: its state {type(state).__name__} must begin with a "
             f"tensor, got {type(first).__name__}"
         )
-    _check_no_parameter(connection, state)
+    _check_fields(connection, state)
 
 
 def _check_state_fields(cls: Any, state: Any) -> None:
@@ -81,15 +99,21 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
             f"{name}.mix_inputs must return a state without a write, so that the next one can be "
             "written to it, and its y is still there"
         )
-    _check_no_parameter(connection, next_state)
+    _check_fields(connection, next_state)
 
 
-def _check_no_parameter(connection: Any, state: Any) -> None:
-    """Raise a TypeError where a field of a state is one of the connection's parameters.
+def _check_fields(connection: Any, state: Any) -> None:
+    """Raise a TypeError where a field of a state is one of the connection's parameters, or no
+    tensor.
 
     The embedding may be a parameter too. A law finds parameters within tuples.
     """
     for field, value in zip(state._fields, state, strict=True):
+        if not isinstance(value, Tensor | tuple | NoneType):
+            raise TypeError(
+                f"{type(connection).__name__}: the field {field!r} of its state is a "
+                f"{type(value).__name__}; a state contains tensors, tuples of them, and None"
+            )
         if type(value) is nn.Parameter and any(
             value is own for own in connection._parameters.values()
         ):
@@ -121,14 +145,12 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
     name = type(connection).__name__
     if "_modules" not in vars(connection) or "norms" not in connection._modules:
         raise TypeError(f"{name}.__init__ must call super().__init__(site, dim, norm)")
-    others = [child for child, _ in connection.named_children() if child != "norms"]
-    others += [buffer for buffer, _ in connection.named_buffers(recurse=False)]
-    if others:
-        raise TypeError(
-            f"{name} has {others[0]!r}: a connection contains parameters of "
-            "its own, from float32_parameter, and its norms; no other modules and no buffers"
-        )
     parameters = {key: p for key, p in connection._parameters.items() if p is not None}
+    _check_names(connection, base, parameters)
+    for key, value in (("site", site), ("dim", dim), ("is_readout", site.index == site.depth)):
+        if getattr(connection, key) is not value:
+            raise TypeError(_taken_name(name, key))
+    _check_tensors(connection)
     for key, parameter in parameters.items():
         if parameter.dim() == 0:
             raise TypeError(
@@ -140,17 +162,43 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
             f"{name} has the parameter {min(parameters)!r} and no method reset_parameters, which "
             "sets the initial values"
         )
+
+
+def _check_names(connection: Any, base: type, parameters: dict[str, nn.Parameter]) -> None:
+    """Raise a TypeError where an attribute or a parameter has a name of the interface's."""
+    name = type(connection).__name__
     for key in [*vars(connection), *parameters]:
         if callable(getattr(base, key, None)):
             raise TypeError(
                 f"{name} sets self.{key}, which is a method of every connection; choose another "
                 "name"
             )
-    for key, value in (("site", site), ("dim", dim), ("is_readout", site.index == site.depth)):
-        if getattr(connection, key) is not value:
+    for key, types in _ATTRIBUTE_TYPES.items():
+        if not isinstance(getattr(connection, key), types):
+            raise TypeError(_taken_name(name, key))
+
+
+def _check_tensors(connection: Any) -> None:
+    """Raise a TypeError for modules beside the norms, and tensors that are no parameters."""
+    name = type(connection).__name__
+    others = [child for child, _ in connection.named_children() if child != "norms"]
+    others += [buffer for buffer, _ in connection.named_buffers(recurse=False)]
+    if others:
+        raise TypeError(
+            f"{name} has {others[0]!r}: a connection contains parameters of "
+            "its own, from float32_parameter, and its norms; no other modules and no buffers. "
+            f"{_CONSTANTS}"
+        )
+    for key in sorted(vars(connection).keys() - vars(nn.Module()).keys()):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(vars(connection)[key])):
             raise TypeError(
-                f"{name} sets self.{key}, which every connection has; choose another name"
+                f"{name} has a tensor in self.{key}, which does not move to a device or load with "
+                f"the model. {_CONSTANTS}"
             )
+
+
+def _taken_name(name: str, key: str) -> str:
+    return f"{name} sets self.{key}, which every connection has; choose another name"
 
 
 def check_options(name: str, options: dict[str, Any], reserved: set[str]) -> None:

@@ -40,7 +40,8 @@ def register_connection(name: str, method: type[Connection[Any]]) -> None:
         method: its class.
 
     Raises:
-        ValueError: crosslayer has a connection of this name, or the name is no identifier.
+        ValueError: crosslayer has a connection of this name, the name is no identifier, or the
+            class has another name.
         TypeError: the method is no class of connections.
     """
     if not isinstance(method, type) or not issubclass(method, Connection):
@@ -58,6 +59,9 @@ def register_connection(name: str, method: type[Connection[Any]]) -> None:
         )
     if name in _own_names():
         raise ValueError(f"crosslayer has a connection {name!r} already; choose another name")
+    former = [key for key, other in _registered.items() if other is method and key != name]
+    if former:
+        raise ValueError(f"{method.__name__} is registered as {former[0]!r} already")
     method.name = name
     _registered[name] = method
 
@@ -110,6 +114,14 @@ def find_method(name: str) -> type[Connection[Any]]:
             f"the connection {name!r}, {entry_point.value}: {error}; an entry point is MODULE:CLASS"
         ) from None
     return _registered[name]
+
+
+def method_files() -> set[str | None]:
+    """The files of the methods that this process has imported."""
+    names = [method.__module__ for method in _registered.values()]
+    names += [f"{connections.__name__}.{name}" for name in _own_names()]
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    return {getattr(module, "__file__", None) for module in modules}
 
 
 def code_digest(method: type[Connection[Any]]) -> str:

@@ -177,6 +177,17 @@ def test_options_survive_saving(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.crosslayer == spec
 
 
+def test_frozen_parameters_stay_frozen(tmp_path):
+    """transformers replaces the parameters that it loads by ones that learn."""
+    model = connected("llama", "hyper(frozen='B')")
+    names = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert any("static_beta" in name for name in names)
+    model.save_pretrained(tmp_path)
+    for load in (AutoModelForCausalLM, crosslayer):
+        loaded = load.from_pretrained(tmp_path)
+        assert {name for name, p in loaded.named_parameters() if not p.requires_grad} == names
+
+
 def test_a_backbone_without_a_head(tmp_path):
     backbone = crosslayer.connect(llama().model, "mudd")
     backbone.save_pretrained(tmp_path)

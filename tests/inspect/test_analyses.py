@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 import crosslayer
+from crosslayer import methods
 from crosslayer.connection import find_connections
 from crosslayer.connections.mgr import MGR
 from crosslayer.hf import connect
@@ -29,6 +31,7 @@ from crosslayer.inspect import (
     unfold_connections,
 )
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
+from crosslayer.mixing import MixingWeights, identity_weights, join_columns
 from crosslayer.testing.tiny_model import DEFAULTS, VARIANTS, shake
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -137,6 +140,42 @@ TWO_HOP = (
     f"hyper(streams=2, dynamic=False, matrix=[{ATTENTION_HOP}, {MLP_HOP}])",
     "MLPs before, and the attention just before",
 )
+
+
+class TwoStreams(NamedTuple):
+    first: Tensor
+    second: Tensor
+    y: Tensor | None = None
+
+
+class SecondStream(crosslayer.Connection[TwoStreams]):
+    """Outputs go to a second stream, the embedding stays in the first, and their sum is read."""
+
+    start = 0.0  # of the second stream, in embeddings
+
+    def initial_state(self, x):
+        return TwoStreams(x, self.start * x)
+
+    def mix_inputs(self, state):
+        second = state.second if state.y is None else state.second + state.y
+        return (state.first + second,), TwoStreams(state.first, second)
+
+    def state_parts(self, state):
+        return state.first, state.second
+
+    def mixing_weights(self, state):
+        streams = identity_weights(2, state.first)
+        write = streams if state.y is None else join_columns(streams, streams[:, 1:])
+        return MixingWeights(write, torch.ones_like(streams[:1]), streams)
+
+
+def test_a_stream_may_start_empty(monkeypatch):
+    monkeypatch.setattr(methods, "_registered", {"second_stream": SecondStream})
+    unfolded = unfold_connections(OwnModel("second_stream"), EMBEDDING)
+    assert torch.equal(unfolded.mean, torch.ones(9, 9).double().tril()) and unfolded.error < 1e-6
+    monkeypatch.setattr(SecondStream, "start", 0.5)
+    with pytest.raises(ValueError, match="a first state whose parts are the embedding or zero"):
+        unfold_connections(OwnModel("second_stream"), EMBEDDING)
 
 
 @pytest.mark.parametrize(("spec", "reads"), [SEQUENTIAL, PRE_NORM, TWO_HOP])

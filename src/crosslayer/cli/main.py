@@ -6,6 +6,7 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
 from argparse import ArgumentError
 from collections.abc import Sequence
 from typing import Any, get_origin
@@ -42,11 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = (
             f"{package} is not installed; in the clone of crosslayer: pip install -e '.[{extra}]'"
         )
+        if place := _place_in_method(error):
+            message = f"{package} is not installed{place}"
     except KeyboardInterrupt:
         print("crosslayer: stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, ArgumentError) as error:
-        message = _machine_limit(error) or error_in_one_line(error)
+        message = _machine_limit(error) or error_in_one_line(error) + _place_in_method(error)
     except Exception as error:
         limit = _machine_limit(error)
         if limit is None:
@@ -54,6 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = limit
     print(f"crosslayer: {_shorten(message)}", file=sys.stderr)
     return 1
+
+
+def _place_in_method(error: BaseException) -> str:
+    """Where the code of a connection failed without raising an error itself, like a bug in one that
+    a user adds: " (laurel.py, line 31)". Otherwise nothing.
+    """
+    from ..methods import method_files
+
+    while error.__context__ is not None:  # the first one
+        error = error.__context__
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [frame for frame in frames if "importlib" not in frame.filename][-1]
+    is_deliberate = (last.line or "").startswith("raise ")
+    if is_deliberate or last.filename not in method_files():
+        return ""
+    return f" ({os.path.basename(last.filename)}, line {last.lineno})"
 
 
 def _shorten(message: str) -> str:

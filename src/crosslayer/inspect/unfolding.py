@@ -155,13 +155,20 @@ class _BatchMap:
         self.stride = max(1, tokens // CHANNELWISE_TOKENS) if self.is_channelwise else 1
         parts = visit.parts[:: self.stride]
         self.sources = parts.new_zeros(len(parts), connection.site.depth + 2, connection.dim)
-        self.sources[:, 0] = parts[:, : self.fractions].flatten(-2)
         self.rows: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
         self.one_token = int(torch.randint(len(parts), (), generator=generator))
-        # Every part of the first state is the embedding, or the fraction of it at its place.
-        copies = parts.shape[1] // self.fractions
-        self.parts = self._unit(0).repeat(1, copies, 1, 1)
+        # Every part of the first state is zero or the embedding, or its fraction at that place.
+        copies = parts.unflatten(1, (-1, self.fractions)).unbind(1)
+        embedding = next((copy for copy in copies if copy.any()), copies[0])
+        if not all(torch.equal(copy, embedding) or not copy.any() for copy in copies):
+            raise ValueError(
+                f"{connection.name}: the unfolded map needs a first state whose parts are the "
+                "embedding or zero"
+            )
+        self.sources[:, 0] = embedding.flatten(-2)
+        unit = self._unit(0)
+        self.parts = torch.cat([unit if copy.any() else 0 * unit for copy in copies], 1)
 
     def follow_read(self, visit: SiteVisit) -> tuple[Tensor, float]:
         """The numbers c_kj of a site's inputs, [N inputs sources], and their largest error."""
