@@ -328,13 +328,15 @@ class Connection(nn.Module, Generic[StateT]):
             return value.float()
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # transformers replaces the parameters of a model that it loads, and all learn then: one
-        # that the method has frozen stays so.
-        replaced = vars(self).get("_parameters", {}).get(name)
-        if replaced is not None and isinstance(value, nn.Parameter) and not replaced.requires_grad:
-            value.requires_grad_(False)
-        super().__setattr__(name, value)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add or replace a parameter. In place of a frozen one it is frozen, too.
+
+        transformers replaces all parameters of a model that it loads by ones that learn.
+        """
+        replaced = self._parameters.get(name)
+        if replaced is not None and param is not None and not replaced.requires_grad:
+            param.requires_grad_(False)
+        super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay
