@@ -68,11 +68,12 @@ def _place_in_method(error: BaseException) -> str:
     while error.__context__ is not None:  # the first one
         error = error.__context__
     frames = traceback.extract_tb(error.__traceback__)
-    last = [frame for frame in frames if "importlib" not in frame.filename][-1]
-    is_deliberate = (last.line or "").startswith("raise ")
-    if is_deliberate or last.filename not in method_files():
+    frames = [frame for frame in frames if "importlib" not in frame.filename]  # of an import
+    if not frames or frames[-1].filename not in method_files():
         return ""
-    return f" ({os.path.basename(last.filename)}, line {last.lineno})"
+    is_deliberate = (frames[-1].line or "").startswith("raise ")
+    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
+    return "" if is_deliberate else place
 
 
 def _shorten(message: str) -> str:

@@ -26,7 +26,7 @@ class HiddenState(NamedTuple):
         return self.dtype_like.dtype
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # A host that checkpoints its layers may ask for it.
         return self.dtype_like.device
 
     def __getattr__(self, name: str) -> Any:
