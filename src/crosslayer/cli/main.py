@@ -67,8 +67,8 @@ def _place_in_method(error: BaseException) -> str:
 
     while error.__context__ is not None:  # the first one
         error = error.__context__
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if "importlib" not in frame.filename]  # of an import
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if "importlib" not in frame.filename]  # of an import
     if not frames or frames[-1].filename not in method_files():
         return ""
     is_deliberate = (frames[-1].line or "").startswith("raise ")
