@@ -1,15 +1,24 @@
 """Perplexity of texts and of target spans against loops that score one window at a time."""
 
+import copy
 import gzip
 import math
 import statistics
 
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers import BertConfig, BertLMHeadModel
 
 from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity
-from crosslayer.evaluate.windows import ScoredWindow, rolling_windows, split_window
+from crosslayer.evaluate.windows import (
+    ScoredWindow,
+    exp_or_inf,
+    log_likelihoods,
+    rolling_windows,
+    split_window,
+)
 from tests.evaluate.tiny_models import byte_tokenizer, log_probabilities, tiny_model, write_lines
 
 TEXT = "".join(f"{i}: the quick “naïve” fox jumps over {i * i} lazy dogs.\n" for i in range(9))
@@ -185,6 +194,28 @@ def test_span_files_that_are_wrong(content, message, tmp_path):
         read_spans(tmp_path / "spans.jsonl.gz")
     with pytest.raises(ValueError, match=r"no\.jsonl: cannot be read"):
         read_spans(tmp_path / "no.jsonl")
+
+
+def test_a_model_that_sees_what_it_is_scored_by():
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32, is_decoder=False,
+    )  # fmt: skip
+    encoder = BertLMHeadModel(config).eval()
+    windows = [ScoredWindow([1], [2, 3])]
+    with pytest.raises(ValueError, match="BertLMHeadModel sees the tokens that it would be scored"):
+        log_likelihoods(encoder, windows, 1)
+    config.is_decoder = True
+    assert len(log_likelihoods(BertLMHeadModel(config), windows, 1)) == 1
+
+
+def test_a_weight_that_is_no_number(model):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.get_output_embeddings().weight[7] = math.nan
+    with pytest.raises(ValueError, match="logits are not finite"):
+        log_likelihoods(broken, [ScoredWindow([1], [2, 3])], 1)
+    assert math.isnan(exp_or_inf(math.nan)) and exp_or_inf(1e4) == math.inf
 
 
 def test_context_and_stride_out_of_range(model):

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertLMHeadModel,
     BertModel,
     GPTNeoXConfig,
     GPTNeoXModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
 )
 
@@ -30,7 +34,9 @@ from crosslayer.inspect import (
     summarise_mixing,
     unfold_connections,
 )
+from crosslayer.inspect.ablation import ablate_sublayers
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
+from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
 from crosslayer.testing.tiny_model import DEFAULTS, VARIANTS, shake
 
@@ -140,6 +146,68 @@ TWO_HOP = (
     f"hyper(streams=2, dynamic=False, matrix=[{ATTENTION_HOP}, {MLP_HOP}])",
     "MLPs before, and the attention just before",
 )
+
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+
+
+def test_a_head_that_does_more_is_not_read_out():
+    """Granite divides its logits, which the final norm and the head alone do not."""
+    config = GraniteConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2)
+    plain = GraniteForCausalLM(config).eval()
+    assert measure_site_losses(plain, BATCHES).losses[-1] > 0
+    config.logits_scaling = 8.0
+    with pytest.raises(ValueError, match="GraniteForCausalLM does more than its head to a hidden"):
+        measure_site_losses(GraniteForCausalLM(config).eval(), BATCHES)
+
+
+def test_the_lens_reads_the_stream_where_ways_differ():
+    """And so do the distances: the stream r, which the output joins, not the input of q."""
+    model = shake(connect(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), "mudd"))
+    states = []
+    first = find_connections(model)[2]  # of the second layer's attention
+    handle = first.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    model.eval()(input_ids=IDS)
+    handle.remove()
+    r = first.state_parts(first.mix_inputs(states[0])[1])[-1]
+    logits = model.lm_head(find_connections(model)[-1].apply_port_norms(r)[0])[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten())
+    losses = measure_site_losses(model, [{"input_ids": IDS}])
+    assert losses.losses[losses.labels.index("1.attn")] == pytest.approx(expected.item(), rel=1e-4)
+    embedding = model.model.embed_tokens(IDS)
+    cosine = torch.cosine_similarity(embedding[:, -1], r[:, -1], dim=-1)
+    distance = compare_depths(model, [{"input_ids": IDS}]).angular[0, 2].item()
+    assert distance == pytest.approx((cosine.arccos() / math.pi).mean().item(), abs=1e-4)
+
+
+def test_what_scores_nothing_is_an_error():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)).eval()
+    for analyse in (measure_site_losses, measure_block_gradients, ablate_sublayers):
+        for batches in ([], [{"input_ids": IDS[:, :1]}]):
+            with pytest.raises(ValueError, match=r"nothing was (scored|observed): give at least"):
+                analyse(model, batches)
+
+
+def test_gradients_of_a_frozen_model():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)).eval()
+    expected = measure_block_gradients(model, BATCHES).rms
+    model.requires_grad_(False)
+    assert measure_block_gradients(model, BATCHES).rms == expected
+    assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+
+
+def test_a_model_that_is_no_number_fails_alone():
+    """What scores it by the next token is not done for an encoder either."""
+    broken = connect(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)).eval(), "mgr")
+    with torch.no_grad():
+        broken.lm_head.weight[0] = broken.model.embed_tokens.weight[:] = math.nan
+    inspection = inspect_model("broken", InspectionSubject(broken, BATCHES), ("mixing", "scales"))
+    assert "is not finite" in inspection.not_done[0] and not inspection.results
+    sizes = dict(SIZES, num_attention_heads=2, max_position_embeddings=16)
+    encoder = BertLMHeadModel(BertConfig(**sizes, is_decoder=False)).eval()
+    inspection = inspect_model("encoder", InspectionSubject(encoder, BATCHES), ("lens", "cosines"))
+    assert inspection.not_done[0].startswith("lens: BertLMHeadModel sees the tokens")
+    assert list(inspection.results) == ["cosines"]
 
 
 class TwoStreams(NamedTuple):

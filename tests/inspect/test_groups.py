@@ -326,8 +326,9 @@ def test_every_analysis_of_a_host_of_another_kind(kind, family, spec):
     inspection = inspect_model(family, subject, ANALYSES, lambda *step: steps.append(step))
     # Active heads are defined for texts, and where each layer has one attention and nothing else.
     not_done = [line.partition(":")[0] for line in inspection.not_done]
-    # DINOv2's head reads the class token beside the mean over patches.
-    assert not_done == (["lens", "attention"] if family == "dinov2" else ["attention"])
+    # DINOv2's head reads the class token beside the mean over patches, BEiT's that mean.
+    has_lens = family not in ("dinov2", "beit")
+    assert not_done == (["attention"] if has_lens else ["lens", "attention"])
     assert {"findings", "ablation", "sources"} <= set(inspection.results)
     assert all(done <= total for _, done, total in steps)
 

@@ -42,6 +42,7 @@ def parser() -> Any:
 def run(options: Any) -> int:
     silence_libraries()
     from ..convert.pretrained import check_tokenizer, open_model, open_tokenizer
+    from ..evaluate.windows import check_causal
 
     check_positive(max_new_tokens=options.max_new_tokens)
     check_non_negative(temperature=options.temperature)
@@ -52,6 +53,7 @@ def run(options: Any) -> int:
     tokenizer = open_tokenizer(options.tokenizer or options.model)
     model = open_model(options.model, dtype, options.rope).to(device).eval()
     check_tokenizer(tokenizer, model)
+    check_causal(model)
     prompts = sys.stdin if options.prompt is None else [options.prompt]
     for prompt in prompts:
         if options.prompt is not None or prompt.strip():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..validation import check_non_negative, check_positive, did_you_mean
-from .windows import end_tokens
+from .windows import check_causal, end_tokens
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -50,8 +50,8 @@ def evaluate_tasks(
         What `lm_eval.simple_evaluate` returns, like "results" by task and metric and "n-shot".
 
     Raises:
-        ValueError: a task is unknown, its data cannot be loaded, a template does not fit them, or
-            an answer is longer than the context.
+        ValueError: the model sees tokens that it is scored by, a task is unknown, its data cannot
+            be loaded, a template does not fit them, or an answer is longer than the context.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -63,6 +63,7 @@ def evaluate_tasks(
         check_non_negative(num_fewshot=num_fewshot)
     if task_manager is None:
         task_manager = find_tasks(tasks)
+    check_causal(model)
     prefix_token = None  # the harness needs one even where no request is without context
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         prefix_token = next(iter(end_tokens(tokenizer, model)), 0)

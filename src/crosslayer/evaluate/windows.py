@@ -60,6 +60,7 @@ def log_likelihoods(
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     check_positive(batch_size=batch_size)
+    check_causal(model)
     # Longest first: windows of a batch are of similar length, and a lack of memory shows at once.
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].context + windows[i].target))
     scores = [0.0] * len(windows)
@@ -77,7 +78,29 @@ def log_likelihoods(
                 positions = slice(len(inputs[row]) - len(target), len(inputs[row]))
                 of_target = log_probabilities[row, positions].gather(-1, target[:, None])
                 scores[i] = of_target.sum().item()
+    if any(math.isnan(score) for score in scores):
+        raise ValueError("the model's logits are not finite: a weight may be NaN")
     return scores
+
+
+@torch.no_grad()
+def check_causal(model: "PreTrainedModel") -> None:
+    """Raise a ValueError where the logits of a token depend on tokens after it, as in an encoder.
+
+    Two short inputs that differ in their last token tell.
+    """
+    vocab = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(4, device=model.device).repeat(2, 1) % vocab
+    ids[1, -1] = (ids[1, -1] + 1) % vocab
+    with evaluation_mode(model):
+        logits = model(ids, use_cache=False).logits[:, :-1].float()
+    difference = (logits[0] - logits[1]).abs().max()
+    rounding = 1e-5 if model.dtype == torch.float32 else 3e-2  # relative
+    if difference > rounding * logits.abs().max():
+        raise ValueError(
+            f"{type(model).__name__} sees the tokens that it would be scored by: a token's logits "
+            "depend on tokens after it"
+        )
 
 
 def context_limit(model: "PreTrainedModel") -> int | None:
@@ -119,4 +142,4 @@ def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -
 
 def exp_or_inf(x: float) -> float:
     # The perplexity of an untrained model's words, or of a diverged run, may be no float.
-    return math.exp(x) if x < 700 else math.inf
+    return math.inf if x >= 700 else math.exp(x)

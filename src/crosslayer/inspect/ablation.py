@@ -20,8 +20,8 @@ from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from ..hf.host_norms import find_module
-from .observation import ModelInputs
-from .scoring import score_logits
+from .observation import ModelInputs, port_label
+from .scoring import check_scored, score_logits
 
 # Static weights over depth: DenseFormer's α and MUDD's a.
 DEPTH_WEIGHTS = ("alpha", "a")
@@ -143,7 +143,7 @@ def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     if isinstance(step, str) and steps[step] == 1:
                         is_module = isinstance(find_module(layer, step), nn.Module)
                         path = step if is_module else path
-                yield f"{number}.{sublayer.port}", layer.get_submodule(path)
+                yield f"{number}.{port_label(sublayer.port)}", layer.get_submodule(path)
             site += 1
 
 
@@ -254,6 +254,9 @@ def mean_token_loss(model: Any, batches: Iterable[ModelInputs]) -> float:
     """Cross-entropy of the next token, the mean over tokens that no mask excludes.
 
     Of images with `labels`, that of their class.
+
+    Raises:
+        ValueError: no token has a next one.
     """
     total = torch.zeros((), dtype=torch.float64)
     count = 0
@@ -261,7 +264,8 @@ def mean_token_loss(model: Any, batches: Iterable[ModelInputs]) -> float:
         logits, targets = score_logits(model, batch)
         total += F.cross_entropy(logits, targets, reduction="sum").cpu()
         count += len(targets)
-    return (total / max(count, 1)).item()
+    check_scored(count)
+    return (total / count).item()
 
 
 @contextmanager

@@ -59,7 +59,10 @@ def draw_matrix(
     label_ticks(axes.xaxis, columns, rotation=90)
     axes.set_ylabel(names[0])
     axes.set_xlabel(names[1])
-    axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit)
+    above, below = (values > limit).any(), (values < low).any()
+    clipped = {(True, True): "both", (True, False): "max", (False, True): "min"}
+    extend = clipped.get((bool(above), bool(below)), "neither")  # arrows: values beyond the colours
+    axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit, extend=extend)
 
 
 def draw_lines(

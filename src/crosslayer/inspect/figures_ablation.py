@@ -53,7 +53,8 @@ def _draw_bars(
     width = 0.8 / len(models)
     for number, (name, own, values) in enumerate(models):
         colour = line_look(number)["color"]
-        places = [labels.index(label) + number * width for label in own]
+        offset = (number - (len(models) - 1) / 2) * width
+        places = [labels.index(label) + offset for label in own]
         errors = deviations.get(name)
         axes.bar(places, values, width, color=colour, label=name, yerr=errors, capsize=2)
     label_ticks(axes.xaxis, labels, rotation=90)

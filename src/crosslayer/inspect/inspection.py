@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..connection import find_connections, format_spec
+from ..evaluate.windows import check_causal
 from .ablation import (
     PruningCurve,
     SublayerAblation,
@@ -26,7 +27,7 @@ from .findings import find_patterns
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
-from .observation import ModelInputs, observe_model, plain_connection
+from .observation import LABELS, ModelInputs, observe_model, plain_connection
 from .scales import ScaleAnalysis, find_alarms
 from .similarity import CosineAnalysis, DistanceAnalysis
 from .singular_values import measure_singular_values
@@ -66,11 +67,13 @@ class SingleAnalysis(NamedTuple):
             ValueError where it cannot be done.
         passes: the number of passes over the batches.
         most_batches: how many batches it is given at most; None for all.
+        scores: whether it scores the model by the next token, or by the class of an image.
     """
 
     run: Callable[[InspectionSubject], Any]
     passes: Callable[[InspectionSubject], int] = lambda subject: 1
     most_batches: int | None = None
+    scores: bool = False
 
 
 class DerivedAnalysis(NamedTuple):
@@ -125,31 +128,38 @@ OBSERVED = {
     "scales": ScaleAnalysis,
 }
 SINGLE = {
-    "lens": SingleAnalysis(lambda subject: measure_site_losses(subject.model, subject.batches)),
+    "lens": SingleAnalysis(
+        lambda subject: measure_site_losses(subject.model, subject.batches), scores=True
+    ),
     "gradients": SingleAnalysis(
-        lambda subject: measure_block_gradients(subject.model, subject.batches)
+        lambda subject: measure_block_gradients(subject.model, subject.batches), scores=True
     ),
     "attention": SingleAnalysis(_measure_attention),
     "ablation": SingleAnalysis(
         lambda subject: ablate_sublayers(subject.model, subject.batches),
         lambda subject: 1 + count_sublayers(subject.model),
+        scores=True,
     ),
     "ways": SingleAnalysis(
         _ablate_ways,
         _count_ways_passes,
+        scores=True,
     ),
     "blocks": SingleAnalysis(
         lambda subject: ablate_blocks(subject.model, subject.batches),
         lambda subject: 1 + count_blocks(subject.model),
+        scores=True,
     ),
     "sources": SingleAnalysis(
         lambda subject: ablate_sources(subject.model, subject.batches, _chosen_layers(subject)),
         lambda subject: 2 + len(_find_mix_weights(subject)),
         most_batches=1,
+        scores=True,
     ),
     "pruning": SingleAnalysis(
         _prune_weights,
         lambda subject: len(PRUNED_SHARES) if find_depth_weights(subject.model) else 0,
+        scores=True,
     ),
     "pattern": SingleAnalysis(lambda subject: find_mix_pattern(subject.model), lambda subject: 0),
     "singular_values": SingleAnalysis(
@@ -269,6 +279,8 @@ def _run_single(
     analysis = SINGLE[key]
     batches = subject.batches[: analysis.most_batches]
     try:
+        if analysis.scores and LABELS not in subject.batches[0]:
+            check_causal(subject.model)
         batches = _count_batches(batches, key, analysis.passes(subject), progress)
         result = analysis.run(dataclasses.replace(subject, batches=batches))
     except ValueError as error:

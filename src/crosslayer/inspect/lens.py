@@ -1,7 +1,8 @@
 """What each depth already predicts, and what each depth learns from.
 
-The lens reads a model out at every site, as if it were the last: the site's input through the final
-norm and the head. Gradients are those of Multi-Gate Residuals (arXiv 2605.23259), Figure 2.
+The lens reads a model out at every site, as if it were the last: the site's input, or the stream r
+where q, k and v are mixed apart, through the final norm and the head. Gradients are those of
+Multi-Gate Residuals (arXiv 2605.23259), Figure 2.
 """
 
 from collections.abc import Iterable
@@ -19,13 +20,16 @@ from .moments import RunningMoments
 from .observation import (
     ModelInputs,
     SiteVisit,
+    check_observed,
     connected_for_analysis,
     find_body,
     model_arguments,
     site_label,
     visited_sites,
 )
-from .scoring import NO_TARGET, find_head, score_logits, score_targets
+from .scoring import NO_TARGET, check_scored, find_head, score_logits, score_targets
+
+LENS_ROUNDING = 5e-4  # relative, of a loss
 
 
 @dataclass
@@ -65,11 +69,26 @@ class _LensAnalysis:
 
     def visit_site(self, visit: SiteVisit) -> None:
         is_scored = visit.answers if self.is_scored is None else self.is_scored
-        hidden = self.readout.apply_port_norms(visit.inputs[0])[0][0]
+        x = visit.hidden.to(visit.inputs[0].dtype)[None]
+        hidden = self.readout.apply_port_norms(x)[0][0]
         logits = self.head(hidden[is_scored].to(self.dtype)).float()
         losses = F.cross_entropy(logits, self.targets, reduction="none")
         moments = self.losses.setdefault(site_label(visit.connection), RunningMoments())
         moments.add(losses)
+
+    def check_readout(self, model: Any, batch: ModelInputs) -> None:
+        """Raise a ValueError where the model's own loss of the only batch so far is another.
+
+        Logits may be scaled or capped after the head, and a head may have more than one matrix.
+        """
+        logits, targets = score_logits(model, batch)
+        expected = F.cross_entropy(logits, targets).item()
+        found = self.losses[site_label(self.readout)].mean.item()
+        if abs(found - expected) > LENS_ROUNDING * expected:
+            raise ValueError(
+                f"{type(model).__name__} does more than its head to a hidden state: its loss is "
+                f"{expected:.4f}, and {found:.4f} by the final norm and the head alone"
+            )
 
 
 @torch.no_grad()
@@ -83,7 +102,8 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
             `pixel_values` and `labels`.
 
     Raises:
-        ValueError: the model has no head, or one that reads something else than the hidden state.
+        ValueError: the model has no head, its logits are no function of the hidden state by final
+            norm and head alone, or no token has a next one.
     """
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
@@ -96,8 +116,14 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
             if "input_ids" in batch:
                 mask = arguments.get("attention_mask", torch.ones_like(targets))
                 analysis.is_scored = has_target[mask.bool()]
+            if not has_target.any():
+                continue
+            is_first = not analysis.losses
             with visited_sites(model, arguments, [analysis]):
                 find_body(model, arguments)(**arguments)
+            if is_first:
+                analysis.check_readout(model, batch)
+    check_observed(analysis.losses)
     labels = list(analysis.losses)
     return SiteLosses(labels, [analysis.losses[label].mean.item() for label in labels])
 
@@ -105,17 +131,21 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
 def measure_block_gradients(model: Any, batches: Iterable[ModelInputs]) -> BlockGradients:
     """The size of each layer's gradient, from one backward pass over the batches.
 
-    Gradients that the parameters had before are restored.
+    Frozen parameters have gradients too. Gradients that the parameters had before are restored.
 
     Args:
         model: a language model or a classifier of a family that `connect` knows.
         batches: with `input_ids`, and an `attention_mask` where some are padded; or with
             `pixel_values` and `labels`.
+
+    Raises:
+        ValueError: no token has a next one.
     """
     backbone, wiring = find_backbone(model)
-    before = [parameter.grad for parameter in model.parameters()]
+    before = [(parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
+        parameter.requires_grad_(parameter.is_floating_point())
     count = 0
     try:
         with evaluation_mode(model), torch.enable_grad():
@@ -123,10 +153,12 @@ def measure_block_gradients(model: Any, batches: Iterable[ModelInputs]) -> Block
                 logits, targets = score_logits(model, batch)
                 F.cross_entropy(logits, targets, reduction="sum").backward()
                 count += len(targets)
+        check_scored(count)
         layers = wiring.find_layers(backbone)
-        return BlockGradients([_gradient_rms(layer) / max(count, 1) for layer in layers])
+        return BlockGradients([_gradient_rms(layer) / count for layer in layers])
     finally:
-        for parameter, gradient in zip(model.parameters(), before, strict=True):
+        for parameter, (gradient, learns) in zip(model.parameters(), before, strict=True):
+            parameter.requires_grad_(learns)
             parameter.grad = gradient
 
 

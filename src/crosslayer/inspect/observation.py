@@ -266,7 +266,7 @@ def site_label(connection: Connection[Any]) -> str:
     """Like "3.attn" for the attention of layer 3, "3.attn+mlp" for a parallel block, "readout"."""
     if connection.is_readout:
         return "readout"
-    return f"{connection.site.layer}.{'+'.join(map(_port_label, connection.site.ports))}"
+    return f"{connection.site.layer}.{'+'.join(map(port_label, connection.site.ports))}"
 
 
 def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
@@ -274,9 +274,9 @@ def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
     label = site_label(connection)
     if inputs == 1:
         return [label]
-    return [f"{connection.site.layer}.{_port_label(port)}" for port in connection.ports]
+    return [f"{connection.site.layer}.{port_label(port)}" for port in connection.ports]
 
 
-def _port_label(port: str) -> str:
+def port_label(port: str) -> str:
     """An attention is called "attn" whatever it projects from."""
     return port.removeprefix("latent_")

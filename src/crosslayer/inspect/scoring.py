@@ -49,6 +49,12 @@ def score_logits(model: Any, batch: ModelInputs) -> tuple[Tensor, Tensor]:
     return logits[chosen].float(), targets[chosen]
 
 
+def check_scored(count: int) -> None:
+    """Raise a ValueError where no token was scored."""
+    if count == 0:
+        raise ValueError("nothing was scored: give at least one batch of at least two tokens")
+
+
 def find_head(model: Any) -> nn.Module:
     """The module that makes logits of hidden states.
 

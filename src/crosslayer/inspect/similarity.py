@@ -122,12 +122,13 @@ class DepthDistances:
     Attributes:
         labels: of the sites.
         angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15), or an image's class
-            token, between the inputs of sites, its mean over sequences, [sites sites].
+            token, between what sites are given, its mean over sequences, [sites sites]. What a site
+            is given is its input, or the stream r where q, k and v are mixed apart.
         streams: the same for each stream once the site has applied the pending write,
             [streams sites sites]. NaN at sites where the stream does not exist yet. Empty where the
             parts of the state are no streams.
         static_streams: those whose mean distance over all pairs is below `STATIC_DISTANCE`.
-        cka: linear CKA of the inputs, [sites sites].
+        cka: linear CKA of what sites are given, [sites sites].
         opens_layer: whether a site opens a layer or is the readout, [sites].
     """
 
@@ -155,7 +156,7 @@ class DistanceAnalysis:
         if connection.site.index == 0:
             self._last, self._streams, self._opens_layer = {}, {}, []
         label = site_label(connection)
-        x = visit.inputs[0].flatten(0, -2).float()
+        x = visit.hidden
         self._last[label] = x[visit.answers]
         self._opens_layer.append(connection.opens_layer)
         if connection.parts_are_streams:

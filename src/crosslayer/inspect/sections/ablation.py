@@ -77,7 +77,7 @@ SECTIONS = [
         "lens",
         "What each depth predicts",
         "The loss where the input of each site passes the final norm and the head, as if it were "
-        "the last.",
+        "the last. Where q, k and v are mixed apart, it is the stream r that does.",
         ("lens",),
         _lens_panels,
     ),
@@ -94,7 +94,8 @@ SECTIONS = [
         "What the model loses without its blocks",
         "Perplexity without a block less that of the whole model, where the outputs of both its "
         "sub-layers are zero; one pass over the sequences for each block. A block without a bar "
-        "lowers the perplexity when it is removed. "
+        "lowers the perplexity when it is removed. MGR's first blocks have none either: an output "
+        "that becomes a stream is not removed. "
         "Multi-Gate Residuals, Figure 4.",
         ("blocks",),
         _block_panels,

@@ -118,11 +118,12 @@ def _read_panels(
             (scaled, ", × mean norm", "weight × mean norm"),
         ):
             for way, rows in rows_of_way.items():
+                values = _stack_rows([weights for _, weights in rows])
                 draw = partial(
                     draw_matrix,
-                    values=_stack_rows([weights for _, weights in rows]),
+                    values=values,
                     rows=[label for label, _ in rows],
-                    columns=columns,
+                    columns=columns[: values.shape[1]],
                     signed=signed,
                     names=("input of", "weight of"),
                     unit=unit,

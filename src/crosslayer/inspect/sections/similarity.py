@@ -97,8 +97,9 @@ SECTIONS = [
     Section(
         "distances",
         "Angular distance between depths, of the last token",
-        "Between the inputs of two blocks, and between each stream at two depths, once the output "
-        "before is written. 0.5 is orthogonal. A stream whose mean distance is below "
+        "Between the inputs of two blocks (the stream r where q, k and v are mixed apart), and "
+        "between each stream at two depths, once the output before is written. 0.5 is orthogonal. "
+        "A stream whose mean distance is below "
         f"{STATIC_DISTANCE} is called static. "
         "Multi-Gate Residuals, Eq. 15, Figures 3, 8 and 9.",
         ("distances",),
