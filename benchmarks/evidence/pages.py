@@ -65,7 +65,7 @@ def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
 
 def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:
     """The text of each marked part of a first page, by its name."""
-    arms = [BASELINE, "postnorm", *(arm for arm in MAIN_ARMS if arm != BASELINE)]
+    arms = [BASELINE, "postnorm", "resi_dual", *(arm for arm in MAIN_ARMS if arm != BASELINE)]
     return {"In short": summary_table(studies, arms)}
 
 
