@@ -408,6 +408,8 @@ def test_a_folder_of_a_vision_model(images, tmp_path, capsys):
     assert (out / "figures" / "classes.png").stat().st_size > 5_000
     assert main([*arguments[:-1], str(out / "2"), "--data", str(tmp_path / "plain")]) == 1
     assert "has no class subfolders with images" in capsys.readouterr().err
+    assert main([*arguments[:-1], str(out / "3")]) == 1
+    assert "takes images: name --data, a folder with" in capsys.readouterr().err
 
 
 @pytest.mark.slow

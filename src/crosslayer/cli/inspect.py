@@ -267,6 +267,10 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
     dtype = parse_model_dtype(options.dtype)
     sizes = (options.sequences, options.batch_size)
     if takes_images(source):
+        if options.data == "stdlib":
+            raise ValueError(
+                f"{source} takes images: name --data, a folder with a folder of images a class"
+            )
         model = open_image_model(source, dtype).to(device)
         subject = image_subject(model, find_folder(source), options.data, *sizes)
     else:

@@ -124,7 +124,8 @@ SECTIONS = [
     Section(
         "block_scales",
         "Size and gradient of each block",
-        "Left: the hidden state after each block, as the next block reads it before its norm. "
+        "Left: the hidden state after each block, as the next block reads it before its norm. The "
+        "last one is the readout's, in hyper-connections the sum of the streams. "
         "Right: the size of the gradient of its parameters, √mean(g²), from one backward pass over "
         "the sequences. Multi-Gate Residuals, Figure 2.",
         ("scales", "gradients"),
@@ -134,7 +135,8 @@ SECTIONS = [
         "activations",
         "Massive activations",
         "The three largest magnitudes in the hidden state after each attention and after each MLP, "
-        "as the next sub-layer reads it before its norm. Multi-Gate Residuals, Figures 5, 10 and "
+        "as the next sub-layer reads it before its norm. The last is the readout's, in "
+        "hyper-connections the sum of the streams. Multi-Gate Residuals, Figures 5, 10 and "
         "11: over 512 sequences.",
         ("scales",),
         _activation_panels,
