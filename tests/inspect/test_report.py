@@ -309,7 +309,8 @@ def test_models_whose_folders_end_alike_keep_their_paths():
 @pytest.mark.parametrize("spec", DEFAULTS)
 def test_every_section_of_every_method_is_drawn(spec):
     inspection = inspect_model(spec, InspectionSubject(language_model(spec), BATCHES))
-    assert inspection.not_done == []
+    without_lens = ["lens: resi_dual reads out by 2 norms, not by one"]
+    assert inspection.not_done == (without_lens if spec == "resi_dual" else [])
     for section in SECTIONS:
         for _, draw in section.panels([inspection]):
             draw(Figure().subplots())

@@ -59,6 +59,10 @@ class _LensAnalysis:
         self.head = find_head(model)
         self.dtype = model.dtype
         self.readout = find_connections(model)[-1]
+        if len(self.readout.norms) != 1:
+            raise ValueError(
+                f"{self.readout.name} reads out by {len(self.readout.norms)} norms, not by one"
+            )
         if getattr(self.head, "in_features", self.readout.dim) != self.readout.dim:
             raise ValueError(
                 f"the head of {type(model).__name__} reads something else than the hidden state"
@@ -102,8 +106,8 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
             `pixel_values` and `labels`.
 
     Raises:
-        ValueError: the model has no head, its logits are no function of the hidden state by final
-            norm and head alone, or no token has a next one.
+        ValueError: the model has no head, its logits are no function of the hidden state by one
+            norm and the head alone, or no token has a next one.
     """
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
