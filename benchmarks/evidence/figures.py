@@ -118,34 +118,40 @@ def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
 def _difference_lines(study: Study, cost: Cost) -> list[LineSeries]:
     """Differences at the places of pre-norm's curve, with 95 % intervals."""
     lines = []
-    baseline = study.compared_runs(BASELINE)
+    curves = {
+        name: {seed: _curve(run, name, cost) for seed, run in study.compared_runs(name).items()}
+        for name in MAIN_ARMS
+    }
+    baseline = {seed: curve for seed, curve in curves[BASELINE].items() if curve}
+    places = len(next(iter(baseline.values()))) if baseline else 0
     for colour, name in enumerate(MAIN_ARMS[:-1]):
-        runs = study.compared_runs(name)
         x, intervals = [], []
-        for place in range(len(next(iter(baseline.values())).curve) if baseline else 0):
-            losses, references = {}, {}
-            for seed, reference_run in baseline.items():
-                reference = _curve(reference_run, BASELINE, cost)
-                if not reference:
-                    continue
-                at, base_loss = reference[place]
-                references[seed] = -base_loss
-                curve = _curve(runs[seed], name, cost) if seed in runs else []
-                if not curve:
-                    continue
-                loss = loss_at_cost(*zip(*curve, strict=True), at)
-                if loss is not None:
-                    losses[seed] = loss
+        for place in range(places):
+            at = {seed: curve[place][0] for seed, curve in baseline.items()}
+            references = {seed: -curve[place][1] for seed, curve in baseline.items()}
+            losses = _losses_at(curves[name], at)
             if study.plan.paired:
                 interval = add_losses([losses, references], [])
             else:
                 interval = add_losses([losses], [references])
             if interval is not None:
-                x.append(at)
+                x.append(at[max(at)])
                 intervals.append(interval)
         if x:
             lines.append(_interval_line(name, colour, x, intervals))
     return lines
+
+
+def _losses_at(curves: dict[int, Curve], at: dict[int, float]) -> dict[int, float]:
+    """The loss of each seed's curve at that seed's cost, where the curve reaches as far."""
+    losses = {}
+    for seed, curve in curves.items():
+        if curve and seed in at:
+            costs, heights = zip(*curve, strict=True)
+            loss = loss_at_cost(costs, heights, at[seed])
+            if loss is not None:
+                losses[seed] = loss
+    return losses
 
 
 def _interval_line(name: str, colour: int, x: list[float], intervals: list[Interval]) -> LineSeries:
