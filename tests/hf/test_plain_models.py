@@ -355,7 +355,7 @@ def test_a_host_that_checkpoints_its_layers(spec):
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
     model.reentrant = True  # leaves a plain tuple
-    with pytest.raises(StreamUseError, match="checkpoint needs use_reentrant=False"):
+    with pytest.raises(StreamUseError, match="checkpoint, use_reentrant must be False"):
         model(make_ids())
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -208,6 +209,13 @@ def test_a_model_that_is_no_number_fails_alone():
     inspection = inspect_model("encoder", InspectionSubject(encoder, BATCHES), ("lens", "cosines"))
     assert inspection.not_done[0].startswith("lens: BertLMHeadModel sees the tokens")
     assert list(inspection.results) == ["cosines"]
+    # what does not apply to it is not called failed, and without batches nothing is
+    subject = InspectionSubject(encoder, [])
+    for analyses, batches in ((("ways", "pruning"), BATCHES), (("lens", "ablation"), [])):
+        inspection = inspect_model("encoder", replace(subject, batches=batches), analyses)
+        reasons = [line.partition(": ")[2] for line in inspection.not_done]
+        assert all(reason.startswith("nothing was") for reason in reasons)
+        assert len(reasons) == (0 if batches else 2) and not inspection.results
 
 
 class TwoStreams(NamedTuple):

@@ -76,7 +76,7 @@ def check_whole(hidden: Any) -> None:
     """Raise a StreamUseError for a hidden state that the host has taken apart."""
     if isinstance(hidden, tuple) and not isinstance(hidden, HiddenState):
         raise StreamUseError(
-            "an element of it", "; torch.utils.checkpoint needs use_reentrant=False"
+            "an element of it", "; if it calls torch.utils.checkpoint, use_reentrant must be False"
         )
 
 

@@ -279,15 +279,20 @@ def _run_single(
     analysis = SINGLE[key]
     batches = subject.batches[: analysis.most_batches]
     try:
-        if analysis.scores and LABELS not in subject.batches[0]:
+        passes = analysis.passes(subject)
+        if analysis.scores and passes and _is_scored_by_next_token(batches):
             check_causal(subject.model)
-        batches = _count_batches(batches, key, analysis.passes(subject), progress)
+        batches = _count_batches(batches, key, passes, progress)
         result = analysis.run(dataclasses.replace(subject, batches=batches))
     except ValueError as error:
         inspection.not_done.append(f"{key}: {error}")
         return
     if result is not None:
         inspection.results[key] = result
+
+
+def _is_scored_by_next_token(batches: Sequence[ModelInputs]) -> bool:
+    return any("input_ids" in batch and LABELS not in batch for batch in batches)
 
 
 def _count_batches(
