@@ -38,10 +38,9 @@ EVIDENCE_LEGEND = (
     "nothing. How it was measured: [Evidence](../evidence.md)."
 )
 MAP_CAPTION = (
-    "How much of each output reaches each later input, in four layers of two sub-layers. As it "
-    "starts: at initialisation. After noise on its weights: with random numbers added to the "
-    "connection's parameters, which shows what paths it can form. Weights above 2 have the colour "
-    "of 2."
+    "How much of each output reaches each later input, in four layers of two sub-layers, at "
+    "initialisation. Where the connection has weights of its own, a second map shows the paths that "
+    "they can form: random numbers are added to them. Weights above 2 have the colour of 2."
 )
 
 
