@@ -39,8 +39,8 @@ EVIDENCE_LEGEND = (
 )
 MAP_CAPTION = (
     "How much of each output reaches each later input, in four layers of two sub-layers, at "
-    "initialisation. Where the connection has weights of its own, a second map shows the paths that "
-    "they can form: random numbers are added to them. Weights above 2 have the colour of 2."
+    "initialisation. Where the connection has weights of its own, a second map shows the paths "
+    "that they can form: random numbers are added to them. Weights above 2 have the colour of 2."
 )
 
 

@@ -257,6 +257,14 @@ class RecomputedConnection:
         return super().hidden_state(plain_state)  # type: ignore[misc]
 
 
+def map_pending_write(change: Callable[[Tensor], Tensor], state: State) -> State:
+    """The state with its pending write changed, recovered so in the backward pass too."""
+    if isinstance(state, TracedState):
+        inner = map_pending_write(change, state.state)
+        return TracedState(inner, state.previous, inner.y.detach())
+    return state._replace(y=change(state.y))
+
+
 RECOMPUTE_MODES: dict[str, type[_RecomputedRead]] = {
     "streams": _ReplayFromCheckpoint,
     "inversion": _InvertFromNext,

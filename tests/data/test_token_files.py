@@ -12,7 +12,7 @@ import pytest
 from crosslayer.data.corpus import load_corpus
 from crosslayer.data.prepared import prepare_corpus
 from crosslayer.data.sources import read_sets
-from crosslayer.data.token_files import read_token_ids
+from crosslayer.data.token_files import list_token_files, read_token_ids
 from crosslayer.data.tokenizing import load_tokenizer
 from tests.data.conftest import STORIES
 
@@ -73,6 +73,13 @@ def test_training_on_ids_is_training_on_their_text(tmp_path, stories, layout):
     assert load_corpus(str(tmp_path / "prepared"), 16, name).digest == expected.digest
     assert prepared.counts["train"].documents == len(STORIES)
     assert prepared.counts["train"].text_bytes == expected.train.tokens.text_bytes
+
+
+def test_numbers_count_after_the_text_before_them(tmp_path):
+    names = ["a_2.bin", "a_10.bin", "b_1.bin"]
+    for name in names:
+        write_ids(tmp_path / name, [1])
+    assert [file.name for file in list_token_files(str(tmp_path / "*.bin"))] == names
 
 
 def test_a_part_of_the_ids_is_held_out(tmp_path):

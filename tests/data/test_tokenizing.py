@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from crosslayer.convert.pretrained import open_id_tokenizer
 from crosslayer.data.sources import read_documents
 from crosslayer.data.tokenizing import byte_tokenizer_json, load_tokenizer
 from tests.support.hub import snapshot_folder
@@ -108,6 +109,12 @@ def test_the_separator_is_the_eos_token_of_the_config(tmp_path):
         assert load_tokenizer(str(tmp_path)).end == 2
     config.write_text(json.dumps({"eos_token": None}))
     assert load_tokenizer(str(tmp_path)).end == 1
+    older = tmp_path / "special_tokens_map.json"
+    older.write_text(json.dumps({"eos_token": {"content": "stop"}}))
+    assert load_tokenizer(str(tmp_path)).end == open_id_tokenizer(tmp_path).end == 2
+    config.write_text(json.dumps({"eos_token": "a", "added_tokens_decoder": {}}))
+    assert load_tokenizer(str(tmp_path)).end == open_id_tokenizer(tmp_path).end == 0
+    older.unlink()
     for eos_token in ([1], {"content": {}}, 3):
         config.write_text(json.dumps({"eos_token": eos_token}))
         assert "tokenizer_config.json: its eos_token must be text" in error_of(tmp_path)

@@ -10,6 +10,14 @@ from crosslayer.hf.mlp_widths import growing_widths
 from tests.hf.backbones import KINDS, build, output
 
 
+def test_reallocating_a_trained_model_is_announced():
+    model = build("llama", intermediate_size=128)
+    with torch.no_grad():
+        model.model.norm.weight.normal_()
+    with pytest.warns(UserWarning, match="reallocate replaces the weights of its MLPs"):
+        crosslayer.connect(model, "mudd", reallocate=True)
+
+
 @pytest.mark.parametrize(
     ("layers", "width"), [(24, 5504), (32, 6912), (42, 4096), (3, 64), (7, 100), (2, 3), (1, 9)]
 )

@@ -10,6 +10,7 @@ import transformers
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.hf.attach import find_backbone
+from crosslayer.recompute import enable_recompute
 from crosslayer.testing.tiny_model import shake
 from tests.hf.all_families import PAGE, check_family
 from tests.hf.small_models import KINDS, MULTI_MODAL, VISION, SmallModel, build_small, read_output
@@ -113,6 +114,13 @@ def test_what_is_added_between_layers_joins_the_write_before():
     torch.testing.assert_close(read_output(model, inputs), expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"reads or changes the stream after blocks\.0"):
         crosslayer.connect(plain.model.visual, "mudd")
+    saved = copy.deepcopy(model)
+    enable_recompute(find_connections(saved), "streams")
+    gradients = []
+    for with_features in (model, saved):
+        with_features.train()(**inputs).logits.square().sum().backward()
+        gradients.append([p.grad for p in with_features.parameters() if p.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 @pytest.mark.slow

@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 
-from crosslayer.connection import find_connections
+import crosslayer
+from crosslayer import methods
+from crosslayer.connection import find_connections, float32_parameter
+from crosslayer.connections.prenorm import PreNorm
 from crosslayer.inspect import source_ablation
-from crosslayer.inspect.ablation import ablate_blocks, mean_token_loss
+from crosslayer.inspect.ablation import ablate_blocks, find_depth_weights, mean_token_loss
+from crosslayer.inspect.mixing_summary import find_mix_pattern
 from crosslayer.inspect.singular_values import measure_singular_values
 from crosslayer.inspect.source_ablation import ablate_sources, find_mix_weights
 from tests.inspect.test_report import BATCHES, language_model
@@ -74,6 +78,26 @@ def test_without_a_stream_in_an_input(monkeypatch):
 )
 def test_the_number_of_sources(spec, weights):
     assert len(find_mix_weights(language_model(spec), BATCHES[:1])) == weights
+
+
+class OwnSources(PreNorm):
+    """A method of a user's own, whose attributes have names that others have too."""
+
+    def __init__(self, site, dim, norm):
+        super().__init__(site, dim, norm)
+        self.sources = (0, 1)
+        self.alpha = float32_parameter(1)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.alpha)
+
+
+def test_attributes_of_another_method_are_no_weights_over_depth(monkeypatch):
+    monkeypatch.setattr(methods, "_registered", {})
+    crosslayer.register_connection("own_sources", OwnSources)
+    model = language_model("own_sources")
+    assert find_mix_pattern(model) is None and not find_depth_weights(model)
 
 
 def test_perplexity_without_a_block():

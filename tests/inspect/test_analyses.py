@@ -363,6 +363,15 @@ def test_a_plain_post_norm_model_is_seen_as_post_norm():
     assert inspect_model("bert", InspectionSubject(model, BATCHES), ()).connection == "postnorm"
 
 
+def test_norms_of_a_wider_dtype_than_their_model():
+    """As PEFT leaves them in a model that it prepares for training in few bits."""
+    model = backbone(None).bfloat16()
+    for norm in (m for m in model.modules() if "Norm" in type(m).__name__):
+        norm.float().weight.data.normal_()
+    assert measure_scales(model, BATCHES)
+    assert not find_connections(model)
+
+
 def test_a_model_that_reports_its_hidden_states_is_seen_once():
     model = backbone("mudd")
     expected = unfold_connections(model, BATCHES).mean

@@ -28,7 +28,7 @@ from crosslayer.train.optimizers import build_optimizers, lr_schedule
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.report import plot_curves, plot_tradeoff
 from crosslayer.train.report_notes import report_notes, run_notes
-from crosslayer.train.results_table import result_table
+from crosslayer.train.results_table import find_baseline_arm, result_table
 from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.run_state import RunResult
 from crosslayer.train.settings import Optimization, Settings
@@ -532,6 +532,15 @@ def test_an_arm_with_data_of_its_own(text_file, tmp_path):
     moved.write_text("the quick wizards. " * 800)
     with pytest.raises(ValueError, match="comparison, the arm other with data sha256 = "):
         prepare(moved)
+
+
+def test_the_baseline_of_an_arm_has_its_data():
+    plain, deep = Arm("prenorm", "prenorm"), Arm("deep", "mudd", options={"layers": 24})
+    other = Arm("other text", "mudd", options={"tokenizer": "bpe:4096"})
+    its_own = Arm("plain other text", "prenorm", options={"tokenizer": "bpe:4096", "layers": 24})
+    assert find_baseline_arm([plain, deep, other], deep) is plain
+    assert find_baseline_arm([plain, deep, other], other) is None
+    assert find_baseline_arm([plain, deep, other, its_own], other) is its_own
 
 
 def test_arms_that_differ_in_options(text_file, tmp_path):

@@ -224,6 +224,11 @@ def test_a_full_disk(text, left, tmp_path):
         ),
         (
             "checkpoint.json",
+            lambda b: json.dumps(json.loads(b) | {"identity": ["lr"]}).encode(),
+            "checkpoint.json is damaged",
+        ),
+        (
+            "checkpoint.json",
             lambda b: b.replace(b'"seconds"', b'"second"'),
             r"checkpoint.json is damaged \('second'\)",
         ),
@@ -237,6 +242,7 @@ def test_a_full_disk(text, left, tmp_path):
         "index of another kind",
         "too deep",
         "without a state",
+        "an identity of another kind",
         "a state with another field",
     ],
 )

@@ -22,10 +22,12 @@ from transformers import (
 from ..data.tokenizing import (
     BYTES,
     SEPARATORS,
+    SPECIAL_TOKENS_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     Tokenizer,
     byte_tokenizer_json,
+    find_separator,
     is_of_bytes,
     load_tokenizer,
 )
@@ -39,7 +41,7 @@ from .published import is_published, load_published
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_CONFIG_FILE,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS_FILE,
     "added_tokens.json",
     "vocab.json",
     "vocab.txt",
@@ -121,10 +123,11 @@ def open_id_tokenizer(source: str | Path) -> Tokenizer:
     definition = backend.to_str()
     if is_of_bytes(definition):
         return load_tokenizer(BYTES)
-    if tokenizer.eos_token_id is None:
+    vocabulary = tokenizer.get_vocab()
+    separator = find_separator(tokenizer.eos_token, vocabulary)
+    if separator is None:
         raise ValueError(f"{source}: has no token that separates documents; name its eos_token")
-    vocab = max(tokenizer.get_vocab().values()) + 1
-    return Tokenizer(str(source), vocab, tokenizer.eos_token_id, definition)
+    return Tokenizer(str(source), max(vocabulary.values()) + 1, vocabulary[separator], definition)
 
 
 def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

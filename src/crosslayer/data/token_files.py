@@ -42,9 +42,9 @@ def list_token_files(spec: str) -> list[Path]:
     return sorted(files, key=_natural_order)
 
 
-def _natural_order(path: Path) -> list[tuple[int, str]]:
-    """Sorts shard_2 before shard_10."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", str(path))]
+def _natural_order(path: Path) -> list[tuple[str, int]]:
+    """Sorts a_2 before a_10, and both before b_1."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", str(path))]
 
 
 def read_token_ids(spec: str, tokenizer: Tokenizer) -> np.ndarray:

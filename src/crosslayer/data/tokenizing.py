@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,9 @@ from ..validation import did_you_mean
 BYTES = "bytes"  # the name of the tokenizer whose token i is byte i
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # beside an older tokenizer_config.json
 END_OF_TEXT = "<|endoftext|>"
-# what separates documents where no tokenizer_config.json says so: the first of these that is known
+# what separates documents where no file names an eos_token: the first of these that is known
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 LARGEST_BPE = 2**24
 CHUNK_IDS = 2**20  # read at once where all ids are read
@@ -140,8 +141,8 @@ def split_at(ids: np.ndarray, separator: int) -> Iterator[np.ndarray]:
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
     """A tokenizer by name.
 
-    Documents are separated by byte 0, by <|endoftext|> in a BPE, and otherwise by the eos_token of
-    the tokenizer_config.json, or by the first of `SEPARATORS` that the tokenizer.json has.
+    Documents are separated by byte 0, by <|endoftext|> in a BPE, and otherwise by the eos_token
+    that the files beside the tokenizer.json name, or by the first of `SEPARATORS` that it has.
 
     Args:
         name: "bytes"; "bpe:4096", a byte-level BPE trained on `texts`; a path to a tokenizer.json
@@ -164,7 +165,8 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tok
     reason = ""
     if can_be_hub_name(name) and not suggestion:
         try:
-            folder = download_files(name, [TOKENIZER_FILE, TOKENIZER_CONFIG_FILE])
+            files = [TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE]
+            folder = download_files(name, files)
             return _read_tokenizer(name, folder / TOKENIZER_FILE)
         except ValueError as error:
             if "/" in name:
@@ -240,32 +242,49 @@ def is_of_bytes(definition: str) -> bool:
     return bool({**given, "post_processor": None} == {**expected, "post_processor": None})
 
 
+def find_separator(eos_token: str | None, vocabulary: Collection[str]) -> str | None:
+    """The token that separates documents: the eos_token, or the first of `SEPARATORS`, if the
+    vocabulary has it.
+    """
+    known = [token for token in (eos_token, *SEPARATORS) if token in vocabulary]
+    return known[0] if known else None
+
+
 def _read_tokenizer(name: str, file: Path) -> Tokenizer:
-    config_file = file.with_name(TOKENIZER_CONFIG_FILE)
     if not file.is_file():
         raise ValueError(f"{file}: no such file, expected a tokenizer")
     try:
         definition = file.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: cannot be read ({error})") from None
-    config = read_json(config_file, dict) if config_file.exists() else {}
-    separator = config.get("eos_token")
-    if isinstance(separator, dict):
-        separator = separator.get("content")
-    if separator is not None and not isinstance(separator, str):
-        raise ValueError(
-            f"{config_file}: its eos_token must be text, got {reprlib.repr(separator)}"
-        )
+    eos_token = _read_eos_token(file.parent)
     vocabulary = _parse_definition(definition, str(file)).get_vocab(with_added_tokens=True)
     if is_of_bytes(definition):
         return load_tokenizer(BYTES)
-    for token in (separator, *SEPARATORS):
-        if token in vocabulary:
-            return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[token], definition)
-    raise ValueError(
-        f"{file}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
-        f"name it as eos_token in a {TOKENIZER_CONFIG_FILE} beside it"
-    )
+    separator = find_separator(eos_token, vocabulary)
+    if separator is None:
+        raise ValueError(
+            f"{file}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
+            f"name it as eos_token in a {TOKENIZER_CONFIG_FILE} beside it"
+        )
+    return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[separator], definition)
+
+
+def _read_eos_token(folder: Path) -> str | None:
+    """The eos_token that transformers finds in a tokenizer's folder, if any."""
+    eos_token = None
+    for name in (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE):
+        content = read_json(folder / name, dict) if (folder / name).exists() else {}
+        eos_token = content.get("eos_token") or eos_token
+        if isinstance(eos_token, dict):
+            eos_token = eos_token.get("content")
+        if eos_token is not None and not isinstance(eos_token, str):
+            raise ValueError(
+                f"{folder / name}: its eos_token must be text, got {reprlib.repr(eos_token)}"
+            )
+        if "added_tokens_decoder" in content:  # transformers then ignores the older file
+            break
+    return eos_token
 
 
 def _parse_definition(definition: str, name: str) -> Any:

@@ -37,6 +37,12 @@ def layer_arguments(layer: nn.Module) -> dict[str, Any]:
     return arguments
 
 
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a module's forward after self; the first is the stream's."""
+    host: Any = original_class(module)
+    return tuple(inspect.signature(host.forward).parameters)[1:]
+
+
 def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     """The parameters of a module's forward after self and the hidden state, by name."""
     host: Any = original_class(module)

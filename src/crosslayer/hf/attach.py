@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from ..class_swap import swap_class
 from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
 from ..spec import ConnectionSpec
-from .arguments import argument_parameters
+from .arguments import argument_names
 from .connected_model import ConnectedModel
 from .families import FAMILIES, LayerWiring, ModelWiring
 from .host_norms import FinalNormReference, NormReference, copy_norm
@@ -91,7 +91,7 @@ def connect_layer(
     """
     layer.connections = nn.ModuleList(connections).train(layer.training)
     layer.wiring = layer_wiring
-    layer.argument_names = tuple(argument_parameters(layer))
+    layer.argument_names = argument_names(layer)
     swap_class(layer, ConnectedLayer)
     for connection, sublayers in zip(connections, layer_wiring.sites, strict=False):
         for sublayer in sublayers:

@@ -107,7 +107,9 @@ def _connect_backbone(
     for part in (backbone, model):
         keep_parameters_apart(part)
     register_with_imported_peft()  # It may have put adapters into the model.
-    reasons = (inequivalence_reason(c, wiring) for c in find_connections(backbone))
+    reasons = [inequivalence_reason(c, wiring) for c in find_connections(backbone)]
+    if mlp_widths is not None:
+        reasons.append("reallocate replaces the weights of its MLPs")
     reason = next(filter(None, reasons), "")
     if reason and looks_pretrained(backbone, wiring):
         warnings.warn(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection
+from ..recompute import map_pending_write
 from .adapters import register_with_imported_peft
 from .arguments import join_arguments
 from .families import ModelWiring
@@ -106,7 +107,7 @@ class ConnectedModel:
         add_to_stream = super()._deepstack_process  # type: ignore[misc]
         if not isinstance(hidden, HiddenState):
             return add_to_stream(hidden, *args)
-        state = hidden.state._replace(y=add_to_stream(hidden.state.y, *args))
+        state = map_pending_write(lambda y: add_to_stream(y, *args), hidden.state)
         return hidden._replace(state=state)
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -117,7 +117,7 @@ def _max_input_difference(
         expected = []
         for x, norm in zip(inputs, connection.norms, strict=False):
             host_norm = norm.origin[0] if isinstance(norm, OwnedNorm) else norm
-            expected.append(host_norm(h))
+            expected.append(host_norm(h).to(h.dtype))  # as `Connection.apply_port_norms` does
             differences.append((x - expected[-1]).abs().max())
         if is_post_norm:
             h = expected[0]

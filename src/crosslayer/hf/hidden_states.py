@@ -173,5 +173,5 @@ def _take_from_recorder(
         elif isinstance(recorder.last, HiddenState):
             # after the last layer, where the host does not return the readout here
             final = backbone.get_submodule(backbone.wiring.final)
-            hidden_states[i] = final(recorder.last, "hidden_state")
+            hidden_states[i] = final(recorder.last, verb="hidden_state")
     return tuple(hidden_states)

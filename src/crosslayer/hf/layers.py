@@ -53,16 +53,21 @@ class ConnectedLayer:
     # final norm.
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
-    argument_names: tuple[str, ...]  # of the host's forward, after hidden_states
+    argument_names: tuple[str, ...]  # of the host's forward; the first is the stream
     training: bool
 
-    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
         if checkpointed and isinstance(self.connections[0], RecomputedConnection):
             raise ValueError(
                 "gradient checkpointing of layers cannot be combined with the recomputation "
                 'of states (recompute="streams" or "inversion"); choose one'
             )
+        names = self.argument_names
+        if len(args) > len(names):
+            raise TypeError(f"{type(self).__name__} takes {len(names)} arguments, got {len(args)}")
+        kwargs = join_arguments(names, args, kwargs)
+        hidden_states = kwargs.pop(names[0])
         number = self.connections[0].site.layer
         check_order(hidden_states, number)
         is_first = isinstance(hidden_states, Tensor)
@@ -70,12 +75,6 @@ class ConnectedLayer:
         # Without the number of the layer, so that layers compiled one by one share their code.
         stream = hidden_states if is_first else (hidden_states.state, hidden_states.dtype_like)
         leaves, spec = tree_flatten(stream)
-        if len(args) > len(self.argument_names):
-            raise TypeError(
-                f"{type(self).__name__} takes {len(self.argument_names)} arguments after "
-                f"hidden_states, got {len(args)}"
-            )
-        kwargs = join_arguments(self.argument_names, args, kwargs)
         recorder = kwargs.pop("hidden_state_recorder", None)
         kwargs["records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
@@ -220,11 +219,13 @@ class ReadoutNorm:
     connection: Connection[Any]
 
     def forward(
-        self,
-        hidden_states: HiddenState | Tensor,
-        verb: Literal["readout", "hidden_state"] = "readout",
+        self, *args: Any, verb: Literal["readout", "hidden_state"] = "readout", **kwargs: Any
     ) -> Tensor:
-        """The normed hidden state for the head, or the hidden state before the norm."""
+        """The normed hidden state for the head, or the hidden state before the norm.
+
+        The norm's one argument may be given by the name that the host's norm has for it.
+        """
+        (hidden_states,) = (*args, *kwargs.values())
         if isinstance(hidden_states, Tensor):  # A host may norm its embedding, too.
             return self.host_norm(hidden_states)
         check_whole(hidden_states)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..connection import find_connections
+from ..connections.denseformer import DenseFormer
 from ..connections.mgr import MGR
 from ..connections.mudd import Mudd
 from ..evaluate.windows import exp_or_inf
@@ -22,9 +23,6 @@ from ..hf.attach import find_backbone
 from ..hf.host_norms import find_module
 from .observation import ModelInputs, port_label
 from .scoring import check_scored, score_logits
-
-# Static weights over depth: DenseFormer's α and MUDD's a.
-DEPTH_WEIGHTS = ("alpha", "a")
 
 
 @dataclass
@@ -242,11 +240,11 @@ def find_depth_weights(model: nn.Module) -> list[nn.Parameter]:
     """DenseFormer's α, or the static part a of MUDD, of every site that averages."""
     weights = []
     for connection in find_connections(model):
-        for name in DEPTH_WEIGHTS:
-            weight = getattr(connection, name, None)
-            if isinstance(weight, nn.Parameter):
-                weights.append(weight)
-    return weights
+        if isinstance(connection, DenseFormer):
+            weights.append(connection.alpha)
+        elif isinstance(connection, Mudd):
+            weights.append(connection.a)
+    return [weight for weight in weights if weight is not None]
 
 
 @torch.no_grad()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..connection import SPLIT_PORT_NAMES, Connection, find_connections
 from ..connections.attnres import Values
-from ..connections.denseformer import History
+from ..connections.denseformer import DenseFormer, History
+from ..connections.mudd import Mudd
 from .moments import RunningMoments
 from .observation import SiteVisit, input_labels, site_label, splits_ways
 
@@ -141,8 +142,7 @@ def _is_mix(visit: SiteVisit) -> bool:
 
 def averaged_sources(connection: Connection[Any]) -> tuple[int, ...]:
     """The blocks j whose outputs X_j this site averages; none where it averages none."""
-    sources = getattr(connection, "sources", ())
-    return sources if isinstance(sources, tuple) else ()
+    return connection.sources if isinstance(connection, DenseFormer | Mudd) else ()
 
 
 @dataclass

@@ -188,7 +188,7 @@ class Checkpoints:
         remedy = self._remedy(path)
         try:
             index = read_json(path / CHECKPOINT_INDEX, dict)
-            identity = index["identity"]
+            identity = {**index["identity"]}
             state = RunState.from_json(index["state"])
             files = {
                 name: (int(size), int(checksum))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..intervals import Interval, mean_interval
 from .compare import Comparison
+from .identity import PLACES_OF_DATA
 from .recipe import Arm
 from .settings import EXECUTION_OPTIONS, GROUP_OF_OPTION, Model
 
@@ -128,8 +129,15 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
 
 
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
-    """The PreNorm arm to compare with: one with the same backbone, or else the first."""
-    candidates = [other for other in arms if other.connection == "prenorm"]
+    """The PreNorm arm to compare with, if one has the same data: one with the same backbone, or
+    else the first.
+    """
+    candidates = [
+        other
+        for other in arms
+        if other.connection == "prenorm"
+        and all(other.options.get(name) == arm.options.get(name) for name in PLACES_OF_DATA)
+    ]
     options = _model_options(arm)
     options.pop("reallocate", None)  # MUDD's MLP widths belong to the method
     for candidate in candidates:
