@@ -4,8 +4,8 @@
         --config debugmodel_mudd --hf_assets_path FOLDER_OF_A_TOKENIZER
 
 It was tried with torchtitan 0.3: FSDP2 over two ranks, bfloat16, selective activation
-checkpointing, and a checkpoint that was resumed. Pipeline, tensor and context parallelism do not
-work with the state of a connection.
+checkpointing, and a checkpoint that was resumed. Its pipelines do not work with the state of a
+connection. Tensor, sequence and context parallelism were not tried: see docs/parallelism.md.
 
 For another size or connection, add a function like those at the end. To connect another model of
 torchtitan, put its class in place of Llama3Model.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import crosslayer
 from crosslayer import methods
@@ -446,6 +447,17 @@ def test_a_method_that_lacks_a_part():
 
         class Misspelt(PreNorm):
             weight_decay_params = "weight"
+
+
+def test_streams_that_others_have_cast_are_refused():
+    make = crosslayer.make("hyper(stream_dtype='float32')")
+    first, second, _ = (make(site, 4, lambda _: nn.RMSNorm(4)) for site in crosslayer.plan(1))
+    _, state = first.read(first.init(torch.ones(1, 2, 4)))
+    state = first.write(state, torch.ones(1, 2, 4, dtype=torch.bfloat16))
+    second.read(state)
+    cast = tree_map(lambda x: x if x is None else x.bfloat16(), state)  # as FSDP2 does
+    with pytest.raises(ValueError, match=r"its state has come in bfloat16.*cast_forward_inputs"):
+        second.read(cast)
 
 
 def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):

@@ -75,9 +75,11 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
     Raises:
         TypeError: it is no pair of a tuple of tensors and a state without a write; or a field of
             the state is a parameter.
-        ValueError: an input has another shape than the sub-layer's output.
+        ValueError: an input has another shape than the sub-layer's output, or others have cast the
+            streams of the state.
     """
     name = type(connection).__name__
+    _check_stream_dtype(connection, state)
     is_pair = type(mixed) is tuple and len(mixed) == 2 and type(mixed[0]) is tuple
     if not is_pair or not all(isinstance(x, Tensor) for x in mixed[0]):
         raise TypeError(
@@ -100,6 +102,19 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
             "written to it, and its y is still there"
         )
     _check_fields(connection, next_state)
+
+
+def _check_stream_dtype(connection: Any, state: Any) -> None:
+    """Raise a ValueError where streams of float32 have become half precision between two sites."""
+    if connection.stream_dtype != torch.float32:
+        return
+    for x in tree_leaves(state):
+        if x is not None and x.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{type(connection).__name__} has stream_dtype='float32', and its state has come "
+                f"in {str(x.dtype).removeprefix('torch.')}: FSDP2's MixedPrecisionPolicy casts it "
+                "unless cast_forward_inputs=False"
+            )
 
 
 def _check_fields(connection: Any, state: Any) -> None:

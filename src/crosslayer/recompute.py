@@ -26,6 +26,7 @@ not. A pipeline stage sends `traced.state`, and the next stage starts from it as
 Under `torch.func` and forward-mode AD nothing is recomputed: these have no hooks on saved tensors.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -376,15 +377,19 @@ def _advance_state(connection: Connection, state: State, y: Tensor) -> State:
 
 
 def _modules_sharded_now(connection: Connection) -> list[Any]:
-    """The modules of a connection whose parameters are sharded now."""
+    """The modules that FSDP2 has sharded a connection's parameters with, and that are so now.
+
+    A norm may be sharded with its connection. A DTensor that is not divided is whole already.
+    """
     sharded: list[Any] = []
     for module in connection.modules():
-        if any(hasattr(p, "to_local") for p in module._parameters.values()):
-            sharded.append(module)
+        placements = [getattr(p, "placements", ()) for p in module._parameters.values()]
+        if any(placement.is_shard() for placement in itertools.chain(*placements)):
+            sharded.append(module if hasattr(module, "unshard") else connection)
     if not all(hasattr(module, "unshard") for module in sharded):
         raise ValueError(
             "FSDP2 sharded a connection together with its layer, but another site's state "
             "needs its parameters: shard connections separately, or save every layer's state "
             "with enable_recompute(sites, kept=range(layers + 1))"
         )
-    return sharded
+    return list(dict.fromkeys(sharded))

@@ -57,6 +57,7 @@ class Sublayer(NamedTuple):
     qkv: tuple[str, ...] = ()
     fused: Fused | None = None  # the order of their outputs, where one projection is all three
     arguments: ArgumentSources | None = None  # None: all of the layer's
+    by_position: tuple[str, ...] = ()  # those that the layer passes by position, after its input
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
 
 

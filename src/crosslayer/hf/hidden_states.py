@@ -68,7 +68,7 @@ def check_order(hidden: HiddenState | Tensor, number: int) -> None:
         raise ValueError(
             f"layer {number} runs in the place of layer {expected}, and a connection needs each "
             "layer in order: connect a model once its layers are final; if it skips layers at "
-            "random in training, set layerdrop=0"
+            "random in training, set layerdrop=0; the stage of a pipeline needs the whole state"
         )
 
 

@@ -177,6 +177,7 @@ def _sublayer(layer: nn.Module, trace: Trace, chain: list[int], scale: float) ->
             scale=_exact_factor(layer, scale),
             input_scale=_exact_factor(layer, input_scale),
             arguments=_sources(layer, calls[main]),
+            by_position=calls[main].by_position,
             input_name=calls[main].input_name,
         ),
     )

@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -149,11 +150,13 @@ class ConnectedLayer:
         if sublayer.arguments is not None:
             kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
         module = find_module(self, sublayer.module)
-        # As the host passes it, for hooks, and for modules that are put in place of the host's.
+        # As the host passes them, for hooks, and for modules that are put in place of the host's.
         if sublayer.input_name:
             returned = module(**{sublayer.input_name: x}, **kwargs)
         else:
-            returned = module(x, **kwargs)
+            passed = list(takewhile(kwargs.__contains__, sublayer.by_position))
+            rest = {name: value for name, value in kwargs.items() if name not in passed}
+            returned = module(x, *(kwargs[name] for name in passed), **rest)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)

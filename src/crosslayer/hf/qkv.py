@@ -58,7 +58,8 @@ class SplitInputAttention:
             return
         if self.fused is None:
             index = self.projections.index(name)
-            module.register_forward_pre_hook(partial(select_port, index))
+            # before the hooks of others, like those of tensor parallelism, which take one input
+            module.register_forward_pre_hook(partial(select_port, index), prepend=True)
         elif not isinstance(module, FusedProjection):
             is_linear = type(module) in (nn.Linear, Conv1D)
             swap_class(module, FusedLinear if is_linear else FusedProjection)

@@ -39,6 +39,7 @@ class Call(NamedTuple):
     inputs: Sum  # what its first argument is
     arguments: dict[str, Any]  # the others, by name
     dropout: float = 0.0  # probability, where it is a function
+    by_position: tuple[str, ...] = ()  # those of the others that are passed by position
     input_name: str = ""  # of its first argument, where it is passed by name
 
     @property
@@ -81,7 +82,10 @@ class _Recorder:
                     raise SeveralStreamsError(path, name)
                 arguments[name] = Argument(SAME_INPUT)
         input_name = first if first in kwargs else ""
-        self.calls.append(Call(path, inputs, arguments, input_name=input_name))
+        by_position = tuple(name for name in arguments if name not in kwargs)
+        self.calls.append(
+            Call(path, inputs, arguments, by_position=by_position, input_name=input_name)
+        )
         output = self._next_vector()
         return output if residual is None else output + residual
 
