@@ -33,7 +33,8 @@ from crosslayer.cli.console import (
     print_table,
     silence_libraries,
 )
-from crosslayer.validation import DTYPES, error_in_one_line
+from crosslayer.errors import error_in_one_line
+from crosslayer.validation import DTYPES
 
 BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms", "machine_code", "launches")
 RESULTS = Path(__file__).parent / "results"

@@ -17,7 +17,7 @@ from benchmarks.step import build_calls
 from benchmarks.timing import describe_error, ratio_or_none
 from crosslayer.cost import build_on_meta, measure_peak_memory
 from crosslayer.train.parallel import prepare_model
-from crosslayer.train.settings import Engine
+from crosslayer.train.settings import EngineSettings
 
 COLUMNS = (
     *("connection", "layers", "tokens", "D", "dtype"),
@@ -74,5 +74,5 @@ def simulated_peak(spec: str, D: int, settings: BenchmarkSettings, recompute: st
     config = make_llama_config(D, settings)
     model = build_on_meta(spec, config, settings.context, settings.torch_dtype).train()
     tokens = torch.zeros(settings.batch, settings.context + 1, dtype=torch.long, device="meta")
-    engine = Engine(recompute=recompute)  # type: ignore[arg-type]
+    engine = EngineSettings(recompute=recompute)  # type: ignore[arg-type]
     return measure_peak_memory(prepare_model(model, engine), tokens).peak_bytes

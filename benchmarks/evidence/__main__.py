@@ -6,8 +6,8 @@ from pathlib import Path
 from benchmarks.evidence.pages import write_pages
 from benchmarks.evidence.pruning import take_over_pruning
 from benchmarks.evidence.studies import read_studies, take_over
+from crosslayer.errors import error_in_one_line
 from crosslayer.inspect.report import JSON_FILE
-from crosslayer.validation import error_in_one_line
 
 
 def main(folders: list[str]) -> int:

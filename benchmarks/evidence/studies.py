@@ -20,7 +20,7 @@ from crosslayer.train.comparison_results import ComparisonResults, join_environm
 from crosslayer.train.rate_search import best_factor, is_limit, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
-from crosslayer.train.settings import GROUP_OF_OPTION, Optimization, Settings
+from crosslayer.train.settings import GROUP_OF_OPTION, OptimizationSettings, Settings
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "benchmarks" / "evidence_short.yaml"
@@ -275,7 +275,9 @@ def _read_speeds(file: Path) -> Speeds:
             for call in ("step", "forward", "decode"):
                 of_arm.setdefault(call, []).append(float(row[f"{call} of PreNorm"]))
     for arm in read_recipe().arms:
-        is_same_model = all(GROUP_OF_OPTION[option] is Optimization for option in arm.options)
+        is_same_model = all(
+            GROUP_OF_OPTION[option] is OptimizationSettings for option in arm.options
+        )
         if arm.name not in speeds and is_same_model and arm.connection in speeds:
             speeds[arm.name] = speeds[arm.connection]
     return speeds

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crosslayer.hf.config import host_refusals, make_config
-from crosslayer.train.settings import Data, Model
+from crosslayer.train.settings import DataSettings, ModelSettings
 from crosslayer.train.task import Examples, Task, cross_entropy
 from crosslayer.validation import check_option_type, check_positive, did_you_mean
 from examples.vision.data import load_images, load_latents
@@ -53,7 +53,7 @@ class DitOptions:
 Options = TypeVar("Options", VitOptions, DitOptions)
 
 
-def read_task_options(kind: type[Options], data: Data) -> Options:
+def read_task_options(kind: type[Options], data: DataSettings) -> Options:
     """The task's options of a recipe.
 
     Raises:
@@ -70,7 +70,7 @@ def read_task_options(kind: type[Options], data: Data) -> Options:
     return kind(**data.task_options)
 
 
-def load_vit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
+def load_vit_examples(data: DataSettings, model_config: dict[str, Any]) -> Examples:
     """Images of the model's size, from a folder or an .npz."""
     options = read_task_options(VitOptions, data)
     return load_images(
@@ -83,7 +83,7 @@ def load_vit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
     )
 
 
-def load_dit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
+def load_dit_examples(data: DataSettings, model_config: dict[str, Any]) -> Examples:
     """Latents of the model's size, from an .npz."""
     options = read_task_options(DitOptions, data)
     size = model_config.get("sample_size", 32)
@@ -91,7 +91,9 @@ def load_dit_examples(data: Data, model_config: dict[str, Any]) -> Examples:
     return load_latents(expandvars(data.data), size, channels, options.augmentation)
 
 
-def build_vit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
+def build_vit(
+    model: ModelSettings, data: DataSettings, num_classes: int, dtype: torch.dtype
+) -> nn.Module:
     """transformers' ViT with random weights and a head of `num_classes` classes."""
     options = read_task_options(VitOptions, data)
     check_patches(model.model_config, "image_size", 224, 16)
@@ -103,7 +105,9 @@ def build_vit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) ->
         return make_vit(config, options.positions, options.pooling, dtype)
 
 
-def build_dit(model: Model, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
+def build_dit(
+    model: ModelSettings, data: DataSettings, num_classes: int, dtype: torch.dtype
+) -> nn.Module:
     """diffusers' DiT with random weights, conditioned on `num_classes` classes."""
     options = read_task_options(DitOptions, data)
     check_patches(model.model_config, "sample_size", 32, 2)

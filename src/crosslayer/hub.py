@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .errors import error_in_one_line
 from .run_folders import (
     CHECKPOINT_INDEX,
     CONFIG_FILE,
@@ -13,7 +14,6 @@ from .run_folders import (
     RESULTS_FILE,
     RUNS_FOLDER,
 )
-from .validation import error_in_one_line
 
 NO_NETWORK = (
     "not in the local cache, and the Hugging Face Hub cannot be reached (no network, or "

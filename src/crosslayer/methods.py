@@ -22,7 +22,8 @@ from typing import Any
 
 from . import connections
 from .connection import Connection
-from .validation import did_you_mean, error_in_one_line
+from .errors import error_in_one_line
+from .validation import did_you_mean
 
 ENTRY_POINT_GROUP = "crosslayer.connections"
 # Names under which connections were saved before they had their papers' names.

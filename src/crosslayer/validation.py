@@ -183,21 +183,6 @@ def parse_dtype(name: str, option: str = "dtype") -> torch.dtype:
     return check_choice(option, name, DTYPES)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that the memory of a GPU or of the machine does not suffice."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    # torch's of the machine's memory; CUDA's; cuBLAS's
-    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def error_in_one_line(error: BaseException) -> str:
-    """An error's message, or its class where it has none, and its notes."""
-    notes = " ".join(f"({note})" for note in getattr(error, "__notes__", ()))
-    return " ".join(f"{str(error) or type(error).__name__} {notes}".split())
-
-
 def did_you_mean(word: object, known_words: Iterable[str]) -> str:
     """` (did you mean 'mudd'?)` where a known word is close to `word`, else an empty string."""
     close = difflib.get_close_matches(str(word), list(known_words), n=1)

@@ -31,7 +31,7 @@ from crosslayer.train.report_notes import report_notes, run_notes
 from crosslayer.train.results_table import find_baseline_arm, result_table
 from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.run_state import RunResult
-from crosslayer.train.settings import Optimization, Settings
+from crosslayer.train.settings import OptimizationSettings, Settings
 from crosslayer.train.task import LANGUAGE, build_model
 
 TINY = {
@@ -301,25 +301,25 @@ def test_weight_decay_and_rate_of_connections():
 )
 def test_no_rate_exceeds_its_peak(options, message):
     with pytest.raises(ValueError, match=message):
-        Optimization(**options)
+        OptimizationSettings(**options)
 
 
 def test_schedule():
-    rates = [lr_schedule(step, Optimization(steps=100)) for step in range(100)]
+    rates = [lr_schedule(step, OptimizationSettings(steps=100)) for step in range(100)]
     assert (
         rates[0] == pytest.approx(0.1)
         and max(rates) == rates[9] == 1
         and rates[-1] == pytest.approx(0.1, abs=1e-3)
     )
-    linear = Optimization(steps=100, warmup=20, decay="linear")
+    linear = OptimizationSettings(steps=100, warmup=20, decay="linear")
     assert [lr_schedule(step, linear) for step in (20, 60)] == pytest.approx([1, 0.55])
-    constant = Optimization(steps=100, warmup=20, floor=1.0)
+    constant = OptimizationSettings(steps=100, warmup=20, floor=1.0)
     assert [lr_schedule(step, constant) for step in (0, 9, 19, 20, 99)] == pytest.approx(
         [0.05, 0.5, 1, 1, 1]
     )
-    stable = Optimization(steps=100, warmup=20, decay="linear", decay_ratio=0.2, floor=0.0)
+    stable = OptimizationSettings(steps=100, warmup=20, decay="linear", decay_ratio=0.2, floor=0.0)
     assert [lr_schedule(step, stable) for step in (19, 20, 80, 90)] == pytest.approx([1, 1, 1, 0.5])
-    assert lr_schedule(99, Optimization(steps=100, decay_ratio=0.0)) == 1
+    assert lr_schedule(99, OptimizationSettings(steps=100, decay_ratio=0.0)) == 1
 
 
 def test_muon_takes_the_layers_matrices_alone():

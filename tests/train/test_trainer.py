@@ -32,7 +32,7 @@ from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.parallel import prepare_model
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.run import launch_run
-from crosslayer.train.settings import Engine, Settings
+from crosslayer.train.settings import EngineSettings, Settings
 from crosslayer.train.signals import StopSignals
 from crosslayer.train.task import (
     LANGUAGE,
@@ -713,7 +713,7 @@ def test_recomputation_is_bitwise_identical(text, recompute, recomputing_nothing
 def test_recomputed_reads_with_hidden_states():
     model = connected("llama", "mudd")
     expected = model(ids(), output_hidden_states=True).hidden_states
-    model = prepare_model(model, Engine(recompute="reads"))
+    model = prepare_model(model, EngineSettings(recompute="reads"))
     states = model(ids(), output_hidden_states=True).hidden_states
     assert all(map(torch.equal, states, expected))
 

@@ -12,12 +12,8 @@ from collections.abc import Sequence
 from typing import Any, get_origin
 
 from .. import __version__, cli
-from ..validation import (
-    describe_wrong_value,
-    did_you_mean,
-    error_in_one_line,
-    is_out_of_memory,
-)
+from ..errors import error_in_one_line, is_out_of_memory
+from ..validation import describe_wrong_value, did_you_mean
 
 HELPERS = ("main", "console")
 MESSAGE_LENGTH = 1000

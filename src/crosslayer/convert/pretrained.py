@@ -31,11 +31,11 @@ from ..data.tokenizing import (
     is_of_bytes,
     load_tokenizer,
 )
+from ..errors import error_in_one_line
 from ..files import read_json
 from ..hf import from_pretrained
 from ..hf.checkpoint import CONFIG_FILE, find_folder, load_complete, read_config
 from ..hf.registration import names_connection
-from ..validation import error_in_one_line
 from .published import is_published, load_published
 
 TOKENIZER_FILES = (

@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import error_in_one_line
 from ..files import new_folder, read_json
-from ..validation import check_counts, check_non_negative, check_positive, error_in_one_line
+from ..validation import check_counts, check_non_negative, check_positive
 from .sources import (
     CORPUS_FILE,
     TRAIN,

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import error_in_one_line
 from ..files import parse_json
 from ..hub import NO_NETWORK
-from ..validation import did_you_mean, error_in_one_line
+from ..validation import did_you_mean
 
 SUFFIXES = (
     ".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..validation import error_in_one_line
+from ..errors import error_in_one_line
 from .readers import Document, list_text_files
 from .tokenizing import Tokenizer, find_ids, split_ids
 

@@ -17,10 +17,11 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..connection import Connection
+from ..errors import error_in_one_line
 from ..files import read_json
 from ..hub import check_model_source, download_files
 from ..run_folders import CONFIG_FILE
-from ..validation import did_you_mean, error_in_one_line
+from ..validation import did_you_mean
 from .config import check_sizes
 from .families import FAMILIES
 from .registration import (

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..errors import error_in_one_line
 from ..files import read_json
-from ..validation import error_in_one_line
 
 WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILES = "*.safetensors.index{suffix}.json"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..train.settings import Model
+from ..train.settings import ModelSettings
 from .runs import TrainingRun
 
 SHAPE = ("layers", "dim")  # of a backbone
 # MUDD's MLP widths belong to the method
-BACKBONE = tuple(option.name for option in fields(Model) if option.name != "reallocate")
+BACKBONE = tuple(option.name for option in fields(ModelSettings) if option.name != "reallocate")
 BATCHES = ("context", "batch")
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 DATA = ("tokenizer", "data", "valid")

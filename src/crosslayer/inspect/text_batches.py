@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..data.readers import Document
 from ..validation import check_positive
@@ -64,10 +65,9 @@ def find_sink_ids(tokenizer: Any) -> set[int]:
 
 
 def _pad_rows(rows: list[Any]) -> ModelInputs:
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
-        mask[number, : len(row)] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    ids = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence(mask, batch_first=True),
+    }

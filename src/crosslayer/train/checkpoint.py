@@ -26,6 +26,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from ..errors import is_out_of_memory
 from ..files import atomic_replace, read_json, write_text_atomic
 from ..run_folders import (
     CHECKPOINT_INDEX,
@@ -34,7 +35,6 @@ from ..run_folders import (
     checkpoint_name,
     step_of_name,
 )
-from ..validation import is_out_of_memory
 from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 from .identity import PLACES_OF_DATA, first_difference
 from .parallel import run_on_rank_zero

@@ -17,11 +17,11 @@ from typing import Any, Self
 
 import torch
 
+from ..errors import is_out_of_memory
 from ..files import write_text_atomic
 from ..methods import code_digest
 from ..run_folders import DATA_DIGEST, RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from ..spec import make
-from ..validation import is_out_of_memory
 from .checkpoint import list_checkpoints, remove_checkpoint
 from .comparison_results import (
     ComparisonResults,

@@ -7,10 +7,12 @@ from torch import nn
 
 from ..optim import param_groups
 from .averaging import track_averages
-from .settings import Optimization
+from .settings import OptimizationSettings
 
 
-def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: nn.Module, settings: OptimizationSettings
+) -> list[torch.optim.Optimizer]:
     """AdamW; or Muon for the 2-d matrices of the layers and, last in the list, AdamW for all other
     parameters.
     """
@@ -45,14 +47,14 @@ def build_optimizers(model: nn.Module, settings: Optimization) -> list[torch.opt
     return optimizers
 
 
-def warmup_steps(settings: Optimization) -> float:
+def warmup_steps(settings: OptimizationSettings) -> float:
     """The steps of the warm-up, at least 1."""
     if settings.warmup >= 1:
         return settings.warmup
     return max(1, int(settings.steps * settings.warmup))
 
 
-def lr_schedule(step: int, settings: Optimization) -> float:
+def lr_schedule(step: int, settings: OptimizationSettings) -> float:
     """Learning rate of a step (from 0) as a share of its peak: linear warm-up, constant where
     `decay_ratio` says so, then down to `floor`.
     """
@@ -71,7 +73,7 @@ def lr_schedule(step: int, settings: Optimization) -> float:
 
 
 def set_learning_rates(
-    optimizers: list[torch.optim.Optimizer], step: int, settings: Optimization
+    optimizers: list[torch.optim.Optimizer], step: int, settings: OptimizationSettings
 ) -> None:
     """Set the learning rate of every group for a step (from 0)."""
     for optimizer in optimizers:

@@ -22,7 +22,7 @@ from ..compilation import reset_compiler
 from ..connection import Connection, State, find_connections
 from ..hf.attach import find_backbone
 from ..recompute import enable_recompute
-from .settings import Engine
+from .settings import EngineSettings
 
 # what torchrun sets for each of its processes, besides WORLD_SIZE
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,7 +30,7 @@ SECONDS_TO_PROBE = 5
 SECONDS_TO_REMARK = 20
 
 
-def launch_fabric(engine: Engine, loggers: Iterable[Any] = ()) -> Fabric:
+def launch_fabric(engine: EngineSettings, loggers: Iterable[Any] = ()) -> Fabric:
     """Fabric on this process, or on all processes that torchrun or `fabric run` started.
 
     Args:
@@ -191,12 +191,12 @@ def _shard_together(modules: Iterable[nn.Module], mesh: Any, policy: MixedPrecis
         fully_shard(group, mesh=mesh, mp_policy=policy)
 
 
-def setup_model(fabric: Fabric, model: Any, engine: Engine) -> nn.Module:
+def setup_model(fabric: Fabric, model: Any, engine: EngineSettings) -> nn.Module:
     """The module to call: `model` with recomputation and compilation, sharded by Fabric."""
     return fabric.setup_module(prepare_model(model, engine))
 
 
-def apply_recomputation(model: Any, engine: Engine) -> None:
+def apply_recomputation(model: Any, engine: EngineSettings) -> None:
     """Recompute in the backward pass what the settings name, in place.
 
     Raises:
@@ -225,7 +225,7 @@ def run_on_rank_zero(fabric: Fabric, action: Callable[[], None]) -> None:
         raise failure or sent
 
 
-def prepare_model(model: Any, engine: Engine) -> Any:
+def prepare_model(model: Any, engine: EngineSettings) -> Any:
     """`model` with recomputation and compilation, without Fabric."""
     apply_recomputation(model, engine)
     if engine.compile == "none":

@@ -12,10 +12,12 @@ from ..evaluate.windows import context_limit
 from ..files import expand_place
 from ..hf import connect, disconnect
 from ..spec import is_same_connection, make
-from .settings import Data
+from .settings import DataSettings
 
 
-def open_backbone(source: str, data: Data, num_classes: int, dtype: torch.dtype) -> nn.Module:
+def open_backbone(
+    source: str, data: DataSettings, num_classes: int, dtype: torch.dtype
+) -> nn.Module:
     """A language model of transformers with its weights.
 
     Args:

@@ -9,14 +9,14 @@ what is tried, 32 times the recipe's rates or a 32nd of them.
 import dataclasses
 
 from .recipe import Arm
-from .settings import Optimization
+from .settings import OptimizationSettings
 
 # All that a search may try.
 FACTORS = tuple(2.0**power for power in range(-5, 6))
 RATES = ("lr", "muon_lr")
 
 
-def scale_rates(arm: Arm, optimization: Optimization, factor: float) -> Arm:
+def scale_rates(arm: Arm, optimization: OptimizationSettings, factor: float) -> Arm:
     """An arm with its learning rates times a factor, and a name that says so.
 
     Args:

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ..errors import error_in_one_line
 from ..spec import make
-from ..validation import check_choice, did_you_mean, error_in_one_line
+from ..validation import check_choice, did_you_mean
 from .settings import GROUP_OF_OPTION, NEW_BACKBONE_OPTIONS, Settings, parse_options
 from .task import LANGUAGE, Task
 

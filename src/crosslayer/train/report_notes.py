@@ -16,7 +16,7 @@ from .rate_search import FACTORS, RATES, best_factor, is_limit, next_factor, sca
 from .recipe import Arm
 from .results_table import TableRow, differing_execution, format_loss, result_table
 from .run_state import RunResult
-from .settings import CHANGEABLE_OPTIONS, Data, Model, Settings
+from .settings import CHANGEABLE_OPTIONS, DataSettings, ModelSettings, Settings
 
 SAME_RATE = "at the given lr"
 # A warm-up of fewer steps can favour other connections over pre-norm (docs/evidence.md).
@@ -24,8 +24,8 @@ SHORT_WARMUP = 48
 
 # Arms that differ in none of these have the same data, batches, backbone weights, learning rates.
 _DATA_OPTIONS = {"data", "valid", "tokenizer", "context", "task_options", "model_config"}
-_BATCH_OPTIONS = {"steps", *(field.name for field in fields(Data))} - CHANGEABLE_OPTIONS
-_WEIGHT_OPTIONS = {"precision", *_DATA_OPTIONS, *(field.name for field in fields(Model))}
+_BATCH_OPTIONS = {"steps", *(field.name for field in fields(DataSettings))} - CHANGEABLE_OPTIONS
+_WEIGHT_OPTIONS = {"precision", *_DATA_OPTIONS, *(field.name for field in fields(ModelSettings))}
 _RATE_OPTIONS = {*RATES, "optimizer", "connection_lr_scale", "embedding_lr_scale"}
 
 

@@ -13,7 +13,7 @@ from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .identity import PLACES_OF_DATA
 from .recipe import Arm
-from .settings import EXECUTION_OPTIONS, GROUP_OF_OPTION, Model
+from .settings import EXECUTION_OPTIONS, GROUP_OF_OPTION, ModelSettings
 
 NOT_KNOWN = "–"
 
@@ -147,7 +147,7 @@ def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
 
 
 def _model_options(arm: Arm) -> dict[str, Any]:
-    return {key: v for key, v in arm.options.items() if GROUP_OF_OPTION[key] is Model}
+    return {key: v for key, v in arm.options.items() if GROUP_OF_OPTION[key] is ModelSettings}
 
 
 def format_mean_std(value: MeanStd, form: str) -> str:

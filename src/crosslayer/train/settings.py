@@ -28,7 +28,7 @@ NEW_BACKBONE_OPTIONS = frozenset(
 
 
 @dataclass
-class Model:
+class ModelSettings:
     """The backbone.
 
     Args:
@@ -80,7 +80,7 @@ class Model:
 
 
 @dataclass
-class Data:
+class DataSettings:
     """The data. A path may begin with an environment variable, like $DATA/pile.
 
     Args:
@@ -116,7 +116,7 @@ class Data:
 
 
 @dataclass
-class Optimization:
+class OptimizationSettings:
     """The optimizer and its learning rate.
 
     Args:
@@ -189,7 +189,7 @@ class Optimization:
 
 
 @dataclass
-class Engine:
+class EngineSettings:
     """How the run is executed, saved and logged.
 
     Args:
@@ -253,7 +253,7 @@ class Engine:
             )
 
 
-GROUPS: tuple[Any, ...] = (Model, Data, Optimization, Engine)
+GROUPS: tuple[Any, ...] = (ModelSettings, DataSettings, OptimizationSettings, EngineSettings)
 GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
 
 # options of a recipe that the command line does not have
@@ -265,7 +265,10 @@ YAML_ONLY = frozenset(
 # two exceptions. `spike` and `unstable` decide whether an unstable step ends the run or is skipped;
 # a run's result names the steps that were skipped. With another `accumulate` the micro-batches are
 # others, and so are dropout's random numbers and the balancing loss of experts.
-CHANGEABLE_OPTIONS = {f.name for f in fields(Engine)} - {"precision"} | {"workers", "valid_groups"}
+CHANGEABLE_OPTIONS = {f.name for f in fields(EngineSettings)} - {"precision"} | {
+    "workers",
+    "valid_groups",
+}
 # Those of them that change the speed and the memory of a step.
 EXECUTION_OPTIONS = ("strategy", "accumulate", "compile", "recompute")
 
@@ -273,10 +276,10 @@ EXECUTION_OPTIONS = ("strategy", "accumulate", "compile", "recompute")
 class Settings(NamedTuple):
     """The four groups. `Settings.from_options(layers=2, lr=1e-3)` takes any of their options."""
 
-    model: Model
-    data: Data
-    optimization: Optimization
-    engine: Engine
+    model: ModelSettings
+    data: DataSettings
+    optimization: OptimizationSettings
+    engine: EngineSettings
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:

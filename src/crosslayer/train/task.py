@@ -25,7 +25,7 @@ from ..hub import check_model_source
 from ..spec import make
 from ..validation import did_you_mean
 from .pretrained import connect_backbone, open_backbone
-from .settings import Data, Model, Settings
+from .settings import DataSettings, ModelSettings, Settings
 
 Batch = Any  # what `default_collate` makes of a task's examples: a tensor, or a dict of tensors
 
@@ -100,16 +100,16 @@ class Task(NamedTuple):
             parameters) -> module. None where a run cannot start from one.
     """
 
-    load_examples: Callable[[Data, dict[str, Any]], Examples]
-    build_backbone: Callable[[Model, Data, int, torch.dtype], nn.Module]
+    load_examples: Callable[[DataSettings, dict[str, Any]], Examples]
+    build_backbone: Callable[[ModelSettings, DataSettings, int, torch.dtype], nn.Module]
     loss: Callable[[nn.Module, Batch], Tensor]
     evaluate: Callable[[nn.Module, Batch, list[int]], dict[str, Tensor]]
     count_units: Callable[[Batch], int]
     unit: str
-    loss_unit: Callable[[Data], str]
+    loss_unit: Callable[[DataSettings], str]
     tiny_options: dict[str, Any]
     tiny_model_config: dict[str, Any]
-    open_backbone: Callable[[str, Data, int, torch.dtype], nn.Module] | None = None
+    open_backbone: Callable[[str, DataSettings, int, torch.dtype], nn.Module] | None = None
 
 
 def load_examples(settings: Settings, task: Task) -> Examples:
@@ -123,7 +123,7 @@ def load_examples(settings: Settings, task: Task) -> Examples:
     return task.load_examples(settings.data, settings.model.model_config)
 
 
-def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:
+def load_texts(data: DataSettings, model_config: dict[str, Any]) -> Examples:
     """Windows of a corpus, each [context + 1] tokens."""
     from ..data.corpus import load_corpus
 
@@ -151,7 +151,7 @@ def load_texts(data: Data, model_config: dict[str, Any]) -> Examples:
 
 
 def build_language_model(
-    model: Model, data: Data, num_classes: int, dtype: torch.dtype
+    model: ModelSettings, data: DataSettings, num_classes: int, dtype: torch.dtype
 ) -> nn.Module:
     """A causal language model of transformers with random weights."""
     config = make_config(
@@ -225,7 +225,7 @@ LANGUAGE = Task(
 )
 
 
-def check_vocab(model: Model, examples: Examples) -> None:
+def check_vocab(model: ModelSettings, examples: Examples) -> None:
     """Raise a ValueError where `vocab` is too small for the data."""
     if model.vocab is not None and model.vocab < examples.num_classes:
         raise ValueError(

@@ -1,0 +1,18 @@
+"""What an error says."""
+
+import torch
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that the memory of a GPU or of the machine does not suffice."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch's of the machine's memory; CUDA's; cuBLAS's
+    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def error_in_one_line(error: BaseException) -> str:
+    """An error's message, or its class where it has none, and its notes."""
+    notes = " ".join(f"({note})" for note in getattr(error, "__notes__", ()))
+    return " ".join(f"{str(error) or type(error).__name__} {notes}".split())
