@@ -8,7 +8,8 @@ memory.
     cost = estimate_cost("mudd", config, batch=8, context=2048)
     cost.bandwidth_bound_seconds(GPUS["H100"])
 
-`estimate.py` counts on the meta device; `memory.py` simulates the peak of activation memory there.
+`estimate.py` counts on the meta device, FLOPs by the formulas of `flops.py`. `memory.py` simulates
+the peak of activation memory there.
 """
 
 from .estimate import (
@@ -21,10 +22,10 @@ from .estimate import (
     count_parameters,
     estimate_cost,
     estimate_costs,
-    flop_counter,
     language_model_loss,
     measure_cost,
 )
+from .flops import flop_counter
 from .memory import PeakMemory, estimate_peak_memory, measure_peak_memory
 
 __all__ = [

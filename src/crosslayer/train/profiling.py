@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..cost.estimate import GPUS, activation_bytes, flop_counter
+from ..cost.estimate import GPUS, activation_bytes
+from ..cost.flops import flop_counter
 from .task import Batch, Task
 
 
