@@ -8,6 +8,7 @@ factors, whatever the code looks like.
 import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy
@@ -73,8 +74,10 @@ class _Recorder:
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         arguments = name_arguments(module, args, kwargs)
-        first = next(iter(arguments))
+        first, *others = arguments
         inputs = self.decompose(arguments.pop(first), path)
+        by_name = {*kwargs, residual_argument(module)}
+        by_position = tuple(takewhile(lambda name: name not in by_name, others))
         residual = arguments.pop(residual_argument(module), None)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
@@ -82,7 +85,6 @@ class _Recorder:
                     raise SeveralStreamsError(path, name)
                 arguments[name] = Argument(SAME_INPUT)
         input_name = first if first in kwargs else ""
-        by_position = tuple(name for name in arguments if name not in kwargs)
         self.calls.append(
             Call(path, inputs, arguments, by_position=by_position, input_name=input_name)
         )
