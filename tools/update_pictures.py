@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import crosslayer
 from crosslayer.convert import open_model, open_tokenizer
 from crosslayer.inspect import unfold_connections
-from crosslayer.inspect.figures import draw_matrix, render_figure
+from crosslayer.inspect.figures import draw_matrix
 from crosslayer.inspect.inspection import ModelInspection, inspect_model
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.subjects import text_subject
+from crosslayer.plotting import render_figure
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 # the runs of each picture, by the name of its section

@@ -40,6 +40,7 @@ from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
 from crosslayer.testing.tiny_model import DEFAULTS, VARIANTS, shake
+from tests.hf.test_plain_models import GPT
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 
@@ -361,6 +362,13 @@ def test_a_plain_post_norm_model_is_seen_as_post_norm():
     assert plain.error < 1e-5
     assert not find_connections(model)
     assert inspect_model("bert", InspectionSubject(model, BATCHES), ()).connection == "postnorm"
+
+
+def test_a_model_of_plain_torch_with_its_own_argument():
+    """nanoGPT's backbone is a ModuleDict, which cannot be called."""
+    model = connect(GPT().eval(), "mudd")
+    unfolded = unfold_connections(model, [{"ids": torch.arange(6)[None]}])
+    assert unfolded.inputs[-1] == "readout" and unfolded.error < 1e-5
 
 
 def test_norms_of_a_wider_dtype_than_their_model():

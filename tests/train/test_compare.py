@@ -474,6 +474,9 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     assert "not empty and without results.json" in capsys.readouterr().err
     assert main([*options(text_file), "--out", text_file]) == 1
     assert "a file is in the way" in capsys.readouterr().err
+    data = Path(text_file).parent
+    assert main([*options(str(data)), "--out", str(data / "runs" / "first")]) == 1
+    assert f"lies in the data {data}, where its files would be" in capsys.readouterr().err
 
 
 def test_a_recipe(text_file, tmp_path, capsys):
@@ -597,6 +600,8 @@ def test_speeds_of_runs_executed_otherwise_have_no_ratio(tiny, tmp_path):
     (run,) = [run for run in comparison.results.runs if run.arm == "prenorm"]
     run.execution["recompute"] = "layers"
     assert result_table(comparison)[1].relative_activations > 0
+    run.execution["processes"] = 2
+    assert result_table(comparison)[1].relative_activations is None
 
 
 def test_an_arm_that_cannot_be_trained_is_named_before_any_is_trained(tiny, tmp_path):

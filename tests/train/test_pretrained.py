@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
 import crosslayer
 from crosslayer.cli.main import main
@@ -48,6 +49,17 @@ def test_a_run_starts_from_the_weights(model, connection):
     expected = open_model(model)
     ids = torch.randint(300, (2, 9))
     assert torch.equal(build_model(settings, connection, 300, 5)(ids).logits, expected(ids).logits)
+
+
+def test_an_encoder_is_refused(text_file, tmp_path, capsys):
+    """It would be trained on tokens that it sees."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForMaskedLM(BertConfig(num_hidden_layers=1, vocab_size=256, **sizes)).save_pretrained(
+        tmp_path / "encoder"
+    )
+    encoder = ["--pretrained", str(tmp_path / "encoder"), "--tokenizer=bytes"]
+    assert train(text_file, tmp_path / "out", *encoder) == 1
+    assert "sees the tokens that it would be scored by" in capsys.readouterr().err
 
 
 def test_a_comparison_of_connections_on_a_pretrained_model(model, text_file, tmp_path, capsys):

@@ -78,7 +78,7 @@ def run(options: Any) -> int:
 
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:
     """Train an arm with a progress bar, save model and result, print losses; the exit code."""
-    from ..train.task import load_examples
+    from ..train.task import check_out_of_data, load_examples
 
     settings = recipe.settings(arm)
     if out is None:
@@ -86,6 +86,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
         out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     folder = Path(out)
     check_out_folder(folder)
+    check_out_of_data(folder, settings.data)
     examples = load_examples(settings, recipe.task)
 
     with hold_folder(folder):

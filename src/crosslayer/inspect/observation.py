@@ -202,6 +202,8 @@ def find_body(model: nn.Module, arguments: ModelInputs) -> nn.Module:
     if find_connections(model) and not hasattr(model, "config"):
         return model
     inputs = MODEL_INPUTS & arguments.keys()
+    if not inputs:  # a model of plain PyTorch has names of its own
+        return model
     for part in (find_backbone(model)[0], getattr(model, "base_model", model)):
         host: Any = original_class(part)
         if inputs <= signature(host.forward).parameters.keys():

@@ -36,7 +36,7 @@ from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .run_state import RunResult, StepResult
 from .signals import StopSignals
-from .task import Examples, build_model, check_vocab, load_examples
+from .task import Examples, build_model, check_out_of_data, check_vocab, load_examples
 from .trainer import Diverged
 
 
@@ -183,6 +183,8 @@ def prepare_comparison(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if search_rates:
         recipe = _rates_in_options(recipe)
+    for arm in recipe.arms:
+        check_out_of_data(folder or Path(), recipe.settings(arm).data)
     examples = _load_checked_examples(recipe)
     first = examples[recipe.arms[0].name]
     shared = recipe.settings().identity()

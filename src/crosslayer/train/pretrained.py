@@ -8,7 +8,7 @@ from torch import nn
 
 from ..connection import find_connections
 from ..convert.pretrained import open_model
-from ..evaluate.windows import context_limit
+from ..evaluate.windows import check_causal, context_limit
 from ..files import expand_place
 from ..hf import connect, disconnect
 from ..spec import is_same_connection, make
@@ -28,7 +28,8 @@ def open_backbone(
 
     Raises:
         ValueError: there is no complete model, its embedding has fewer rows than the tokenizer
-            tokens, or the context is longer than its positions.
+            tokens, the context is longer than its positions, or it sees the tokens that it is to
+            predict, as an encoder.
     """
     model = open_model(expand_place(source), dtype)
     rows = model.get_input_embeddings().num_embeddings
@@ -43,6 +44,7 @@ def open_backbone(
             f"context must be at most {positions:,}, the positions of {source}, got "
             f"{data.context:,}"
         )
+    check_causal(model)
     return model
 
 

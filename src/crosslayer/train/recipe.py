@@ -173,7 +173,10 @@ def load_recipe(
     path = Path(path)
     if not path.exists():
         siblings = [file.name for file in path.parent.glob("*.yaml")]
-        raise ValueError(f"{path}: no such file{did_you_mean(path.name, siblings)}")
+        raise ValueError(
+            f"{path}: no such file{did_you_mean(path.name, siblings)}, expected a recipe; "
+            "--arm (of compare: --arms) names connections"
+        )
     options = _read_yaml(path)
     rows = options.pop("arms", ["prenorm"])
     try:

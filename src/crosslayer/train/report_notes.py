@@ -84,7 +84,9 @@ def _data_note(comparison: Comparison) -> str:
     )
     entropy = ""
     if results.entropy:
-        entropy = f"; order-0 entropy {results.entropy:.3f} bits per byte"
+        entropy = (
+            f"; the frequencies of single bytes alone give {results.entropy:.3f} bits per byte"
+        )
     owner = f" of {first.name}" if _DATA_OPTIONS & differing_options(comparison).keys() else ""
     return (
         f"Data{owner}: {comparison.recipe.settings(first).data.data}, {sizes}{entropy}"

@@ -111,7 +111,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
 
 def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
     """The options by which runs of an arm and of its baseline were executed otherwise, such as
-    recompute, but for those that the recipe gives one of the two.
+    recompute or processes, but for those that the recipe gives one of the two.
 
     They may change where a comparison is continued, and so can speeds and activations.
     """
@@ -120,12 +120,12 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
         return []
     given = arm.options.keys() | baseline.options.keys()
     runs = [*comparison.finished_runs(arm).values(), *comparison.finished_runs(baseline).values()]
-    known = [run.execution for run in runs if run.execution]
-    return [
-        name
-        for name in EXECUTION_OPTIONS
-        if name not in given and len({execution[name] for execution in known}) > 1
-    ]
+    differing = []
+    for name in (*EXECUTION_OPTIONS, "processes"):
+        values = {run.execution[name] for run in runs if name in run.execution}
+        if name not in given and len(values) > 1:
+            differing.append(name)
+    return differing
 
 
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:

@@ -120,7 +120,8 @@ class RunResult:
         inference_speed: examples per second over all ranks, in the fastest evaluation; None in
             results of version 0.1.0.
         method_code: `code_digest` of the connection when the run began; empty in older results.
-        execution: `EXECUTION_OPTIONS` with their values; empty in older results.
+        execution: `EXECUTION_OPTIONS` with their values, and the number of "processes", which older
+            results lack; empty in still older ones.
     """
 
     arm: str

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
+from ..data.prepared import find_tokenizer_name
 from ..data.sampler import BatchSampler
 from ..data.sources import ALL_SETS, HELD_OUT
 from ..evaluate.windows import exp_or_inf
@@ -223,6 +225,18 @@ LANGUAGE = Task(
     tiny_model_config=dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     open_backbone=open_backbone,
 )
+
+
+def check_out_of_data(folder: Path, data: DataSettings) -> None:
+    """Raise a ValueError where an output folder lies in a folder of texts, which would be read."""
+    for place in (data.data, *data.valid.values()):
+        source = Path(expand_place(place))
+        is_of_texts = source.is_dir() and find_tokenizer_name(str(source)) is None
+        if is_of_texts and folder.resolve().is_relative_to(source.resolve()):
+            raise ValueError(
+                f"the output folder {folder} lies in the data {place}, where its files would be "
+                "read as texts; choose another --out"
+            )
 
 
 def check_vocab(model: ModelSettings, examples: Examples) -> None:

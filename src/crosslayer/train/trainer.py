@@ -340,7 +340,10 @@ class Trainer:
             seconds=self.state.seconds,
             inference_speed=self.state.inference_speed,
             method_code=self.state.method_code,
-            execution={name: getattr(self.settings.engine, name) for name in EXECUTION_OPTIONS},
+            execution={
+                **{name: getattr(self.settings.engine, name) for name in EXECUTION_OPTIONS},
+                "processes": self.fabric.world_size,
+            },
         )
 
     def identity(self) -> dict[str, Any]:
