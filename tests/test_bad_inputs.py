@@ -78,6 +78,7 @@ def test_every_command(name, inputs, tmp_path, monkeypatch):
         (RecursionError("maximum recursion depth"), "a value of the input is nested too deep"),
         (OSError(28, "No space left on device", "a.json"), "the disk is full ([Errno 28] No space"),
         (RuntimeError("I/O error: No space left on device"), "the disk is full (I/O error"),
+        (FileExistsError(17, "File exists", "my.yaml"), "crosslayer: my.yaml: File exists"),
         (ValueError("x" * 5000), "xxx … xxx"),
     ],
 )

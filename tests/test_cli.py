@@ -64,6 +64,7 @@ def test_a_missing_recipe(tmp_path, capsys):
     path = tmp_path / "wikitex.yaml"
     expected = f"crosslayer: {path}: no such file (did you mean 'wikitext.yaml'?)\n"
     assert error_of(capsys, "train", str(path)) == expected
+    assert "mudd: no such file; connections are named by --arm" in error_of(capsys, "train", "mudd")
 
 
 def test_the_hub_does_not_print_its_retries():

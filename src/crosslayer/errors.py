@@ -14,5 +14,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def error_in_one_line(error: BaseException) -> str:
     """An error's message, or its class where it has none, and its notes."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"  # without "[Errno 17]"
     notes = " ".join(f"({note})" for note in getattr(error, "__notes__", ()))
-    return " ".join(f"{str(error) or type(error).__name__} {notes}".split())
+    return " ".join(f"{text} {notes}".split())

@@ -4,7 +4,7 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -134,9 +134,19 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
                 chosen.append(arms_by_name[word])
             else:
                 for spec in parse_specs("--arms", [word]):
-                    chosen.append(arms_by_name.get(spec) or Arm.from_row(spec))
+                    chosen.append(arms_by_name.get(spec) or _arm_beside(arms_by_name, spec))
         recipe.arms = _unique_arms(chosen)
     return recipe
+
+
+def _arm_beside(arms: Collection[str], spec: str) -> "Arm":
+    """An arm that a recipe does not have; an error names those that it has."""
+    from ..train.recipe import Arm
+
+    try:
+        return Arm.from_row(spec)
+    except ValueError as error:
+        raise ValueError(f"{error}; arms of the recipe: {', '.join(arms)}") from None
 
 
 def _unique_arms(arms: Iterable["Arm"]) -> list["Arm"]:

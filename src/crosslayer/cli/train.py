@@ -86,7 +86,7 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
         out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     folder = Path(out)
     check_out_folder(folder)
-    check_out_of_data(folder, settings.data)
+    check_out_of_data(folder, settings.data, recipe.task)
     examples = load_examples(settings, recipe.task)
 
     with hold_folder(folder):

@@ -184,7 +184,7 @@ def prepare_comparison(
     if search_rates:
         recipe = _rates_in_options(recipe)
     for arm in recipe.arms:
-        check_out_of_data(folder or Path(), recipe.settings(arm).data)
+        check_out_of_data(folder or Path(), recipe.settings(arm).data, recipe.task)
     examples = _load_checked_examples(recipe)
     first = examples[recipe.arms[0].name]
     shared = recipe.settings().identity()

@@ -173,10 +173,8 @@ def load_recipe(
     path = Path(path)
     if not path.exists():
         siblings = [file.name for file in path.parent.glob("*.yaml")]
-        raise ValueError(
-            f"{path}: no such file{did_you_mean(path.name, siblings)}, expected a recipe; "
-            "--arm (of compare: --arms) names connections"
-        )
+        hint = "" if path.suffix else "; connections are named by --arm, or --arms of compare"
+        raise ValueError(f"{path}: no such file{did_you_mean(path.name, siblings)}{hint}")
     options = _read_yaml(path)
     rows = options.pop("arms", ["prenorm"])
     try:

@@ -227,8 +227,10 @@ LANGUAGE = Task(
 )
 
 
-def check_out_of_data(folder: Path, data: DataSettings) -> None:
+def check_out_of_data(folder: Path, data: DataSettings, task: Task) -> None:
     """Raise a ValueError where an output folder lies in a folder of texts, which would be read."""
+    if task is not LANGUAGE:
+        return
     for place in (data.data, *data.valid.values()):
         source = Path(expand_place(place))
         is_of_texts = source.is_dir() and find_tokenizer_name(str(source)) is None
