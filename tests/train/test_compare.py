@@ -108,7 +108,7 @@ def test_the_whole_command(text_file, tmp_path, capsys):
     assert "vs prenorm" in printed and "1.00×" in printed
     for text in (" ".join(printed.split()), markdown, page):
         assert "Not tested: whether a difference lasts beyond" in text
-        assert "as all are at 0.006" in text and "Against prenorm, by 95 % intervals" in text
+        assert "rate instead of 0.006" in text and "Against prenorm, by 95 % intervals" in text
         assert "embeddings learn" not in text, "Granite's factor lets them learn fast"
 
     before = (out / "results.json").read_text()
@@ -561,7 +561,7 @@ def test_arms_that_differ_in_options(text_file, tmp_path):
         "2 to 4 layers, width 16, 2 heads; 6 to 8 steps of 2 × 32 bytes, AdamW at 0.0001 to 0.006,",
         "Arms with the same steps see the same batches in the same order.",
         "Arms with the same layers start from the same backbone weights.",
-        "beyond 384 to 512 bytes and 9 parameters; each arm at its best learning rate, as all are",
+        "beyond 384 to 512 bytes and 9 parameters; each arm at its best learning rate instead of",
         "The arms differ in options too: layers 2 (prenorm, slow), 4 (deep long); steps 6 (",
         "lr 0.006 (prenorm, deep long), 0.0001 (slow).",
         "Against prenorm, by 95 % intervals over seeds, each arm at its given rate: ",

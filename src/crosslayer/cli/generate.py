@@ -16,7 +16,7 @@ from .console import (
 def parser() -> Any:
     command = make_parser(
         "Continue a prompt with a language model. Without a prompt, continue each line of standard "
-        "input."
+        "input that is not blank."
     )
     add = command.add_argument
     add(

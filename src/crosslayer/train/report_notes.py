@@ -218,7 +218,7 @@ def _open_rates(comparison: Comparison, of_arms: list[Settings]) -> list[str]:
     """What a comparison leaves open about learning rates. of_arms: the settings of its arms."""
     if not comparison.search_rates:
         rates = _range_text(settings.optimization.lr for settings in of_arms)
-        return [f"each arm at its best learning rate, as all are at {rates} (--search-rates true)"]
+        return [f"each arm at its best learning rate instead of {rates} (--search-rates true)"]
     at_limit: dict[float, list[str]] = {}
     searching = []
     for arm in comparison.recipe.arms:
