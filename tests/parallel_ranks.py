@@ -145,8 +145,11 @@ def tensor_parallel(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, 
 
 def sequence_parallel(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, Gradients]:
     model = decoder(spec)
-    functions_of_page()["parallelize_sequence"](model, mesh)
-    return train(model, tokens()), train(decoder(spec), tokens())
+    functions = functions_of_page()
+    functions["parallelize_sequence"](model, mesh)
+    train(model, tokens())
+    functions["add_up_gradients"](model, mesh)
+    return gradients(model), train(decoder(spec), tokens())
 
 
 def prepared_inputs(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, Gradients]:

@@ -6,7 +6,6 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -154,9 +153,13 @@ class ConnectedLayer:
         if sublayer.input_name:
             returned = module(**{sublayer.input_name: x}, **kwargs)
         else:
-            passed = list(takewhile(kwargs.__contains__, sublayer.by_position))
-            rest = {name: value for name, value in kwargs.items() if name not in passed}
-            returned = module(x, *(kwargs[name] for name in passed), **rest)
+            rest = dict(kwargs)
+            positional = []
+            for name in sublayer.by_position:
+                if name not in rest:  # the host leaves it out
+                    break
+                positional.append(rest.pop(name))
+            returned = module(x, *positional, **rest)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
