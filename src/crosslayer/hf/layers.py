@@ -148,18 +148,7 @@ class ConnectedLayer:
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
             kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
-        module = find_module(self, sublayer.module)
-        # As the host passes them, for hooks, and for modules that are put in place of the host's.
-        if sublayer.input_name:
-            returned = module(**{sublayer.input_name: x}, **kwargs)
-        else:
-            rest = dict(kwargs)
-            positional = []
-            for name in sublayer.by_position:
-                if name not in rest:  # the host leaves it out
-                    break
-                positional.append(rest.pop(name))
-            returned = module(x, *positional, **rest)
+        returned = _call_as_host(find_module(self, sublayer.module), sublayer, x, kwargs)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
@@ -172,6 +161,22 @@ class ConnectedLayer:
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned
+
+
+def _call_as_host(module: Any, sublayer: Sublayer, x: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a sub-layer's module with its arguments by name or by position, as the host's layer does.
+
+    Hooks may depend on it, and modules that are put in place of the host's.
+    """
+    if sublayer.input_name:
+        return module(**{sublayer.input_name: x}, **kwargs)
+    rest = dict(kwargs)
+    positional = []
+    for name in sublayer.by_position:
+        if name not in rest:  # the host leaves it out
+            break
+        positional.append(rest.pop(name))
+    return module(x, *positional, **rest)
 
 
 def _inputs_of_sublayers(
