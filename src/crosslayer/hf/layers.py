@@ -164,7 +164,7 @@ class ConnectedLayer:
 
 
 def _call_as_host(module: Any, sublayer: Sublayer, x: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a sub-layer's module with its arguments by name or by position, as the host's layer does.
+    """Call a sub-layer's module with arguments by name or by position, as the host's layer does.
 
     Hooks may depend on it, and modules that are put in place of the host's.
     """
