@@ -203,7 +203,10 @@ def test_runs_of_other_code_are_named(tiny, tmp_path, monkeypatch, capsys):
     command += ["--arms", "prenorm", "hyper", "--out", str(tmp_path / "out")]
     assert main(command) == 0
     assert "other code" not in capsys.readouterr().out
-    changed = lambda method: "changed" if method.name == "hyper" else code_digest(method)  # noqa: E731
+
+    def changed(method):
+        return "changed" if method.name == "hyper" else code_digest(method)
+
     monkeypatch.setattr("crosslayer.train.report_notes.code_digest", changed)
     assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -77,35 +77,42 @@ def evaluate_tasks(
             softmax_dtype="float32",
             prefix_token_id=prefix_token,
         )
+    with (
+        _errors_in_words(", ".join(tasks), harness_model.max_length),
+        contextlib.redirect_stdout(sys.stderr),  # the harness prints remarks
+    ):
+        return simple_evaluate(
+            harness_model,
+            tasks=task_manager.match_tasks(list(tasks)),
+            task_manager=task_manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP_ITERATIONS,
+            log_samples=False,
+        )
+
+
+@contextlib.contextmanager
+def _errors_in_words(tasks: str, context: int) -> Iterator[None]:
+    """Raise ValueErrors for what the harness raises where data, templates or lengths do not fit."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # the harness prints remarks
-            return simple_evaluate(
-                harness_model,
-                tasks=task_manager.match_tasks(list(tasks)),
-                task_manager=task_manager,
-                num_fewshot=num_fewshot,
-                limit=limit,
-                bootstrap_iters=BOOTSTRAP_ITERATIONS,
-                log_samples=False,
-            )
+        yield
     except OSError as error:  # ConnectionError and datasets' own errors are OSErrors
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"cannot load the data of {', '.join(tasks)} ({reason}); the harness downloads it from "
+            f"cannot load the data of {tasks} ({reason}); the harness downloads it from "
             "the Hugging Face Hub once, so run this with a network first, or give tasks on local "
             "files by --include-path"
         ) from error
     except AssertionError as error:  # the harness's only check of lengths is an assert
         raise ValueError(
-            f"the harness refused a request of {', '.join(tasks)}: is an answer longer than the "
-            f"context of {harness_model.max_length} tokens?"
+            f"the harness refused a request of {tasks}: is an answer longer than the context of "
+            f"{context} tokens?"
         ) from error
     except Exception as error:
         if not type(error).__module__.startswith("jinja2"):  # of a template
             raise
-        raise ValueError(
-            f"a template of {', '.join(tasks)} does not fit its documents ({error})"
-        ) from error
+        raise ValueError(f"a template of {tasks} does not fit its documents ({error})") from error
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> "TaskManager":

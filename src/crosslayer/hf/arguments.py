@@ -1,7 +1,7 @@
 """The arguments of a layer's and its modules' forward, by name."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -39,14 +39,17 @@ def layer_arguments(layer: nn.Module) -> dict[str, Any]:
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the parameters of a module's forward after self; the first is the stream's."""
-    host: Any = original_class(module)
-    return tuple(inspect.signature(host.forward).parameters)[1:]
+    return tuple(_forward_parameters(module))[1:]
 
 
 def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     """The parameters of a module's forward after self and the hidden state, by name."""
+    return dict(list(_forward_parameters(module).items())[2:])
+
+
+def _forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     host: Any = original_class(module)
-    return dict(list(inspect.signature(host.forward).parameters.items())[2:])
+    return inspect.signature(host.forward).parameters
 
 
 def residual_argument(module: nn.Module) -> str:

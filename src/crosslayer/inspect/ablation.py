@@ -24,6 +24,9 @@ from ..hf.host_norms import find_module
 from .observation import ModelInputs, port_label
 from .scoring import check_scored, score_logits
 
+# Static weights over depth, by method: the name of the parameter.
+DEPTH_WEIGHTS = {DenseFormer: "alpha", Mudd: "a"}
+
 
 @dataclass
 class SublayerAblation:
@@ -238,12 +241,12 @@ def prune_depth_weights(
 
 def find_depth_weights(model: nn.Module) -> list[nn.Parameter]:
     """DenseFormer's α, or the static part a of MUDD, of every site that averages."""
-    weights = []
-    for connection in find_connections(model):
-        if isinstance(connection, DenseFormer):
-            weights.append(connection.alpha)
-        elif isinstance(connection, Mudd):
-            weights.append(connection.a)
+    weights = [
+        getattr(connection, name)
+        for connection in find_connections(model)
+        for method, name in DEPTH_WEIGHTS.items()
+        if isinstance(connection, method)
+    ]
     return [weight for weight in weights if weight is not None]
 
 

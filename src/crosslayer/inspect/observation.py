@@ -202,7 +202,7 @@ def find_body(model: nn.Module, arguments: ModelInputs) -> nn.Module:
     if find_connections(model) and not hasattr(model, "config"):
         return model
     inputs = MODEL_INPUTS & arguments.keys()
-    if not inputs:  # a model of plain PyTorch has names of its own
+    if not inputs:  # other names, as in a model of plain PyTorch
         return model
     for part in (find_backbone(model)[0], getattr(model, "base_model", model)):
         host: Any = original_class(part)

@@ -88,7 +88,6 @@ class _GatePool(Function):
         # One *args: see `_DepthMix`.
         ctx, y, beta, Q, eps, *S = args
         ctx.eps = eps
-        ctx.set_materialize_grads(False)  # autograd's zeros would be no DTensors
         gated = gate_streams(tuple(S), y, beta)
         r, z = score_sources(gated, Q, eps)  # z: [B T 1|2 n]
         p = z[..., 0, :].softmax(-1)
@@ -96,15 +95,10 @@ class _GatePool(Function):
         return separate_outputs(weighted_sum(gated, p), z[..., -1, :].clone(), *gated)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dh: Tensor, dq: Tensor, *dgated: Tensor) -> tuple[Tensor | None, ...]:
         y, beta, Q, r, z, p, *streams = ctx.saved_tensors
-        n = len(streams) // 2
-        S, gated = streams[:n], streams[n:]
-        outputs = (y, beta, *gated)  # h is like y, and q like beta
-        dh, dq, *dgated = (
-            torch.zeros_like(output) if gradient is None else gradient
-            for gradient, output in zip(gradients, outputs, strict=True)
-        )
+        S = streams[: len(dgated)]
+        gated = streams[len(dgated) :]
         if torch.is_grad_enabled():  # create_graph
             inputs = (y, beta, Q, ctx.eps, *S)
             return definition_gradients(_GatePool.definition, inputs, dh, dq, *dgated)

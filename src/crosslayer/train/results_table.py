@@ -13,7 +13,7 @@ from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .identity import PLACES_OF_DATA
 from .recipe import Arm
-from .settings import EXECUTION_OPTIONS, GROUP_OF_OPTION, ModelSettings
+from .settings import GROUP_OF_OPTION, ModelSettings
 
 NOT_KNOWN = "–"
 
@@ -120,12 +120,11 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
         return []
     given = arm.options.keys() | baseline.options.keys()
     runs = [*comparison.finished_runs(arm).values(), *comparison.finished_runs(baseline).values()]
-    differing = []
-    for name in (*EXECUTION_OPTIONS, "processes"):
-        values = {run.execution[name] for run in runs if name in run.execution}
-        if name not in given and len(values) > 1:
-            differing.append(name)
-    return differing
+    values: dict[str, set[Any]] = {}
+    for run in runs:
+        for name, value in run.execution.items():
+            values.setdefault(name, set()).add(value)
+    return [name for name, seen in values.items() if name not in given and len(seen) > 1]
 
 
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
