@@ -483,6 +483,22 @@ def test_code_digest_is_that_of_the_code_alone(tmp_path, monkeypatch):
     assert code_digest(in_no_module["Mine"]) == ""
 
 
+def test_code_digest_sees_what_a_method_imports_from_its_package(tmp_path, monkeypatch):
+    """Through another module too, and of its package alone."""
+    digests = []
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, eps in (("first_lab", 1), ("second_lab", 1), ("third_lab", 2)):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "constants.py").write_text(f"EPS = {eps}\n")
+        (package / "shared.py").write_text("from . import constants\nEPS = constants.EPS\n")
+        source = "from .shared import EPS\nfrom crosslayer.connections.prenorm import PreNorm\n"
+        (package / "method.py").write_text(source + "class Mine(PreNorm):\n    pass\n")
+        digests.append(code_digest(importlib.import_module(f"{name}.method").Mine))
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_random_values_of_sites_and_seeds_are_independent():
     """Site 2 with seed 0 is not site 0 with seed 2, and torch's seed may be any it takes."""
     values = {}

@@ -74,6 +74,15 @@ def largest_error(expected, gradients) -> float:
     return max(errors)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "how"), [("mudd", "streams"), ("mgr", "inversion")])
+def test_a_compiled_model_runs_its_reads_uncompiled(spec, how):
+    plain, recomputed = plain_and_recomputed(spec, how)
+    recomputed.compile(backend="aot_eager")
+    _, gradients = loss_and_gradients(plain, tokens())
+    assert largest_error(gradients, loss_and_gradients(recomputed, tokens())[1]) < 1e-5
+
+
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_gradients_are_bitwise_equal(spec, parallel):

@@ -18,6 +18,7 @@ import sys
 import warnings
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import resolve_name
 from typing import Any
 
 from . import connections
@@ -126,19 +127,43 @@ def method_files() -> set[str | None]:
 
 
 def code_digest(method: type[Connection[Any]]) -> str:
-    """Identifies the code of the file that defines a method, without comments and docstrings.
+    """Identifies the code of a method, without comments and docstrings.
 
-    Empty where there is no such file, as for a method of a notebook.
+    That is the file that defines it, and the files of its package that this one imports from. Empty
+    where there is no such file, as for a method of a notebook.
     """
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[method.__module__]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return ""
+    names, digest = [method.__module__], hashlib.sha256()
+    for name in names:
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[name]))
+        except (KeyError, OSError, TypeError, SyntaxError):
+            return ""
+        siblings = _imported_siblings(tree, sys.modules[name].__package__)
+        names += [sibling for sibling in siblings if sibling not in names]
+        digest.update(_code_without_docstrings(tree).encode())
+    return digest.hexdigest()[:12]
+
+
+def _code_without_docstrings(tree: ast.Module) -> str:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+    return ast.unparse(tree)
+
+
+def _imported_siblings(tree: ast.Module, package: str | None) -> list[str]:
+    """The modules of a package that the code of one of them imports from."""
+    if not package:  # a script, or a module that is in no package
+        return []
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            names += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name in sys.modules and name.rpartition(".")[0] == package]
 
 
 def _own_names() -> list[str]:

@@ -235,6 +235,7 @@ class RecomputedConnection:
     recomputed_read: type[_RecomputedRead]
     keeps_state: bool
 
+    @torch._disable_dynamo  # compiled, it would not save what it saves when it is recomputed
     def read(self, state: State) -> Any:
         if not isinstance(state, TracedState):  # the first site, or the first after a pipeline cut
             if not torch.is_grad_enabled() or is_transformed():

@@ -150,7 +150,8 @@ def _plain_message(message: str, command: str | None, actions: list[Any]) -> str
     match = re.search(r"unrecognized arguments: (--[^ =]+)", message, re.IGNORECASE)
     if match and command:
         return _unknown_option(match[1], command, actions)
-    if match := re.match(r'Parser key "(\w+).*?": .*?(?:Got|Given) value: ?(.*)', message):
+    wrong_value = r'Parser key "(\w+).*?"(?: element \d+)?: .*?(?:Got|Given) value: ?(.*)'
+    if match := re.match(wrong_value, message):
         for action in actions:
             if action.dest == match[1]:
                 name = action.option_strings[0] if action.option_strings else match[1]
