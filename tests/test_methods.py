@@ -30,7 +30,7 @@ class Base(PreNorm):
 
 class Halved(Base):
     """Half of each output is added."""
-    starts_as_prenorm = bitwise_prenorm = False
+    initial_function = "other"
 
     def write(self, state, y):
         return super().write(state, 0.5 * y)

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.connection import PRENORM_FUNCTIONS
 from tests.support.hub import save_dataset, snapshot_folder
 
 ROOT = Path(__file__).parent.parent
@@ -179,7 +180,8 @@ def test_table_of_connections_is_true():
     for name, arxiv, starts_as_prenorm in rows:
         method = crosslayer.make(name).method
         assert arxiv in sys.modules[method.__module__].__doc__
-        assert method.starts_as_prenorm == (starts_as_prenorm == "yes")
+        is_prenorm = method.initial_function in PRENORM_FUNCTIONS
+        assert is_prenorm == (starts_as_prenorm == "yes")
 
 
 def test_table_of_results_is_that_of_results_json():

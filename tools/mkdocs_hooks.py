@@ -14,6 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import crosslayer
+from crosslayer.connection import PRENORM_FUNCTIONS
 
 TABLE_MARK = "<!-- table of connections -->"
 DOCS = Path(__file__).parent.parent / "docs"
@@ -123,9 +124,10 @@ def connections_table() -> str:
 
 
 def equivalence(method: Any) -> str:
-    if method.bitwise_prenorm:
+    if method.initial_function == "bitwise prenorm":
         return "yes, bitwise"
-    return "yes, up to the epsilon of the norms" if method.starts_as_prenorm else "no"
+    is_prenorm = method.initial_function in PRENORM_FUNCTIONS
+    return "yes, up to the epsilon of the norms" if is_prenorm else "no"
 
 
 def module_docstring(name: str) -> str:

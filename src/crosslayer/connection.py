@@ -19,7 +19,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,16 @@ NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of tha
 SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
 SPLIT_PORT_NAMES = frozenset(port for ports in SPLIT_PORTS.values() for port in ports)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+# What a model computes at initialisation. Scales are those of sub-layers' inputs and of the
+# readout, or of the readout alone: norms remove them, so a model without the norms is not equal.
+PrenormFunction = Literal[
+    "bitwise prenorm",  # the first input and every write are exactly those of pre-norm
+    "prenorm",  # up to the eps of the norms
+    "prenorm up to scales",
+    "prenorm up to scale of readout",
+]
+InitialFunction = Literal[PrenormFunction, "bitwise postnorm", "other"]
+PRENORM_FUNCTIONS: tuple[str, ...] = get_args(PrenormFunction)
 
 
 @dataclass(frozen=True)
@@ -122,16 +132,8 @@ class Connection(nn.Module, Generic[StateT]):
 
     Attributes:
         name: the name that `make` knows, which is the name of the file in `connections/`.
-        starts_as_prenorm: equivalent to pre-norm at initialisation, up to the eps of the norms. An
-            instance whose options change that sets it to False.
-        bitwise_prenorm: bitwise equal to pre-norm at initialisation with the default options: the
-            first input and every write are exactly those of pre-norm.
-        bitwise_postnorm: bitwise equal to post-norm at initialisation.
-        prenorm_up_to_scale: equal to pre-norm up to scales of the sub-layers' inputs and of the
-            readout, which the sub-layers' norms and the final norm remove. A model without these
-            norms is not equal.
-        scales_readout: equal to pre-norm up to a scale of the readout, which the final norm
-            removes. A model without this norm is not equal.
+        initial_function: what a model computes at initialisation, with the default options. An
+            instance whose options change that sets another.
         norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
             connects must have these norms.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
@@ -149,11 +151,7 @@ class Connection(nn.Module, Generic[StateT]):
     """
 
     name: ClassVar[str] = ""
-    starts_as_prenorm: bool = True
-    bitwise_prenorm: ClassVar[bool] = False
-    bitwise_postnorm: ClassVar[bool] = False
-    prenorm_up_to_scale: ClassVar[bool] = False
-    scales_readout: bool = False
+    initial_function: InitialFunction = "prenorm"
     norms_its_stream: ClassVar[bool] = False
     parts_are_streams: ClassVar[bool] = False
     gate_fields: ClassVar[tuple[str, ...]] = ()

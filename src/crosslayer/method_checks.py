@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .validation import check_option_type
+
 _CONSTANTS = (
     "Make a constant tensor in mix_inputs, or let it be a parameter with requires_grad_(False)"
 )
@@ -23,8 +25,6 @@ _ATTRIBUTE_TYPES: dict[str, Any] = {
     "options": dict,
     "output_scale": int | float,
     "stream_dtype": torch.dtype | NoneType,
-    "starts_as_prenorm": bool,
-    "scales_readout": bool,
 }
 
 
@@ -156,6 +156,7 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
 
     Raises:
         TypeError: it has what loading, sharding, optimizers or the interface would misread.
+        ValueError: its `initial_function` is unknown.
     """
     name = type(connection).__name__
     if "_modules" not in vars(connection) or "norms" not in connection._modules:
@@ -165,6 +166,8 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
     for key, value in (("site", site), ("dim", dim), ("is_readout", site.index == site.depth)):
         if getattr(connection, key) is not value:
             raise TypeError(_taken_name(name, key))
+    annotation = base.__annotations__["initial_function"]
+    check_option_type(f"{name}.initial_function", connection.initial_function, annotation)
     _check_tensors(connection)
     for key, parameter in parameters.items():
         if parameter.dim() == 0:

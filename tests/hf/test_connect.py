@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import crosslayer
 from crosslayer import Connection
+from crosslayer.connection import PRENORM_FUNCTIONS
 from crosslayer.hf.config import make_config, make_language_model
 from crosslayer.testing.tiny_model import SPECS, shake
 from tests.hf.backbones import (
@@ -43,11 +44,13 @@ DIFFERS = "changes the outputs of this pretrained model"
 def test_starts_with_the_function_of_the_host(family, spec):
     method = crosslayer.make(spec).method
     has_norms_before = family != "olmo2"
-    if method.bitwise_prenorm:
+    if method.initial_function == "bitwise prenorm":
         plain = trained(family)
         model = crosslayer.connect(copy.deepcopy(plain), spec)
         assert torch.equal(output(model, family), output(plain, family))
-    elif method.starts_as_prenorm and (has_norms_before or not method.prenorm_up_to_scale):
+    elif method.initial_function in PRENORM_FUNCTIONS and (
+        has_norms_before or method.initial_function != "prenorm up to scales"
+    ):
         # A mean over sources and a sum over streams are scaled copies of the residual stream: equal
         # as eps → 0.
         plain = without_eps(trained(family))
@@ -188,7 +191,9 @@ def test_a_host_checkpoint_loads(family, spec):
     added = model.state_dict().keys() - plain.state_dict().keys()
     assert not result.unexpected_keys
     assert set(result.missing_keys) == {key for key in added if ".norms." not in key}
-    if crosslayer.make(spec).method.bitwise_prenorm:  # The norms of k and v copy the host's.
+    if (
+        crosslayer.make(spec).method.initial_function == "bitwise prenorm"
+    ):  # The norms of k and v copy the host's.
         assert torch.equal(output(model, family), output(plain, family))
 
 
@@ -312,7 +317,9 @@ def test_the_signature_is_the_hosts():
         assert inspect.signature(model) == inspect.signature(plain)
 
 
-@pytest.mark.parametrize("spec", [m for m in METHODS if crosslayer.make(m).method.bitwise_prenorm])
+@pytest.mark.parametrize(
+    "spec", [m for m in METHODS if crosslayer.make(m).method.initial_function == "bitwise prenorm"]
+)
 def test_fewer_layers_than_were_built(spec):
     """What assisted decoding with an early exit does."""
     plain = trained("llama")
@@ -369,7 +376,11 @@ def test_the_config_alone_builds_a_connected_model(family):
 
 class TestDisconnect:
     @parametrize_cells(
-        [pair for pair in each_family() if crosslayer.make(pair[1]).method.bitwise_prenorm]
+        [
+            pair
+            for pair in each_family()
+            if crosslayer.make(pair[1]).method.initial_function == "bitwise prenorm"
+        ]
     )
     def test_an_untrained_connection(self, family, spec):
         plain = trained(family)

@@ -13,7 +13,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
-BITWISE = [("llama", m) for m in METHODS if crosslayer.make(m).method.bitwise_prenorm]
+BITWISE = [
+    ("llama", m) for m in METHODS if crosslayer.make(m).method.initial_function == "bitwise prenorm"
+]
 BITWISE += [(family, "mudd") for family in LANGUAGE if family != "llama"]
 SIZES = {
     "hidden_size": 64,

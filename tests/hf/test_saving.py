@@ -115,7 +115,7 @@ def test_from_pretrained_initialises_what_a_host_checkpoint_lacks(family, spec, 
     for key, value in loaded.state_dict().items():
         if not key.endswith("W1") and ".norms." not in key:
             assert torch.equal(value, expected[key]), key
-    if crosslayer.make(spec).method.bitwise_prenorm:
+    if crosslayer.make(spec).method.initial_function == "bitwise prenorm":
         assert torch.equal(output(loaded, family), output(plain, family))
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import NormFactory, Site, assign_value, float32_parameter
+from ..connection import InitialFunction, NormFactory, Site, assign_value, float32_parameter
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows, part_weights
 from ..norms import NormSpec, add_write, upcast
@@ -46,6 +46,7 @@ class AltUp(FusedNormConnection[Alternating]):
         streams: K, the number of blocks.
     """
 
+    initial_function: InitialFunction = "prenorm up to scale of readout"
     gate_fields = ("g",)
     sums_streams = True
     test_variants = ("altup(streams=3)",)
@@ -54,7 +55,8 @@ class AltUp(FusedNormConnection[Alternating]):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
         self.K = streams
-        self.scales_readout = streams > 1
+        if streams == 1:
+            self.initial_function = "prenorm"
         # An integer that differs between layers: compiled layer by layer, there are K graphs.
         self.j = site.layer % streams
         self.can_fuse_norms = self.is_readout

@@ -51,7 +51,7 @@ class AttnRes(FusedNormConnection[Values]):
             the checkpoint: 1e-5 in Kimi K3.
     """
 
-    prenorm_up_to_scale = True
+    initial_function = "prenorm up to scales"
     test_variants = ("attnres(block_size=3)", "attnres(block_size=4)")
 
     def __init__(

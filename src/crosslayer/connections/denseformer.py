@@ -49,7 +49,7 @@ class DenseFormer(FusedNormConnection[History]):
             None for all blocks, the paper's method.
     """
 
-    bitwise_prenorm = True
+    initial_function = "bitwise prenorm"
     weight_decay_params = frozenset({"alpha"})
     test_variants = (
         "denseformer(dilation=2, period=3)",

@@ -47,7 +47,7 @@ class Frac(Connection[Streams]):
         tanh: whether tanh bounds the dynamic part, as in the paper.
     """
 
-    bitwise_prenorm = True
+    initial_function = "bitwise prenorm"
     parts_are_streams = True
     gate_fields = ("beta",)
     test_variants = ("frac(dynamic=False)",)

@@ -38,7 +38,7 @@ class Highway(Connection[Carried]):
         bias: initial value of b. If it is negative, most of the stream is carried at the start.
     """
 
-    starts_as_prenorm = False
+    initial_function = "other"
     gate_fields = ("g",)
     weight_decay_params = frozenset({"W"})
 

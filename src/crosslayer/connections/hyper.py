@@ -26,7 +26,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..connection import Connection, NormFactory, Site, assign_value, float32_parameter
+from ..connection import (
+    Connection,
+    InitialFunction,
+    NormFactory,
+    Site,
+    assign_value,
+    float32_parameter,
+)
 from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, upcast
@@ -84,6 +91,7 @@ class Hyper(FusedNormConnection[Streams]):
         eps: eps of N; None for 1e-5 of a LayerNorm and 1e-6 of an RMSNorm.
     """
 
+    initial_function: InitialFunction = "prenorm up to scale of readout"
     parts_are_streams = True
     gate_fields = ("beta",)
     sums_streams = True
@@ -119,7 +127,6 @@ class Hyper(FusedNormConnection[Streams]):
             )
         self.output_scale = streams ** OUTPUT_SCALE_EXPONENTS[output_scale]
         self.n = streams
-        self.scales_readout = streams > 1
         self.dynamic = dynamic
         self.bound: BoundName = "tanh" if tanh else "none"
         self.statistics = STREAM_STATISTICS[stats]
@@ -131,7 +138,10 @@ class Hyper(FusedNormConnection[Streams]):
             self.initial_beta = [float(beta)] * streams
         else:
             self.initial_alpha, self.initial_beta = _split_matrix(matrix, site, streams)
-        self.starts_as_prenorm = _keeps_streams_equal(self.initial_alpha, self.initial_beta)
+        if not _keeps_streams_equal(self.initial_alpha, self.initial_beta):
+            self.initial_function = "other"
+        elif streams == 1:
+            self.initial_function = "prenorm"
         if not self.is_readout:
             add_wiring_parameters(self, width=dim, streams=streams, columns=streams + 1)
             self._freeze(frozen)

@@ -71,7 +71,7 @@ class MGR(FusedNormConnection[Gated]):
 
     parts_are_streams = True
     gate_fields = ("beta",)
-    starts_as_prenorm = False
+    initial_function = "other"
     test_variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
 
     def __init__(

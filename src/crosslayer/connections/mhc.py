@@ -87,7 +87,7 @@ class MHC(FusedNormConnection[Manifold]):
     parts_are_streams = True
     gate_fields = ("post",)
     sums_streams = True
-    prenorm_up_to_scale = True
+    initial_function = "prenorm up to scales"
     weight_decay_params = frozenset({"fn"})
     test_variants = (
         "mhc(orientation='dst src', order='dst last', readout='sum', iterations=3)",

@@ -50,7 +50,7 @@ class MHCLite(FusedNormConnection[Streams]):
     parts_are_streams = True
     gate_fields = ("beta",)
     sums_streams = True
-    prenorm_up_to_scale = True
+    initial_function = "prenorm up to scales"
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
     test_variants = ("mhc_lite(streams=3)",)
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ..connection import (
     SPLIT_PORTS,
+    InitialFunction,
     NormFactory,
     Site,
     assign_normal,
@@ -118,7 +119,7 @@ class Mudd(FusedNormConnection[History]):
         eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
     """
 
-    bitwise_prenorm = True
+    initial_function: InitialFunction = "bitwise prenorm"
     weight_decay_params = frozenset({"W1", "W2"})
     test_variants = (
         "mudd(ways='qkvr')",
@@ -185,7 +186,8 @@ class Mudd(FusedNormConnection[History]):
         self.eps = eps
         self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
         self.normed_form = form
-        self.starts_as_prenorm = form.norms_sources == form.adds_block
+        if form.norms_sources != form.adds_block:
+            self.initial_function = "other"
         # The op that mixes makes every port's input, unless X_l is added after it.
         all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
         self.can_fuse_norms = not aggregates or (all_ports_mixed and not form.adds_block)

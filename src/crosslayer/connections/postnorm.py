@@ -33,8 +33,7 @@ class PostNorm(Connection[Stream]):
     Paper: Attention Is All You Need (Vaswani et al., 2017), arXiv 1706.03762, section 3.1.
     """
 
-    starts_as_prenorm = False
-    bitwise_postnorm = True
+    initial_function = "bitwise postnorm"
     norms_its_stream = True
 
     def initial_state(self, x: Tensor) -> Stream:

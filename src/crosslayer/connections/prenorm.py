@@ -35,7 +35,7 @@ class PreNorm(FusedNormConnection[Stream]):
     arXiv 2002.04745.
     """
 
-    bitwise_prenorm = True
+    initial_function = "bitwise prenorm"
 
     def initial_state(self, x: Tensor) -> Stream:
         return Stream(x)

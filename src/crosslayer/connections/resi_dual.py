@@ -37,7 +37,7 @@ class ResiDual(Connection[Dual]):
     Paper: ResiDual (Xie et al., 2023), arXiv 2304.14802, equations 3-5.
     """
 
-    starts_as_prenorm = False
+    initial_function = "other"
     norms_its_stream = True
 
     def __init__(self, site: Site, dim: int, norm: NormFactory):

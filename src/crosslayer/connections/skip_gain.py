@@ -31,7 +31,7 @@ class SkipGain(Connection[Gained]):
     Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
     """
 
-    bitwise_prenorm = True
+    initial_function = "bitwise prenorm"
     gate_fields = ("gain",)
     weight_decay_params = frozenset({"gain"})
 

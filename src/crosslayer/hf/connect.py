@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..connection import Connection, find_connections
+from ..connection import PRENORM_FUNCTIONS, Connection, find_connections
 from ..spec import ConnectionSpec, make
 from .adapters import register_with_imported_peft
 from .attach import (
@@ -185,14 +185,17 @@ def inequivalence_reason(connection: Connection[Any], wiring: ModelWiring) -> st
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
     if wiring.is_post_norm:
-        is_same = connection.bitwise_postnorm
+        is_same = connection.initial_function == "bitwise postnorm"
         return "" if is_same else "its layers are post-norm: postnorm alone computes the same"
-    if not connection.starts_as_prenorm:
+    if connection.initial_function not in PRENORM_FUNCTIONS:
         return "not equivalent to pre-norm at initialisation"
-    scales_readout = connection.prenorm_up_to_scale or connection.scales_readout
+    scales_inputs = connection.initial_function == "prenorm up to scales"
+    scales_readout = (
+        scales_inputs or connection.initial_function == "prenorm up to scale of readout"
+    )
     if scales_readout and wiring.final is None:
         return "it scales the hidden state, and no norm beside the layers removes that"
-    if connection.prenorm_up_to_scale and not wiring.norms_inputs:
+    if scales_inputs and not wiring.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"
     return ""
 

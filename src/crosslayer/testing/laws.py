@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
-from crosslayer.connection import find_connections
+from crosslayer.connection import PRENORM_FUNCTIONS, find_connections
 from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.methods import ENTRY_POINT_GROUP
 from crosslayer.testing import two_ranks
@@ -466,22 +466,26 @@ def test_starts_as_prenorm_where_it_says_so(spec, parallel):
             "building a connection must not change the backbone's weights"
         )
     error = (model(tokens()) - prenorm(tokens())).abs().max()
-    if all(connection.starts_as_prenorm for connection in find_connections(model)):
+    functions = {connection.initial_function for connection in find_connections(model)}
+    if functions <= set(PRENORM_FUNCTIONS):
         assert error < 1e-12, (
             "it does not start as pre-norm: mend reset_parameters, or declare "
-            "`starts_as_prenorm = False`, in __init__ where that depends on options"
+            '`initial_function = "other"`, in __init__ where that depends on options'
         )
     else:
-        assert error > 1e-3, "it starts as pre-norm: remove `starts_as_prenorm = False`"
+        assert error > 1e-3, (
+            f"it starts as pre-norm: declare another initial_function than {', '.join(functions)}"
+        )
 
 
 @every_sequential
 def test_starts_bitwise_as_prenorm_where_it_says_so(spec, parallel):
     prenorm = gpt("prenorm", parallel, shaken=False)(tokens())
     is_bitwise = torch.equal(gpt(spec, parallel, shaken=False)(tokens()), prenorm)
-    assert is_bitwise == crosslayer.make(spec).method.bitwise_prenorm, (
+    declared = crosslayer.make(spec).method.initial_function
+    assert is_bitwise == (declared == "bitwise prenorm"), (
         f"its first logits are {'' if is_bitwise else 'not '}bitwise those of pre-norm: declare "
-        f"`bitwise_prenorm = {is_bitwise}`"
+        f"another initial_function than {declared!r}"
     )
 
 
