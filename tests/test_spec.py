@@ -155,6 +155,7 @@ def test_bad_keywords():
         ("mgr(gate='soft')", "gate must be one of 'competitive', 'independent', got 'soft'"),
         ("mgr(eq14='litteral')", r"got 'litteral' \(did you mean 'literal'\?\)"),
         ("mhc(order='src')", "order must be one of 'src last', 'dst last', got 'src'"),
+        ("mgr(eq14='literal', bias=1)", "bias and eq14 exclude each other"),
         ("mgr(streams=6)", "Eq. 14 has no bias for 6 streams and 1 gated sub-layers"),
     ],
 )

@@ -645,6 +645,22 @@ def test_how_far_mgr_moves_at_first(options, key, L, n):
         assert STARTS[L, n][key] == pytest.approx(exact, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("gate", "moved"),
+    [("competitive", 1 / (math.exp(1.5) + 8)), ("independent", 1 / (1 + math.exp(1.5)))],
+)
+def test_mgr_with_a_bias_of_its_own(gate, moved):
+    """Eight streams of ten sub-layers, of which three are gated: Eq. 14 has no bias there."""
+    make = crosslayer.make(f"mgr(streams=8, gate={gate!r}, bias=1.5)")
+    sites = [make(site, 5, lambda port: nn.Identity()) for site in crosslayer.plan(layers=5)]
+    state = sites[0].init(torch.randn(2, 3, 5))
+    for site in sites[:-1]:
+        _, state = site.read(state)
+        if site.site.index >= 7:
+            torch.testing.assert_close(state.beta, torch.full((2, 3, 8), moved))
+        state = site.write(state, torch.randn(2, 3, 5))
+
+
 @pytest.mark.parametrize(("layers", "n", "inside"), [(3, 6, 5), (4, 7, 6), (4, 8, 6)])
 def test_equation_14_has_a_domain(layers, n, inside):
     L = 2 * layers - (n - 1)

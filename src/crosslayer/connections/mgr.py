@@ -67,12 +67,17 @@ class MGR(FusedNormConnection[Gated]):
         eq14: n in Eq. 14 for independent gates. "text" has n = 1, which gives the bias −3 that the
             paper's text asks for; "literal" has n as the formula is printed. Competitive gates
             ignore it.
+        bias: b, in place of Eq. 14's. The equation has none for many streams and few sub-layers.
     """
 
     parts_are_streams = True
     gate_fields = ("beta",)
     initial_function = "other"
-    test_variants = ("mgr(gate='independent')", "mgr(streams=2, eq14='literal')")
+    test_variants = (
+        "mgr(gate='independent')",
+        "mgr(streams=2, eq14='literal')",
+        "mgr(streams=3, bias=2.0)",
+    )
 
     def __init__(
         self,
@@ -82,9 +87,14 @@ class MGR(FusedNormConnection[Gated]):
         streams: int = 4,
         gate: Gate = "competitive",
         eq14: Eq14 = "text",
+        bias: float | None = None,
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
+        if bias is not None and eq14 != "text":
+            raise ValueError(
+                "bias and eq14 exclude each other: the bias is not that of Eq. 14 then"
+            )
         self.gate_weights = competitive_gate if gate == "competitive" else independent_gate
         # The number of streams once the pending write is applied.
         self.streams = min(site.index + 1, streams)
@@ -93,12 +103,11 @@ class MGR(FusedNormConnection[Gated]):
         gates_own_write = streams - 1 <= site.index < site.depth
         self.initial_bias: list[float] = []
         if gates_own_write:
-            gated_sublayers = site.depth - (streams - 1)
-            if gate == "competitive":
-                self.initial_bias = [_eq14_bias(gated_sublayers, streams)] + [0.0] * streams
-            else:
-                n = 1 if eq14 == "text" else streams
-                self.initial_bias = [-_eq14_bias(gated_sublayers, n)] * streams
+            is_competitive = gate == "competitive"
+            if bias is None:
+                n = streams if is_competitive or eq14 == "literal" else 1
+                bias = _eq14_bias(site.depth - (streams - 1), n)
+            self.initial_bias = [bias, *[0.0] * streams] if is_competitive else [-bias] * streams
         self.w2 = float32_parameter(dim) if site.index else None
         self.w1 = float32_parameter(dim) if gates_own_write else None
         self.b = float32_parameter(len(self.initial_bias)) if gates_own_write else None
@@ -228,6 +237,6 @@ def _eq14_bias(L: int, n: int) -> float:
     if exponential <= 0:
         raise ValueError(
             f"mgr: Eq. 14 has no bias for {n} streams and {L} gated sub-layers: "
-            "√(L/21)·(e³+1) must exceed n"
+            "√(L/21)·(e³+1) must exceed n, or give a bias"
         )
     return math.log(exponential)

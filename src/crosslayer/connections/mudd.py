@@ -22,7 +22,7 @@ it has one where PrePostDANorm norms the sources. At initialisation W1 ~ N(0, 1/
 one-hot on X_l, so that training starts exactly as the plain Transformer; with PrePostDANorm a = 0
 and n_post's weight is 1e-3. Where q, k and v are mixed apart, each has a norm.
 State: the outputs of all blocks so far.
-Learned parameters: KD + KC(l+1) + C(l+1) after block l.
+Learned parameters: KD + KC(l+1) + C(l+1) after block l, and the two further norms of q, k and v.
 Traffic: (l + 7)D elements a token after block l; (3l + 7)D backward.
 """
 
@@ -100,7 +100,7 @@ class Mudd(FusedNormConnection[History]):
             "k v r" is the ablation −Q: a stream that no way feeds reads X_l, as in a plain
             residual.
         dynamic: the weights A depend on the token; False for the static part `a` alone. Static
-            weights with one way are DenseFormer's averages (section 2.1).
+            weights with one way are DenseFormer's averages (section 2.1), without its weight decay.
         dilation: only every `dilation`-th block is mixed, as in DenseFormer.
         period: only every `period`-th block is followed by an aggregation, or "last" for the last
             block alone, as in DenseFormer.
