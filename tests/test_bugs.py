@@ -16,7 +16,7 @@ from torch.autograd.gradcheck import GradcheckError
 import crosslayer
 from crosslayer import optim
 from crosslayer.connection import Connection
-from crosslayer.connections import attnres, denseformer, hyper, mgr, mhc, mhc_lite, mudd
+from crosslayer.connections import attnres, denseformer, hyper, mgr, mhc, mhc_lite, mudd, postnorm
 from crosslayer.connections.denseformer import DenseFormer, History
 from crosslayer.connections.hyper import Hyper
 from crosslayer.connections.mhc import MHC
@@ -384,6 +384,26 @@ def a_definition_is_another_function(patch):
 
     for module in (attention, gate):
         patch.setattr(module, "mixture", squared)
+
+
+@bug(law=partial(laws.test_scales_nothing_else_than_it_says, "attnres", False))
+def scales_are_not_declared(patch):
+    patch.setattr(attnres.AttnRes, "initial_function", "prenorm")
+
+
+@bug(law=partial(laws.test_scales_nothing_else_than_it_says, "hyper", False))
+def the_scale_of_the_readout_is_not_declared(patch):
+    patch.setattr(Hyper, "initial_function", "prenorm")
+
+
+@bug(law=partial(laws.test_is_postnorm_where_it_says_so, "postnorm", False))
+def the_embedding_has_no_norm(patch):
+    normed = postnorm.PostNorm.norm_mixed
+
+    def leave_embedding(self, inputs, state):
+        return normed(self, inputs, state) if self.site.index else (inputs, state)
+
+    patch.setattr(postnorm.PostNorm, "norm_mixed", leave_embedding)
 
 
 # ---- 4. the optimizer

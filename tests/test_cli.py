@@ -44,7 +44,10 @@ def test_a_missing_package(arguments, package, extra, monkeypatch, capsys):
         ),
         (
             "train --loggers x",
-            "--loggers must be one of 'tensorboard', 'wandb', got 'x'",
+            (
+                "--loggers must be a list, each item one of 'tensorboard', 'wandb', got 'x'; "
+                "write --loggers+=VALUE for each"
+            ),
         ),
         ("train --vocab many", "--vocab must be a whole number or None, got 'many'"),
         ("train --layers 1000000000", "layers must be at most 10,000, got 1000000000"),

@@ -172,9 +172,22 @@ def test_a_registered_method():
         crosslayer.register_connection("hyper", Tripled)
     with pytest.raises(TypeError, match="must be a class derived from"):
         crosslayer.register_connection("other", nn.Linear)
-    with pytest.raises(ValueError, match="Tripled is registered as 'tripled' already"):
+    with pytest.raises(ValueError, match="Tripled is the connection 'tripled' already"):
         crosslayer.register_connection("other", Tripled)
+    with pytest.raises(ValueError, match="PreNorm is the connection 'prenorm' already"):
+        crosslayer.register_connection("other", PreNorm)
     crosslayer.register_connection("tripled", Tripled)  # as a cell of a notebook that runs again
+
+
+@pytest.mark.parametrize("spec", ["prenorm", "postnorm", "resi_dual"])
+def test_an_output_of_another_shape_is_no_broadcast(spec):
+    first, second, _ = (
+        crosslayer.make(spec)(site, 4, lambda port: nn.RMSNorm(4))
+        for site in crosslayer.plan(layers=1)
+    )
+    _, state = first.read(first.init(torch.randn(2, 3, 4)))
+    with pytest.raises(ValueError, match=r"of the sub-layers' outputs, \[1 3 4\], got \[2 3 4\]"):
+        second.read(first.write(state, torch.randn(1, 3, 4)))
 
 
 def test_a_state_may_be_named_in_quotes():

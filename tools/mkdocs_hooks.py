@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import crosslayer
-from crosslayer.connection import PRENORM_FUNCTIONS
+from crosslayer.connection import InitialFunction
 
 TABLE_MARK = "<!-- table of connections -->"
 DOCS = Path(__file__).parent.parent / "docs"
@@ -73,7 +73,7 @@ def connection_page(name: str) -> str:
     method = crosslayer.make(name).method
     return (
         f"# {name}\n\n{as_markdown(module_docstring(name))}\n\n{LEGEND}\n\n"
-        f"**Equivalent to pre-norm at initialisation:** {equivalence(method)}.\n\n"
+        f"**Equivalent to pre-norm at initialisation:** {EQUIVALENCE[method.initial_function]}.\n\n"
         f"{pictures(name)}"
         f"## Evidence\n\n{evidence(name)}\n\n"
         "## Options\n\n"
@@ -104,6 +104,16 @@ def evidence(name: str) -> str:
     return f"{rows}\n\n{EVIDENCE_LEGEND}"
 
 
+EQUIVALENCE: dict[InitialFunction, str] = {
+    "bitwise prenorm": "yes, bitwise",
+    "prenorm": "yes, up to the epsilon of the norms",
+    "prenorm up to scales": "yes, up to the epsilon of the norms, which each sub-layer must have",
+    "prenorm up to scale of readout": "yes, up to the epsilon of the final norm, which must exist",
+    "bitwise postnorm": "no, to post-norm",
+    "other": "no",
+}
+
+
 def connections_table() -> str:
     rows = [
         "| connection | what it is | paper | equivalent to pre-norm at initialisation |",
@@ -117,17 +127,9 @@ def connections_table() -> str:
         assert paper, f"{name}: no line 'Paper: Title (Authors, year), arXiv 0000.00000'"
         title = " ".join(paper[1].split())
         link = f"[{title}](https://arxiv.org/abs/{paper[2]})"
-        rows.append(
-            f"| [`{name}`](connections/{name}.md) | {summary} | {link} | {equivalence(method)} |"
-        )
+        equivalence = EQUIVALENCE[method.initial_function]
+        rows.append(f"| [`{name}`](connections/{name}.md) | {summary} | {link} | {equivalence} |")
     return "\n".join(rows)
-
-
-def equivalence(method: Any) -> str:
-    if method.initial_function == "bitwise prenorm":
-        return "yes, bitwise"
-    is_prenorm = method.initial_function in PRENORM_FUNCTIONS
-    return "yes, up to the epsilon of the norms" if is_prenorm else "no"
 
 
 def module_docstring(name: str) -> str:

@@ -218,8 +218,13 @@ class Connection(nn.Module, Generic[StateT]):
             mixed = self.mix_inputs(state)
             if not torch.compiler.is_compiling():
                 check_mixed(self, state, mixed)
-            inputs, state = mixed
-            return self.apply_port_norms(*inputs), state
+            return self.norm_mixed(*mixed)
+
+    def norm_mixed(
+        self, inputs: tuple[Tensor, ...], state: StateT
+    ) -> tuple[tuple[Tensor, ...], StateT]:
+        """What `read` returns, from what `mix_inputs` has returned."""
+        return self.apply_port_norms(*inputs), state
 
     def forward(self, state: StateT, verb: Literal["read", "hidden_state"] = "read") -> Any:
         """`read` or `hidden_state`, as a call of the module: its hooks (FSDP, offloading) run."""

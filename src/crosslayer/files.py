@@ -42,10 +42,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder that becomes `folder` where the block succeeds, and is removed where it fails.
 
     Raises:
-        ValueError: `folder` is a file or not empty, or another process is making it.
+        ValueError: `folder` is a file, not empty or has no name, or another process is making it.
     """
     if folder.is_file():
         raise ValueError(f"{folder}: is a file, expected a new or empty folder")
+    if not folder.name:
+        raise ValueError(f"{folder}: name a folder, which is made here")
     _check_empty(folder)
     work = folder.with_name(f"{folder.name}.part")
     with lock_folder(work):

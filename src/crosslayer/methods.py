@@ -61,9 +61,9 @@ def register_connection(name: str, method: type[Connection[Any]]) -> None:
         )
     if name in _own_names():
         raise ValueError(f"crosslayer has a connection {name!r} already; choose another name")
-    former = [key for key, other in _registered.items() if other is method and key != name]
-    if former:
-        raise ValueError(f"{method.__name__} is registered as {former[0]!r} already")
+    own_name = vars(method).get("name") or name
+    if own_name != name:
+        raise ValueError(f"{method.__name__} is the connection {own_name!r} already")
     method.name = name
     _registered[name] = method
 
@@ -157,7 +157,7 @@ def _imported_siblings(tree: ast.Module, package: str | None) -> list[str]:
     if not package:  # a script, or a module that is in no package
         return []
     names: list[str] = []
-    for node in ast.walk(tree):
+    for node in tree.body:  # without imports in functions, which may not have run
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

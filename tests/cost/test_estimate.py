@@ -228,6 +228,10 @@ def test_costs_are_proportional_to_batch_and_dtype():
     assert two.activation_bytes == pytest.approx(2 * one.activation_bytes, rel=0.02)
     assert wide.bytes_moved == 2 * one.bytes_moved
     assert wide.activation_bytes > one.activation_bytes
+    # of float32 streams in a bfloat16 model all is twice as wide but the sub-layers' inputs
+    mixed = estimate_cost(f"{spec[:-1]}, stream_dtype='float32')", small_config(), 1, 16).model
+    sites, token_bytes = 2 * small_config().num_hidden_layers + 1, 2 * small_config().hidden_size
+    assert wide.bytes_moved - mixed.bytes_moved == 16 * 2 * sites * token_bytes
 
 
 def traffic(spec: str, layers: int, parallel: bool = False) -> list[float]:

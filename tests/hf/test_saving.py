@@ -141,6 +141,8 @@ def test_sharded_tied_and_bf16(family, tmp_path):
 def test_a_dit_in_bf16_keeps_its_connections_in_float32(tmp_path):
     model = connected("dit", "mhc")
     model.save_pretrained(tmp_path)
+    as_saved = crosslayer.from_pretrained(tmp_path, dtype="auto")
+    assert as_saved.dtype == torch.float32
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs("dit").items()}
     for option in ("dtype", "torch_dtype"):
         loaded = crosslayer.from_pretrained(tmp_path, **{option: torch.bfloat16})

@@ -17,7 +17,7 @@ from crosslayer.connection import Connection, find_connections
 from crosslayer.connections.prenorm import PreNorm
 from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
-from crosslayer.inspect import compare_depths, measure_cosines
+from crosslayer.inspect import compare_depths, measure_cosines, summarise_mixing
 from crosslayer.inspect.ablation import (
     ablate_sublayers,
     ablate_ways,
@@ -314,6 +314,15 @@ def test_every_section_of_every_method_is_drawn(spec):
     for section in SECTIONS:
         for _, draw in section.panels([inspection]):
             draw(Figure().subplots())
+
+
+def test_a_model_that_has_diverged_is_left_as_it_was():
+    """A weight that is NaN is not equal to itself."""
+    plain = language_model(None)
+    with torch.no_grad():
+        plain.model.layers[1].input_layernorm.weight[0] = float("nan")
+    summarise_mixing(plain, BATCHES)
+    assert not find_connections(plain) and not hasattr(plain.config, "crosslayer")
 
 
 def test_a_method_without_mixing_weights_has_the_other_analyses(monkeypatch):

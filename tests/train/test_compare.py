@@ -547,6 +547,11 @@ def test_the_baseline_of_an_arm_has_its_data():
     assert find_baseline_arm([plain, deep, other], deep) is plain
     assert find_baseline_arm([plain, deep, other], other) is None
     assert find_baseline_arm([plain, deep, other, its_own], other) is its_own
+    longer = Arm("longer", "prenorm", options={"steps": 2000})
+    mudd = Arm("mudd", "mudd", options={"steps": 2000, "reallocate": True})
+    assert find_baseline_arm([plain, longer, mudd], mudd) is longer
+    same_size = Arm("as deep", "prenorm", options={"layers": 24, "steps": 2000})
+    assert find_baseline_arm([plain, longer, same_size, deep], deep) is same_size
 
 
 def test_arms_that_differ_in_options(text_file, tmp_path):

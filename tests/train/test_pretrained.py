@@ -14,9 +14,11 @@ from crosslayer.data.tokenizing import load_tokenizer
 from crosslayer.testing.tiny_model import equal
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import ComparisonResults
+from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import NEW_BACKBONE_OPTIONS, Settings
-from crosslayer.train.task import build_model
+from crosslayer.train.task import LANGUAGE, build_model, load_examples
+from crosslayer.train.trainer import Trainer
 
 SIZES = ["--layers=2", "--dim=16", "--heads=2"]
 STEPS = ["--steps=3", "--evals=1", "--batch=2", "--eval-batches=2", "--context=32"]
@@ -49,6 +51,24 @@ def test_a_run_starts_from_the_weights(model, connection):
     expected = open_model(model)
     ids = torch.randint(300, (2, 9))
     assert torch.equal(build_model(settings, connection, 300, 5)(ids).logits, expected(ids).logits)
+
+
+def test_activations_are_those_of_training(model, text_file):
+    """A loaded model is in evaluation mode, where checkpointed layers keep everything."""
+    measured = {}
+    for recompute in ("none", "layers"):
+        options = {"data": str(text_file), "context": 32, "batch": 2, "recompute": recompute}
+        settings = Settings.from_options(pretrained=str(model), steps=1, evals=1, **options)
+        trainer = Trainer(
+            launch_fabric(settings.engine),
+            build_model(settings, "prenorm", 300, 0),
+            load_examples(settings, LANGUAGE),
+            settings,
+            Arm.from_row("prenorm"),
+        )
+        trainer.fit()
+        measured[recompute] = trainer.activation_bytes
+    assert measured["layers"] < 0.7 * measured["none"]
 
 
 def test_an_encoder_is_refused(text_file, tmp_path, capsys):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import torch
 
@@ -98,15 +98,11 @@ def add_settings(parser: Any) -> None:
         for option in fields(settings_group):
             if option.name in YAML_ONLY:
                 continue
-            option_type = types[option.name]
-            words: dict[str, Any] = {"type": option_type}
-            if get_origin(option_type) is list:
-                words = {"type": get_args(option_type)[0], "nargs": "+"}
             group.add_argument(
                 "--" + option.name.replace("_", "-"),
+                type=types[option.name],
                 default=default_of(option),
                 help=help_texts[option.name],
-                **words,
             )
 
 

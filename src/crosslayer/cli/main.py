@@ -17,6 +17,8 @@ from ..validation import describe_wrong_value, did_you_mean
 
 HELPERS = ("main", "console")
 MESSAGE_LENGTH = 1000
+# How to write an option of several values, by its type.
+SYNTAX_HINTS = {dict: "; write {}.NAME=VALUE", list: "; write {}+=VALUE for each"}
 COMMANDS = sorted(m.name for m in pkgutil.iter_modules(cli.__path__) if m.name not in HELPERS)
 
 
@@ -150,12 +152,11 @@ def _plain_message(message: str, command: str | None, actions: list[Any]) -> str
     match = re.search(r"unrecognized arguments: (--[^ =]+)", message, re.IGNORECASE)
     if match and command:
         return _unknown_option(match[1], command, actions)
-    wrong_value = r'Parser key "(\w+).*?"(?: element \d+)?: .*?(?:Got|Given) value: ?(.*)'
-    if match := re.match(wrong_value, message):
+    if match := re.match(r'Parser key "(\w+).*?": .*?(?:Got|Given) value: ?(.*)', message):
         for action in actions:
             if action.dest == match[1]:
                 name = action.option_strings[0] if action.option_strings else match[1]
-                hint = f"; write {name}.NAME=VALUE" if get_origin(action._typehint) is dict else ""
+                hint = SYNTAX_HINTS.get(get_origin(action._typehint), "").format(name)
                 return describe_wrong_value(name, match[2], action._typehint) + hint
     return message
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ..connection import Connection, autocast_disabled
+from ..connection import Connection
 from ..fused_norms import resolve_host_norm, stream_norm_spec
 from ..mixing import MixingWeights, identity_weights
 from ..norms import add_write
@@ -43,11 +43,11 @@ class PostNorm(Connection[Stream]):
         h = add_write(*state)
         return (h,), Stream(h)
 
-    def read(self, state: Stream) -> tuple[tuple[Tensor, ...], Stream]:
-        with autocast_disabled(state):
-            inputs, _ = self.mix_inputs(state)
-            normed, x = norm_stream(self, inputs)
-            return normed, Stream(x)
+    def norm_mixed(
+        self, inputs: tuple[Tensor, ...], state: Stream
+    ) -> tuple[tuple[Tensor, ...], Stream]:
+        normed, x = norm_stream(self, inputs)
+        return normed, Stream(x)
 
     def state_parts(self, state: Stream) -> tuple[Tensor, ...]:
         return (state.h,)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..connection import Connection, NormFactory, Site, autocast_disabled
+from ..connection import Connection, NormFactory, Site
 from ..fused_norms import stream_norm_spec
 from ..mixing import MixingWeights, identity_weights, join_columns, join_rows
 from ..norms import add_write
@@ -53,13 +53,13 @@ class ResiDual(Connection[Dual]):
         inputs = (x, d) if self.is_readout else (x,)
         return inputs, Dual(x, d)
 
-    def read(self, state: Dual) -> tuple[tuple[Tensor, ...], Dual]:
-        with autocast_disabled(state):
-            inputs, (_, d, _) = self.mix_inputs(state)
-            normed, x = norm_stream(self, inputs)
-            if self.is_readout:
-                normed = (x + normed[1],)
-            return normed, Dual(x, d)
+    def norm_mixed(
+        self, inputs: tuple[Tensor, ...], state: Dual
+    ) -> tuple[tuple[Tensor, ...], Dual]:
+        normed, x = norm_stream(self, inputs)
+        if self.is_readout:
+            normed = (x + normed[1],)
+        return normed, Dual(x, state.d)
 
     def state_parts(self, state: Dual) -> tuple[Tensor, ...]:
         return state.x, state.d

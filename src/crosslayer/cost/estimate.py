@@ -219,13 +219,18 @@ def measure_cost(model: nn.Module, batch: int, context: int) -> ModelCost:
     parameters, connection_parameters = count_parameters(model)
     forward_traffic = tuple(float(site.memory_traffic()) for site in sites)
     elements = sum(forward_traffic) + sum(site.backward_memory_traffic() for site in sites)
+    # the sub-layers' inputs and their gradients are in the dtype of the model
+    input_elements = 2 * sum(1 if site.is_readout else len(site.ports) for site in sites)
+    stream_dtype = sites[0].stream_dtype or weight.dtype
+    bytes_a_token = (elements - input_elements) * stream_dtype.itemsize
+    bytes_a_token += input_elements * weight.element_size()
     return ModelCost(
         parameters=parameters,
         connection_parameters=connection_parameters,
         forward_flops=counter.get_total_flops(),
         activation_bytes=saved_bytes,
         site_traffic=forward_traffic,
-        bytes_moved=elements * sites[0].dim * weight.element_size() * batch * context,
+        bytes_moved=bytes_a_token * sites[0].dim * batch * context,
     )
 
 

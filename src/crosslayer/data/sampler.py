@@ -77,4 +77,5 @@ def evenly_spaced(length: int, count: int) -> list[int]:
 
 def evenly_spaced_steps(steps: int, count: int) -> set[int]:
     """At most `count` steps at equal distances, the last one included."""
+    count = min(steps, count)
     return {round(steps * number / count) for number in range(1, count + 1)}

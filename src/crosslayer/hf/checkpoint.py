@@ -96,7 +96,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     register_with_diffusers()
     model = load_complete(cls, folder, **options)
     # While loading, diffusers would cast the connections too; `to` keeps them in float32.
-    return model if dtype is None else model.to(dtype)
+    return model if dtype in (None, "auto") else model.to(dtype)
 
 
 def load_complete(cls: Any, folder: Path, **options: Any) -> Any:

@@ -59,21 +59,32 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
             f"a sub-layer's input differs by up to {difference:.1e}, "
             f"and the tolerance is {tolerance:.1e}"
         )
+    remove_connections(model)
+    return model
+
+
+def remove_connections(model: nn.Module) -> None:
+    """Undo `connect`, in place, whatever the connections compute.
+
+    Args:
+        model: of which one part is connected.
+    """
+    backbone, wiring = find_backbone(model)
     for owner in (model, backbone):
         forget_parameters_apart(owner)
-    for layer in layers:
+    for layer in wiring.find_layers(backbone):
         _merge_qkv_inputs(layer)
         restore_class(layer)
         for name in ("connections", "wiring", "argument_names"):
             delattr(layer, name)
-    for final in finals:
+    if wiring.final is not None:
+        final: Any = backbone.get_submodule(wiring.final)
         restore_class(final)
         del final.connection
     restore_class(backbone)
     del backbone.connection_spec, backbone.wiring
     for owner in (model, backbone):
         set_config_keys(owner, crosslayer=None)
-    return model
 
 
 def _check_plain_model_exists(model: nn.Module, backbone: Any) -> None:

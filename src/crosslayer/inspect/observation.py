@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 from ..class_swap import original_class
 from ..connection import SPLIT_PORT_NAMES, Connection, autocast_disabled, find_connections
 from ..evaluation_mode import evaluation_mode
-from ..hf import connect, disconnect
+from ..hf import connect
 from ..hf.attach import find_backbone
+from ..hf.disconnect import remove_connections
 from ..hf.families import own_connection
 from ..mixing import MixingWeights
 
@@ -191,7 +192,7 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        disconnect(model)
+        remove_connections(model)
 
 
 def find_body(model: nn.Module, arguments: ModelInputs) -> nn.Module:

@@ -38,6 +38,7 @@ from crosslayer.testing.tiny_model import (
     without_eps,
 )
 
+SITES = crosslayer.plan(layers=2)
 KINDS = {False: "sequential", True: "parallel"}
 
 
@@ -487,6 +488,59 @@ def test_starts_bitwise_as_prenorm_where_it_says_so(spec, parallel):
         f"its first logits are {'' if is_bitwise else 'not '}bitwise those of pre-norm: declare "
         f"another initial_function than {declared!r}"
     )
+
+
+@every_variant
+def test_scales_nothing_else_than_it_says(spec, parallel):
+    """At initialisation, where no norm removes a scale."""
+    function = initial_function(spec)
+    if function not in PRENORM_FUNCTIONS or function == "prenorm up to scales":
+        return
+    *inputs, hidden = first_reads(without_eps(spec))
+    *prenorm_inputs, prenorm_hidden = first_reads("prenorm")
+    assert all(map(torch.allclose, inputs, prenorm_inputs)), (
+        'it scales inputs of sub-layers: declare `initial_function = "prenorm up to scales"`'
+    )
+    if function != "prenorm up to scale of readout":
+        assert torch.allclose(hidden, prenorm_hidden), (
+            'it scales the readout: declare `initial_function = "prenorm up to scale of readout"`'
+        )
+
+
+@every_variant
+def test_is_postnorm_where_it_says_so(spec, parallel):
+    """x ← Norm(x + F(x)), the embedding normed too, bit for bit."""
+    if initial_function(spec) != "bitwise postnorm":
+        return
+    norm = nn.RMSNorm(6)
+    h = norm(torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(4)))
+    expected = []
+    for k in range(4):
+        expected.append(h)
+        h = norm(h + sublayer(k, (h,)))
+    assert all(map(torch.equal, first_reads(spec, nn.RMSNorm, torch.float32), [*expected, h]))
+
+
+def initial_function(spec: str) -> str:
+    """That of its connections, which all have one."""
+    sites = [crosslayer.make(spec)(site, 6, lambda port: nn.RMSNorm(6)) for site in SITES]
+    (function,) = {site.initial_function for site in sites}
+    return function
+
+
+def first_reads(
+    spec: str, norm: type[nn.Module] = nn.Identity, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """What each sub-layer reads at its first port at initialisation, and the readout."""
+    sites = [crosslayer.make(spec)(site, 6, lambda port: norm(6)).to(dtype) for site in SITES]
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(4)).to(dtype)
+    state = sites[0].init(x)
+    reads = []
+    for k, site in enumerate(sites[:-1]):
+        inputs, state = site.read(state)
+        reads.append(inputs[0])
+        state = site.write(state, sublayer(k, inputs[:1]))
+    return [*reads, sites[-1].readout(state)]
 
 
 @every_variant

@@ -128,8 +128,8 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
 
 
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
-    """The PreNorm arm to compare with, if one has the same data: one with the same backbone, or
-    else the first.
+    """The PreNorm arm to compare with, if one has the same data: of those with the same backbone,
+    or else of all, the first that has most options in common.
     """
     candidates = [
         other
@@ -137,16 +137,14 @@ def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
         if other.connection == "prenorm"
         and all(other.options.get(name) == arm.options.get(name) for name in PLACES_OF_DATA)
     ]
-    options = _model_options(arm)
-    options.pop("reallocate", None)  # MUDD's MLP widths belong to the method
-    for candidate in candidates:
-        if _model_options(candidate) == options:
-            return candidate
-    return candidates[0] if candidates else None
 
+    def distance(other: Arm) -> tuple[bool, int]:
+        given = (arm.options.keys() | other.options.keys()) - {"reallocate"}  # MUDD's MLP widths
+        differing = [name for name in given if arm.options.get(name) != other.options.get(name)]
+        differs_in_model = any(GROUP_OF_OPTION[name] is ModelSettings for name in differing)
+        return differs_in_model, len(differing)
 
-def _model_options(arm: Arm) -> dict[str, Any]:
-    return {key: v for key, v in arm.options.items() if GROUP_OF_OPTION[key] is ModelSettings}
+    return min(candidates, key=distance, default=None)
 
 
 def format_mean_std(value: MeanStd, form: str) -> str:

@@ -168,10 +168,10 @@ class Trainer:
         for callback in callbacks:
             callback.on_fit_start(self)
         self._compare_method_code()
+        self.module.train()  # first: a loaded model is in evaluation mode, where less is kept
         self.measure_costs()
         if self.settings.model.pretrained is not None and not self.state.curve:
             self.state.curve.append([self.state.step, self.evaluate()])  # before training
-        self.module.train()
 
         with self._signals:
             while self.state.step < self.settings.optimization.steps:
