@@ -130,6 +130,8 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
     """The PreNorm arm to compare with, if one has the same data: of those with the same backbone,
     or else of all, the first that has most options in common.
+
+    `crosslayer inspect` takes the best instead, as several rates are searched there.
     """
     candidates = [
         other

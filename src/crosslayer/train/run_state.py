@@ -81,10 +81,16 @@ class RunState:
         check_fields(cls, content)
         return cls(**content)
 
-    def is_stable(self, loss: float, grad_norm: float, spike: float) -> bool:
-        """Whether loss and gradient are finite and the loss is no spike.
+    def accept_loss(self, loss: float, grad_norm: float, spike: float) -> bool:
+        """Add a step's loss to the running mean and the recent losses, unless it is unstable.
 
-        A stable loss joins the running mean and the recent losses.
+        Args:
+            loss: of the step.
+            grad_norm: of the step.
+            spike: how far above the running mean a loss is unstable; 0 for no limit.
+
+        Returns:
+            False where the loss or the gradient is not finite, or the loss is a spike.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False

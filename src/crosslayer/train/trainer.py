@@ -234,7 +234,7 @@ class Trainer:
 
         # Update. Every rank has the same mean loss here, so all of them update, skip or stop.
         loss, self.stop_requested = self._all_reduce_loss_and_stop(rank_loss)
-        if self.state.is_stable(loss, grad_norm, engine.spike):
+        if self.state.accept_loss(loss, grad_norm, engine.spike):
             for optimizer in self._fabric_optimizers:
                 optimizer.step()
         else:
