@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import crosslayer
 from crosslayer.connection import find_connections
@@ -44,6 +45,20 @@ def test_connections_are_treated_as_they_say(spec):
         for p in connection.norms.parameters():
             assert group[id(p)]["weight_decay"] == 0 and not group[id(p)]["muon"]
     assert {g["lr"] for i, g in group.items() if i not in own_ids} == {1e-3}
+
+
+def test_parametrized_parameters_are_their_connections():
+    model = gpt("hyper")
+    connection = find_connections(model)[0]
+    for name in ("dynamic_alpha_fn", "static_alpha"):
+        register_parametrization(connection, name, nn.Identity())
+    groups = crosslayer.param_groups(model, 1e-3, 0.1)
+    group_names = {id(p): g["name"] for g in groups for p in g["params"]}
+    originals = connection.parametrizations
+    dynamic, static = originals.dynamic_alpha_fn.original, originals.static_alpha.original
+    assert group_names[id(dynamic)] == "connection with weight decay"
+    assert group_names[id(static)] == "connection"
+    assert not {id(dynamic), id(static)} & {id(p) for p in layer_matrices(model)}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .connection import Connection
+from .connection import find_connections
 
 # Parameters of two dimensions that are no linear maps: the logarithm of the decay of Mamba's state
 _LOGARITHMS = ("A_log",)
@@ -47,6 +47,7 @@ def param_groups(
     """
     muon_ids = {id(parameter) for parameter in layer_matrices(model)}
     embedding_ids = _embedding_ids(model)
+    decays = _connection_decays(model)
     groups: dict[_Group, list[nn.Parameter]] = {}
     seen_ids: set[int] = set()
     for module in model.modules():
@@ -54,14 +55,13 @@ def param_groups(
             if id(parameter) in seen_ids or not parameter.requires_grad:
                 continue
             seen_ids.add(id(parameter))
-            if isinstance(module, Connection):
-                decays = name in module.weight_decay_params
-                group = _Group(
-                    "connection with weight decay" if decays else "connection",
-                    connection_lr_scale * lr,
-                    weight_decay if decays else 0.0,
-                    muon=False,
-                )
+            if id(parameter) in decays:
+                name_of_group = "connection"
+                decay = 0.0
+                if decays[id(parameter)]:
+                    name_of_group += " with weight decay"
+                    decay = weight_decay
+                group = _Group(name_of_group, connection_lr_scale * lr, decay, muon=False)
             elif id(parameter) in muon_ids:
                 group = _Group("matrices", lr, weight_decay, muon=True)
             elif id(parameter) in embedding_ids:
@@ -81,19 +81,29 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     Embeddings are excluded, also inside layers (DiT's blocks have one of the classes) and where a
     head is tied to them, and so are the connections' parameters and Mamba's `A_log`.
     """
-    embedding_ids = _embedding_ids(model)
+    other_ids = _embedding_ids(model) | _connection_decays(model).keys()
     matrices = []
     for layers in model.modules():
         if not _is_list_of_layers(layers):
             continue
         for module in layers.modules():
-            if isinstance(module, nn.Embedding | Connection):
-                continue
             for name, parameter in module.named_parameters(recurse=False):
                 is_map = parameter.dim() == 2 and name not in _LOGARITHMS
-                if is_map and id(parameter) not in embedding_ids:
+                if is_map and id(parameter) not in other_ids:
                     matrices.append(parameter)
     return matrices
+
+
+def _connection_decays(model: nn.Module) -> dict[int, bool]:
+    """Whether each parameter of a connection takes weight decay, by its id, but not its norms'."""
+    decays = {}
+    for connection in find_connections(model):
+        for path, parameter in connection.named_parameters():
+            # torch.nn.utils.parametrize keeps W1 in parametrizations.W1
+            name = path.removeprefix("parametrizations.").partition(".")[0]
+            if name != "norms":
+                decays[id(parameter)] = name in connection.weight_decay_params
+    return decays
 
 
 def _embedding_ids(model: nn.Module) -> set[int]:

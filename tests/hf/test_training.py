@@ -375,11 +375,31 @@ def test_adapted_norms_have_gradients():
     assert sum("layernorm" in name and bool(g.any()) for name, g in adapted.items()) == 3
 
 
+def test_a_prepared_backbone_is_refused():
+    """Its forward hides what makes hidden states of a connection's states."""
+    backbone = trained("llama").model
+    backbone.forward = torch.autocast("cpu", torch.bfloat16)(backbone.forward)
+    with pytest.raises(ValueError, match="a LlamaModel has another forward than its class"):
+        crosslayer.connect(backbone, "mudd")
+
+
+def test_an_attentions_input_is_three():
+    model = connected("llama", "mudd")
+    attention = model.model.layers[1].self_attn
+
+    def detach(module, args, kwargs):
+        kwargs["hidden_states"].detach()
+
+    attention.register_forward_pre_hook(detach, with_kwargs=True)
+    with pytest.raises(AttributeError, match=r"a tuple of three here, for q, k and v, .*'detach'"):
+        model(ids())
+
+
 def test_a_dispatched_model_is_refused():
     from accelerate import cpu_offload
 
     model = cpu_offload(trained("llama"), execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="a LlamaRMSNorm has another forward than its class"):
+    with pytest.raises(ValueError, match=r"a Llama.* has another forward than its class"):
         crosslayer.connect(model, "mudd")
     model = cpu_offload(connected("llama", "prenorm"), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="connect first, then dispatch"):

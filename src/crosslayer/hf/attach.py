@@ -39,7 +39,7 @@ def attach_connections(
     final = None if wiring.final is None else backbone.get_submodule(wiring.final)
 
     # Build all connections first. Whatever can fail does so before the model changes.
-    check_not_dispatched(*layers, *([] if final is None else [final]))
+    check_not_dispatched(backbone, *layers, *([] if final is None else [final]))
     *sites, readout_site = plan_layers([_ports_of_sites(layer) for layer in wiring.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:

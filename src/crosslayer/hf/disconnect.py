@@ -12,7 +12,12 @@ from ..fused_norms import FusedNormConnection
 from ..norms import add_write
 from .attach import check_not_dispatched, find_backbone, is_connected, set_config_keys
 from .host_norms import OwnedNorm
-from .qkv import FusedProjection, SplitInputAttention, select_port
+from .qkv import (
+    FusedProjection,
+    SplitInputAttention,
+    merge_fused_projection,
+    select_port,
+)
 from .sharding import forget_parameters_apart
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -47,7 +52,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     _check_plain_model_exists(model, backbone)
     layers = wiring.find_layers(backbone)
     finals = [] if wiring.final is None else [backbone.get_submodule(wiring.final)]
-    check_not_dispatched(*layers, *finals)
+    check_not_dispatched(backbone, *layers, *finals)
     like = next(backbone.parameters())
     if like.is_meta:
         raise ValueError("the model has no weights yet; load them first")
@@ -145,8 +150,7 @@ def _merge_qkv_inputs(layer: Any) -> None:
             if isinstance(hook, partial) and hook.func is select_port:
                 del module._forward_pre_hooks[key]
         if isinstance(module, FusedProjection):
-            restore_class(module)
-            del module.fused
+            merge_fused_projection(module)
         if isinstance(module, SplitInputAttention):
             restore_class(module)
             del module.projections, module.fused

@@ -1,6 +1,7 @@
 """Separate inputs for q, k and v: an attention that takes its inputs from three ports."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..class_swap import swap_class
+from ..class_swap import restore_class, swap_class
 from .families import Fused
 
 
@@ -20,6 +21,11 @@ class QKVInputs(tuple):
     ndim = property(lambda self: self[0].ndim)
     dtype = property(lambda self: self[0].dtype)
     device = property(lambda self: self[0].device)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the attention's input is a tuple of three here, for q, k and v, which has no {name!r}"
+        )
 
     def dim(self) -> int:
         return self[0].dim()
@@ -84,6 +90,27 @@ def split_qkv_inputs(attention: Any, projections: tuple[str, ...], fused: Fused 
     vars(attention).update(projections=projections, fused=fused)
     for name in projections:
         setattr(attention, name, getattr(attention, name))
+
+
+@contextmanager
+def plain_fused_projections(model: nn.Module) -> Iterator[None]:
+    """Give the fused projections of a model the classes of its host within the block.
+
+    What replaces a projection there is fused again, and so is what stays.
+    """
+    attentions: list[Any] = [m for m in model.modules() if isinstance(m, SplitInputAttention)]
+    fused = [(m, m.projections[0]) for m in attentions if m.fused is not None]
+    for attention, name in fused:
+        merge_fused_projection(getattr(attention, name))
+    yield
+    for attention, name in fused:
+        setattr(attention, name, getattr(attention, name))
+
+
+def merge_fused_projection(projection: Any) -> None:
+    """Undo what `split_qkv_inputs` has made of a fused projection."""
+    restore_class(projection)
+    del projection.fused
 
 
 def select_port(index: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

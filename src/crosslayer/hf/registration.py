@@ -10,7 +10,7 @@ by name, like `LlamaForCausalLM.from_pretrained`, and diffusers' classes still l
 weights there, and report the others as unexpected.
 
 Importing `crosslayer.hf` calls `register_with_transformers`. It registers the saved model types
-with `AutoConfig`, and patches two methods for which transformers has no registration. diffusers
+with `AutoConfig`, and patches four methods for which it has no registration. diffusers
 gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model.
 """
 
@@ -23,12 +23,14 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers import HfQuantizer
 
 from ..spec import make
 from ..validation import check_positive
 from .adapters import refuse_to_drop_connections, register_with_imported_peft
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
+from .qkv import plain_fused_projections
 from .sharding import keep_parameters_apart
 
 PREFIX = "crosslayer-"
@@ -78,6 +80,9 @@ def register_with_transformers() -> None:
     PreTrainedModel.get_adapter_state_dict = refuse_to_drop_connections(
         PreTrainedModel.get_adapter_state_dict
     )
+    # transformers has no hook between building a model and quantising it.
+    quantising = _quantise_fused_projections(HfQuantizer.preprocess_model)
+    HfQuantizer.preprocess_model = quantising
     register_with_imported_peft()
     if "diffusers" in sys.modules:
         register_with_diffusers()
@@ -170,6 +175,17 @@ def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., N
             keep_parameters_apart(self)  # The models around it add what it says to their own plans.
 
     return connecting_post_init
+
+
+def _quantise_fused_projections(preprocess_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Let quantisers replace fused projections: some replace modules of nn.Linear itself alone."""
+
+    @functools.wraps(preprocess_model)
+    def preprocess_connected_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with plain_fused_projections(model):
+            return preprocess_model(self, model, *args, **kwargs)
+
+    return preprocess_connected_model
 
 
 def _restore_model_type(config: Any) -> None:
