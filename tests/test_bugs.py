@@ -426,11 +426,7 @@ def static_weights_are_decayed(patch):
 )
 def whatever_is_a_matrix_is_decayed(patch):
     """The usual rule of training scripts, which knows no connections."""
-
-    class NoConnection:
-        pass
-
-    patch.setattr(optim, "Connection", NoConnection)
+    patch.setattr(optim, "find_connections", lambda model: [])
 
 
 @pytest.mark.parametrize("name", BUGS)
