@@ -235,17 +235,6 @@ def _depth_attention(
 
 
 @_depth_attention.register_fake
-def _(
-    X: Sequence[Tensor],
-    q: Tensor,
-    eps: float,
-    affine: Sequence[Tensor],
-    norm_eps: float,
-    centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_outputs(X, q)
-
-
 def _empty_outputs(X: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lead, L = X[0].shape[:-1], len(X)
     return X[0].new_empty(X[0].shape), q.new_empty(*lead, L), q.new_empty(*lead, L)
@@ -286,15 +275,7 @@ def _depth_attention_backward(
 
 @_depth_attention_backward.register_fake
 def _(
-    dout: Tensor,
-    later: Sequence[Tensor | None],
-    X: Sequence[Tensor],
-    q: Tensor,
-    z: Tensor,
-    rstd: Tensor,
-    affine: Sequence[Tensor],
-    norm_eps: float,
-    centred: bool,
+    X: Sequence[Tensor], q: Tensor, affine: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     dX = [x.new_empty(x.shape) for x in X]
     return dX, q.new_empty(q.shape), [p.new_empty(p.shape) for p in affine]

@@ -306,15 +306,7 @@ def _gate_pool(
 
 @_gate_pool.register_fake
 def _(
-    S: Sequence[Tensor],
-    y: Tensor,
-    beta: Tensor,
-    pool: Tensor,
-    score: Tensor | None,
-    eps: float,
-    affine: Sequence[Tensor],
-    norm_eps: float,
-    centred: bool,
+    S: Sequence[Tensor], beta: Tensor, score: Tensor | None
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     out = [s.new_empty(s.shape) for s in S]
     h = S[0].new_empty(S[0].shape)
@@ -370,20 +362,12 @@ def _gate_pool_backward(
 
 @_gate_pool_backward.register_fake
 def _(
-    dout: Sequence[Tensor],
-    dh: Tensor,
-    dq: Tensor,
     S: Sequence[Tensor],
     y: Tensor,
     beta: Tensor,
     pool: Tensor,
     score: Tensor | None,
-    q: Tensor,
-    z: Tensor,
-    rstd: Tensor,
     affine: Sequence[Tensor],
-    norm_eps: float,
-    centred: bool,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     dS = [s.new_empty(s.shape) for s in S]
     dy, dbeta, dpool = (t.new_empty(t.shape) for t in (y, beta, pool))

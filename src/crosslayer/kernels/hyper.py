@@ -366,6 +366,7 @@ def _weight_rows(W: Tensor, centred: bool) -> Tensor:
     return (centre_columns(W) if centred else W).mT.contiguous()
 
 
+@_hyper_connection.register_fake
 def _empty_outputs(
     H: Tensor, W: Tensor, inputs: int, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -376,26 +377,6 @@ def _empty_outputs(
     z = W.new_empty(*lead, n, W.shape[1])
     rstd = W.new_empty(*lead, n)
     return x, H.new_empty(H.shape), beta, z, rstd, W.new_empty(rstd.shape if centred else 0)
-
-
-@_hyper_connection.register_fake
-def _(
-    H: Tensor,
-    Y: Tensor | None,
-    beta: Tensor | None,
-    W: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    static: Tensor,
-    bound: str,
-    eps: float,
-    centred: bool,
-    inputs: int,
-    affine: Sequence[Tensor],
-    norm_eps: float,
-    norm_centred: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_outputs(H, W, inputs, centred)
 
 
 @LibraryOp
@@ -439,6 +420,7 @@ def _hyper_connection_backward(
     return dH, dY, dbeta, dcoefficients, dW, add_affine_partial_sums(daffine, affine)
 
 
+@_hyper_connection_backward.register_fake
 def _empty_gradients(
     H: Tensor, Y: Tensor | None, W: Tensor, affine: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -451,27 +433,6 @@ def _empty_gradients(
     dcoefficients = W.new_empty(*H.shape[:-1], W.shape[1])
     daffine = [p.new_empty(p.shape) for p in affine]
     return H.new_empty(H.shape), dY, dbeta, dcoefficients, W.new_empty(W.mT.shape), daffine
-
-
-@_hyper_connection_backward.register_fake
-def _(
-    dx: Tensor,
-    dout: Tensor,
-    dnew_beta: Tensor,
-    H: Tensor,
-    Y: Tensor | None,
-    beta: Tensor | None,
-    W: Tensor,
-    coefficients: Tensor,
-    g_factors: Tensor,
-    z: Tensor,
-    rstd: Tensor,
-    mu: Tensor,
-    affine: Sequence[Tensor],
-    norm_eps: float,
-    norm_centred: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    return _empty_gradients(H, Y, W, affine)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -4,8 +4,9 @@
 launch of a kernel does, most of all where there are gradients or lists of tensors.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 # Of the arguments of an op: the length of each that is a list, None for any other.
 _Structure = list[int | None]
 
+Fake = TypeVar("Fake", bound=Callable[..., Any])
+
 
 class LibraryOp:
     """`torch.ops.crosslayer.NAME`, which runs the function `_NAME` that this class decorates.
@@ -25,15 +28,16 @@ class LibraryOp:
     Calling `_NAME` calls the op.
 
         @LibraryOp
-        def _double(x: Tensor) -> Tensor: ...
+        def _scale(x: Tensor, factor: float) -> Tensor: ...
 
-        @_double.register_fake
+        @_scale.register_fake
         def _(x: Tensor) -> Tensor:
             return x.new_empty(x.shape)
     """
 
     def __init__(self, run: Callable[..., Any]):
         self.name = run.__name__.removeprefix("_")
+        self._signature = inspect.signature(run)
         schema = torch.library.infer_schema(run, mutates_args=())
         _LIBRARY.define(self.name + schema, tags=torch.Tag.pt2_compliant_tag)
         self._implement(run, "CompositeExplicitAutograd")
@@ -46,9 +50,20 @@ class LibraryOp:
             return self.overload(*inputs)
         return self._run_eagerly(*inputs)
 
-    def register_fake(self, fake: Callable[..., Any]) -> None:
-        """Register a function that returns empty tensors like those that the op returns."""
-        torch.library.register_fake(f"{_NAMESPACE}::{self.name}", fake, lib=_LIBRARY)
+    def register_fake(self, fake: Fake) -> Fake:
+        """Register a function that returns empty tensors like those that the op returns.
+
+        Its parameters are the arguments of the op that it reads, by their names there.
+        """
+        names = inspect.signature(fake).parameters.keys()
+        assert names <= self._signature.parameters.keys(), f"{self.name} has no such arguments"
+
+        def run_fake(*args: Any, **kwargs: Any) -> Any:
+            arguments = self._signature.bind(*args, **kwargs).arguments
+            return fake(**{name: arguments[name] for name in names})
+
+        torch.library.register_fake(f"{_NAMESPACE}::{self.name}", run_fake, lib=_LIBRARY)
+        return fake
 
     def register_autograd(
         self, backward: Callable[..., Any], setup_context: Callable[..., None]

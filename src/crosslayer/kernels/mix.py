@@ -334,15 +334,7 @@ def _depth_mix(
 
 
 @_depth_mix.register_fake
-def _(
-    X: Sequence[Tensor],
-    w: Tensor,
-    affine: Sequence[Tensor],
-    plain: Sequence[int],
-    normed_mixtures: Sequence[int],
-    eps: float,
-    centred: bool,
-) -> list[Tensor]:
+def _(X: Sequence[Tensor], plain: Sequence[int], normed_mixtures: Sequence[int]) -> list[Tensor]:
     return [X[0].new_empty(X[0].shape) for _ in (*plain, *normed_mixtures)]
 
 
@@ -383,15 +375,7 @@ def _depth_mix_backward(
 
 @_depth_mix_backward.register_fake
 def _(
-    dout: Sequence[Tensor | None],
-    later: Sequence[Tensor | None],
-    X: Sequence[Tensor],
-    w: Tensor,
-    affine: Sequence[Tensor],
-    plain: Sequence[int],
-    normed_mixtures: Sequence[int],
-    eps: float,
-    centred: bool,
+    X: Sequence[Tensor], w: Tensor, affine: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     dX = [x.new_empty(x.shape) for x in X]
     return dX, w.new_empty(w.shape), [p.new_empty(p.shape) for p in affine]

@@ -109,9 +109,7 @@ def _add_norm(
 
 
 @_add_norm.register_fake
-def _(
-    h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
-) -> tuple[Tensor, Tensor]:
+def _(h: Tensor) -> tuple[Tensor, Tensor]:
     return h.new_empty(h.shape), h.new_empty(h.shape)
 
 
@@ -135,9 +133,7 @@ def _add_norm_backward(
 
 
 @_add_norm_backward.register_fake
-def _(
-    dnew: Tensor, dout: Tensor, new: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
-) -> tuple[Tensor, list[Tensor]]:
+def _(new: Tensor, affine: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return new.new_empty(new.shape), [p.new_empty(p.shape) for p in affine]
 
 

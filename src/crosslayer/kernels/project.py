@@ -297,17 +297,11 @@ def pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Ten
     return H if Y is None else Y.contiguous(), H if beta is None else beta.contiguous()
 
 
+@_write_norm_project.register_fake
 def _empty_outputs(H: Tensor, W: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = (*H.shape[:-2], 1 if W.shape[0] > H.shape[-1] else H.shape[-2])
     z = W.new_empty(*rows, W.shape[1])
     return H.new_empty(H.shape), z, z.new_empty(rows), z.new_empty(rows if centred else 0)
-
-
-@_write_norm_project.register_fake
-def _(
-    H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_outputs(H, W, centred)
 
 
 @LibraryOp
@@ -360,17 +354,7 @@ def _empty_pending_gradients(Y: Tensor | None, new: Tensor) -> tuple[Tensor, Ten
 
 
 @_write_norm_project_backward.register_fake
-def _(
-    dnew: Tensor,
-    dz: Tensor,
-    new: Tensor,
-    Y: Tensor | None,
-    beta: Tensor | None,
-    W: Tensor,
-    z: Tensor,
-    rstd: Tensor,
-    mu: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(new: Tensor, Y: Tensor | None, W: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dY, dbeta = _empty_pending_gradients(Y, new)
     return new.new_empty(new.shape), dY, dbeta, W.new_empty(W.shape)
 

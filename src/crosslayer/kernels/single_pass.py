@@ -293,17 +293,11 @@ def _single_pass_connection(
     return outputs
 
 
+@_single_pass_connection.register_fake
 def _empty_outputs(H: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *lead, _, D = H.shape
     z = W.new_empty(*lead, W.shape[1])
     return H.new_empty(*lead, D), H.new_empty(H.shape), z, z.new_empty(lead)
-
-
-@_single_pass_connection.register_fake
-def _(
-    H: Tensor, y: Tensor, beta: Tensor, res: Tensor | None, pre: Tensor, W: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_outputs(H, W)
 
 
 @LibraryOp
@@ -340,6 +334,7 @@ def _single_pass_connection_backward(
     return dH, dy, launch.add_partial_sums(sums_parts, 0), dW
 
 
+@_single_pass_connection_backward.register_fake
 def _empty_gradients(
     H: Tensor, y: Tensor, res: Tensor | None, W: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -348,24 +343,6 @@ def _empty_gradients(
     columns = 2 if res is None else 2 + n
     sums = H.new_empty(columns, n, *lead, dtype=torch.float32)
     return H.new_empty(H.shape), y.new_empty(y.shape), sums, W.new_empty(W.shape)
-
-
-@_single_pass_connection_backward.register_fake
-def _(
-    dx: Tensor,
-    dnew: Tensor,
-    dz: Tensor,
-    H: Tensor,
-    y: Tensor,
-    beta: Tensor,
-    res: Tensor | None,
-    pre: Tensor,
-    W: Tensor,
-    new: Tensor,
-    z: Tensor,
-    rstd: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients(H, y, res, W)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -132,7 +132,7 @@ def _sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
 
 
 @_sinkhorn.register_fake
-def _(logits: Tensor, rounds: int, eps: float) -> Tensor:
+def _(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -152,7 +152,7 @@ def _sinkhorn_backward(dout: Tensor, logits: Tensor, rounds: int, eps: float) ->
 
 
 @_sinkhorn_backward.register_fake
-def _(dout: Tensor, logits: Tensor, rounds: int, eps: float) -> Tensor:
+def _(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 

@@ -177,9 +177,7 @@ def _width_connection(
 
 
 @_width_connection.register_fake
-def _(
-    H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
-) -> tuple[Tensor, Tensor]:
+def _(H: Tensor) -> tuple[Tensor, Tensor]:
     return H.new_empty(*H.shape[:-2], H.shape[-1]), H.new_empty(H.shape)
 
 
@@ -218,14 +216,7 @@ def _width_connection_backward(
 
 @_width_connection_backward.register_fake
 def _(
-    dx: Tensor,
-    dout: Tensor,
-    H: Tensor,
-    pre: Tensor,
-    res: Tensor,
-    affine: Sequence[Tensor],
-    eps: float,
-    centred: bool,
+    H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dH, dpre, dres = (t.new_empty(t.shape) for t in (H, pre, res))
     return dH, dpre, dres, [p.new_empty(p.shape) for p in affine]
