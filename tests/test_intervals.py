@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from crosslayer.intervals import mean_interval, t_quantile, unpaired_interval
+from crosslayer.intervals import mean_interval, t_quantile
 
 
 def test_mean_interval():
@@ -17,16 +17,6 @@ def test_mean_interval():
         -1,
     ]
     assert math.isnan(mean_interval([1.0]).low) and mean_interval([1.0]).sign == 0
-
-
-def test_unpaired_interval():
-    interval = unpaired_interval([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 8.0])
-    # 1/3 + 5/3 of variance, and 4 / (1/18 + 25/27) = 4.08 degrees of freedom, so the quantile of 4
-    reach = 2.776445 * math.sqrt(2)
-    assert interval == pytest.approx((-3.0, -3 - reach, -3 + reach), abs=1e-4)
-    assert unpaired_interval([1.0, 1.0], [2.0, 2.0]) == (-1, -1, -1)
-    single = unpaired_interval([1.0], [2.0, 4.0])
-    assert single.mean == -2 and math.isnan(single.low) and math.isnan(single.high)
 
 
 def test_quantiles():

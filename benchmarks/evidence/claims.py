@@ -1,5 +1,7 @@
 """Claims of the papers (claims.yaml), and what the studies say to each."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Literal, Protocol
 import yaml
 
 from benchmarks.evidence.studies import FIRST_STUDY
-from crosslayer.intervals import Interval, mean_interval, unpaired_interval
+from crosslayer.intervals import Interval, mean_interval, t_quantile
 
 CLAIMS = Path(__file__).parent / "claims.yaml"
 WORDS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
@@ -96,6 +98,26 @@ def add_losses(paired: Sequence[Losses], unpaired: Sequence[Losses]) -> Interval
     if not values or not others:
         return None
     return unpaired_interval(values, [-loss for loss in others])
+
+
+def unpaired_interval(values: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """The mean of values minus that of others, with Welch's interval: nothing pairs them.
+
+    Args:
+        values: at least one.
+        baseline: at least one, independent of `values`. The ends of the interval are NaN where
+            either is a single one.
+    """
+    mean = statistics.fmean(values) - statistics.fmean(baseline)
+    if min(len(values), len(baseline)) < 2:
+        return Interval(mean, math.nan, math.nan)
+    parts = [(statistics.variance(row) / len(row), len(row) - 1) for row in (values, baseline)]
+    total = sum(variance for variance, _ in parts)
+    if total == 0:
+        return Interval(mean, mean, mean)
+    freedom = total**2 / sum(variance**2 / count for variance, count in parts)
+    reach = t_quantile(max(1, int(freedom))) * math.sqrt(total)
+    return Interval(mean, mean - reach, mean + reach)
 
 
 def _add_by_seed(terms: Sequence[Losses]) -> list[float]:

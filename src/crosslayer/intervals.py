@@ -36,26 +36,6 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - reach, mean + reach)
 
 
-def unpaired_interval(values: Sequence[float], baseline: Sequence[float]) -> Interval:
-    """The mean of values minus that of others, with Welch's interval: nothing pairs them.
-
-    Args:
-        values: at least one.
-        baseline: at least one, independent of `values`. The ends of the interval are NaN where
-            either is a single one.
-    """
-    mean = statistics.fmean(values) - statistics.fmean(baseline)
-    if min(len(values), len(baseline)) < 2:
-        return Interval(mean, math.nan, math.nan)
-    parts = [(statistics.variance(row) / len(row), len(row) - 1) for row in (values, baseline)]
-    total = sum(variance for variance, _ in parts)
-    if total == 0:
-        return Interval(mean, mean, mean)
-    freedom = total**2 / sum(variance**2 / count for variance, count in parts)
-    reach = t_quantile(max(1, int(freedom))) * math.sqrt(total)
-    return Interval(mean, mean - reach, mean + reach)
-
-
 def t_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t; above 10 by its expansion in 1 / freedom."""
     if freedom <= len(T_QUANTILES):

@@ -1,6 +1,7 @@
 """docs/evidence.md: what is committed is what its results give, and planted results."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import pages, studies
-from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses
+from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses, unpaired_interval
 from benchmarks.evidence.figures import study_figures
 from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
 from benchmarks.evidence.rates import rate_figure, rate_table
@@ -28,7 +29,7 @@ from benchmarks.evidence.tables import (
     judge_difference,
 )
 from crosslayer.inspect.inspection import PRUNED_SHARES
-from crosslayer.intervals import Interval, mean_interval, unpaired_interval
+from crosslayer.intervals import Interval, mean_interval
 from crosslayer.train import rate_search
 from crosslayer.train.compare import Comparison, prepare_comparison
 from crosslayer.train.recipe import load_recipe
@@ -161,6 +162,16 @@ def test_tables_of_planted_results(planted):
 )
 def test_a_difference_counts_from_a_least_size_on(low, high, verdict):
     assert judge_difference(Interval(0.0, low, high)) == verdict
+
+
+def test_unpaired_interval():
+    interval = unpaired_interval([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 8.0])
+    # 1/3 + 5/3 of variance, and 4 / (1/18 + 25/27) = 4.08 degrees of freedom, so the quantile of 4
+    reach = 2.776445 * math.sqrt(2)
+    assert interval == pytest.approx((-3.0, -3 - reach, -3 + reach), abs=1e-4)
+    assert unpaired_interval([1.0, 1.0], [2.0, 2.0]) == (-1, -1, -1)
+    single = unpaired_interval([1.0], [2.0, 4.0])
+    assert single.mean == -2 and math.isnan(single.low) and math.isnan(single.high)
 
 
 def test_pre_norm_with_more_seeds_is_compared_whole(tmp_path):
