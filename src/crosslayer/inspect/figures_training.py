@@ -13,6 +13,7 @@ from .figures import place_legend, wrap_labels
 FEWEST_BARS = 4  # of which each has its share of a panel's height
 NOTE_SHIFTS = (11, -11, 22, -22, 33, -33)  # of a note from its point, in points of the font
 NOTE_SIZE = (10, 9)  # width and height that a note needs
+STEEP_SHARE = 0.15  # of a falling curve, at its beginning
 
 
 @dataclass
@@ -129,14 +130,14 @@ def _is_free(place: Any, taken: Sequence[Any]) -> bool:
     return all((abs(place - other) >= NOTE_SIZE).any() for other in taken)
 
 
-def focus_on_end(axes: Any, series: Sequence[LineSeries], share: float = 0.15) -> None:
-    """Cut off the steep beginning of falling curves: the y axis ends where they are at a share of
-    the x axis.
+def focus_on_end(axes: Any, series: Sequence[LineSeries]) -> None:
+    """Cut off the steep beginning of falling curves: the y axis ends where they are after
+    `STEEP_SHARE` of the x axis.
     """
     known = [line for line in series if len(line.x)]
     if not known:
         return
-    place = share * max(line.x[-1] for line in known)
+    place = STEEP_SHARE * max(line.x[-1] for line in known)
     tops = [line.high if len(line.high) else line.y for line in known]
     of_lines = zip(known, tops, strict=True)
     top = max(float(numpy.interp(place, line.x, heights)) for line, heights in of_lines)

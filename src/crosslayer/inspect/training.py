@@ -20,6 +20,8 @@ from ..run_folders import METRICS_FILE
 
 # A step is a spike where its loss is above the running mean by this many running deviations.
 SPIKE_DEVIATIONS = 5.0
+SPIKE_DECAY = 0.9  # of the running mean and variance, a loss
+SPIKE_BURN_IN = 50  # the first losses, which fall steeply
 
 Points = list[tuple[int, float]]  # (step, value)
 
@@ -165,8 +167,8 @@ def smooth_losses(
     return smoothed
 
 
-def find_spikes(losses: Sequence[float], decay: float = 0.9, burn_in: int = 50) -> list[int]:
-    """The places of losses far above the running mean (`SPIKE_DEVIATIONS`), after `burn_in` ones.
+def find_spikes(losses: Sequence[float]) -> list[int]:
+    """The places of losses far above the running mean, after the first `SPIKE_BURN_IN`.
 
     A loss that is not finite is a spike anywhere. Consecutive places are one spike, whose first
     place is returned.
@@ -176,14 +178,14 @@ def find_spikes(losses: Sequence[float], decay: float = 0.9, burn_in: int = 50) 
     above_before = False
     for place, loss in enumerate(losses):
         shift = loss - mean
-        is_above = place >= burn_in and shift > SPIKE_DEVIATIONS * math.sqrt(variance)
+        is_above = place >= SPIKE_BURN_IN and shift > SPIKE_DEVIATIONS * math.sqrt(variance)
         is_above = is_above or not math.isfinite(loss)
         if is_above and not above_before:
             spikes.append(place)
         above_before = is_above
         if not is_above:  # a spike does not move the mean that it is measured from
-            mean += (1 - decay) * shift
-            variance = decay * (variance + (1 - decay) * shift * shift)
+            mean += (1 - SPIKE_DECAY) * shift
+            variance = SPIKE_DECAY * (variance + (1 - SPIKE_DECAY) * shift * shift)
     return spikes
 
 
