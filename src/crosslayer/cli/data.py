@@ -104,4 +104,4 @@ def _show(folder: str) -> None:
         first = stream.window(0, min(SHOWN_IDS, len(stream))).numpy()
         lines.append(f"{name} begins with {tokenizer.decode(first)!r}")
     for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
