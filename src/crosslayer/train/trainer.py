@@ -242,10 +242,10 @@ class Trainer:
         for optimizer in self._fabric_optimizers:
             optimizer.zero_grad()
 
-        # What the step took. The first three warm up caches and do not count.
+        # What the step took. The first three warm up caches; the median is that of the last 200.
         self._durations.append(time.perf_counter() - start)
-        first = max(3, len(self._durations) - 200)
-        seconds = statistics.median(self._durations[first:] or self._durations)
+        del self._durations[3:-200]
+        seconds = statistics.median(self._durations[3:] or self._durations)
         units = self.task.count_units(self.last_batch) * self.fabric.world_size * engine.accumulate
         self.state.step = step
         self.state.train_loss = loss
