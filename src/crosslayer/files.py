@@ -51,6 +51,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     _check_empty(folder)
     work = folder.with_name(f"{folder.name}.part")
     with lock_folder(work):
+        # The lock's file goes with `work`. A process that opened it just before fails: its folder
+        # is gone. Only where a third one makes `work` again in that moment would two hold it.
         try:
             _check_empty(folder)  # another process may have held the lock until now
             _remove_content(work)  # left by a process that was killed

@@ -98,7 +98,7 @@ def can_be_hub_name(source: str) -> bool:
 
 
 def _is_reachable(name: str, place: dict[str, Any]) -> bool:
-    """Whether the cache has files of this name, or the Hub answers. One request a process."""
+    """Whether the cache has files of this name, or the Hub answers one request."""
     if place.get("local_files_only"):
         return True  # the loader looks into the cache
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
