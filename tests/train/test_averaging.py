@@ -15,13 +15,6 @@ from tests.train.test_ranks import two_ranks
 DECAY = 0.7
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i}: over {i * i} lazy dogs.\n" for i in range(400)))
-    return str(path)
-
-
 def test_average_equals_a_float64_loop_and_is_evaluated(text):
     settings = Settings.from_options(**{**SMALL, "data": text, "ema": DECAY})
     examples = LANGUAGE.load_examples(settings.data, {})

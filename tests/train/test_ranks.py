@@ -63,15 +63,6 @@ def apart(found, expected):
     return max(abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True))
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(
-        "".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(400))
-    )
-    return str(path)
-
-
 @pytest.mark.slow
 def test_two_ranks_equal_one(text, tmp_path):
     cases = [("ddp", *case) for case in BOTH] + [("fsdp", *case) for case in BOTH + FSDP]

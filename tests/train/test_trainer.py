@@ -49,15 +49,6 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(
-        "".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(400))
-    )
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def run_left_at_7(text, tmp_path_factory):
     """The folder of a run that was left, with checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("left") / "run"
