@@ -27,9 +27,7 @@ from ..data.tokenizing import (
     TOKENIZER_FILE,
     Tokenizer,
     byte_tokenizer_json,
-    find_separator,
-    is_of_bytes,
-    load_tokenizer,
+    make_tokenizer,
 )
 from ..errors import error_in_one_line
 from ..files import read_json
@@ -120,14 +118,7 @@ def open_id_tokenizer(source: str | Path) -> Tokenizer:
             f"{source}: token ids need a tokenizer of the tokenizers library, got a "
             f"{type(tokenizer).__name__}"
         )
-    definition = backend.to_str()
-    if is_of_bytes(definition):
-        return load_tokenizer(BYTES)
-    vocabulary = tokenizer.get_vocab()
-    separator = find_separator(tokenizer.eos_token, vocabulary)
-    if separator is None:
-        raise ValueError(f"{source}: has no token that separates documents; name its eos_token")
-    return Tokenizer(str(source), max(vocabulary.values()) + 1, vocabulary[separator], definition)
+    return make_tokenizer(str(source), backend.to_str(), tokenizer.eos_token, source)
 
 
 def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

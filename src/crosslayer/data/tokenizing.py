@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -242,12 +242,32 @@ def is_of_bytes(definition: str) -> bool:
     return bool({**given, "post_processor": None} == {**expected, "post_processor": None})
 
 
-def find_separator(eos_token: str | None, vocabulary: Collection[str]) -> str | None:
-    """The token that separates documents: the eos_token, or the first of `SEPARATORS`, if the
-    vocabulary has it.
+def make_tokenizer(
+    name: str, definition: str, eos_token: str | None, source: str | Path
+) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; that of bytes where a model was trained on bytes.
+
+    Documents are separated by the eos_token, or by the first of `SEPARATORS`, that it has.
+
+    Args:
+        name: as the user wrote it.
+        definition: the content of tokenizer.json.
+        eos_token: the token that ends a text, where a file names one.
+        source: where the definition is from, for the message of an error.
+
+    Raises:
+        ValueError: the definition is no tokenizer's, or it has no token that separates documents.
     """
+    vocabulary = _parse_definition(definition, str(source)).get_vocab(with_added_tokens=True)
+    if is_of_bytes(definition):
+        return load_tokenizer(BYTES)
     known = [token for token in (eos_token, *SEPARATORS) if token in vocabulary]
-    return known[0] if known else None
+    if not known:
+        raise ValueError(
+            f"{source}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
+            f"name it as eos_token in a {TOKENIZER_CONFIG_FILE} beside it"
+        )
+    return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[known[0]], definition)
 
 
 def _read_tokenizer(name: str, file: Path) -> Tokenizer:
@@ -257,17 +277,7 @@ def _read_tokenizer(name: str, file: Path) -> Tokenizer:
         definition = file.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: cannot be read ({error})") from None
-    eos_token = _read_eos_token(file.parent)
-    vocabulary = _parse_definition(definition, str(file)).get_vocab(with_added_tokens=True)
-    if is_of_bytes(definition):
-        return load_tokenizer(BYTES)
-    separator = find_separator(eos_token, vocabulary)
-    if separator is None:
-        raise ValueError(
-            f"{file}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
-            f"name it as eos_token in a {TOKENIZER_CONFIG_FILE} beside it"
-        )
-    return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[separator], definition)
+    return make_tokenizer(name, definition, _read_eos_token(file.parent), file)
 
 
 def _read_eos_token(folder: Path) -> str | None:
