@@ -267,11 +267,18 @@ class Connection(nn.Module, Generic[StateT]):
 
         Where q, k and v are mixed apart, the last one is the stream that the output joins.
         `crosslayer.inspect` needs this and `mixing_weights` of a method, and nothing else does.
+
+        Raises:
+            ValueError: the method does not define it.
         """
         raise ValueError(f"{self.name} cannot be inspected: it has no state_parts")
 
     def mixing_weights(self, state: StateT) -> MixingWeights:
-        """The read of this state as matrices over `state_parts`: see `crosslayer.mixing`."""
+        """The read of this state as matrices over `state_parts`: see `crosslayer.mixing`.
+
+        Raises:
+            ValueError: the method does not define it.
+        """
         raise ValueError(f"{self.name} cannot be inspected: it has no mixing_weights")
 
     def memory_traffic(self) -> float:
@@ -295,7 +302,14 @@ class Connection(nn.Module, Generic[StateT]):
         return forward if is_single_stream else 1.5 * forward
 
     def apply_port_norms(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Apply each port's norm to its input, or to the one input that all ports share."""
+        """Apply each port's norm to its input, or to the one input that all ports share.
+
+        Args:
+            inputs: what `mix_inputs` returns, [B T D] each: one for all ports, or one for each.
+
+        Raises:
+            ValueError: there is another number of inputs.
+        """
         if len(inputs) == 1:
             inputs = inputs * len(self.norms)
         if len(inputs) != len(self.norms):

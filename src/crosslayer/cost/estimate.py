@@ -138,7 +138,18 @@ def estimate_costs(
     context: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Cost]:
-    """`estimate_cost` for several connections; the baseline is measured once."""
+    """`estimate_cost` for several connections; the baseline is measured once.
+
+    Args:
+        specs: the connections.
+        config, batch, context, dtype: as in `estimate_cost`.
+
+    Returns:
+        A cost for each connection.
+
+    Raises:
+        ValueError: as in `estimate_cost`, or a step has more than `LARGEST_SIZE` tokens.
+    """
     check_positive(batch=batch, context=context)
     if batch * context > LARGEST_SIZE:
         raise ValueError(

@@ -56,7 +56,17 @@ def split_window(window: ScoredWindow, context: int) -> list[ScoredWindow]:
 def log_likelihoods(
     model: "PreTrainedModel", windows: Sequence[ScoredWindow], batch_size: int
 ) -> list[float]:
-    """The log-likelihood of each window's target, in nats. Computed in float32 from the logits."""
+    """The log-likelihood of each window's target, in nats. Computed in float32 from the logits.
+
+    Args:
+        model: a causal language model.
+        windows: what is scored, in any order.
+        batch_size: windows that the model sees at once.
+
+    Raises:
+        ValueError: the batch size is below 1, the model is not causal, or its logits are not
+            finite.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     check_positive(batch_size=batch_size)

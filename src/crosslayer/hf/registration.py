@@ -102,7 +102,16 @@ def register_with_diffusers() -> None:
 
 
 def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
-    """Connect a freshly built backbone as its config says."""
+    """Connect a freshly built backbone as its config says.
+
+    Args:
+        backbone: a model of transformers or diffusers, or a part of one.
+        config: the content of its config.json, which names the connection.
+
+    Raises:
+        ValueError: the config names no known connection, its widths are wrong, or the backbone
+            cannot be connected.
+    """
     spec = make(config["crosslayer"])
     widths = config.get("crosslayer_widths")
     if widths is not None and not isinstance(widths, list):

@@ -236,6 +236,12 @@ def make_shadow(
 
     Where all are replaced, its own parameters and buffers are random, and require gradients. So are
     those of modules that are opened.
+
+    Args:
+        module: a layer or a backbone.
+        observer: answers the calls of the stand-ins.
+        lengths: into how many names a stand-in's output is unpacked, by path; 2 for any other.
+        replaced, opened, seed, training: as in `run_shadow`.
     """
     shadow = _copy_without_modules(module, original_class(module))
     shared = {"observer": observer, "lengths": lengths, "training": training}

@@ -221,6 +221,12 @@ def speedup_to_loss(
     """The baseline's final cost over the cost at which a run reaches its final loss.
 
     The "1.8 × faster" of Hyper-Connections, Figure 1. None where the run does not reach it.
+
+    Args:
+        costs: steps, tokens or seconds of the run, ascending.
+        losses: the run's at each of them.
+        baseline_costs: the baseline's, in the same unit.
+        baseline_losses: the baseline's at each of them.
     """
     cost = cost_to_loss(costs, losses, baseline_losses[-1])
     return None if cost is None else baseline_costs[-1] / cost

@@ -39,6 +39,9 @@ def depth_mix(
 
     Returns:
         The outputs, [B T D] each in X's dtype; and the sources for their next reader.
+
+    Raises:
+        ValueError: the weights are for another number of sources.
     """
     if len(X) != w.shape[-1]:
         raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")

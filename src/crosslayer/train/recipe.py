@@ -130,7 +130,12 @@ class Recipe:
         check_choice("scale", self.scale, dict.fromkeys(get_args(Scale)))
 
     def settings(self, arm: Arm | None = None) -> Settings:
-        """The settings of an arm, or those that all arms share."""
+        """The settings of an arm, or those that all arms share.
+
+        Raises:
+            ValueError: an option is unknown, has a value that it cannot have, or is a pretrained
+                model where the scale is tiny.
+        """
         options = join_options(self.options, arm.options if arm else {})
         if self.scale == "tiny":
             pretrained = join_options(options, self.overrides).get("pretrained")
