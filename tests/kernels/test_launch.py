@@ -75,6 +75,26 @@ def test_library_op_without_gradients():
         assert torch.equal(scale_rows(rows, scale, 2.0)[1], total)
 
 
+@LibraryOp
+def _test_repeat_rows(x: Tensor, factor: float, count: int = 2) -> Tensor:
+    return torch.cat([factor * x] * count)
+
+
+@_test_repeat_rows.register_fake
+def _(count, x):
+    return x.new_empty(count * len(x), x.shape[1])
+
+
+def test_a_fake_gets_the_arguments_that_it_names():
+    x = torch.empty(3, 4, device="meta")
+    repeat_rows = torch.ops.crosslayer.test_repeat_rows
+    assert repeat_rows(x, 0.5, 5).shape == (15, 4)
+    assert repeat_rows(x, count=5, factor=0.5).shape == (15, 4)
+    assert repeat_rows(x, 0.5).shape == repeat_rows(x, 0.5, 2).shape == (6, 4)
+    with pytest.raises(AssertionError, match="no such arguments"):
+        _test_repeat_rows.register_fake(lambda rows: rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_library_op_passes_torchs_checks(requires_grad):

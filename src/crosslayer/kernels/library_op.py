@@ -59,8 +59,9 @@ class LibraryOp:
         assert names <= self._signature.parameters.keys(), f"{self.name} has no such arguments"
 
         def run_fake(*args: Any, **kwargs: Any) -> Any:
-            arguments = self._signature.bind(*args, **kwargs).arguments
-            return fake(**{name: arguments[name] for name in names})
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()  # torch leaves out arguments that are the default
+            return fake(**{name: bound.arguments[name] for name in names})
 
         torch.library.register_fake(f"{_NAMESPACE}::{self.name}", run_fake, lib=_LIBRARY)
         return fake
