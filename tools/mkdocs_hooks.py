@@ -107,9 +107,9 @@ def evidence(name: str) -> str:
 EQUIVALENCE: dict[InitialFunction, str] = {
     "bitwise prenorm": "yes, bitwise",
     "prenorm": "yes, up to the epsilon of the norms",
-    "prenorm up to scales": "yes, up to the epsilon of the norms, which each sub-layer must have",
-    "prenorm up to scale of readout": "yes, up to the epsilon of the final norm, which must exist",
-    "bitwise postnorm": "no, to post-norm",
+    "prenorm up to scales": "yes, up to the epsilon of the norms, if each sub-layer has one",
+    "prenorm up to scale of readout": "yes, up to the epsilon of the final norm, if there is one",
+    "bitwise postnorm": "no, but bitwise to post-norm",
     "other": "no",
 }
 
