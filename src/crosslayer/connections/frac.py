@@ -24,16 +24,15 @@ from ..mixing import MixingWeights, identity_weights
 from ..ops import depth_connection, hyper_connection, mix_streams
 from ..ops.hyper import BoundName
 from ..validation import check_positive
-from .hyper import (
+from ._alpha_beta import (
     STREAM_STATISTICS,
-    Streams,
-    add_wiring_parameters,
+    add_alpha_and_beta,
     check_bound,
     coefficient_map,
-    reset_wiring_parameters,
+    reset_alpha_and_beta,
     width_weights,
-    write_to_streams,
 )
+from ._streams import Streams, write_to_streams
 
 
 class Frac(Connection[Streams]):
@@ -74,7 +73,7 @@ class Frac(Connection[Streams]):
         self.bound: BoundName = "tanh" if tanh else "none"
         self.statistics = STREAM_STATISTICS["layernorm"]
         if not self.is_readout:
-            add_wiring_parameters(
+            add_alpha_and_beta(
                 self, width=dim // fractions, streams=fractions, columns=2 * fractions
             )
         self.reset_parameters()
@@ -84,7 +83,7 @@ class Frac(Connection[Streams]):
         if self.is_readout:
             return
         static_alpha = [[float(s == t % self.m) for t in range(2 * self.m)] for s in range(self.m)]
-        reset_wiring_parameters(self, static_alpha, static_beta=[1.0] * self.m)
+        reset_alpha_and_beta(self, static_alpha, static_beta=[1.0] * self.m)
 
     def initial_state(self, x: Tensor) -> Streams:
         return Streams(x.unflatten(-1, (self.m, -1)))

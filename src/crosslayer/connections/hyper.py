@@ -21,33 +21,33 @@ Traffic: at least (2n + 2)D elements a token and site.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..connection import (
-    Connection,
-    InitialFunction,
-    NormFactory,
-    Site,
-    assign_value,
-    float32_parameter,
-)
+from ..connection import InitialFunction, NormFactory, Site
 from ..fused_norms import FusedNormConnection
-from ..mixing import MixingWeights, identity_weights, join_columns
-from ..norms import NormSpec, upcast
+from ..mixing import MixingWeights
+from ..norms import NormSpec
 from ..ops import (
-    CoefficientMap,
     collapse_streams,
     depth_connection,
-    dynamic_coefficients,
     expand_to_streams,
     hyper_connection,
     width_connection,
 )
 from ..ops.hyper import BoundName
 from ..validation import check_non_negative, check_positive
+from ._alpha_beta import (
+    STREAM_STATISTICS,
+    add_alpha_and_beta,
+    check_bound,
+    coefficient_map,
+    reset_alpha_and_beta,
+    width_weights,
+)
+from ._streams import Streams, streams_memory_traffic, sum_readout_weights, write_to_streams
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
 Frozen = Literal["", "B", "WC", "B WC"]
@@ -58,12 +58,6 @@ OUTPUT_SCALE_EXPONENTS: dict[OutputScale, float] = {
     "1/sqrt(n)": -0.5,
     "sqrt(n)": 0.5,
 }
-
-
-class Streams(NamedTuple):
-    H: Tensor  # [B T n D]
-    y: Tensor | None = None  # pending write ...
-    beta: Tensor | None = None  # ... and its weight in each stream, [B T n] or [n]
 
 
 class Hyper(FusedNormConnection[Streams]):
@@ -143,7 +137,7 @@ class Hyper(FusedNormConnection[Streams]):
         elif streams == 1:
             self.initial_function = "prenorm"
         if not self.is_readout:
-            add_wiring_parameters(self, width=dim, streams=streams, columns=streams + 1)
+            add_alpha_and_beta(self, width=dim, streams=streams, columns=streams + 1)
             self._freeze(frozen)
         self.reset_parameters()
 
@@ -161,7 +155,7 @@ class Hyper(FusedNormConnection[Streams]):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if not self.is_readout:
-            reset_wiring_parameters(self, self.initial_alpha, self.initial_beta)
+            reset_alpha_and_beta(self, self.initial_alpha, self.initial_beta)
 
     def initial_state(self, x: Tensor) -> Streams:
         return Streams(expand_to_streams(x, self.n))
@@ -232,129 +226,3 @@ def _split_matrix(
     beta = list(rows[0][1:])
     alpha = [list(row) for row in rows[1:]]
     return alpha, beta
-
-
-# What hyper-connections and frac-connections share: parameters of the same names, and how
-# coefficients follow from them. `connection` is one of the two, with the attributes `dynamic`,
-# `bound` and `statistics`.
-
-
-def check_bound(dynamic: bool, tanh: bool) -> None:
-    """Raise a ValueError where there is no dynamic part for tanh to leave unbounded."""
-    if not (dynamic or tanh):
-        raise ValueError(
-            "tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone"
-        )
-
-
-def add_wiring_parameters(connection: Any, width: int, streams: int, columns: int) -> None:
-    """Register the parameters of the static part and, if `connection.dynamic`, of the dynamic one.
-
-    Args:
-        connection: gets static_alpha [streams columns], static_beta [streams], and so on.
-        width: of what the coefficients are computed from: the width of a stream or a fraction.
-        streams: the number of streams or fractions.
-        columns: what is mixed from them: the inputs and the next streams.
-    """
-    connection.static_alpha = float32_parameter(streams, columns)
-    connection.static_beta = float32_parameter(streams)
-    if not connection.dynamic:
-        return
-    connection.dynamic_alpha_fn = float32_parameter(width, columns)
-    connection.dynamic_beta_fn = float32_parameter(width)
-    connection.dynamic_alpha_scale = float32_parameter(1)
-    connection.dynamic_beta_scale = float32_parameter(1)
-    connection.norm_weight = float32_parameter(width) if connection.statistics.weighted else None
-    connection.norm_bias = float32_parameter(width) if connection.statistics.biased else None
-
-
-@torch.no_grad()
-def reset_wiring_parameters(
-    connection: Any, static_alpha: list[list[float]], static_beta: list[float]
-) -> None:
-    """Set the static part to the given values and the dynamic part to zero."""
-    assign_value(connection.static_alpha, static_alpha)
-    assign_value(connection.static_beta, static_beta)
-    if not connection.dynamic:
-        return
-    nn.init.zeros_(connection.dynamic_alpha_fn)
-    nn.init.zeros_(connection.dynamic_beta_fn)
-    nn.init.constant_(connection.dynamic_alpha_scale, 0.01)
-    nn.init.constant_(connection.dynamic_beta_scale, 0.01)
-    if connection.norm_weight is not None:
-        nn.init.ones_(connection.norm_weight)
-    if connection.norm_bias is not None:
-        nn.init.zeros_(connection.norm_bias)
-
-
-def coefficient_map(connection: Any) -> CoefficientMap:
-    """How alpha and beta of a dynamic connection follow from the streams."""
-    # N(H) W, with the norm's weight multiplied into W and its bias added after it. W is laid out by
-    # output, which is faster in BLAS.
-    W = torch.cat([connection.dynamic_alpha_fn.mT, connection.dynamic_beta_fn[None]])
-    bias = W.new_zeros(len(W))
-    if connection.norm_bias is not None:
-        bias = (W * connection.norm_bias).sum(-1)
-    if connection.norm_weight is not None:
-        W = W * connection.norm_weight
-    alpha_scale = connection.dynamic_alpha_scale.expand(len(W) - 1)
-    return CoefficientMap(
-        W.mT,
-        bias,
-        scale=torch.cat([alpha_scale, connection.dynamic_beta_scale]),
-        static=torch.cat([connection.static_alpha, connection.static_beta[:, None]], -1),
-        bound=connection.bound,
-        eps=connection.statistics.eps,
-        centred=connection.statistics.centred,
-    )
-
-
-def width_weights(connection: Any, H: Tensor, Y: Tensor | None, beta: Tensor | None) -> Tensor:
-    """alpha [B T n columns], or [n columns] where it is static.
-
-    H: [B T n D].  Y: [B T n D] or [B T 1 D].  beta: [n] or [B T n].
-    """
-    if not connection.dynamic:
-        return connection.static_alpha
-    _, alpha, _ = dynamic_coefficients(H, Y, beta, coefficient_map(connection))
-    return alpha
-
-
-def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor:
-    """[I | beta]: the weights of a pending write to n streams, [.. n n+1 1], or I without a write.
-
-    With `outputs` = n, each stream gets another part of the write: [I | diag(beta)].
-    """
-    kept = identity_weights(H.shape[-2], upcast(H))
-    if beta is None:
-        return kept
-    added = beta[..., None, None] if outputs == 1 else beta.diag_embed()[..., None]
-    return join_columns(kept, added)
-
-
-def sum_readout_weights(write: Tensor, n: int) -> MixingWeights:
-    """`mixing_weights` of a readout that sums n streams, after the pending write."""
-    return MixingWeights(write, torch.ones_like(write[..., :1, :n, :]), identity_weights(n, write))
-
-
-def streams_memory_traffic(connection: Connection[Any], n: int) -> float:
-    """The traffic of n streams: the streams and y are read, the streams and inputs are written."""
-    read = n + 1 if connection.site.index else 1  # n equal copies of the embedding are read once
-    written = 0 if connection.is_readout else n
-    return read + written + len(connection.ports)
-
-
-class Statistics(NamedTuple):
-    """The norm of the streams that coefficients are computed from."""
-
-    eps: float
-    centred: bool
-    weighted: bool
-    biased: bool
-
-
-STREAM_STATISTICS = {
-    "layernorm": Statistics(1e-5, True, True, True),
-    "rmsnorm": Statistics(1e-6, False, True, False),
-    "unweighted": Statistics(1e-5, True, False, False),
-}

@@ -42,7 +42,7 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_non_negative, check_positive
-from .hyper import streams_memory_traffic, write_to_streams
+from ._streams import streams_memory_traffic, write_to_streams
 
 Orientation = Literal["src dst", "dst src"]
 Order = Literal["src last", "dst last"]

@@ -35,7 +35,7 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_positive
-from .hyper import Streams, streams_memory_traffic, sum_readout_weights, write_to_streams
+from ._streams import Streams, streams_memory_traffic, sum_readout_weights, write_to_streams
 
 
 class MHCLite(FusedNormConnection[Streams]):

@@ -1,0 +1,53 @@
+"""What the methods with n streams share: their state, and the matrices of writes and readouts.
+
+Axes: n streams; B, T and D as in `crosslayer.connection`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..connection import Connection
+from ..mixing import MixingWeights, identity_weights, join_columns
+from ..norms import upcast
+
+
+class Streams(NamedTuple):
+    """n streams: the state of hyper-connections, frac-connections and mHC-lite."""
+
+    H: Tensor  # [B T n D]
+    y: Tensor | None = None  # pending write ...
+    beta: Tensor | None = None  # ... and its weight in each stream, [B T n] or [n]
+
+
+def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor:
+    """[I | beta]: the weights of a pending write to n streams, [.. n n+1 1], or I without a write.
+
+    Args:
+        H: the streams, [B T n D].
+        beta: the weight of the write in each stream, [B T n] or [n]; None without a write.
+        outputs: 1, or n where each stream gets another part of the write: [I | diag(beta)].
+    """
+    kept = identity_weights(H.shape[-2], upcast(H))
+    if beta is None:
+        return kept
+    added = beta[..., None, None] if outputs == 1 else beta.diag_embed()[..., None]
+    return join_columns(kept, added)
+
+
+def sum_readout_weights(write: Tensor, n: int) -> MixingWeights:
+    """`mixing_weights` of a readout that sums n streams, after the pending write.
+
+    Args:
+        write: of `write_to_streams`, [.. n n+1 1] or [n n 1].
+        n: the number of streams.
+    """
+    return MixingWeights(write, torch.ones_like(write[..., :1, :n, :]), identity_weights(n, write))
+
+
+def streams_memory_traffic(connection: Connection[Any], n: int) -> float:
+    """The traffic of n streams: the streams and y are read, the streams and inputs are written."""
+    read = n + 1 if connection.site.index else 1  # n equal copies of the embedding are read once
+    written = 0 if connection.is_readout else n
+    return read + written + len(connection.ports)
