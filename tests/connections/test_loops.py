@@ -682,7 +682,7 @@ def layernorm(x: Tensor, eps: float) -> Tensor:
     return centred / ((centred * centred).mean(-1, keepdim=True) + eps).sqrt()
 
 
-def wiring(
+def alpha_and_beta(
     site: crosslayer.Connection,
     H: list[Tensor],
     dynamic: bool,
@@ -724,7 +724,7 @@ def hyper(
     def loop(net: Network, x: Tensor) -> Tensor:
         H = [x] * n
         for k, site in enumerate(net.sites[:-1]):
-            alpha, beta = wiring(site, H, dynamic, tanh, stats, eps)
+            alpha, beta = alpha_and_beta(site, H, dynamic, tanh, stats, eps)
             mix = [sum(alpha[s][c] * H[s] for s in range(n)) for c in range(n + 1)]
             y = net.F(k, mix[0])
             H = [beta[s] * y + mix[1 + s] for s in range(n)]
@@ -854,7 +854,7 @@ def frac(m: int, dynamic: bool, tanh: bool) -> Loop:
         D = net.case.dim // m
         H = [x[..., s * D : (s + 1) * D] for s in range(m)]
         for k, site in enumerate(net.sites[:-1]):
-            alpha, beta = wiring(site, H, dynamic, tanh, "layernorm")
+            alpha, beta = alpha_and_beta(site, H, dynamic, tanh, "layernorm")
             mix = [sum(alpha[s][c] * H[s] for s in range(m)) for c in range(2 * m)]
             y = net.F(k, torch.cat(mix[:m], -1))
             H = [beta[s] * y[..., s * D : (s + 1) * D] + mix[m + s] for s in range(m)]

@@ -188,7 +188,7 @@ class MHC(FusedNormConnection[Manifold]):
             H = depth_connection(H, Y, post)
             return (self.read_streams(H, None, *norms),), Manifold(H)
         H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
-        pre, post, R = self._wire_streams(z[..., 0, :])
+        pre, post, R = self._pre_post_and_residual(z[..., 0, :])
         if self.is_readout:
             return (self.read_streams(H, pre, *norms),), Manifold(H)
         if R is None:
@@ -213,7 +213,7 @@ class MHC(FusedNormConnection[Manifold]):
             x, H, z = single_pass_connection(
                 H, y, post, res, pre, self.fn.mT, self.norm_eps, *norms
             )
-        pre, post, R = self._wire_streams(z)
+        pre, post, R = self._pre_post_and_residual(z)
         return (x,), Manifold(H, post=post, pre=pre, res=R)
 
     def _mixed_streams(self, state: Manifold) -> Tensor:
@@ -227,7 +227,7 @@ class MHC(FusedNormConnection[Manifold]):
         mixed = H if res is None else mix_streams(upcast(H), res)
         return depth_connection(mixed, Y, post).to(H.dtype)
 
-    def _wire_streams(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _pre_post_and_residual(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """pre and post [B T n], and R [B T src dst], where the site has them."""
         pre, *logits = self.coefficients(z)
         if self.is_readout:
@@ -270,7 +270,7 @@ class MHC(FusedNormConnection[Manifold]):
         if self.fn is not None:
             H = self._written_streams(state)
             _, z = write_norm_project(H, None, None, self.fn.mT, self.norm_eps)
-            new_pre, _, R = self._wire_streams(z[..., 0, :])
+            new_pre, _, R = self._pre_post_and_residual(z[..., 0, :])
             pre = new_pre if pre is None else pre
             carry = carry if R is None else R.mT[..., None]
         if pre is None:

@@ -103,19 +103,19 @@ class MHCLite(FusedNormConnection[Streams]):
             Y = None if state.y is None else state.y[..., None, :]
             H = depth_connection(state.H, Y, state.beta)
             return (collapse_streams(H, None, *norms),), Streams(H)
-        H, pre, R, post = self._wire(state)
+        H, z = self._write_and_project(state)
+        pre, post, R = self.coefficients(z)
         x, H = width_connection(H, pre, R, *norms)
         return (x,), Streams(H, beta=post)
 
-    def _wire(self, state: Streams) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The written streams, and pre, R and post computed from them."""
+    def _write_and_project(self, state: Streams) -> tuple[Tensor, Tensor]:
+        """The streams with the pending write applied, [B T n D], and z of them, [B T 2n+n!]."""
         Y = None if state.y is None else state.y[..., None, :]
         # √(nD)·v/‖v‖ is an RMSNorm. Its weight 1 + gamma is multiplied into W, its eps is that of
         # torch's F.normalize.
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])
         H, z = write_norm_project(state.H, Y, state.beta, W, eps=1e-24 / len(W))
-        pre, post, R = self.coefficients(z[..., 0, :])
-        return H, pre, R, post
+        return H, z[..., 0, :]
 
     def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre and post [B T n], and R [B T src dst]."""
@@ -134,7 +134,8 @@ class MHCLite(FusedNormConnection[Streams]):
         write = write_to_streams(state.H, state.beta)
         if self.is_readout:
             return sum_readout_weights(write, self.n)
-        _, pre, R, _ = self._wire(state)
+        _, z = self._write_and_project(state)
+        pre, _, R = self.coefficients(z)
         return MixingWeights(write, pre[..., None, :, None], R.mT[..., None])
 
     def memory_traffic(self) -> float:

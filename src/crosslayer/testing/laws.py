@@ -326,7 +326,7 @@ def test_inductor(spec):
 def test_blocks_compile_to_few_graphs(spec, parallel):
     """Compiled block by block there is one graph for each structure of state and parameters.
 
-    No integer that differs between layers is compiled in, except those of a declared wiring.
+    No integer that differs between layers is compiled in, except attributes of a connection.
     """
     from torch._dynamo.testing import CompileCounter
 
@@ -335,11 +335,11 @@ def test_blocks_compile_to_few_graphs(spec, parallel):
     for block in model.blocks:
         strides = tuple(leaf is not None and leaf.stride() for leaf in tree_leaves(state))
         shapes = tuple((n, p.shape) for n, p in block.named_parameters())
-        wiring = tuple(
+        integer_attributes = tuple(
             tuple(value for value in vars(connection).values() if isinstance(value, int))
             for connection in block.connections
         )
-        structures.add((strides, shapes, wiring))
+        structures.add((strides, shapes, integer_attributes))
         state = block(state)
         block.compile(fullgraph=True, backend=counter)
     model(ids)
