@@ -17,7 +17,8 @@ import crosslayer
 from crosslayer import optim
 from crosslayer.connection import Connection
 from crosslayer.connections import attnres, denseformer, hyper, mgr, mhc, mhc_lite, mudd, postnorm
-from crosslayer.connections.denseformer import DenseFormer, History
+from crosslayer.connections._dense import History
+from crosslayer.connections.denseformer import DenseFormer
 from crosslayer.connections.hyper import Hyper
 from crosslayer.connections.mhc import MHC
 from crosslayer.norms import add_write

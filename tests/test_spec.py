@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import crosslayer
 from crosslayer import ConnectionSpec, make
 from crosslayer.connection import Connection, plan_layers
-from crosslayer.connections.denseformer import blocks_averaged_later
+from crosslayer.connections._dense import DepthAverages
 from crosslayer.spec import split_specs
 from tests.hf.backbones import llama
 
@@ -178,8 +178,10 @@ def test_blocks_averaged_later_in_layers_of_different_lengths():
     sites = plan_layers([one, one, two, two])
     first = sites[1]
     assert first.layer == 1 and first.layers == 4
-    assert blocks_averaged_later(first, (0, 1), dilation=1, period=4, window=None) == (0, 1)
-    assert blocks_averaged_later(first, (0, 1), dilation=1, period=5, window=None) == ()
+    every_fourth = DepthAverages(dilation=1, period=4, window=None)
+    assert every_fourth.blocks_averaged_later(first) == {0, 1, 2, 3, 4}
+    every_fifth = DepthAverages(dilation=1, period=5, window=None)
+    assert not every_fifth.blocks_averaged_later(first)
 
 
 def test_plan():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import crosslayer
 from crosslayer import Site
-from crosslayer.connections.denseformer import History
+from crosslayer.connections._dense import History
 from crosslayer.connections.mgr import competitive_gate, independent_gate
 from crosslayer.ops import depth_attention, depth_scores, gate_streams
 

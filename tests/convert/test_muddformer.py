@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import crosslayer
-from crosslayer.connections.denseformer import History
+from crosslayer.connections._dense import History
 from crosslayer.convert import load_published, save_published
 from crosslayer.convert.layout import complete_config, mlp_widths
 from crosslayer.convert.muddformer import LAYOUT

@@ -42,20 +42,19 @@ from ..connection import (
     float32_parameter,
 )
 from ..fused_norms import FusedNormConnection
-from ..mixing import MixingWeights, identity_weights, join_rows, part_weights
-from ..norms import NormSpec, add_write, rms, rstd, upcast
+from ..mixing import MixingWeights, join_rows
+from ..norms import NormSpec, add_write, rms, rstd
 from ..ops import add_norm, depth_mix, project_tall, write_norm_project
 from ..validation import check_non_negative, check_positive
-from .denseformer import (
+from ._dense import (
+    DepthAverages,
     History,
-    averaged_blocks,
-    blocks_averaged_later,
     check_place,
     dense_backward_traffic,
     dense_memory_traffic,
     exits_early,
     replace_blocks,
-    write_to_stream,
+    weights_inside_block,
 )
 
 Gelu = Literal["erf", "tanh"]
@@ -163,7 +162,7 @@ class Mudd(FusedNormConnection[History]):
         # The readout, and a layer without an attention, read fewer streams than there are.
         read = {"r", *(STREAM_OF_PORT[port] for port in _split_attention(site.ports))}
         mixtures = [streams for streams in mixtures if read & set(streams)]
-        sources = averaged_blocks(site, dilation, period, window)
+        sources = DepthAverages(dilation, period, window).averaged_blocks(site)
         aggregates = bool(sources and mixtures)
 
         # c for each stream that mixture c feeds; None for a stream that reads X_l itself.
@@ -179,7 +178,7 @@ class Mudd(FusedNormConnection[History]):
         ports = _split_attention(site.ports) if splits_qkv else site.ports
         super().__init__(site, dim, norm, ports)
         self.sources = sources if aggregates else ()
-        self.later_sources = blocks_averaged_later(site, self.sources, dilation, period, window)
+        self.averages = DepthAverages(dilation, period, window)
         self.weighs_channels = bool(normed)
         self.mixture_of_stream = mixture_of_stream
         self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
@@ -310,12 +309,11 @@ class Mudd(FusedNormConnection[History]):
         return (*state.X, state.h)
 
     def mixing_weights(self, state: History) -> MixingWeights:
-        blocks = len(state.X)
-        write = write_to_stream(state)
-        h = part_weights(1, blocks + 1, blocks, upcast(state.h))
-        finished = identity_weights(blocks + 1, upcast(state.h))
+        inside_block = weights_inside_block(state)
         if not self.opens_layer:
-            return MixingWeights(write, h, finished)
+            return inside_block
+        write, h, finished, _ = inside_block
+        # A block ends here.
         X_l = add_write(state.h, state.y)
         # What joins the history when this block ends: X_l, or P_l for PrePostDANorm.
         joins = h
@@ -352,14 +350,10 @@ class Mudd(FusedNormConnection[History]):
         return h + m
 
     def memory_traffic(self) -> float:
-        if self.a is None:
-            return super().memory_traffic()
-        return dense_memory_traffic(self, self.sources, self.later_sources)
+        return dense_memory_traffic(self, self.averages, self.sources)
 
     def backward_memory_traffic(self) -> float:
-        if self.a is None:
-            return super().backward_memory_traffic()
-        return dense_backward_traffic(self, self.sources, self.later_sources)
+        return dense_backward_traffic(self, self.averages, self.sources)
 
 
 def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import SPLIT_PORT_NAMES, Connection, find_connections
+from ..connections._dense import History
 from ..connections.attnres import Values
-from ..connections.denseformer import DenseFormer, History
+from ..connections.denseformer import DenseFormer
 from ..connections.mudd import Mudd
 from .moments import RunningMoments
 from .observation import SiteVisit, input_labels, site_label, splits_ways
