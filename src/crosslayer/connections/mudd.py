@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import (
+    SPLIT_PORT_NAMES,
     SPLIT_PORTS,
     InitialFunction,
     NormFactory,
@@ -157,61 +158,49 @@ class Mudd(FusedNormConnection[History]):
                 f"normed={normed!r} excludes dilation and period: the norm n_j of a block that is "
                 "never mixed would be idle"
             )
-        is_last = site.index == site.depth
-        mixtures = _parse_ways(ways)
-        # The readout, and a layer without an attention, read fewer streams than there are.
-        read = {"r", *(STREAM_OF_PORT[port] for port in _split_attention(site.ports))}
-        mixtures = [streams for streams in mixtures if read & set(streams)]
-        sources = DepthAverages(dilation, period, window).averaged_blocks(site)
-        aggregates = bool(sources and mixtures)
-
-        # c for each stream that mixture c feeds; None for a stream that reads X_l itself.
-        mixture_of_stream: dict[str, int | None] = dict.fromkeys(STREAMS)
-        for c, streams in enumerate(mixtures):
-            for stream in streams:
-                mixture_of_stream[stream] = c
-
-        # Where q, k and v are mixed apart, each is a port of the attention with another norm.
-        qkv = [p for port in site.ports for p in SPLIT_PORTS.get(port, ())]
-        qkv_differ = len({mixture_of_stream[STREAM_OF_PORT[port]] for port in qkv}) > 1
-        splits_qkv = aggregates and not is_last and qkv_differ
-        ports = _split_attention(site.ports) if splits_qkv else site.ports
+        mixtures = _mixtures_at_site(ways, site)
+        mixture_of_stream = _mixture_of_stream(mixtures)
+        averages = DepthAverages(dilation, period, window)
+        sources = averages.averaged_blocks(site) if mixtures else ()
+        ports = _ports_mixed_apart(site, mixture_of_stream) if sources else site.ports
         super().__init__(site, dim, norm, ports)
-        self.sources = sources if aggregates else ()
-        self.averages = DepthAverages(dilation, period, window)
+        self.averages = averages
+        self.sources = sources
         self.weighs_channels = bool(normed)
         self.mixture_of_stream = mixture_of_stream
+        self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
         self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
         self.eps = eps
-        self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
         self.normed_form = form
         if form.norms_sources != form.adds_block:
             self.initial_function = "other"
         # The op that mixes makes every port's input, unless X_l is added after it.
         all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
-        self.can_fuse_norms = not aggregates or (all_ports_mixed and not form.adds_block)
+        self.can_fuse_norms = not sources or (all_ports_mixed and not form.adds_block)
 
-        C, L = len(mixtures), len(self.sources)
-        K = C * L
-        if expand_last and is_last:
-            K = 4 * K
-        if round64:
-            K = (K // 64 + 1) * 64
-        generates = aggregates and dynamic
-        self.a = float32_parameter(C, L) if aggregates else None
+        C, L = len(mixtures), len(sources)
+        K = _generator_width(C * L, expand_last and self.is_readout, round64)
+        generates = bool(sources) and dynamic
+        self.a = float32_parameter(C, L) if sources else None
         self.W1 = float32_parameter(dim, K) if generates else None
         self.W2 = float32_parameter(K, C * L) if generates else None
-        # PrePostDANorm: the weights of n_j for the block that ends here, of the generator's norm,
-        # and of n_post, one for r or one for each mixture.
-        ends_block = aggregates or site.index == 0
-        self.pre = float32_parameter(dim) if form.norms_sources and ends_block else None
-        self.weigh = float32_parameter(dim) if form.norms_sources and generates else None
-        self.post = None
-        if aggregates and form.post_streams == STREAMS:
-            self.post = float32_parameter(C, dim)
-        elif aggregates and form.post_streams and mixture_of_stream["r"] is not None:
-            self.post = float32_parameter(dim)
+        self._add_norm_weights()
         self.reset_parameters()
+
+    def _add_norm_weights(self) -> None:
+        """Register the weights of PrePostDANorm, if any."""
+        form = self.normed_form
+        ends_block = self.a is not None or self.site.index == 0
+        generates = self.W1 is not None
+        # of n_j for the block that ends here, and of the generator's norm
+        self.pre = float32_parameter(self.dim) if form.norms_sources and ends_block else None
+        self.weigh = float32_parameter(self.dim) if form.norms_sources and generates else None
+        # of n_post, one for r or one for each mixture
+        self.post = None
+        if self.a is not None and form.post_streams == STREAMS:
+            self.post = float32_parameter(len(self.a), self.dim)
+        elif self.a is not None and form.post_streams and self.mixture_of_stream["r"] is not None:
+            self.post = float32_parameter(self.dim)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -356,14 +345,6 @@ class Mudd(FusedNormConnection[History]):
         return dense_backward_traffic(self, self.averages, self.sources)
 
 
-def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:
-    """The ports with q, k and v instead of attn."""
-    split: list[str] = []
-    for port in ports:
-        split += SPLIT_PORTS.get(port, (port,))
-    return tuple(split)
-
-
 def _parse_ways(ways: str) -> list[str]:
     """The streams of each mixture: "qk v" -> ["qk", "v"]."""
     mixtures = ways.split() if isinstance(ways, str) else []
@@ -375,3 +356,46 @@ def _parse_ways(ways: str) -> list[str]:
             f"got {ways!r}"
         )
     return mixtures
+
+
+def _mixtures_at_site(ways: str, site: Site) -> list[str]:
+    """The streams of each mixture that this site reads.
+
+    The readout, and a layer without an attention, read fewer streams than there are.
+    """
+    read = {"r", *(STREAM_OF_PORT[port] for port in _split_attention(site.ports))}
+    return [streams for streams in _parse_ways(ways) if read & set(streams)]
+
+
+def _mixture_of_stream(mixtures: list[str]) -> dict[str, int | None]:
+    """c for each stream that mixture c feeds; None for a stream that reads X_l itself."""
+    mixture_of_stream: dict[str, int | None] = dict.fromkeys(STREAMS)
+    for c, streams in enumerate(mixtures):
+        for stream in streams:
+            mixture_of_stream[stream] = c
+    return mixture_of_stream
+
+
+def _ports_mixed_apart(site: Site, mixture_of_stream: dict[str, int | None]) -> tuple[str, ...]:
+    """The ports of a site that averages.
+
+    Where q, k and v are mixed apart, each is a port of the attention with another norm.
+    """
+    split_ports = _split_attention(site.ports)
+    qkv = [port for port in split_ports if port in SPLIT_PORT_NAMES]
+    mixtures = {mixture_of_stream[STREAM_OF_PORT[port]] for port in qkv}
+    return split_ports if len(mixtures) > 1 else site.ports
+
+
+def _split_attention(ports: tuple[str, ...]) -> tuple[str, ...]:
+    """The ports with q, k and v instead of attn."""
+    split: list[str] = []
+    for port in ports:
+        split += SPLIT_PORTS.get(port, (port,))
+    return tuple(split)
+
+
+def _generator_width(weights: int, is_expanded: bool, round64: bool) -> int:
+    """K, for a generator of `weights` = C(l+1) numbers a token."""
+    K = 4 * weights if is_expanded else weights
+    return (K // 64 + 1) * 64 if round64 else K
