@@ -71,7 +71,7 @@ class AttnRes(FusedNormConnection[Values]):
         # Whether the pending write is the first of its block, and so the block's sum.
         self.starts_block = (site.index - 1) % block_size == 0
         # y_0, the completed blocks and the current block.
-        self.sources = (site.index - 1) // block_size + 2
+        self.source_count = (site.index - 1) // block_size + 2
         self.query = float32_parameter(dim) if site.index else None
         self.key_norm = float32_parameter(dim) if site.index else None
         self.reset_parameters()
@@ -118,10 +118,10 @@ class AttnRes(FusedNormConnection[Values]):
     def memory_traffic(self) -> float:
         reads_sum = 0 if self.starts_block or self.query is None else 1
         writes_sum = 0 if self.is_readout else reads_sum
-        return self.sources + reads_sum + writes_sum + len(self.ports)
+        return self.source_count + reads_sum + writes_sum + len(self.ports)
 
     def backward_memory_traffic(self) -> float:
         if self.query is None:
             return super().backward_memory_traffic()
-        later_sources = 0 if self.is_readout else self.sources
-        return 2 * self.sources + later_sources + len(self.ports)
+        read_later = 0 if self.is_readout else self.source_count
+        return 2 * self.source_count + read_later + len(self.ports)
