@@ -141,6 +141,8 @@ class Connection(nn.Module, Generic[StateT]):
         test_variants: specs with options that the laws (crosslayer.testing.laws) cover too.
         options: the options of the spec that built this connection.
         parts_are_streams: its `state_parts` are n streams, which persist over depth.
+        part_label: the label of part i of `state_parts` in pictures, like "X_{}", with i in the
+            place of {}. Streams have "stream {}".
         weighs_channels: its `mixing_weights` differ between channels, or contain norms.
         fractions: the number of equal slices of the width that are mixed apart. Each is a separate
             part in `mixing_weights`.
@@ -154,6 +156,7 @@ class Connection(nn.Module, Generic[StateT]):
     initial_function: InitialFunction = "prenorm"
     norms_its_stream: ClassVar[bool] = False
     parts_are_streams: ClassVar[bool] = False
+    part_label: ClassVar[str] = "part {}"
     gate_fields: ClassVar[tuple[str, ...]] = ()
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
     test_variants: ClassVar[tuple[str, ...]] = ()

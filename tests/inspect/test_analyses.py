@@ -331,6 +331,19 @@ def test_mean_and_deviation_over_tokens_of_several_batches():
     assert together.parts == ["X_0", "X_1"]
 
 
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("hyper(streams=2)", ["stream 0", "stream 1"]),
+        ("attnres", ["v_0", "v_1"]),
+        ("denseformer", ["X_0", "stream"]),
+        ("altup", [f"part {number}" for number in range(4)]),
+    ],
+)
+def test_labels_of_parts(spec, parts):
+    assert summarise_mixing(backbone(spec), BATCHES)[1].parts == parts
+
+
 def test_nothing_is_changed_in_a_plain_model():
     model = backbone(None).train()
     model.layers[1].eval()

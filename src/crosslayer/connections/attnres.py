@@ -51,6 +51,7 @@ class AttnRes(FusedNormConnection[Values]):
             the checkpoint: 1e-5 in Kimi K3.
     """
 
+    part_label = "v_{}"
     initial_function = "prenorm up to scales"
     test_variants = ("attnres(block_size=3)", "attnres(block_size=4)")
 

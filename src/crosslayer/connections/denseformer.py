@@ -54,6 +54,7 @@ class DenseFormer(FusedNormConnection[History]):
             None for all blocks, the paper's method.
     """
 
+    part_label = "X_{}"
     initial_function = "bitwise prenorm"
     weight_decay_params = frozenset({"alpha"})
     test_variants = (

@@ -119,6 +119,7 @@ class Mudd(FusedNormConnection[History]):
         eps: eps of the generator's RMSNorm, and of n_j and n_post. 1e-5 in MUDDPythia.
     """
 
+    part_label = "X_{}"
     initial_function: InitialFunction = "bitwise prenorm"
     weight_decay_params = frozenset({"W1", "W2"})
     test_variants = (

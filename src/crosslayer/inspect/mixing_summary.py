@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..connection import SPLIT_PORT_NAMES, Connection, find_connections
 from ..connections._dense import History
-from ..connections.attnres import Values
 from ..connections.denseformer import DenseFormer
 from ..connections.mudd import Mudd
 from .moments import RunningMoments
@@ -122,15 +121,9 @@ def _input_labels(connection: Connection[Any], rows: int) -> list[str]:
 def _part_labels(visit: SiteVisit) -> list[str]:
     """Like "X_3" for the output of block 3, "stream 1", or "v_2" of attention residuals."""
     connection = visit.connection
-    count = visit.written.shape[1]
-    if connection.parts_are_streams:
-        return [f"stream {number}" for number in range(count)]
-    if isinstance(visit.state, Values):
-        return [f"v_{number}" for number in range(count)]
-    if not isinstance(visit.state, History):
-        return [f"part {number}" for number in range(count)]
-    labels = [f"X_{number}" for number in range(count)]
-    if not connection.opens_layer:
+    label = "stream {}" if connection.parts_are_streams else connection.part_label
+    labels = [label.format(number) for number in range(visit.written.shape[1])]
+    if isinstance(visit.state, History) and not connection.opens_layer:
         labels[-1] = "stream"  # inside a block
     return labels
 
