@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BitsAndBytesConfig
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -90,3 +91,25 @@ def test_a_quantiser_that_knows_the_class_alone(family, tmp_path, monkeypatch):
             if isinstance(module, FusedLinear):
                 assert "layers.1." in name
         torch.testing.assert_close(output(quantised, family), output(model, family))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_bitsandbytes(bits, tmp_path):
+    """Every projection, before and after a reload."""
+    pytest.importorskip("bitsandbytes")
+    # widths of one block, the least that 4-bit products on a CPU take
+    model = connected("neox-parallel", "mudd", hidden_size=64, intermediate_size=64)
+    model.save_pretrained(tmp_path / "plain")
+    options = {f"load_in_{bits}bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    config = BitsAndBytesConfig(**options)
+    folder = tmp_path / "plain"
+    loaded = crosslayer.from_pretrained(folder, quantization_config=config, device_map="cpu")
+    loaded.save_pretrained(tmp_path / "quantised")
+    reloaded = crosslayer.from_pretrained(tmp_path / "quantised", device_map="cpu")
+    for quantised in (loaded, reloaded):
+        for layer in quantised.base_model.layers:
+            assert not layer.attention.query_key_value.weight.is_floating_point()
+    assert torch.equal(output(loaded, "neox-parallel"), output(reloaded, "neox-parallel"))

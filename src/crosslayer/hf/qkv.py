@@ -102,9 +102,11 @@ def plain_fused_projections(model: nn.Module) -> Iterator[None]:
     fused = [(m, m.projections[0]) for m in attentions if m.fused is not None]
     for attention, name in fused:
         merge_fused_projection(getattr(attention, name))
-    yield
-    for attention, name in fused:
-        setattr(attention, name, getattr(attention, name))
+    try:
+        yield
+    finally:
+        for attention, name in fused:
+            setattr(attention, name, getattr(attention, name))
 
 
 def merge_fused_projection(projection: Any) -> None:
