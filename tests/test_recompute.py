@@ -81,6 +81,9 @@ def test_a_compiled_model_runs_its_reads_uncompiled(spec, how):
     recomputed.compile(backend="aot_eager")
     _, gradients = loss_and_gradients(plain, tokens())
     assert largest_error(gradients, loss_and_gradients(recomputed, tokens())[1]) < 1e-5
+    inference = torch.compile(copy.deepcopy(recomputed), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(inference(tokens()), plain(tokens()))
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])

@@ -226,7 +226,14 @@ class Connection(nn.Module, Generic[StateT]):
     def norm_mixed(
         self, inputs: tuple[Tensor, ...], state: StateT
     ) -> tuple[tuple[Tensor, ...], StateT]:
-        """What `read` returns, from what `mix_inputs` has returned."""
+        """Apply the norms to what `mix_inputs` has returned; `read` returns the result.
+
+        Not called where `FusedNormConnection` fuses the norms into its op.
+
+        Args:
+            inputs: one [B T D] for all ports, or one for each port.
+            state: to write to.
+        """
         return self.apply_port_norms(*inputs), state
 
     def forward(self, state: StateT, verb: Literal["read", "hidden_state"] = "read") -> Any:

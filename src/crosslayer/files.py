@@ -47,12 +47,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if folder.is_file():
         raise ValueError(f"{folder}: is a file, expected a new or empty folder")
     if not folder.name:
-        raise ValueError(f"{folder}: name a folder, which is made here")
+        raise ValueError(f"{folder}: cannot be replaced; name a new folder, like ./corpus")
     _check_empty(folder)
     work = folder.with_name(f"{folder.name}.part")
     with lock_folder(work):
-        # The lock's file goes with `work`. A process that opened it just before fails: its folder
-        # is gone. Only where a third one makes `work` again in that moment would two hold it.
+        # `work` is renamed, or removed, with its lock file. A process that opened the file just
+        # before then fails, because its folder is gone. Two could hold the lock only if a third
+        # one made `work` again in that moment.
         try:
             _check_empty(folder)  # another process may have held the lock until now
             _remove_content(work)  # left by a process that was killed

@@ -16,6 +16,7 @@ import keyword
 import pkgutil
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import resolve_name
@@ -129,17 +130,25 @@ def method_files() -> set[str | None]:
 def code_digest(method: type[Connection[Any]]) -> str:
     """Identifies the code of a method, without comments and docstrings.
 
-    That is the file that defines it, and the files of its package that this one imports from. Empty
-    where there is no such file, as for a method of a notebook.
+    That is the file that defines it, the files of its package that it imports from, and those that
+    they import from. Compiled modules are left out. Empty where the method has no file, as in a
+    notebook.
     """
-    names, digest = [method.__module__], hashlib.sha256()
-    for name in names:
+    digest = hashlib.sha256()
+    seen: set[str] = set()
+    waiting = [method.__module__]
+    while waiting:
+        name = waiting.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
         try:
             tree = ast.parse(inspect.getsource(sys.modules[name]))
         except (KeyError, OSError, TypeError, SyntaxError):
-            return ""
-        siblings = _imported_siblings(tree, sys.modules[name].__package__)
-        names += [sibling for sibling in siblings if sibling not in names]
+            if name == method.__module__:
+                return ""
+            continue
+        waiting += _imported_siblings(tree, sys.modules[name].__package__)
         digest.update(_code_without_docstrings(tree).encode())
     return digest.hexdigest()[:12]
 
@@ -157,13 +166,24 @@ def _imported_siblings(tree: ast.Module, package: str | None) -> list[str]:
     if not package:  # a script, or a module that is in no package
         return []
     names: list[str] = []
-    for node in tree.body:  # without imports in functions, which may not have run
+    for node in _statements_of_import(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             origin = resolve_name("." * node.level + (node.module or ""), package)
-            names += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
-    return [name for name in names if name in sys.modules and name.rpartition(".")[0] == package]
+            for alias in node.names:
+                submodule = f"{origin}.{alias.name}"
+                names.append(submodule if submodule in sys.modules else origin)
+    own = [name for name in names if package in (name, name.rpartition(".")[0])]
+    return [name for name in own if name in sys.modules]
+
+
+def _statements_of_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: all but those of its functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _statements_of_import(child)
 
 
 def _own_names() -> list[str]:

@@ -56,11 +56,9 @@ def param_groups(
                 continue
             seen_ids.add(id(parameter))
             if id(parameter) in decays:
-                name_of_group = "connection"
-                decay = 0.0
-                if decays[id(parameter)]:
-                    name_of_group += " with weight decay"
-                    decay = weight_decay
+                takes_decay = decays[id(parameter)]
+                name_of_group = "connection with weight decay" if takes_decay else "connection"
+                decay = weight_decay if takes_decay else 0.0
                 group = _Group(name_of_group, connection_lr_scale * lr, decay, muon=False)
             elif id(parameter) in muon_ids:
                 group = _Group("matrices", lr, weight_decay, muon=True)
@@ -95,7 +93,7 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _connection_decays(model: nn.Module) -> dict[int, bool]:
-    """Whether each parameter of a connection takes weight decay, by its id, but not its norms'."""
+    """By the id of each own parameter of a connection: whether it takes weight decay."""
     decays = {}
     for connection in find_connections(model):
         for path, parameter in connection.named_parameters():

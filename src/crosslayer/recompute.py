@@ -235,12 +235,15 @@ class RecomputedConnection:
     recomputed_read: type[_RecomputedRead]
     keeps_state: bool
 
-    @torch._disable_dynamo  # compiled, it would not save what it saves when it is recomputed
     def read(self, state: State) -> Any:
         if not isinstance(state, TracedState):  # the first site, or the first after a pipeline cut
             if not torch.is_grad_enabled() or is_transformed():
                 return super().read(state)  # type: ignore[misc]
             state = TracedState(state)
+        return self._traced_read(state)
+
+    @torch._disable_dynamo  # compiled, it would not save what it saves when it is recomputed
+    def _traced_read(self, state: TracedState) -> Any:
         plain_read = super().read  # type: ignore[misc]
         this: Any = self
         read = self.recomputed_read(this, plain_read, self.keeps_state, state)

@@ -121,6 +121,11 @@ def trained(family: str, **options: Any) -> Any:
     return shake(build(family, **options), 0.05)
 
 
+def starts_bitwise(spec: str) -> bool:
+    """Whether a model that is connected with it computes bitwise what its host does."""
+    return crosslayer.make(spec).method.initial_function == "bitwise prenorm"
+
+
 def vit(**options: Any) -> nn.Module:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shared = {name: SIZES[name] for name in names}

@@ -31,6 +31,7 @@ from tests.hf.backbones import (
     llama,
     output,
     parametrize_cells,
+    starts_bitwise,
     trained,
     without_eps,
 )
@@ -44,7 +45,7 @@ DIFFERS = "changes the outputs of this pretrained model"
 def test_starts_with_the_function_of_the_host(family, spec):
     method = crosslayer.make(spec).method
     has_norms_before = family != "olmo2"
-    if method.initial_function == "bitwise prenorm":
+    if starts_bitwise(spec):
         plain = trained(family)
         model = crosslayer.connect(copy.deepcopy(plain), spec)
         assert torch.equal(output(model, family), output(plain, family))
@@ -191,9 +192,7 @@ def test_a_host_checkpoint_loads(family, spec):
     added = model.state_dict().keys() - plain.state_dict().keys()
     assert not result.unexpected_keys
     assert set(result.missing_keys) == {key for key in added if ".norms." not in key}
-    if (
-        crosslayer.make(spec).method.initial_function == "bitwise prenorm"
-    ):  # The norms of k and v copy the host's.
+    if starts_bitwise(spec):  # The norms of k and v copy the host's.
         assert torch.equal(output(model, family), output(plain, family))
 
 
@@ -317,9 +316,7 @@ def test_the_signature_is_the_hosts():
         assert inspect.signature(model) == inspect.signature(plain)
 
 
-@pytest.mark.parametrize(
-    "spec", [m for m in METHODS if crosslayer.make(m).method.initial_function == "bitwise prenorm"]
-)
+@pytest.mark.parametrize("spec", filter(starts_bitwise, METHODS))
 def test_fewer_layers_than_were_built(spec):
     """What assisted decoding with an early exit does."""
     plain = trained("llama")
@@ -375,13 +372,7 @@ def test_the_config_alone_builds_a_connected_model(family):
 
 
 class TestDisconnect:
-    @parametrize_cells(
-        [
-            pair
-            for pair in each_family()
-            if crosslayer.make(pair[1]).method.initial_function == "bitwise prenorm"
-        ]
-    )
+    @parametrize_cells([pair for pair in each_family() if starts_bitwise(pair[1])])
     def test_an_untrained_connection(self, family, spec):
         plain = trained(family)
         model = crosslayer.disconnect(crosslayer.connect(copy.deepcopy(plain), spec))

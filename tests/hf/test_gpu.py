@@ -7,15 +7,13 @@ import torch
 
 import crosslayer
 from crosslayer.testing.tiny_model import shake
-from tests.hf.backbones import LANGUAGE, METHODS, build, ids
+from tests.hf.backbones import LANGUAGE, METHODS, build, ids, starts_bitwise
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
-BITWISE = [
-    ("llama", m) for m in METHODS if crosslayer.make(m).method.initial_function == "bitwise prenorm"
-]
+BITWISE = [("llama", spec) for spec in METHODS if starts_bitwise(spec)]
 BITWISE += [(family, "mudd") for family in LANGUAGE if family != "llama"]
 SIZES = {
     "hidden_size": 64,

@@ -550,6 +550,10 @@ def test_the_baseline_of_an_arm_has_its_data():
     longer = Arm("longer", "prenorm", options={"steps": 2000})
     mudd = Arm("mudd", "mudd", options={"steps": 2000, "reallocate": True})
     assert find_baseline_arm([plain, longer, mudd], mudd) is longer
+    widths = Arm("widths", "prenorm", options={"reallocate": True, "lr": 2e-3})
+    faster = Arm("faster", "mudd", options={"lr": 2e-3})
+    for arms in ([widths, plain, faster], [plain, widths, faster]):
+        assert find_baseline_arm(arms, faster) is plain
     same_size = Arm("as deep", "prenorm", options={"layers": 24, "steps": 2000})
     assert find_baseline_arm([plain, longer, same_size, deep], deep) is same_size
 

@@ -1,4 +1,4 @@
-"""What hyper-connections and frac-connections share: alpha and beta, static or of the streams.
+"""What hyper- and frac-connections share: alpha and beta, static or computed from the streams.
 
     alpha = s_a · tanh(N(H) W_a) + static_alpha   [B T n columns]   what is mixed from n streams
     beta  = s_b · tanh(N(H) w_b) + static_beta    [B T n]           the next write in each stream

@@ -237,6 +237,6 @@ def _eq14_bias(L: int, n: int) -> float:
     if exponential <= 0:
         raise ValueError(
             f"mgr: Eq. 14 has no bias for {n} streams and {L} gated sub-layers: "
-            "√(L/21)·(e³+1) must exceed n, or give a bias"
+            "√(L/21)·(e³+1) must exceed n; take fewer streams or more layers, or set bias"
         )
     return math.log(exponential)

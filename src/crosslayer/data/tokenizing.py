@@ -247,7 +247,8 @@ def make_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a tokenizer.json; that of bytes where a model was trained on bytes.
 
-    Documents are separated by the eos_token, or by the first of `SEPARATORS`, that it has.
+    Documents are separated by the eos_token if the vocabulary has it, else by the first of
+    `SEPARATORS` that it has.
 
     Args:
         name: as the user wrote it.
@@ -256,7 +257,8 @@ def make_tokenizer(
         source: where the definition is from, for the message of an error.
 
     Raises:
-        ValueError: the definition is no tokenizer's, or it has no token that separates documents.
+        ValueError: the definition is not that of a tokenizer, or it has no token that separates
+            documents.
     """
     vocabulary = _parse_definition(definition, str(source)).get_vocab(with_added_tokens=True)
     if is_of_bytes(definition):
@@ -265,7 +267,7 @@ def make_tokenizer(
     if not known:
         raise ValueError(
             f"{source}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
-            f"name it as eos_token in a {TOKENIZER_CONFIG_FILE} beside it"
+            f"name it as eos_token in its {TOKENIZER_CONFIG_FILE}"
         )
     return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[known[0]], definition)
 

@@ -172,7 +172,7 @@ def check_not_dispatched(*modules: nn.Module) -> None:
         if "forward" in vars(module):
             raise ValueError(
                 f"a {type(module).__name__} has another forward than its class, from accelerate's "
-                "dispatch or set by hand; connect first, then dispatch or patch"
+                "dispatch or set by hand; remove it, or connect before you dispatch or patch"
             )
 
 

@@ -31,7 +31,7 @@ from .registration import (
     names_connection,
     register_with_diffusers,
 )
-from .weights import check_weights, is_connection_key
+from .weights import check_weights, is_connection_key, read_host_dtype
 
 _ADAPTER_FILE = "adapter_config.json"  # of PEFT
 # Options of `from_pretrained` that say where its folder is.
@@ -95,8 +95,10 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
         return load_complete(cls, folder, dtype=dtype, **options)
     register_with_diffusers()
     model = load_complete(cls, folder, **options)
+    if dtype == "auto":
+        dtype = read_host_dtype(folder, options.get("variant"))
     # While loading, diffusers would cast the connections too; `to` keeps them in float32.
-    return model if dtype in (None, "auto") else model.to(dtype)
+    return model if dtype is None else model.to(dtype)
 
 
 def load_complete(cls: Any, folder: Path, **options: Any) -> Any:

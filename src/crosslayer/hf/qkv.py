@@ -24,7 +24,8 @@ class QKVInputs(tuple):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the attention's input is a tuple of three here, for q, k and v, which has no {name!r}"
+            f"the attention's input is a tuple of {len(self)} here, because its projections read "
+            f"different inputs; a tuple has no {name!r}"
         )
 
     def dim(self) -> int:

@@ -10,7 +10,7 @@ by name, like `LlamaForCausalLM.from_pretrained`, and diffusers' classes still l
 weights there, and report the others as unexpected.
 
 Importing `crosslayer.hf` calls `register_with_transformers`. It registers the saved model types
-with `AutoConfig`, and patches four methods for which it has no registration. diffusers
+with `AutoConfig`, and patches four methods for which transformers has no registration. diffusers
 gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model.
 """
 

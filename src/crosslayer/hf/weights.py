@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,7 +15,12 @@ from ..files import read_json
 
 WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILES = "*.safetensors.index{suffix}.json"
-_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+_FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 _PICKLE_SUFFIXES = ("bin", "pt", "pth", "ckpt")
 
 
@@ -75,6 +81,24 @@ class FolderWeights:
             raise ValueError(f"{name!r} is {dtype}, expected one of {', '.join(_FLOAT_DTYPES)}")
         self._file_of[name] = path
         self.shapes[name] = tuple(header.get_shape())
+
+
+def read_host_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None:
+    """The dtype in which a host's weights are saved: that of the first floating tensor.
+
+    Connections' tensors do not count. They are float32 in any model.
+
+    Args:
+        folder: has weights that `check_weights` has accepted.
+        variant: of the names of the files, as in transformers.
+    """
+    for path in _weight_files(folder, variant):
+        with _open_safetensors(path) as file:
+            for key in file.keys():  # noqa: SIM118
+                dtype = _FLOAT_DTYPES.get(file.get_slice(key).get_dtype())
+                if dtype is not None and not is_connection_key(key):
+                    return dtype
+    return None
 
 
 def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:

@@ -53,7 +53,7 @@ class LibraryOp:
     def register_fake(self, fake: Fake) -> Fake:
         """Register a function that returns empty tensors like those that the op returns.
 
-        Its parameters are the arguments of the op that it reads, by their names there.
+        The function takes the arguments that it needs alone, under the names they have in the op.
         """
         names = inspect.signature(fake).parameters.keys()
         assert names <= self._signature.parameters.keys(), f"{self.name} has no such arguments"

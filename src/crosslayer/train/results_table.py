@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .identity import PLACES_OF_DATA
+from .rate_search import RATES
 from .recipe import Arm
 from .settings import GROUP_OF_OPTION, ModelSettings
 
@@ -129,9 +130,9 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
 
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
     """The PreNorm arm to compare with, if one has the same data: of those with the same backbone,
-    or else of all, the first that has most options in common.
+    or else of all, the first that differs in the fewest options.
 
-    `crosslayer inspect` takes the best instead, as several rates are searched there.
+    Learning rates do not count, because a search chooses them.
     """
     candidates = [
         other
@@ -140,9 +141,11 @@ def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
         and all(other.options.get(name) == arm.options.get(name) for name in PLACES_OF_DATA)
     ]
 
+    own = {name: value for name, value in arm.options.items() if name != "reallocate"}  # MUDD's
+
     def distance(other: Arm) -> tuple[bool, int]:
-        given = (arm.options.keys() | other.options.keys()) - {"reallocate"}  # MUDD's MLP widths
-        differing = [name for name in given if arm.options.get(name) != other.options.get(name)]
+        names = (own.keys() | other.options.keys()) - set(RATES)
+        differing = [name for name in names if own.get(name) != other.options.get(name)]
         differs_in_model = any(GROUP_OF_OPTION[name] is ModelSettings for name in differing)
         return differs_in_model, len(differing)
 
