@@ -132,8 +132,8 @@ class Connection(nn.Module, Generic[StateT]):
 
     Attributes:
         name: the name that `make` knows, which is the name of the file in `connections/`.
-        initial_function: what a model computes at initialisation, with the default options. An
-            instance whose options change that sets another.
+        initial_function: what a model computes at initialisation, with the default options: a value
+            of `InitialFunction`. An instance whose options change that sets another.
         norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
             connects must have these norms.
         gate_fields: fields of the state that weight the pending write. Diagnostics log them.
