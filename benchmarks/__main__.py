@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     silence_libraries()
     try:
         options = vars(make_parser().parse_args(words))
-        name, out = options.pop("benchmark"), options.pop("out")
+        name = options.pop("benchmark")
+        out = options.pop("out")
         rows = list(
             run_benchmark(name, out, shlex.join(["python", "-m", "benchmarks", *words]), **options)
         )

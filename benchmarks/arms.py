@@ -52,7 +52,8 @@ def _measure_arm(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Row:
     }
     timer = Timer(settings.torch_device)
     timings = time_interleaved(builds, timer, settings.rounds, settings.seconds)
-    of_arm, of_prenorm = timings[arm.name], timings["prenorm"]
+    of_arm = timings[arm.name]
+    of_prenorm = timings["prenorm"]
     data = recipe.settings(arm).data
     row: Row = {
         "arm": arm.name,
@@ -63,7 +64,8 @@ def _measure_arm(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Row:
         "note": of_arm.note,
     }
     for call in CALLS:
-        least, least_of_prenorm = of_arm.least_ms(call), of_prenorm.least_ms(call)
+        least = of_arm.least_ms(call)
+        least_of_prenorm = of_prenorm.least_ms(call)
         row[f"{call} ms"] = least
         row[f"{call} of PreNorm"] = ratio_or_none(least_of_prenorm, least)
     return row
@@ -72,7 +74,8 @@ def _measure_arm(recipe: Recipe, arm: Arm, settings: BenchmarkSettings) -> Row:
 def build_calls(recipe: Recipe, arm: Arm, rounds: int) -> Calls:
     """The calls of one arm, of models with random weights."""
     settings = recipe.settings(arm)
-    data, vocab = settings.data, settings.model.vocab or BYTES
+    data = settings.data
+    vocab = settings.model.vocab or BYTES
     trained = build_model(settings, arm.connection, vocab, 0, recipe.task)
     model: Any = build_model(settings, arm.connection, vocab, 0, recipe.task).eval()
     tokens = torch.randint(vocab, (data.batch, data.context))

@@ -74,7 +74,8 @@ def kernel_call(
     name: str, n: int, D: int, settings: BenchmarkSettings
 ) -> tuple[Callable[..., Any], list[Tensor]]:
     """An op's kernel as a function of leaves, and the leaves."""
-    case, op = OPS[name].case(n), kernel_ops()
+    case = OPS[name].case(n)
+    op = kernel_ops()
     rows, weights = case.make_tensors(1, D, settings.torch_dtype)
     rows = [x.to(settings.device, settings.torch_dtype) for x in rows]
     leaves = [*rows, *(w.to(settings.device, torch.float32) for w in weights)]

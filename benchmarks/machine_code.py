@@ -21,11 +21,19 @@ COLUMNS = (
     *("barriers", "instructions", "blocks an SM", "modelled of copy"),
 )
 TOKENS = 16  # more than the programs that share tokens without a GPU: at most 12
-# An H200: multiprocessors, bytes/s of a copy, clock. Seconds are estimates.
-PROCESSORS, COPY_BANDWIDTH, CLOCK = 132, 4.3e12, 1.98e9
-LATENCY, BARRIER, OVERHEAD = 650e-9, 30e-9, 100e-9
-# Of an SM of compute capability 9.0. A block takes 1 KiB of shared memory more than it asks for.
-REGISTERS, WARPS, SHARED_MEMORY, BLOCKS, SCHEDULERS = 65536, 64, 233472, 32, 4
+# An H200. Seconds are estimates.
+PROCESSORS = 132
+COPY_BANDWIDTH = 4.3e12  # bytes/s
+CLOCK = 1.98e9  # cycles/s
+LATENCY = 650e-9  # of a load round, seconds
+BARRIER = 30e-9  # seconds
+OVERHEAD = 100e-9  # of a token, seconds
+# Of a multiprocessor (SM) of compute capability 9.0.
+REGISTERS = 65536
+WARPS = 64
+SHARED_MEMORY = 233472  # bytes; a block takes 1 KiB more than it asks for
+BLOCKS = 32
+SCHEDULERS = 4
 
 
 def measure(settings: BenchmarkSettings) -> Iterator[Row]:

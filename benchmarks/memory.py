@@ -33,7 +33,8 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
         prenorm_mib: float | None = None
         for spec in dict.fromkeys(("prenorm", *settings.specs)):
             for recompute in ("none", "reads", "streams"):
-                mib, note = None, ""
+                mib = None
+                note = ""
                 try:
                     mib = peak_bytes(spec, D, settings, recompute) / 2**20
                 except Exception as error:

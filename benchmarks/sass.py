@@ -75,7 +75,8 @@ def outermost_loop(listing: str) -> list[Instruction]:
     code: list[Instruction] = []
     position: dict[str, int] = {}  # of labels
     for line in listing.splitlines():
-        label, instruction = LABEL.match(line), INSTRUCTION.search(line)
+        label = LABEL.match(line)
+        instruction = INSTRUCTION.search(line)
         if label:
             position[label[1]] = len(code)
         elif instruction:

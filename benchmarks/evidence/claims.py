@@ -92,7 +92,8 @@ def add_losses(paired: Sequence[Losses], unpaired: Sequence[Losses]) -> Interval
         paired: added for each seed that all of these have.
         unpaired: independent of these, and added for each seed that all of them have.
     """
-    values, others = _add_by_seed(paired), _add_by_seed(unpaired)
+    values = _add_by_seed(paired)
+    others = _add_by_seed(unpaired)
     if not unpaired:
         return mean_interval(values) if values else None
     if not values or not others:

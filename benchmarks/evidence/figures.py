@@ -125,7 +125,8 @@ def _difference_lines(study: Study, cost: Cost) -> list[LineSeries]:
     baseline = {seed: curve for seed, curve in curves[BASELINE].items() if curve}
     places = len(next(iter(baseline.values()))) if baseline else 0
     for colour, name in enumerate(MAIN_ARMS[:-1]):
-        x, intervals = [], []
+        x = []
+        intervals = []
         for place in range(places):
             at = {seed: curve[place][0] for seed, curve in baseline.items()}
             references = {seed: -curve[place][1] for seed, curve in baseline.items()}
@@ -158,7 +159,8 @@ def _interval_line(name: str, colour: int, x: list[float], intervals: list[Inter
     mean = [interval.mean for interval in intervals]
     if any(math.isnan(interval.low) for interval in intervals):
         return LineSeries(name, colour, x, mean)
-    low, high = [i.low for i in intervals], [i.high for i in intervals]
+    low = [i.low for i in intervals]
+    high = [i.high for i in intervals]
     return LineSeries(name, colour, x, mean, low, high)
 
 

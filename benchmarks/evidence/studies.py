@@ -110,7 +110,8 @@ class Part:
 
 def read_parts() -> list[Part]:
     """The parts of studies.yaml."""
-    parts, plans = [], read_plans()
+    parts = []
+    plans = read_plans()
     for row in _read_rows():
         of_part = [plans[name] for name in row["studies"]]
         parts.append(Part(row["part"], row["shows"], row.get("arms", []), of_part))
@@ -292,7 +293,8 @@ def merge_results(parts: dict[str, ComparisonResults]) -> ComparisonResults:
     Raises:
         ValueError: settings, data or an arm differ, or two files have the same run.
     """
-    names, results = list(parts), list(parts.values())
+    names = list(parts)
+    results = list(parts.values())
     environment = reduce(join_environments, [part.environment for part in results])
     merged = replace(results[0], environment=environment, arms={}, runs=[], diverged=[])
     owners: dict[tuple[str, int], str] = {}

@@ -180,7 +180,8 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
         "smaller model, longer warm-up": {FIRST_STUDY: SMALL_STUDY, "moe": f"{SMALL_STUDY}-moe"},
     }
     columns = ("claim", "source", "paper", "tested sum", *settings)
-    rows, pending = [], []
+    rows = []
+    pending = []
     for claim in read_claims():
         verdicts = [_claim_cell(claim, names, plans, studies) for names in settings.values()]
         if NOT_RUN in verdicts and set(verdicts) <= {NOT_RUN, NOT_KNOWN}:
@@ -261,7 +262,8 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
 
 def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
     """The arms that have a result in the first study, in short, and how they were run."""
-    study, long_study = studies[FIRST_STUDY], studies.get(LONG_STUDY)
+    study = studies[FIRST_STUDY]
+    long_study = studies.get(LONG_STUDY)
     unscaled = studies.get(UNSCALED + FIRST_STUDY)
     rows = []
     for name in arms:

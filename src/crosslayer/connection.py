@@ -440,7 +440,8 @@ def assign_value(parameter: Any, value: Tensor | list[Any]) -> None:
         from torch.distributed.tensor import distribute_tensor
 
         # all ranks have the value, so none sends it
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         value = distribute_tensor(value, mesh, placements, src_data_rank=None)
     parameter.copy_(value)
 

@@ -78,7 +78,8 @@ def average_curves(curves: Sequence[Sequence[Sequence[float]]]) -> MeanCurve:
     x = [place for place, _ in fewest if start <= place <= end]
     rows = []
     for curve in known:
-        places, heights = [place for place, _ in curve], [height for _, height in curve]
+        places = [place for place, _ in curve]
+        heights = [height for _, height in curve]
         rows.append(numpy.interp(x, places, heights))
     values = numpy.array(rows)
     return MeanCurve(x, values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist())

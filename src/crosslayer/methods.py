@@ -220,7 +220,8 @@ def _entry_points() -> dict[str, EntryPoint]:
                 stacklevel=2,
             )
         else:
-            found[point.name], taken[point.name] = point, package
+            found[point.name] = point
+            taken[point.name] = package
     return found
 
 

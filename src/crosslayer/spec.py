@@ -115,7 +115,8 @@ def all_options(spec: ConnectionSpec) -> dict[str, Any]:
 
 def is_same_connection(first: "str | ConnectionSpec", second: "str | ConnectionSpec") -> bool:
     """Whether two specs are equal once defaults are filled in."""
-    a, b = make(first), make(second)
+    a = make(first)
+    b = make(second)
     return a.name == b.name and all_options(a) == all_options(b)
 
 
@@ -140,7 +141,8 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
             f'crosslayer.register_connection("{spec.__name__.lower()}", {spec.__name__})'
         )
     if isinstance(spec, ConnectionSpec):
-        name, spec_options = spec.name, dict(spec.options)
+        name = spec.name
+        spec_options = dict(spec.options)
     else:
         name, spec_options = _parse_spec(spec)
     name = current_name(name)

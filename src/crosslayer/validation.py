@@ -121,7 +121,8 @@ def _fits_kind(value: object, annotation: Any) -> bool:
     kinds = _alternatives(annotation)
     if len(kinds) > 1:
         return any(_fits_kind(value, kind) for kind in kinds)
-    kind, parts = get_origin(annotation) or annotation, get_args(annotation)
+    kind = get_origin(annotation) or annotation
+    parts = get_args(annotation)
     if kind is Literal:
         return any(type(value) is type(word) and value == word for word in parts)
     if kind is Any:
@@ -151,7 +152,8 @@ def _items_fit(value: Any, parts: tuple[Any, ...]) -> bool:
 
 
 def _describe_kind(kind: Any) -> str:
-    origin, parts = get_origin(kind) or kind, get_args(kind)
+    origin = get_origin(kind) or kind
+    parts = get_args(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts))
     words = KIND_NAMES.get(origin, getattr(origin, "__name__", str(origin)))

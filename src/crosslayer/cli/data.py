@@ -57,7 +57,8 @@ def _prepare(options: Any) -> None:
     from ..data.prepared import prepare_corpus
     from ..files import expand_place
 
-    source, tokenizer = expand_place(options.source), expand_place(options.tokenizer)
+    source = expand_place(options.source)
+    tokenizer = expand_place(options.tokenizer)
     valid = {name: expand_place(place) for name, place in options.valid.items()}
     with _progress_lines() as show_progress:
         prepare_corpus(source, tokenizer, options.out, valid, show_progress)

@@ -63,7 +63,8 @@ class MHCLite(FusedNormConnection[Streams]):
             )
         self.n = streams
         if not self.is_readout:
-            n, permutations = streams, math.factorial(streams)
+            n = streams
+            permutations = math.factorial(streams)
             self.static_alpha = float32_parameter(n + permutations)  # b_pre | b_res
             self.static_beta = float32_parameter(n)  # b_post
             self.dynamic_alpha_fn = float32_parameter(n * dim, n + permutations)  # W_alpha

@@ -179,7 +179,8 @@ class Mudd(FusedNormConnection[History]):
         all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
         self.can_fuse_norms = not sources or (all_ports_mixed and not form.adds_block)
 
-        C, L = len(mixtures), len(sources)
+        C = len(mixtures)
+        L = len(sources)
         K = _generator_width(C * L, expand_last and self.is_readout, round64)
         generates = bool(sources) and dynamic
         self.a = float32_parameter(C, L) if sources else None

@@ -31,7 +31,8 @@ from .tokenizing import Tokenizer
 
 CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` made
 
-TRAIN, HELD_OUT = "train", "held-out"
+TRAIN = "train"
+HELD_OUT = "held-out"
 ALL_SETS = "mean"  # name of the group of all validation sets
 VALID_SHARE = 0.05  # of the documents, by a hash of their names
 FEW_DOCUMENTS = 40  # fewer than these are split at their tail

@@ -169,7 +169,8 @@ def _read_header(start: bytes, size: int) -> np.dtype | None:
         return None
     if not is_whole:
         raise ValueError("it ends within its header")
-    version, dtype = LLM_C_KINDS[kind][0], np.dtype(LLM_C_KINDS[kind][1])
+    version = LLM_C_KINDS[kind][0]
+    dtype = np.dtype(LLM_C_KINDS[kind][1])
     if numbers[1] != version:
         raise ValueError(f"its version is {numbers[1]}, expected {version}")
     found = (size - len(start)) / dtype.itemsize

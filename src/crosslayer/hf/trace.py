@@ -122,7 +122,8 @@ class _Recorder:
             if number >= known:
                 vector = self._add_product(*scaled[number - known])
             elif is_scaled and (name := self._single_number(factor)):
-                vector, factor = self._single_product(number, name), 1.0
+                vector = self._single_product(number, name)
+                factor = 1.0
             found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
         return found
 
@@ -148,7 +149,8 @@ class _Recorder:
         As a direction it is no new one.
         """
         if (number, name) not in self.single_products:
-            call, zeros = Call(name, {number: 1.0}, {}), torch.zeros_like(self.vectors[0])
+            call = Call(name, {number: 1.0}, {})
+            zeros = torch.zeros_like(self.vectors[0])
             self.single_products[number, name] = self._add_product(call, zeros)
         return self.single_products[number, name]
 
@@ -244,7 +246,8 @@ def _restored_random_states(layer: nn.Module) -> Iterator[Callable[[], bool]]:
     generators = [value for value in attributes if isinstance(value, torch.Generator)]
     generators.append(torch.default_generator)
     states = [generator.get_state() for generator in generators]
-    of_python, of_numpy = random.getstate(), numpy.random.get_state(legacy=False)
+    of_python = random.getstate()
+    of_numpy = numpy.random.get_state(legacy=False)
 
     def has_changed() -> bool:
         pairs = zip(generators, states, strict=True)

@@ -80,7 +80,8 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[ModelInputs]) -> Sublay
         batches: with `input_ids`, and an `attention_mask` where some are padded; or with
             `pixel_values` and `labels`.
     """
-    labels, increases = [], []
+    labels = []
+    increases = []
     with evaluation_mode(model):
         whole = mean_token_loss(model, batches)
         for label, module in _removable_sublayers(model):
@@ -98,7 +99,8 @@ def ablate_blocks(model: nn.Module, batches: Sequence[ModelInputs]) -> BlockAbla
         model: a language model of a family that `connect` knows, connected or not.
         batches: with `input_ids`, and an `attention_mask` where some are padded.
     """
-    labels, increases = [], []
+    labels = []
+    increases = []
     with evaluation_mode(model):
         whole = exp_or_inf(mean_token_loss(model, batches))
         for label, modules in _removable_blocks(model).items():
@@ -162,7 +164,8 @@ def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAbl
     sites = _mudd_sites(model)
     if not sites:
         raise ValueError("the model is not connected with mudd, so it has no ways")
-    ways, increases = mudd_ways(model), []
+    ways = mudd_ways(model)
+    increases = []
     with evaluation_mode(model):
         whole = mean_token_loss(model, batches)
         for way in ways:
@@ -200,7 +203,8 @@ def _without_way(sites: Sequence[Mudd], streams: str) -> Iterator[None]:
         yield
     finally:
         for site, (mixtures, can_fuse) in zip(sites, before, strict=True):
-            site.mixture_of_stream, site.can_fuse_norms = mixtures, can_fuse
+            site.mixture_of_stream = mixtures
+            site.can_fuse_norms = can_fuse
 
 
 @torch.no_grad()

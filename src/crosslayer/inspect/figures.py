@@ -59,7 +59,8 @@ def draw_matrix(
     label_ticks(axes.xaxis, columns, rotation=90)
     axes.set_ylabel(names[0])
     axes.set_xlabel(names[1])
-    above, below = (values > limit).any(), (values < low).any()
+    above = (values > limit).any()
+    below = (values < low).any()
     clipped = {(True, True): "both", (True, False): "max", (False, True): "min"}
     extend = clipped.get((bool(above), bool(below)), "neither")  # arrows: values beyond the colours
     axes.figure.colorbar(image, ax=axes, shrink=0.85, label=unit, extend=extend)
@@ -88,7 +89,8 @@ def draw_lines(
     for number, (label, values) in enumerate(lines):
         axes.plot(range(len(values)), values, label=label, markersize=3, **line_look(number))
         if label in deviations:
-            middle, deviation = torch.tensor(values), torch.tensor(deviations[label])
+            middle = torch.tensor(values)
+            deviation = torch.tensor(deviations[label])
             ends = (middle - deviation, middle + deviation)
             colour = line_look(number)["color"]
             axes.fill_between(range(len(values)), *ends, color=colour, alpha=0.2, linewidth=0)

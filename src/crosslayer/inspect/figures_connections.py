@@ -111,7 +111,8 @@ def draw_pattern_gallery(axes: Any, patterns: Tensor) -> None:
     step = T + 2  # a gap between tiles
     canvas = torch.full((rows * step, columns * step), torch.nan, dtype=torch.float64)
     for head, pattern in enumerate(patterns):
-        top, left = head // columns * step, head % columns * step
+        top = head // columns * step
+        left = head % columns * step
         canvas[top : top + T, left : left + T] = pattern
         axes.text(left + T - 1, top + 1, str(head), color="white", fontsize=7, ha="right", va="top")
     image = axes.imshow(canvas.numpy(), cmap=POSITIVE_MAP, vmin=0, vmax=1, interpolation="nearest")

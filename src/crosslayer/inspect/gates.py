@@ -130,8 +130,10 @@ class GateRecorder:
         low = min(record.minimum for record in self._records.values())
         high = max(record.maximum for record in self._records.values())
         if low >= 0 and high <= 1:
-            low, high = 0.0, 1.0
+            low = 0.0
+            high = 1.0
         elif low == high:  # bins need an interval that is not empty
-            low, high = low - 0.5, high + 0.5
+            low = low - 0.5
+            high = high + 0.5
         edges = torch.linspace(low, high, GATE_BINS + 1, dtype=torch.float64)
         return {label: record.statistics(edges) for label, record in self._records.items()}

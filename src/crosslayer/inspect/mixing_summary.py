@@ -91,7 +91,9 @@ class MixingAnalysis:
         sites = []
         for label, moments in self._moments.items():
             inputs, parts, is_mix = self._names[label]
-            read, carry, write = moments["read"], moments["carry"], moments["write"]
+            read = moments["read"]
+            carry = moments["carry"]
+            write = moments["write"]
             sites.append(
                 SiteMixing(
                     label=label,

@@ -60,7 +60,8 @@ class TrainingRun:
     @property
     def units_per_step(self) -> tuple[float, str]:
         """What a step trains on, and its unit: tokens, images, or steps where it is not known."""
-        batch, context = self.settings.get("batch"), self.settings.get("context")
+        batch = self.settings.get("batch")
+        context = self.settings.get("context")
         if not isinstance(batch, int) or not isinstance(context, int):
             return 1, "steps"
         if "patch_size" in self.settings.get("model_config", {}):
@@ -77,7 +78,8 @@ class TrainingRun:
         if known:
             last, total = known[-1]
         else:
-            last, total = self.settings.get("steps", math.nan), self.number("seconds")
+            last = self.settings.get("steps", math.nan)
+            total = self.number("seconds")
         x, y = zip((0, 0.0), *known, (last, total), strict=True)
         # an evaluation may come after the last line
         return [
@@ -143,7 +145,8 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
     try:
         finished = {(run["arm"], run["seed"]): run for run in content["runs"]}
         diverged = {(run["arm"], run["seed"]): run for run in content["diverged"]}
-        shared, arms = content["settings"], content["arms"]
+        shared = content["settings"]
+        arms = content["arms"]
         digest = str(content["data"].get("sha256", ""))
         described = {
             name: (arm["connection"], shared | arm["options"]) for name, arm in arms.items()
@@ -169,7 +172,8 @@ def _make_run(
     folder: Path, row: dict[str, Any], settings: Any, digest: str, status: str, source: Path
 ) -> TrainingRun:
     """A run of a `RunResult`'s fields, as far as there are any. `source` is where they are from."""
-    valid, metrics = row.get("valid", {}), row.get("metrics", {})
+    valid = row.get("valid", {})
+    metrics = row.get("metrics", {})
     if not all(isinstance(value, dict) for value in (settings, valid, metrics)):
         raise ValueError(f"{source}: not the results of a run (damaged?)")
     if not isinstance(row.get("seed"), int | None):

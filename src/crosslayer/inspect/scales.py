@@ -83,7 +83,8 @@ class ScaleAnalysis:
         self._has_streams = False
 
     def visit_site(self, visit: SiteVisit) -> None:
-        connection, state = visit.connection, visit.state
+        connection = visit.connection
+        state = visit.state
         label = site_label(connection)
         self._has_streams = connection.parts_are_streams
         parts = visit.parts[:, : len(connection.state_parts(state))]

@@ -154,7 +154,9 @@ class DistanceAnalysis:
     def visit_site(self, visit: SiteVisit) -> None:
         connection = visit.connection
         if connection.site.index == 0:
-            self._last, self._streams, self._opens_layer = {}, {}, []
+            self._last = {}
+            self._streams = {}
+            self._opens_layer = []
         label = site_label(connection)
         x = visit.hidden
         self._last[label] = x[visit.answers]

@@ -39,7 +39,8 @@ def measure_singular_values(model: nn.Module) -> SingularValues:
         for name, parameter in layer.named_parameters():
             if parameter.dim() == 2 and not name.startswith("connections."):
                 matrices.setdefault(name.removesuffix(".weight"), []).append(parameter)
-    names, values = [], []
+    names = []
+    values = []
     for name, blocks in matrices.items():
         if len(blocks) == len(layers) and len({block.shape for block in blocks}) == 1:
             names.append(name)

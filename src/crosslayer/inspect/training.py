@@ -173,7 +173,8 @@ def find_spikes(losses: Sequence[float]) -> list[int]:
     A loss that is not finite is a spike anywhere. Consecutive places are one spike, whose first
     place is returned.
     """
-    mean, variance = next(filter(math.isfinite, losses), math.nan), 0.0
+    mean = next(filter(math.isfinite, losses), math.nan)
+    variance = 0.0
     spikes: list[int] = []
     above_before = False
     for place, loss in enumerate(losses):
@@ -242,7 +243,8 @@ def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw:
         raise ValueError(f"expected losses of at least two sizes, got sizes {list(sizes)}")
     if min(*sizes, *losses) <= 0:
         raise ValueError("sizes and losses must be positive")
-    x, y = numpy.log(sizes), numpy.log(losses)
+    x = numpy.log(sizes)
+    y = numpy.log(losses)
     slope, intercept = numpy.polyfit(x, y, 1)
     freedom = len(x) - 2
     residuals = y - (slope * x + intercept)
@@ -268,7 +270,8 @@ def estimate_multiplier(
     """
     if not sizes:
         raise ValueError("expected the loss of the method at one size at least")
-    logs, variances = [], []
+    logs = []
+    variances = []
     for size, loss in zip(sizes, losses, strict=True):
         equal_size, variance = baseline.log_size_of(loss)
         logs.append(equal_size - math.log(size))

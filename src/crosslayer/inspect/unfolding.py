@@ -172,7 +172,8 @@ class _BatchMap:
 
     def follow_read(self, visit: SiteVisit) -> tuple[Tensor, float]:
         """The numbers c_kj of a site's inputs, [N inputs sources], and their largest error."""
-        connection, state = visit.connection, visit.state
+        connection = visit.connection
+        state = visit.state
         parts = self.parts
         if state.y is not None:
             self.sources[:, connection.site.index] = state.y.flatten(0, -2)[:: self.stride]

@@ -47,7 +47,8 @@ def depth_mix(
         raise ValueError(f"depth_mix: {len(X)} sources but weights for {w.shape[-1]}")
     C = w.shape[-2]
     results = run_function(_DepthMix, w, *X)
-    mixed, passed = results[:C], results[C:]
+    mixed = results[:C]
+    passed = results[C:]
     if outputs is None:
         return mixed, pass_sources_on(X, passed)
     return tuple(apply_norm(mixed[c], norm) for c, norm in outputs), pass_sources_on(X, passed)

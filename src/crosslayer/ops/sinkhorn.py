@@ -63,7 +63,8 @@ class _Sinkhorn(Function):
             s = M.sum(axis, keepdim=True).add_(eps)
             M = M / s
             divisions += [s, M]
-        ctx.rounds, ctx.eps = rounds, eps
+        ctx.rounds = rounds
+        ctx.eps = eps
         ctx.save_for_backward(logits, *divisions)
         return separate_outputs(M.movedim((0, 1), (-2, -1)).contiguous())[0]
 

@@ -86,7 +86,8 @@ def width_connection(
     """
     if norm is not None and H.dtype == torch.float16:
         return collapse_streams(H, pre, norm), mix_streams(H, res)
-    lead, n = H.shape[:-2], H.shape[-2]
+    lead = H.shape[:-2]
+    n = H.shape[-2]
     x, H = run_function(_WidthConnection, H, pre.expand(*lead, n), res.expand(*lead, n, n))
     return apply_norm(x, norm), H
 

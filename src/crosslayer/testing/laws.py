@@ -186,20 +186,23 @@ def test_gate_fields_are_declared(name):
 
 @every_method
 def test_every_token_is_alone(spec, parallel):
-    sites, x = chain(spec, parallel), torch.randn(2, 6, 6, dtype=torch.float64)
+    sites = chain(spec, parallel)
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
     order = torch.randperm(6)
     torch.testing.assert_close(run(sites, x)[:, order], run(sites, x[:, order]), rtol=0, atol=1e-12)
 
 
 @every_sequential
 def test_causal(spec, parallel):
-    model, ids = gpt(spec, parallel).double(), tokens()
+    model = gpt(spec, parallel).double()
+    ids = tokens()
     torch.testing.assert_close(model(ids)[:, :4], model(ids[:, :4]), rtol=0, atol=1e-12)
 
 
 @every_variant
 def test_state_cuts_bitwise(spec, parallel):
-    model, ids = gpt(spec, parallel), tokens()
+    model = gpt(spec, parallel)
+    ids = tokens()
     expected = model(ids)
     for cut in range(len(model.blocks)):
         state = model.readout.init(model.embed_tokens(ids))
@@ -236,7 +239,8 @@ def test_forward_stores_nothing(spec, parallel):
 
 @every_method
 def test_gradient_checkpointing_is_bitwise(spec, parallel):
-    model, ids = gpt(spec, parallel), tokens()
+    model = gpt(spec, parallel)
+    ids = tokens()
     loss, gradients = loss_and_gradients(model, ids)
     model.checkpointing = True
     again, recomputed = loss_and_gradients(model, ids)
@@ -245,7 +249,8 @@ def test_gradient_checkpointing_is_bitwise(spec, parallel):
 
 @every_sequential
 def test_read_recomputes_bitwise(spec, parallel):
-    model, ids = gpt(spec, parallel), tokens()
+    model = gpt(spec, parallel)
+    ids = tokens()
     loss, gradients = loss_and_gradients(model, ids)
     for connection in find_connections(model):
         read = connection.read
@@ -257,7 +262,8 @@ def test_read_recomputes_bitwise(spec, parallel):
 @every_fused
 def test_fused_norms_are_those_of_the_ports(spec, parallel):
     """`fused_read` with the ports' norms gives what `read` gives with the norms as modules."""
-    sites, x = chain(spec, parallel), torch.randn(2, 6, 6, dtype=torch.float64)
+    sites = chain(spec, parallel)
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
     state = sites[0].init(x)
     fused_sites = 0
     for k, site in enumerate(sites):
@@ -277,7 +283,8 @@ def test_fused_norms_are_those_of_the_ports(spec, parallel):
 
 @compiled
 def test_one_graph(spec, parallel):
-    model, ids = gpt(spec, parallel, layers=2), tokens()
+    model = gpt(spec, parallel, layers=2)
+    ids = tokens()
     loss, gradients = loss_and_gradients(model, ids)
     model.compile(fullgraph=True, backend="aot_eager")
     again, compiled = loss_and_gradients(model, ids)
@@ -313,7 +320,8 @@ def test_dynamic_shapes_compile(spec):
     ],
 )
 def test_inductor(spec):
-    model, ids = gpt(spec, layers=2), tokens()
+    model = gpt(spec, layers=2)
+    ids = tokens()
     loss, gradients = loss_and_gradients(model, ids)
     model.compile(fullgraph=True)
     again, compiled = loss_and_gradients(model, ids)
@@ -330,8 +338,11 @@ def test_blocks_compile_to_few_graphs(spec, parallel):
     """
     from torch._dynamo.testing import CompileCounter
 
-    model, counter, ids = gpt(spec, parallel, layers=4), CompileCounter(), tokens()
-    state, structures = model.readout.init(model.embed(ids)), set()
+    model = gpt(spec, parallel, layers=4)
+    counter = CompileCounter()
+    ids = tokens()
+    state = model.readout.init(model.embed(ids))
+    structures = set()
     for block in model.blocks:
         strides = tuple(leaf is not None and leaf.stride() for leaf in tree_leaves(state))
         shapes = tuple((n, p.shape) for n, p in block.named_parameters())
@@ -390,7 +401,11 @@ def test_no_parameter_is_dead(spec, parallel):
 def test_parameters_keep_the_house_rules(spec, parallel):
     torch.manual_seed(5)
     random_state = torch.get_rng_state()
-    make, norm = crosslayer.make(spec), lambda port: nn.RMSNorm(6)
+    make = crosslayer.make(spec)
+
+    def norm(port):
+        return nn.RMSNorm(6)
+
     with torch.device("meta"):
         for site in crosslayer.plan(4, parallel):
             assert all(p.is_meta for p in make(site, 6, norm).parameters())
@@ -420,7 +435,8 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
     Where the parameters that decay are zero, the model is the one training starts from. DenseFormer
     and its baseline are the exceptions: their authors' code decays α and the gains.
     """
-    model, ids = gpt(spec, parallel, shaken=False), tokens()
+    model = gpt(spec, parallel, shaken=False)
+    ids = tokens()
     initial = model(ids)
     groups = crosslayer.param_groups(model, 1e-3, 0.1)
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
@@ -435,7 +451,9 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
 
 @every_sequential
 def test_copies_pickles_and_saves_bitwise(spec, parallel):
-    model, ids, file = gpt(spec, parallel), tokens(), io.BytesIO()
+    model = gpt(spec, parallel)
+    ids = tokens()
+    file = io.BytesIO()
     loss_and_gradients(model, ids)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     expected_loss, expected_gradients = loss_and_gradients(model, ids)
@@ -453,7 +471,8 @@ def test_copies_pickles_and_saves_bitwise(spec, parallel):
 
 @every_sequential
 def test_training_and_evaluation_compute_the_same(spec, parallel):
-    sites, x = chain(spec, parallel), torch.randn(2, 3, 6, dtype=torch.float64)
+    sites = chain(spec, parallel)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
     outputs = [run([site.train(mode) for site in sites], x) for mode in (True, False)]
     assert torch.equal(*outputs)
 
@@ -594,7 +613,8 @@ def test_vectorised_jacobian(spec, parallel):
 
 @every_sequential
 def test_vmap_over_the_batch(spec, parallel):
-    sites, x = chain(spec, parallel), torch.randn(2, 1, 3, 6, dtype=torch.float64)
+    sites = chain(spec, parallel)
+    x = torch.randn(2, 1, 3, 6, dtype=torch.float64)
     mapped = torch.func.vmap(lambda x: run(sites, x))(x)
     torch.testing.assert_close(mapped, torch.stack([run(sites, y) for y in x]), rtol=0, atol=1e-12)
 
@@ -647,7 +667,8 @@ def test_memory_traffic_is_what_read_moves(spec, parallel):
             sum(t.sum() for t in new), before, allow_unused=True, materialize_grads=False
         )
         used = [t for t, gradient in zip(before, gradients, strict=True) if gradient is not None]
-        least, most = elements(used), elements(used) + elements(new)
+        least = elements(used)
+        most = elements(used) + elements(new)
         assert least <= site.memory_traffic() <= most, (
             f"memory_traffic() is {site.memory_traffic()} at site {k}, but `read` moves between "
             f"{least} and {most}"
@@ -745,7 +766,8 @@ def test_a_model_of_any_default_dtype(spec, parallel):
 
 @every_sequential
 def test_autocast_leaves_coefficients_in_float32(spec, parallel):
-    model, ids = gpt(spec, parallel), tokens()
+    model = gpt(spec, parallel)
+    ids = tokens()
     first = model.blocks[0].connections[0]
     with torch.autocast("cpu", torch.bfloat16):
         inputs, _ = first.read(model.readout.init(model.embed(ids)))
@@ -781,14 +803,16 @@ def test_stream_dtype_is_the_dtype_of_the_streams(spec, parallel):
     for site, bf16_site in zip(sites, bf16_sites, strict=True):
         site.norms.load_state_dict(bf16_site.norms.state_dict())
     x = torch.randn(2, 8, 6).bfloat16()
-    bf16_state, state = bf16_sites[0].init(x), sites[0].init(x.float())
+    bf16_state = bf16_sites[0].init(x)
+    state = sites[0].init(x.float())
     for k, (bf16_site, site) in enumerate(zip(bf16_sites[:-1], sites[:-1], strict=True)):
         inputs, bf16_state = bf16_site.read(bf16_state)
         _, state = site.read(state)
         assert all(x.dtype == torch.bfloat16 for x in inputs)
         torch.testing.assert_close(bf16_state, state, rtol=1e-5, atol=1e-6)
         y = sublayer(k, inputs)
-        bf16_state, state = bf16_site.write(bf16_state, y), site.write(state, y.float())
+        bf16_state = bf16_site.write(bf16_state, y)
+        state = site.write(state, y.float())
 
 
 # ---- the registry

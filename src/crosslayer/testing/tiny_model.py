@@ -42,7 +42,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Sequential):
     def __init__(self, dim: int):
-        up, down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        up = nn.Linear(dim, 4 * dim, bias=False)
+        down = nn.Linear(4 * dim, dim, bias=False)
         super().__init__(up, nn.GELU(), down)
 
 
@@ -79,7 +80,10 @@ class TinyGPT(nn.Module):
 
     def __init__(self, spec: str, parallel: bool, layers: int, eps: float):
         super().__init__()
-        vocab, dim, heads, context = 31, 12, 3, 16
+        vocab = 31
+        dim = 12
+        heads = 3
+        context = 16
         make_connection = crosslayer.make(spec)
         sites = crosslayer.plan(layers, parallel)
 

@@ -26,7 +26,8 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
-    mesh, ids = init_device_mesh("cpu", (2,)), tokens(4)
+    mesh = init_device_mesh("cpu", (2,))
+    ids = tokens(4)
     errors = {}
     for spec, parallel in cases:
         model = gpt(spec, parallel)

@@ -29,7 +29,9 @@ class SaveCheckpoints(Callback):
     """
 
     def __init__(self, folder: Path, every: int = 0, keep: int = 2):
-        self.folder, self.every, self.keep = folder, every, keep
+        self.folder = folder
+        self.every = every
+        self.keep = keep
 
     def resume(self, trainer: Trainer) -> None:
         """Restore the newest checkpoint of the folder, if it has one. Call it before `Trainer.fit`.
@@ -68,7 +70,8 @@ class KeepModels(Callback):
     """
 
     def __init__(self, folder: Path, count: int):
-        self.folder, self.count = folder, count
+        self.folder = folder
+        self.count = count
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.steps = evenly_spaced_steps(trainer.settings.optimization.steps, self.count)
@@ -96,7 +99,8 @@ class LogMetrics(Callback):
     """
 
     def __init__(self, folder: Path | None, every: int = 10):
-        self.folder, self.every = folder, every
+        self.folder = folder
+        self.every = every
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
@@ -123,7 +127,8 @@ class LogDiagnostics(Callback):
     """
 
     def __init__(self, folder: Path | None, every: int):
-        self.folder, self.every = folder, every
+        self.folder = folder
+        self.every = every
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
@@ -159,7 +164,8 @@ class ConnectAtStep(Callback):
     """
 
     def __init__(self, step: int, spec: str):
-        self.step, self.spec = step, spec
+        self.step = step
+        self.spec = spec
         self.loss_change: float | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:

@@ -54,7 +54,9 @@ class Checkpoints:
     """
 
     def __init__(self, fabric: Fabric, folder: Path, identity: dict[str, Any], keep: int):
-        self.fabric, self.folder, self.keep = fabric, folder, keep
+        self.fabric = fabric
+        self.folder = folder
+        self.keep = keep
         self.identity = identity
 
     def claim_folder(self) -> None:

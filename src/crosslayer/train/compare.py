@@ -93,7 +93,8 @@ class Comparison:
         previous = load_results(self.folder, self.results)
         if previous is not None:
             self.results.arms = {**previous.arms, **self.results.arms}
-            self.results.runs, self.results.diverged = previous.runs, previous.diverged
+            self.results.runs = previous.runs
+            self.results.diverged = previous.diverged
             now = self.results.environment if self.missing_runs() else {}
             self.results.environment = join_environments(previous.environment, now)
 
@@ -341,9 +342,11 @@ def _do_run(
     comparison: Comparison, arm: Arm, seed: int, on_step: Callable[[StepResult], Any]
 ) -> RunResult | DivergedRun:
     """Train one arm from one seed, and return the result. Only `keep_models` keeps models of it."""
-    folder, settings = run_folder(comparison, arm.name, seed), comparison.recipe.settings(arm)
+    folder = run_folder(comparison, arm.name, seed)
+    settings = comparison.recipe.settings(arm)
     fabric = launch_run(settings, arm, folder)
-    examples, task = comparison.examples[arm.name], comparison.recipe.task
+    examples = comparison.examples[arm.name]
+    task = comparison.recipe.task
     try:
         trainer = train_arm(fabric, settings, arm, seed, examples, task, folder, on_step)
         return trainer.result()

@@ -64,7 +64,8 @@ class ComparisonResults:
             ValueError, KeyError, TypeError: a field is missing, unknown, or has a value of another
                 type.
         """
-        runs, diverged = content["runs"], content["diverged"]
+        runs = content["runs"]
+        diverged = content["diverged"]
         for run in runs:
             check_fields(RunResult, run)
             if not run["curve"] or any(len(point) != 2 for point in run["curve"]):
@@ -82,7 +83,8 @@ TORCH_OPERATIONS = "PyTorch operations"  # what results that do not say it were 
 
 def describe_environment() -> dict[str, str]:
     """Device, versions, and whether the connections ran as fused kernels."""
-    device, operations = f"CPU, {torch.get_num_threads()} threads", TORCH_OPERATIONS
+    device = f"CPU, {torch.get_num_threads()} threads"
+    operations = TORCH_OPERATIONS
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         operations = "fused kernels" if dispatch.kernel_devices else TORCH_OPERATIONS

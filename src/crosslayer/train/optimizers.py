@@ -27,7 +27,8 @@ def build_optimizers(
         muon_groups = [{**group, "lr": settings.muon_lr} for group in groups if group["muon"]]
         adamw_groups = [group for group in groups if not group["muon"]]
     else:
-        muon_groups, adamw_groups = [], groups
+        muon_groups = []
+        adamw_groups = groups
 
     optimizers: list[torch.optim.Optimizer] = []
     if muon_groups:

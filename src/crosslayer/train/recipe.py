@@ -25,7 +25,8 @@ from .settings import GROUP_OF_OPTION, NEW_BACKBONE_OPTIONS, Settings, parse_opt
 from .task import LANGUAGE, Task
 
 Scale = Literal["full", "tiny"]
-TINY_DIM, TINY_STEPS = 64, 160
+TINY_DIM = 64
+TINY_STEPS = 160
 
 
 @dataclass

@@ -129,7 +129,8 @@ def plot_curves(axes: Any, comparison: Comparison) -> None:
     for number, arm in enumerate(comparison.arms):
         runs = comparison.finished_runs(arm).values()
         if runs:
-            curve, look = average_curves([run.curve for run in runs]), _arm_look(number)
+            curve = average_curves([run.curve for run in runs])
+            look = _arm_look(number)
             axes.plot(curve.x, curve.mean, **look, label=arm.name, linewidth=1.6, markersize=3)
             band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
             axes.fill_between(curve.x, curve.low, curve.high, **band)
@@ -142,7 +143,8 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
     names = [arm.name for arm in comparison.arms]
     rows: list[TableRow] = sorted(result_table(comparison), key=lambda row: row.speed)
     for number, row in enumerate(rows):
-        point, look = (row.speed, row.loss.mean), _arm_look(names.index(row.arm))
+        point = (row.speed, row.loss.mean)
+        look = _arm_look(names.index(row.arm))
         axes.errorbar(
             *point,
             yerr=row.loss.std,

@@ -78,7 +78,8 @@ def _setup_note(comparison: Comparison) -> str:
 
 def _data_note(comparison: Comparison) -> str:
     """The data of the first arm: results.json has its sizes."""
-    results, first = comparison.results, comparison.recipe.arms[0]
+    results = comparison.results
+    first = comparison.recipe.arms[0]
     sizes = " and ".join(
         f"{count:,} {name}" for name, count in results.data.items() if name != "sha256"
     )
@@ -247,7 +248,8 @@ def most_seeds(rows: list[TableRow]) -> int:
 
 def scope_notes(comparison: Comparison) -> list[str]:
     """What a comparison of this size can and cannot tell."""
-    rows, recipe = result_table(comparison), comparison.recipe
+    rows = result_table(comparison)
+    recipe = comparison.recipe
     if not rows:
         return []
     of_arms = [recipe.settings(arm) for arm in comparison.arms]

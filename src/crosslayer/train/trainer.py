@@ -63,7 +63,9 @@ class Diverged(Exception):
     def __init__(self, arm: str, step: int, loss: float, problem: str, checkpoint: Path | None):
         saved = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         super().__init__(f"{arm}: {problem} at step {step}; {saved}")
-        self.step, self.loss, self.problem = step, loss, problem
+        self.step = step
+        self.loss = loss
+        self.problem = problem
 
 
 class Stopped(KeyboardInterrupt):
@@ -116,14 +118,20 @@ class Trainer:
         seed: int = 0,
         task: Task = LANGUAGE,
     ):
-        self.fabric, self.examples, self.settings = fabric, examples, settings
-        self.arm, self.seed, self.task = arm, seed, task
+        self.fabric = fabric
+        self.examples = examples
+        self.settings = settings
+        self.arm = arm
+        self.seed = seed
+        self.task = task
         self.state = RunState()
         self.stop_requested = False
         self.latest_checkpoint: Path | None = None
         self.activation_bytes = self.forward_flops = 0  # of a micro-batch; `fit` measures them
 
-        data, optimization, engine = settings.data, settings.optimization, settings.engine
+        data = settings.data
+        optimization = settings.optimization
+        engine = settings.engine
         self._eval_steps = evenly_spaced_steps(optimization.steps, engine.evals)
         self._eval_indices = {
             name: evenly_spaced(len(dataset), data.batch * data.eval_batches)
@@ -213,7 +221,8 @@ class Trainer:
             Diverged: the loss or its gradient is non-finite, or the loss spiked; and `unstable` is
                 "stop", or most of the recent steps were skipped.
         """
-        optimization, engine = self.settings.optimization, self.settings.engine
+        optimization = self.settings.optimization
+        engine = self.settings.engine
         start = time.perf_counter()
         step = self.state.step + 1
 
@@ -361,7 +370,8 @@ class Trainer:
         Raises:
             ValueError: the ranks and micro-batches cannot share the batch equally.
         """
-        data, ranks = self.settings.data, self.fabric.world_size
+        data = self.settings.data
+        ranks = self.fabric.world_size
         shares = ranks * self.settings.engine.accumulate
         if data.batch % shares:
             raise ValueError(

@@ -59,7 +59,8 @@ def _law_lines(series: ScalingSeries, number: int) -> list[LineSeries]:
     (points,) = series_lines(
         series.groups, lambda group: group.mean("parameters"), "valid_loss", lambda group: ""
     )
-    points.colour, points.line = number, False
+    points.colour = number
+    points.line = False
     if series.law is None:
         return [points]
     law = series.law
@@ -89,7 +90,10 @@ def _gap_panels(scaling: Sequence[ScalingSeries]) -> Panels:
     lines = []
     for number, series in enumerate(scaling):
         line = LineSeries(series.label, number, [], [], points=True)
-        x, gaps, low, high = [], [], [], []
+        x = []
+        gaps = []
+        low = []
+        high = []
         for group in series.groups:
             reference = _of_similar_size(main.groups, group.mean("parameters"))
             if series is main or reference is None:
@@ -99,7 +103,10 @@ def _gap_panels(scaling: Sequence[ScalingSeries]) -> Panels:
             gaps.append(sum(gap) / len(gap))
             low.append(min(gap))
             high.append(max(gap))
-        line.x, line.y, line.low, line.high = x, gaps, low, high
+        line.x = x
+        line.y = gaps
+        line.low = low
+        line.high = high
         if x:
             lines.append(line)
     if not lines:
@@ -137,7 +144,8 @@ def _depth_panels(runs: TrainingRuns) -> Panels:
             for (title, part), style in zip(parts.items(), ("-", "--", ":", "-."), strict=False):
                 part.sort(key=x_of)
                 line = mean_line(part, number, [x_of(group) for group in part], "valid_loss")
-                line.label, line.style = f"{label}, {title}", style
+                line.label = f"{label}, {title}"
+                line.style = style
                 line.line = has_different_sizes(part)
                 if title == OTHER_DEPTHS:
                     line.notes = [f"{_depth_of(group):g}" for group in part]
