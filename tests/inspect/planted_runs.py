@@ -4,7 +4,13 @@ import json
 import math
 from pathlib import Path
 
-from crosslayer.run_folders import METRICS_FILE, RESULTS_FILE, RUNS_FOLDER, run_folder_name
+from crosslayer.run_folders import (
+    DATA_DIGEST,
+    METRICS_FILE,
+    RESULTS_FILE,
+    RUNS_FOLDER,
+    run_folder_name,
+)
 
 SETTINGS = {
     "family": "llama",
@@ -12,6 +18,7 @@ SETTINGS = {
     "dim": 64,
     "heads": 4,
     "model_config": {},
+    "reallocate": False,
     "context": 100,
     "batch": 10,
     "steps": 1000,
@@ -67,7 +74,8 @@ def write_comparison(
 
     Args:
         folder: of the comparison.
-        arms: by name: `connection`, `loss_of`, `options`, and fields of its result.
+        arms: by name: `connection`, `loss_of`, `options`, `own_digest` of other data, and fields of
+            its result.
         seeds: each seed's losses are 0.01 above those of the one before.
         digest: of the data.
         settings: shared options besides `SETTINGS`.
@@ -88,6 +96,8 @@ def write_comparison(
         connection, loss_of = arm.pop("connection"), arm.pop("loss_of", falling_loss)
         options = arm.pop("options", {})
         content["arms"][name] = {"connection": connection, "options": options, "paper": {}}
+        if "own_digest" in arm:
+            content["arms"][name][DATA_DIGEST] = arm.pop("own_digest")
         for seed in range(seeds):
             run = folder / RUNS_FOLDER / run_folder_name(name, seed)
             write_metrics(run, lambda step: loss_of(step) + 0.01 * seed)

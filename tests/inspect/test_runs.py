@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from crosslayer.cli.main import main
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.inspect.report import draw_views
-from crosslayer.inspect.run_groups import group_runs, split_by_data
+from crosslayer.inspect.run_groups import find_baseline_group, group_runs, split_by_data
 from crosslayer.inspect.runs import is_run_folder, read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
 from crosslayer.inspect.training_summary import (
@@ -216,6 +216,25 @@ def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
     ]
 
 
+def test_the_baseline_is_no_other_kind_of_pre_norm(tmp_path):
+    widths = {"connection": "prenorm", "options": {"reallocate": True, "lr": 2e-3}}
+    arms = {
+        "widths": {**widths, "loss_of": lambda step: falling_loss(step, speed=2)},
+        "prenorm": {"connection": "prenorm"},
+        "mudd": {"connection": "mudd", "options": {"reallocate": True}},
+    }
+    folder = write_comparison(tmp_path / "widths", arms)
+    groups = read_groups(folder)
+    assert [find_baseline_group(groups, group).label for group in groups] == ["prenorm"] * 3
+    # a run that diverged on its way has no final loss
+    content = json.loads((folder / "results.json").read_text())
+    plain = next(run for run in content["runs"] if run["arm"] == "prenorm")
+    content["runs"].remove(plain)
+    content["diverged"] = [{"arm": "prenorm", "seed": 0, "step": 1000, "loss": "nan"}]
+    (folder / "results.json").write_text(json.dumps(content))
+    assert measure_speedups(read_groups(folder), 0.99) == {}
+
+
 def test_losses_on_different_data_are_apart(tmp_path):
     def groups_of(*options):
         folders = []
@@ -245,6 +264,12 @@ def test_losses_on_different_data_are_apart(tmp_path):
     # the loss is that of the first validation set
     sets = ({"valid": {"a": "a", "b": "b"}}, {"valid": {"b": "b", "a": "a"}})
     assert len(parts_of(*({**own, "digest": "1a"} for own in sets))) == 2
+
+    # an arm of a comparison may have data of its own
+    own = {"options": {"tokenizer": "bpe:300"}, "own_digest": "2b"}
+    arms = {"plain": {"connection": "prenorm"}, "other text": {"connection": "prenorm", **own}}
+    groups = read_groups(write_comparison(tmp_path / "arms", arms, digest="1a", tokenizer="bytes"))
+    assert [title for title, _ in split_by_data(groups)] == titles
 
     other_heads = groups_of({}, {"heads": 8})
     assert summarise_training(TrainingRuns(other_heads))[1].speedup is None

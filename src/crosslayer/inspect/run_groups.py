@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..train.identity import PLACES_OF_DATA, distance_to_baseline
 from ..train.settings import ModelSettings
 from .runs import TrainingRun
 
@@ -15,7 +16,7 @@ SHAPE = ("layers", "dim")  # of a backbone
 BACKBONE = tuple(option.name for option in fields(ModelSettings) if option.name != "reallocate")
 BATCHES = ("context", "batch")
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
-DATA = ("tokenizer", "data", "valid")
+DATA = tuple(sorted(PLACES_OF_DATA))
 
 
 @dataclass
@@ -126,22 +127,23 @@ def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
 
 
 def find_baseline_group(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | None:
-    """The best pre-norm group of the same backbone, of the same length if there is one; else None.
+    """The pre-norm group of the same backbone that differs in the fewest options; of several, as
+    where learning rates were searched, the best. None without any.
 
-    There are several where learning rates were searched. The groups have the same data.
+    The groups have the same data.
     """
-    plain = [
+    settings = group.first.settings
+
+    def distance(other: RunGroup) -> tuple[bool, int, float]:
+        final_loss = min(other.values("valid_loss"), default=math.inf)
+        return *distance_to_baseline(settings, other.first.settings), final_loss
+
+    candidates = [
         other
         for other in groups
         if other.first.connection == "prenorm" and backbone_of(other) == backbone_of(group)
     ]
-    steps = group.first.settings.get("steps")
-    as_long = [other for other in plain if other.first.settings.get("steps") == steps]
-    return min(as_long or plain, key=_final_loss, default=None)
-
-
-def _final_loss(group: RunGroup) -> float:
-    return min(group.values("valid_loss"), default=math.inf)
+    return min(candidates, key=distance, default=None)
 
 
 def backbone_of(group: RunGroup) -> str:

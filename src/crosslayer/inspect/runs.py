@@ -149,12 +149,17 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
         arms = content["arms"]
         digest = str(content["data"].get("sha256", ""))
         described = {
-            name: (arm["connection"], shared | arm["options"]) for name, arm in arms.items()
+            name: (
+                arm["connection"],
+                shared | arm["options"],
+                str(arm.get(DATA_DIGEST, digest)),
+            )
+            for name, arm in arms.items()
         }
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{path}: not a comparison's results (damaged?)") from None
     runs = []
-    for name, (connection, settings) in described.items():
+    for name, (connection, settings, own_digest) in described.items():
         for seed in itertools.count():
             run = folder / RUNS_FOLDER / run_folder_name(name, seed)
             row = finished.get((name, seed)) or diverged.get((name, seed))
@@ -164,7 +169,7 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
             if (name, seed) in diverged:
                 status = "diverged"
             row = {"arm": name, "connection": connection, "seed": seed, **(row or {})}
-            runs.append(_make_run(run, row, settings, digest, status, path))
+            runs.append(_make_run(run, row, settings, own_digest, status, path))
     return runs
 
 

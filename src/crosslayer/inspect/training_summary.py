@@ -160,8 +160,8 @@ def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, floa
     """How many times fewer steps a group needs for its baseline's final loss, by its label.
 
     Means are over the seeds that both have. Groups that do not reach the loss, or have another
-    number of steps and so another schedule, are left out. Where no group is pre-norm, the first is
-    the baseline.
+    number of steps and so another schedule, are left out, and so are those whose baseline has not
+    reached its last step. Where no group is pre-norm, the first is the baseline.
 
     Args:
         groups: of one backbone and the same data.
@@ -171,6 +171,8 @@ def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, floa
     for group in groups:
         baseline = find_baseline_group(groups, group) or groups[0]
         if baseline is group or _steps_of(baseline) != _steps_of(group):
+            continue
+        if baseline.first.status and _steps_of(baseline) is not None:
             continue
         _, (curve, reference) = loss_curves(_share_seeds(group, baseline), decay)
         if curve.x and reference.x:

@@ -31,10 +31,11 @@ from .comparison_results import (
     load_results,
 )
 from .parallel import apply_recomputation, launch_fabric
-from .rate_search import FACTORS, RATES, best_factor, next_factor, scale_rates, scaled_name
+from .rate_search import FACTORS, best_factor, next_factor, scale_rates, scaled_name
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .run_state import RunResult, StepResult
+from .settings import RATES
 from .signals import StopSignals
 from .task import Examples, build_model, check_out_of_data, check_vocab, load_examples
 from .trainer import Diverged
@@ -194,15 +195,10 @@ def prepare_comparison(
         text = json.dumps({"settings": shared, "data": data}, sort_keys=True)
         folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     results = ComparisonResults(describe_environment(), shared, data, recipe.scale, first.entropy)
-    for arm in recipe.arms:
-        results.arms[arm.name] = _describe_arm(recipe, arm)
-        digest = examples[arm.name].digest
-        if digest != first.digest:  # `data` describes those of the first arm
-            results.arms[arm.name][DATA_DIGEST] = digest
-
     comparison = Comparison(recipe, seeds, folder, examples, results, search_rates)
-    if search_rates:
-        for arm in recipe.arms:
+    for arm in recipe.arms:
+        results.arms[arm.name] = _describe_arm(comparison, arm)
+        if search_rates:
             for factor in FACTORS:
                 examples[scaled_name(arm.name, factor)] = examples[arm.name]
     comparison.read_results()
@@ -262,13 +258,18 @@ def _rates_in_options(recipe: Recipe) -> Recipe:
     return replace(recipe, arms=arms, options=options, overrides=overrides)
 
 
-def _describe_arm(recipe: Recipe, arm: Arm) -> dict[str, Any]:
-    used = recipe.settings(arm).to_options()
+def _describe_arm(comparison: Comparison, arm: Arm) -> dict[str, Any]:
+    """An arm in results.json."""
+    used = comparison.recipe.settings(arm).to_options()
     # those that it is trained with: a small scale and overrides have others than the recipe
     options = {name: used.get(name, value) for name, value in arm.options.items()}
     if "pretrained" in options:  # it decides the tokenizer, unless another one is given
         options["tokenizer"] = used["tokenizer"]
-    return {"connection": arm.connection, "options": options, "paper": arm.paper}
+    described = {"connection": arm.connection, "options": options, "paper": arm.paper}
+    digest = comparison.examples[arm.name].digest
+    if digest != comparison.results.data["sha256"]:  # which is that of the first arm
+        described[DATA_DIGEST] = digest
+    return described
 
 
 def _load_examples(recipe: Recipe) -> dict[str, Examples]:
@@ -325,8 +326,7 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
                 comparison.without_memory.append((arm.name, seed))
                 torch.cuda.empty_cache()
                 continue
-            described = _describe_arm(comparison.recipe, arm)
-            comparison.results.arms.setdefault(arm.name, described)
+            comparison.results.arms.setdefault(arm.name, _describe_arm(comparison, arm))
             if isinstance(result, RunResult):
                 comparison.results.runs.append(result)
             else:

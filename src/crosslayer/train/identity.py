@@ -1,8 +1,10 @@
 """Whether two runs or comparisons are the same one: what differs between their descriptions."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from .settings import GROUP_OF_OPTION, RATES, ModelSettings
 
 # Options that only locate the data and the tokenizer: `DATA_DIGEST` identifies what they are.
 PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
@@ -23,3 +25,26 @@ def first_difference(
         if before.get(key) != now.get(key):
             return f"with {key} = {before.get(key)!r}; here it is {now.get(key)!r}"
     return ""
+
+
+def distance_to_baseline(
+    options: Mapping[str, Any], of_prenorm: Mapping[str, Any]
+) -> tuple[bool, int]:
+    """How far a pre-norm run is from a run that might be compared with it: the least is the best.
+
+    Learning rates do not count, because a search chooses them. Nor do the run's own re-allocated
+    widths, which are a part of MUDD.
+
+    Args:
+        options: of the run, by name.
+        of_prenorm: of the pre-norm run.
+
+    Returns:
+        Whether their backbones differ, and the number of options that do.
+    """
+    own = {**options, "reallocate": False}
+    other = {"reallocate": False, **of_prenorm}
+    names = (own.keys() | other.keys()) - set(RATES)
+    differing = [name for name in names if own.get(name) != other.get(name)]
+    differs_in_model = any(GROUP_OF_OPTION.get(name) is ModelSettings for name in differing)
+    return differs_in_model, len(differing)

@@ -13,7 +13,6 @@ from .settings import OptimizationSettings
 
 # All that a search may try.
 FACTORS = tuple(2.0**power for power in range(-5, 6))
-RATES = ("lr", "muon_lr")
 
 
 def scale_rates(arm: Arm, optimization: OptimizationSettings, factor: float) -> Arm:

@@ -12,11 +12,11 @@ from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
 from .optimizers import warmup_steps
-from .rate_search import FACTORS, RATES, best_factor, is_limit, next_factor, scaled_name
+from .rate_search import FACTORS, best_factor, is_limit, next_factor, scaled_name
 from .recipe import Arm
 from .results_table import TableRow, differing_execution, format_loss, result_table
 from .run_state import RunResult
-from .settings import CHANGEABLE_OPTIONS, DataSettings, ModelSettings, Settings
+from .settings import CHANGEABLE_OPTIONS, RATES, DataSettings, ModelSettings, Settings
 
 SAME_RATE = "at the given lr"
 # A warm-up of fewer steps can favour other connections over pre-norm (docs/evidence.md).

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 from ..intervals import Interval, mean_interval
 from .compare import Comparison
-from .identity import PLACES_OF_DATA
-from .rate_search import RATES
+from .identity import PLACES_OF_DATA, distance_to_baseline
 from .recipe import Arm
-from .settings import GROUP_OF_OPTION, ModelSettings
 
 NOT_KNOWN = "–"
 
@@ -131,8 +129,6 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
 def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
     """The PreNorm arm to compare with, if one has the same data: of those with the same backbone,
     or else of all, the first that differs in the fewest options.
-
-    Learning rates do not count, because a search chooses them.
     """
     candidates = [
         other
@@ -140,16 +136,11 @@ def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
         if other.connection == "prenorm"
         and all(other.options.get(name) == arm.options.get(name) for name in PLACES_OF_DATA)
     ]
-
-    own = {name: value for name, value in arm.options.items() if name != "reallocate"}  # MUDD's
-
-    def distance(other: Arm) -> tuple[bool, int]:
-        names = (own.keys() | other.options.keys()) - set(RATES)
-        differing = [name for name in names if own.get(name) != other.options.get(name)]
-        differs_in_model = any(GROUP_OF_OPTION[name] is ModelSettings for name in differing)
-        return differs_in_model, len(differing)
-
-    return min(candidates, key=distance, default=None)
+    return min(
+        candidates,
+        key=lambda other: distance_to_baseline(arm.options, other.options),
+        default=None,
+    )
 
 
 def format_mean_std(value: MeanStd, form: str) -> str:

@@ -255,6 +255,7 @@ class EngineSettings:
 
 GROUPS: tuple[Any, ...] = (ModelSettings, DataSettings, OptimizationSettings, EngineSettings)
 GROUP_OF_OPTION = {f.name: group for group in GROUPS for f in fields(group)}
+RATES = ("lr", "muon_lr")  # what a search of the learning rate changes
 
 # options of a recipe that the command line does not have
 YAML_ONLY = frozenset(
