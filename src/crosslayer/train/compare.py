@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +35,7 @@ from .rate_search import FACTORS, best_factor, next_factor, scale_rates, scaled_
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .run_state import RunResult, StepResult
-from .settings import RATES
+from .settings import RATES, OptimizationSettings
 from .signals import StopSignals
 from .task import Examples, build_model, check_out_of_data, check_vocab, load_examples
 from .trainer import Diverged
@@ -113,7 +113,12 @@ class Comparison:
 
     def arm_at(self, arm: Arm, factor: float) -> Arm:
         """An arm of the recipe with its learning rates times a factor."""
-        return scale_rates(arm, self.recipe.settings(arm).optimization, factor)
+        return scale_rates(arm, self._optimization_settings[arm.name], factor)
+
+    @cached_property
+    def _optimization_settings(self) -> dict[str, OptimizationSettings]:
+        """Those of each arm of the recipe. A report asks for them hundreds of times."""
+        return {arm.name: self.recipe.settings(arm).optimization for arm in self.recipe.arms}
 
     def losses_by_rate(self, arm: Arm) -> dict[float, dict[int, float]]:
         """The loss of each seed at each factor of an arm's rates; infinite where it diverged."""
