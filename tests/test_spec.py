@@ -325,11 +325,11 @@ def test_a_state_needs_a_field_for_the_write():
         connection.init(torch.randn(1, 2, 8))
 
 
-def test_gate_fields_are_fields_of_the_state():
-    with pytest.raises(TypeError, match=r"gate_fields names 'gate', but the fields .* are h, y"):
+def test_the_gate_field_is_a_field_of_the_state():
+    with pytest.raises(TypeError, match=r"gate_field is 'gate', but the fields .* are h, y"):
 
         class Gated(Connection[Pending]):
-            gate_fields = ("gate",)
+            gate_field = "gate"
 
 
 def test_a_class_outside_the_package_has_no_name():

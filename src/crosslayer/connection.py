@@ -136,7 +136,8 @@ class Connection(nn.Module, Generic[StateT]):
             of `InitialFunction`. An instance whose options change that sets another.
         norms_its_stream: applies the sub-layers' norms to its streams, so the model that it
             connects must have these norms.
-        gate_fields: fields of the state that weight the pending write. Diagnostics log them.
+        gate_field: the field of the state that weights the pending write, if there is one.
+            Diagnostics log it.
         weight_decay_params: own parameters that take weight decay. The others take none.
         test_variants: specs with options that the laws (crosslayer.testing.laws) cover too.
         options: the options of the spec that built this connection.
@@ -157,13 +158,13 @@ class Connection(nn.Module, Generic[StateT]):
     norms_its_stream: ClassVar[bool] = False
     parts_are_streams: ClassVar[bool] = False
     part_label: ClassVar[str] = "part {}"
-    gate_fields: ClassVar[tuple[str, ...]] = ()
+    gate_field: ClassVar[str] = ""
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
     test_variants: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for attribute in ("gate_fields", "weight_decay_params", "test_variants"):
+        for attribute in ("weight_decay_params", "test_variants"):
             if isinstance(getattr(cls, attribute), str):
                 raise TypeError(f"{cls.__name__}: {attribute} must contain names, got a string")
         package, _, module = cls.__module__.rpartition(".")

@@ -61,12 +61,11 @@ def _check_state_fields(cls: Any, state: Any) -> None:
             f"{cls.__name__}: its state {getattr(state, '__name__', state)} must be a NamedTuple "
             "with a field `y: Tensor | None = None`, where `write` records the sub-layer's output"
         )
-    for field in cls.gate_fields:
-        if field not in fields:
-            raise TypeError(
-                f"{cls.__name__}: gate_fields names {field!r}, but the fields of its "
-                f"state {state.__name__} are {', '.join(fields)}"
-            )
+    if cls.gate_field and cls.gate_field not in fields:
+        raise TypeError(
+            f"{cls.__name__}: gate_field is {cls.gate_field!r}, but the fields of its "
+            f"state {state.__name__} are {', '.join(fields)}"
+        )
 
 
 def check_mixed(connection: Any, state: Any, mixed: Any) -> None:

@@ -47,7 +47,7 @@ class AltUp(FusedNormConnection[Alternating]):
     """
 
     initial_function: InitialFunction = "prenorm up to scale of readout"
-    gate_fields = ("g",)
+    gate_field = "g"
     sums_streams = True
     test_variants = ("altup(streams=3)",)
 

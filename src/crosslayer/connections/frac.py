@@ -48,7 +48,7 @@ class Frac(Connection[Streams]):
 
     initial_function = "bitwise prenorm"
     parts_are_streams = True
-    gate_fields = ("beta",)
+    gate_field = "beta"
     test_variants = ("frac(dynamic=False)",)
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})
 

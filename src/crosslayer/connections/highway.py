@@ -39,7 +39,7 @@ class Highway(Connection[Carried]):
     """
 
     initial_function = "other"
-    gate_fields = ("g",)
+    gate_field = "g"
     weight_decay_params = frozenset({"W"})
 
     def __init__(self, site: Site, dim: int, norm: NormFactory, bias: float = -2.0):

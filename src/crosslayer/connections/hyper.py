@@ -87,7 +87,7 @@ class Hyper(FusedNormConnection[Streams]):
 
     initial_function: InitialFunction = "prenorm up to scale of readout"
     parts_are_streams = True
-    gate_fields = ("beta",)
+    gate_field = "beta"
     sums_streams = True
     test_variants = (
         "hyper(streams=2, dynamic=False)",

@@ -71,7 +71,7 @@ class MGR(FusedNormConnection[Gated]):
     """
 
     parts_are_streams = True
-    gate_fields = ("beta",)
+    gate_field = "beta"
     initial_function = "other"
     test_variants = (
         "mgr(gate='independent')",

@@ -85,7 +85,7 @@ class MHC(FusedNormConnection[Manifold]):
     """
 
     parts_are_streams = True
-    gate_fields = ("post",)
+    gate_field = "post"
     sums_streams = True
     initial_function = "prenorm up to scales"
     weight_decay_params = frozenset({"fn"})

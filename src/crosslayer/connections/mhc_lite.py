@@ -48,7 +48,7 @@ class MHCLite(FusedNormConnection[Streams]):
     """
 
     parts_are_streams = True
-    gate_fields = ("beta",)
+    gate_field = "beta"
     sums_streams = True
     initial_function = "prenorm up to scales"
     weight_decay_params = frozenset({"dynamic_alpha_fn", "dynamic_beta_fn"})

@@ -32,7 +32,7 @@ class SkipGain(Connection[Gained]):
     """
 
     initial_function = "bitwise prenorm"
-    gate_fields = ("gain",)
+    gate_field = "gain"
     weight_decay_params = frozenset({"gain"})
 
     def __init__(self, site: Site, dim: int, norm: NormFactory):

@@ -4,7 +4,8 @@ A text is scored in windows of `context` tokens. Each window ends `stride` token
 one and scores only these, so every token is scored once, with at least `context - stride` tokens
 before it (fewer at the beginning). The default stride is the context, which gives the windows of
 the harness's `loglikelihood_rolling`. The first token follows BOS, or EOS where the tokenizer has
-no BOS; with neither it is not scored. Documents are independent. (streams.py joins them.)
+no BOS; with neither it is not scored, and bytes and words are counted in proportion to the tokens
+that are. Documents are independent. (streams.py joins them.)
 """
 
 import math
@@ -70,25 +71,24 @@ def text_perplexity(
         raise ValueError(f"stride must be from 1 to the context of {context}, got {stride}")
     first_token = find_first_token(tokenizer, model)
     windows: list[ScoredWindow] = []
-    scored_bytes = words = 0
+    text_bytes = words = text_tokens = 0
     for text in texts:
         encoded = encode_text(text, tokenizer)
         tokens = encoded.ids.tolist()
-        scored_bytes += encoded.text_bytes
+        text_bytes += encoded.text_bytes
         words += encoded.words
+        text_tokens += len(tokens)
         if first_token is not None:
             tokens = [first_token, *tokens]
-        else:
-            scored_bytes -= len(tokenizer.decode(tokens[:1]).encode())
         windows += rolling_windows(tokens, context, stride)
     count = sum(len(window.target) for window in windows)
     if count == 0:
         raise ValueError("the text has no token to score")
-    nats = -sum(log_likelihoods(model, windows, batch_size))
+    loss = -sum(log_likelihoods(model, windows, batch_size)) / count
     return TextPerplexity(
         tokens=count,
-        loss=nats / count,
-        perplexity=exp_or_inf(nats / count),
-        bits_per_byte=nats / math.log(2) / scored_bytes,
-        word_perplexity=exp_or_inf(nats / max(words, 1)),
+        loss=loss,
+        perplexity=exp_or_inf(loss),
+        bits_per_byte=loss / math.log(2) / (text_bytes / text_tokens),
+        word_perplexity=exp_or_inf(loss * text_tokens / max(words, 1)),
     )

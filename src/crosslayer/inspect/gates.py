@@ -116,12 +116,12 @@ class GateRecorder:
 
     def add_gates(self, visit: SiteVisit, label: str, writer: str) -> None:
         """label: of the site.  writer: of the sub-layer before it."""
-        for name in visit.connection.gate_fields:
-            gate = getattr(visit.state, name)
-            if gate is not None:
-                channels = gate.shape[-1]
-                record = self._records.setdefault(label, _GateRecord(name, writer, channels))
-                record.add(gate.float().reshape(-1, channels))
+        name = visit.connection.gate_field
+        gate = getattr(visit.state, name, None)
+        if gate is not None:
+            channels = gate.shape[-1]
+            record = self._records.setdefault(label, _GateRecord(name, writer, channels))
+            record.add(gate.float().reshape(-1, channels))
 
     def result(self) -> dict[str, GateStatistics]:
         """By the label of the site."""

@@ -20,7 +20,7 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
     """Scalars by name and site k, from one forward pass.
 
     stream/k    root mean square of what the sub-layer of site k reads, before its norm
-    gate/k      mean of the gate on the pending write, for methods that declare `gate_fields`
+    gate/k      mean of the gate on the pending write, for methods that declare a `gate_field`
     gain/k      how much a change of y_k, the output of sub-layer k (0: the embedding), changes what
                 the output head reads, in a random direction and through the connections alone. 1
                 for every k in pre-norm; that of y_0 is the composite gain.
@@ -70,10 +70,9 @@ def _replay_connections(sites: list[Connection], outputs: list[Tensor]) -> dict[
                 break
             # most methods' norms apply to the inputs alone and need not run
             state = site.read(state)[1] if site.norms_its_stream else mixed_state
-            for name in site.gate_fields:
-                gate = getattr(state, name)
-                if gate is not None:
-                    metrics[f"gate/{k}"] = gate.detach().float().mean().item()
+            gate = getattr(state, site.gate_field, None)
+            if gate is not None:
+                metrics[f"gate/{k}"] = gate.detach().float().mean().item()
             state = site.write(state, outputs[k + 1])
 
         generator = torch.Generator(hidden.device).manual_seed(0)
