@@ -144,14 +144,14 @@ def train_retrofit(
     fabric = launch_fabric(settings.engine)
     model = build_model(settings, start, examples.num_classes, seed)
     trainer = Trainer(fabric, model, examples, settings, Arm.from_row(connection), seed)
-    connecting = ConnectAtStep(switch, connection)
-    trainer.fit([connecting])
+    callbacks = [ConnectAtStep(switch, connection)] if switch else []
+    trainer.fit(callbacks)
     result = trainer.result()
     return RetrofitRun(
         connection=connection,
         switch=switch,
         seed=seed,
-        loss_change=connecting.loss_change,
+        loss_change=callbacks[0].loss_change if callbacks else None,
         valid_loss=result.valid_loss,
         curve=result.curve,
         seconds=result.seconds,

@@ -56,6 +56,20 @@ def check_non_negative(**options: float) -> None:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
 
 
+def check_idle_options(cause: str, **options: tuple[Any, Any]) -> None:
+    """Raise a ValueError for an option that would change nothing.
+
+    Args:
+        cause: the option that makes it so, like "dynamic=False".
+        options: the value and the default of each option that is idle then.
+    """
+    for name, (value, default) in options.items():
+        if value != default:
+            raise ValueError(
+                f"{name}={value!r} and {cause} exclude each other: {name} would change nothing"
+            )
+
+
 def check_option_type(name: str, value: object, annotation: Any) -> None:
     """Raise a ValueError for an option whose value does not fit the annotation of its parameter."""
     if not _fits_kind(value, annotation):

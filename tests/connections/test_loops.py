@@ -736,24 +736,29 @@ def hyper(
 loop_of("hyper")(hyper(4))
 
 
-DYNAMIC = st.sampled_from([(True, True), (True, False), (False, True)])
-STATS = st.sampled_from(["layernorm", "rmsnorm", "unweighted"])
+# dynamic, tanh, stats, eps
+STATIC = (False, True, "layernorm", None)
+DYNAMIC = st.tuples(
+    st.just(True),
+    st.booleans(),
+    st.sampled_from(["layernorm", "rmsnorm", "unweighted"]),
+    st.sampled_from([None, 1e-2]),
+)
 
 
 @few
 @given(
     case=cases,
     n=st.sampled_from([4, 3, 2, 5, 1]),
-    how=DYNAMIC,
-    stats=STATS,
+    how=DYNAMIC | st.just(STATIC),
     beta=st.sampled_from([1.0, 0.5, 2**0.5]),
-    eps=st.sampled_from([None, 1e-2]),
 )
-@example(case=Case(), n=4, how=(True, True), stats="layernorm", beta=1.0, eps=None)
-@example(case=Case(), n=4, how=(True, True), stats="rmsnorm", beta=1.0, eps=1e-2)
-@example(case=Case(), n=2, how=(True, False), stats="unweighted", beta=1.0, eps=None)
-def test_hyper(case, n, how, stats, beta, eps):
-    dynamic, tanh = how
+@example(case=Case(), n=4, how=(True, True, "layernorm", None), beta=1.0)
+@example(case=Case(), n=4, how=(True, True, "rmsnorm", 1e-2), beta=1.0)
+@example(case=Case(), n=2, how=(True, False, "unweighted", None), beta=1.0)
+@example(case=Case(), n=3, how=STATIC, beta=1.0)
+def test_hyper(case, n, how, beta):
+    dynamic, tanh, stats, eps = how
     spec = (
         f"hyper(streams={n}, dynamic={dynamic}, tanh={tanh}, stats={stats!r}, beta={beta!r}, "
         f"eps={eps})"
@@ -866,8 +871,11 @@ def frac(m: int, dynamic: bool, tanh: bool) -> Loop:
 loop_of("frac")(frac(2, dynamic=True, tanh=True))
 
 
+FRAC_KINDS = st.sampled_from([(True, True), (True, False), (False, True)])  # dynamic, tanh
+
+
 @few
-@given(case=cases, m=st.sampled_from([2, 3, 4, 1]), width=st.integers(1, 3), how=DYNAMIC)
+@given(case=cases, m=st.sampled_from([2, 3, 4, 1]), width=st.integers(1, 3), how=FRAC_KINDS)
 @example(case=Case(), m=2, width=3, how=(True, True))
 @example(case=Case(), m=4, width=2, how=(False, True))
 def test_frac(case, m, width, how):
@@ -967,6 +975,12 @@ def mhc(o: MHCOptions) -> Loop:
 loop_of("mhc")(mhc(MHCOptions()))
 
 
+def without_idle_options(options: MHCOptions) -> MHCOptions:
+    if options.residual == "sinkhorn":
+        return options
+    return options._replace(iterations=20, orientation="src dst", order="src last")
+
+
 mhc_options = st.builds(
     MHCOptions,
     streams=st.sampled_from([4, 3, 2, 1]),
@@ -979,7 +993,7 @@ mhc_options = st.builds(
     eps=st.sampled_from([1e-6, 1e-3]),
     norm_eps=st.sampled_from([1e-6, 1e-3]),
     magnitude=st.sampled_from([2.0, 1.5]),
-)
+).map(without_idle_options)
 
 
 @few

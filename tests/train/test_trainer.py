@@ -26,7 +26,7 @@ from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
 from crosslayer.run_folders import checkpoint_name
-from crosslayer.train.callbacks import ConnectAtStep
+from crosslayer.train.callbacks import ConnectAtStep, SaveCheckpoints
 from crosslayer.train.checkpoint import list_checkpoints
 from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.parallel import prepare_model
@@ -290,10 +290,13 @@ def test_evaluation_has_no_more_in_memory_than_training(text, monkeypatch):
     assert batches == [2]
 
 
-def test_a_run_that_changes_its_connection(text):
+def test_a_run_that_changes_its_connection(text, tmp_path):
     trainer, expected = make_trainer(text, "prenorm"), make_trainer(text, "hyper")
-    trainer.fit([ConnectAtStep(4, "hyper")])
+    trainer.fit([ConnectAtStep(4, "hyper"), SaveCheckpoints(tmp_path, every=6)])
     expected.measure_costs()
+    assert trainer.result().connection == "hyper"
+    with pytest.raises(ValueError, match="another run, with connection = 'hyper'"):
+        SaveCheckpoints(tmp_path, every=6).resume(make_trainer(text, "prenorm"))
     assert trainer.result().activation_bytes == expected.activation_bytes
     assert trainer.forward_flops == expected.forward_flops
     # the backbone's states of the optimizer are kept: they have counted all 12 steps
@@ -305,6 +308,10 @@ def test_a_run_that_changes_its_connection(text):
     assert 8 in steps_taken.values()
     with pytest.raises(ValueError, match="a compiled model cannot change its connection"):
         make_trainer(text, "prenorm", compile="layers").fit([ConnectAtStep(4, "hyper")])
+    with pytest.raises(ValueError, match="a step from 1 to 12, got 13"):
+        make_trainer(text, "prenorm").fit([ConnectAtStep(13, "hyper")])
+    with pytest.raises(ValueError, match="unknown connection 'hyperr'"):
+        ConnectAtStep(4, "hyperr")
 
 
 def test_folders_of_other_names_are_left_alone(text, left):

@@ -62,14 +62,6 @@ class AlphaBetaConnection(Protocol):
     norm_bias: Tensor | None
 
 
-def check_bound(dynamic: bool, tanh: bool) -> None:
-    """Raise a ValueError where there is no dynamic part for tanh to leave unbounded."""
-    if not (dynamic or tanh):
-        raise ValueError(
-            "tanh=False and dynamic=False exclude each other: tanh bounds the dynamic part alone"
-        )
-
-
 def add_alpha_and_beta(
     connection: AlphaBetaConnection, width: int, streams: int, columns: int
 ) -> None:

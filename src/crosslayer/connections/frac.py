@@ -23,11 +23,10 @@ from ..connection import Connection, NormFactory, Site
 from ..mixing import MixingWeights, identity_weights
 from ..ops import depth_connection, hyper_connection, mix_streams
 from ..ops.hyper import BoundName
-from ..validation import check_positive
+from ..validation import check_idle_options, check_positive
 from ._alpha_beta import (
     STREAM_STATISTICS,
     add_alpha_and_beta,
-    check_bound,
     coefficient_map,
     reset_alpha_and_beta,
     width_weights,
@@ -65,7 +64,8 @@ class Frac(Connection[Streams]):
         check_positive(fractions=fractions)
         if dim % fractions:
             raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
-        check_bound(dynamic, tanh)
+        if not dynamic:
+            check_idle_options("dynamic=False", tanh=(tanh, True))
         self.m = fractions
         self.fractions = fractions
         self.weighs_channels = True

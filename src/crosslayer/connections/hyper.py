@@ -38,11 +38,10 @@ from ..ops import (
     width_connection,
 )
 from ..ops.hyper import BoundName
-from ..validation import check_non_negative, check_positive
+from ..validation import check_idle_options, check_non_negative, check_positive
 from ._alpha_beta import (
     STREAM_STATISTICS,
     add_alpha_and_beta,
-    check_bound,
     coefficient_map,
     reset_alpha_and_beta,
     width_weights,
@@ -114,7 +113,10 @@ class Hyper(FusedNormConnection[Streams]):
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
-        check_bound(dynamic, tanh)
+        if not dynamic:
+            check_idle_options(
+                "dynamic=False", tanh=(tanh, True), stats=(stats, "layernorm"), eps=(eps, None)
+            )
         if matrix is not None and beta != 1.0:
             raise ValueError(
                 "matrix and beta exclude each other: the first row of the matrix is beta"
@@ -223,6 +225,8 @@ def _split_matrix(
             f"matrix must be {n + 1} by {n + 1} for {n} streams, or a list of such matrices, "
             f"got {matrix!r}"
         )
+    if rows[0][0] != 0:
+        raise ValueError(f"the first number of matrix must be 0, as in Eq. 17, got {rows[0][0]!r}")
     beta = list(rows[0][1:])
     alpha = [list(row) for row in rows[1:]]
     return alpha, beta

@@ -41,7 +41,7 @@ from ..ops import (
     width_connection,
     write_norm_project,
 )
-from ..validation import check_non_negative, check_positive
+from ..validation import check_idle_options, check_non_negative, check_positive
 from ._streams import streams_memory_traffic, write_to_streams
 
 Orientation = Literal["src dst", "dst src"]
@@ -124,6 +124,13 @@ class MHC(FusedNormConnection[Manifold]):
             raise ValueError(
                 f"single_pass and readout={readout!r} exclude each other: "
                 "the readout of a single pass uses the last pre"
+            )
+        if residual == "identity":
+            check_idle_options(
+                "residual='identity'",
+                iterations=(iterations, 20),
+                orientation=(orientation, "src dst"),
+                order=(order, "src last"),
             )
         self.n = streams
         self.iterations = iterations

@@ -46,7 +46,7 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, join_rows
 from ..norms import NormSpec, add_write, rms, rstd
 from ..ops import add_norm, depth_mix, project_tall, write_norm_project
-from ..validation import check_non_negative, check_positive
+from ..validation import check_idle_options, check_non_negative, check_positive
 from ._dense import (
     DepthAverages,
     History,
@@ -153,6 +153,13 @@ class Mudd(FusedNormConnection[History]):
         if window is not None:
             check_positive(window=window)
         check_non_negative(eps=eps)
+        if not dynamic:
+            check_idle_options(
+                "dynamic=False",
+                round64=(round64, False),
+                expand_last=(expand_last, False),
+                gelu=(gelu, "erf"),
+            )
         form = NORMED_FORMS[normed]
         if form.norms_sources and (dilation, period) != (1, 1):
             raise ValueError(

@@ -1,6 +1,7 @@
 """What a run does between steps: save, log, show its progress, change its connection."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from ..data.sampler import evenly_spaced_steps
 from ..hf import connect, disconnect
 from ..run_folders import kept_model_name
+from ..spec import make
 from .averaging import averaged_weights
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
@@ -152,8 +154,9 @@ class OnStep(Callback):
 class ConnectAtStep(Callback):
     """Replaces the model's connection after a step. Optimizer states of the backbone are kept.
 
-    The costs in the run's result are those of the new model. Checkpoints after that step cannot be
-    resumed: the model would be built with the first connection again, whose parameters are others.
+    The run's result names the new connection, and has the costs of the new model. Checkpoints after
+    that step cannot be resumed: the model would be built with the first connection again, whose
+    parameters are others. So they are those of another run.
 
     Args:
         step: the step after which it happens.
@@ -161,14 +164,23 @@ class ConnectAtStep(Callback):
 
     Attributes:
         loss_change: change of the first validation set's loss at the switch; None before it.
+
+    Raises:
+        ValueError: the connection is unknown; or, before the first step, the run has no such step
+            or a compiled model.
     """
 
     def __init__(self, step: int, spec: str):
         self.step = step
-        self.spec = spec
+        self.spec = str(make(spec))
         self.loss_change: float | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
+        steps = trainer.settings.optimization.steps
+        if not 1 <= self.step <= steps:
+            raise ValueError(
+                f"the connection can change after a step from 1 to {steps}, got {self.step}"
+            )
         if trainer.settings.engine.compile != "none":
             raise ValueError("a compiled model cannot change its connection; set compile to none")
 
@@ -180,5 +192,6 @@ class ConnectAtStep(Callback):
         model: Any = disconnect(trainer.model)
         torch.manual_seed(trainer.seed)  # of the connection's initial parameters
         trainer.set_model(connect(model, self.spec))
+        trainer.arm = replace(trainer.arm, connection=self.spec)
         trainer.measure_costs()
         self.loss_change = trainer.evaluate()[first]["loss"] - before
