@@ -67,6 +67,9 @@ def test_equal_options_in_another_order_are_one_spec():
 
 def test_former_names():
     assert make("gains") == make("skip_gain") and make("residual_dual") == make("resi_dual")
+    assert ConnectionSpec("gains").method is make("skip_gain").method
+    with pytest.raises(ValueError, match=r"unknown connection 'muud' \(did you mean 'mudd'"):
+        _ = ConnectionSpec("muud").method
 
 
 @pytest.mark.parametrize(

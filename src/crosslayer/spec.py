@@ -38,7 +38,7 @@ class ConnectionSpec:
     @property
     def method(self) -> type[Connection[Any]]:
         """The class of this name."""
-        return find_method(self.name)
+        return find_method(current_name(self.name))
 
     def __call__(self, site: Site, dim: int, norm: NormFactory) -> Connection[Any]:
         """Build the connection of one site.

@@ -32,6 +32,7 @@ from crosslayer.inspect import (
     find_patterns,
     measure_cosines,
     measure_scales,
+    observe_model,
     summarise_mixing,
     unfold_connections,
 )
@@ -114,6 +115,25 @@ def test_the_map_of_the_outputs_is_each_input(spec, parallel):
     for row, label in zip(unfolded.mean, unfolded.inputs, strict=True):
         if label.startswith("0."):
             assert row[2:].abs().max() == 0
+
+
+@pytest.mark.parametrize("spec", DEFAULTS)
+def test_the_written_parts_of_each_token(spec):
+    """Weights may differ by token, by channel, or by both (highway)."""
+    visits = []
+
+    class Recorder:
+        def visit_site(self, visit):
+            visits.append((visit.weights.write, visit.parts, visit.written))
+
+    observe_model(backbone(spec), BATCHES[:1], [Recorder()])
+    assert len(visits) == 7
+    for write, parts, written in visits:
+        of_tokens = write.float().expand(1, 29, *write.shape[-3:])[0]
+        assert len(of_tokens) == len(parts) == len(written) == 29
+        for matrix, of_token, result in zip(of_tokens, parts, written, strict=True):
+            expected = sum(matrix[:, i] * part for i, part in enumerate(of_token))
+            torch.testing.assert_close(result, expected)
 
 
 def test_a_wrong_weight_shows_in_the_error(monkeypatch):
@@ -346,6 +366,7 @@ def test_labels_of_parts(spec, parts):
 
 def test_nothing_is_changed_in_a_plain_model():
     model = backbone(None).train()
+    config = model.config
     model.layers[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kinds = [type(module) for module in model.modules()]
@@ -357,6 +378,7 @@ def test_nothing_is_changed_in_a_plain_model():
     assert model.training
     assert not model.layers[1].training
     assert model.state_dict().keys() == before.keys()
+    assert model.config is config
     assert torch.equal(model(IDS).last_hidden_state, out)
 
 

@@ -132,7 +132,7 @@ class SiteVisit:
             write = write.flatten(0, -4)
         if write.shape[-1] == 1:
             return write[..., 0] @ self.parts
-        return torch.einsum("...oik,nik->nok", write, self.parts)
+        return torch.einsum("...oik,...ik->...ok", write, self.parts)
 
 
 class Analysis(Protocol):
@@ -188,11 +188,15 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
     if find_connections(model):
         yield
         return
+    # The model gets a config of its own, which names the connection.
+    configs = [(module, module.config) for module in model.modules() if "config" in vars(module)]
     connect(model, plain_connection(model))
     try:
         yield
     finally:
         remove_connections(model)
+        for module, config in configs:
+            module.config = config
 
 
 def find_body(model: nn.Module, arguments: ModelInputs) -> nn.Module:

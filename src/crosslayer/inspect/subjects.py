@@ -140,7 +140,7 @@ def _split_documents(
     if not all(document.label for document in first):
         return {"": chain(first, documents)}
     by_label: dict[str, list[Document]] = {}
-    for document in chain(first, islice(documents, LABELLED_DOCUMENTS - len(first))):
+    for document in chain(first, islice(documents, max(0, LABELLED_DOCUMENTS - len(first)))):
         of_label = by_label.setdefault(document.label, [])
         if len(of_label) < most:
             of_label.append(document)

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import yaml
+
 from ..errors import error_in_one_line
 from ..spec import make
-from ..validation import check_choice, did_you_mean
+from ..validation import check_choice, check_plain, did_you_mean
 from .settings import GROUP_OF_OPTION, NEW_BACKBONE_OPTIONS, Settings, parse_options
 from .task import LANGUAGE, Task
 
@@ -203,17 +205,24 @@ def load_recipe(
     return recipe
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """Refuses a key that is repeated, where YAML takes the last value."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"the key {key!r} is repeated")
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a recipe's file, of text, numbers, lists and mappings alone."""
-    import yaml
-
     try:
         if not path.is_file():
             raise ValueError("not a regular file")
-        loader = yaml.SafeLoader(path.read_text("utf8"))
-        node = loader.get_single_node()
-        _check_yaml(node, "the file", set())
-        options = loader.construct_document(node) if node else None
+        options = yaml.load(path.read_text("utf8"), _RecipeLoader)
+        check_plain("the file", options)
     except RecursionError:
         raise ValueError(f"{path}: cannot be read as a recipe (nested too deep)") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -222,38 +231,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ValueError(f"{path}: not a recipe, which is a mapping of options and `arms`")
     return options
-
-
-def _check_yaml(node: Any, where: str, seen: set[int]) -> None:
-    """Raise a ValueError for what a recipe never needs: aliases, keys that are no text or are
-    repeated, and values like dates.
-
-    Args:
-        node: of the document, as PyYAML composes it.
-        where: the key of the node.
-        seen: ids of the nodes before it. An alias is its anchor's node, and could expand a small
-            file without bound.
-    """
-    if node is None:
-        return
-    if id(node) in seen:
-        raise ValueError(f"{where} is an alias; write its value out")
-    seen.add(id(node))
-    kind = node.tag.removeprefix("tag:yaml.org,2002:")
-    if kind not in ("map", "seq", "str", "int", "float", "bool", "null"):
-        raise ValueError(f"{where} is a {kind}, expected text, a number, a list or a mapping")
-    if kind == "seq":
-        for number, item in enumerate(node.value, start=1):
-            _check_yaml(item, f"item {number} of {where}", seen)
-    elif kind == "map":
-        keys = set()
-        for key, value in node.value:
-            if not key.tag.endswith(":str"):
-                raise ValueError(f"the key {reprlib.repr(key.value)} of {where} is not text")
-            if key.value in keys:
-                raise ValueError(f"the key {key.value!r} of {where} is repeated")
-            keys.add(key.value)
-            _check_yaml(value, repr(key.value), seen)
 
 
 def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
