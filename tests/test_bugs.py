@@ -24,7 +24,6 @@ from crosslayer.connections.mhc import MHC
 from crosslayer.norms import add_write
 from crosslayer.ops import attention, depth_mix, depth_scores, gate, project
 from crosslayer.ops import hyper as hyper_op
-from crosslayer.testing.tiny_model import DEFAULTS
 from tests import test_laws as laws
 from tests import test_optim as optim_tests
 from tests.connections import test_golden as golden
@@ -48,25 +47,6 @@ def bug(**checks: Check) -> Callable[[Plant], Plant]:
 
 
 # ---- checks that are no test of another file
-
-
-def two_depths_at_once(spec: str) -> None:
-    """Two inputs that take turns in one model, sub-layer by sub-layer, do not see each other."""
-    sites = laws.chain(spec, parallel=False)
-    x = torch.randn(2, 1, 4, 6, dtype=torch.float64)
-    alone = [laws.run(sites, one_input) for one_input in x]
-    states = [sites[0].init(one_input) for one_input in x]
-    for k, site in enumerate(sites[:-1]):
-        for i in range(2):
-            inputs, states[i] = site.read(states[i])
-            states[i] = site.write(states[i], laws.sublayer(k, inputs))
-    for state, expected in zip(states, alone, strict=True):
-        assert torch.equal(sites[-1].readout(state), expected)
-
-
-@pytest.mark.parametrize("spec", DEFAULTS)
-def test_two_depths_at_once(spec):
-    two_depths_at_once(spec)
 
 
 def gradcheck_sinkhorn() -> None:
@@ -338,7 +318,7 @@ def denseformer_keeps_its_history_on_the_module(patch):
     patch.setattr(DenseFormer, "mix_inputs", mix_inputs)
 
 
-@bug(two_depths=partial(two_depths_at_once, "denseformer"))
+@bug(law=partial(laws.test_two_inputs_by_turns, "denseformer", False))
 def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
     # The law on attributes cannot see it: the list is the same object all the time.
     history: list[Tensor] = []
@@ -354,6 +334,17 @@ def denseformer_keeps_its_history_in_a_list_of_its_own(patch):
         return (h,), History((), h)
 
     patch.setattr(denseformer.DenseFormer, "mix_inputs", mix_inputs)
+
+
+@bug(law=partial(laws.test_every_token_is_alone, "denseformer", False))
+def denseformer_sees_the_other_sequences(patch):
+    right = DenseFormer.mix_inputs
+
+    def mix_inputs(self, state):
+        (h,), state = right(self, state)
+        return (h - 0.1 * h.mean(0, keepdim=True),), state
+
+    patch.setattr(DenseFormer, "mix_inputs", mix_inputs)
 
 
 # ---- 3. second derivatives

@@ -191,7 +191,26 @@ def test_every_token_is_alone(spec, parallel):
     sites = chain(spec, parallel)
     x = torch.randn(2, 6, 6, dtype=torch.float64)
     order = torch.randperm(6)
-    torch.testing.assert_close(run(sites, x)[:, order], run(sites, x[:, order]), rtol=0, atol=1e-12)
+    out = run(sites, x)
+    torch.testing.assert_close(out[:, order], run(sites, x[:, order]), rtol=0, atol=1e-12)
+    # nor does a token see another sequence
+    of_one_token = run(sites, x.reshape(12, 1, 6))
+    torch.testing.assert_close(out, of_one_token.view_as(out), rtol=0, atol=1e-12)
+
+
+@every_method
+def test_two_inputs_by_turns(spec, parallel):
+    """Two inputs that one model reads by turns, site by site, do not see each other."""
+    sites = chain(spec, parallel)
+    x = torch.randn(2, 1, 4, 6, dtype=torch.float64)
+    alone = [run(sites, one_input) for one_input in x]
+    states = [sites[0].init(one_input) for one_input in x]
+    for k, site in enumerate(sites[:-1]):
+        for i in range(2):
+            inputs, states[i] = site.read(states[i])
+            states[i] = site.write(states[i], sublayer(k, inputs))
+    for state, expected in zip(states, alone, strict=True):
+        assert torch.equal(sites[-1].readout(state), expected)
 
 
 @every_sequential
