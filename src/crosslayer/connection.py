@@ -282,7 +282,7 @@ class Connection(nn.Module, Generic[StateT]):
         Raises:
             ValueError: the method does not define it.
         """
-        raise ValueError(f"{self.name} cannot be inspected: it has no state_parts")
+        raise ValueError(f"{self.name} has no state_parts")
 
     def mixing_weights(self, state: StateT) -> MixingWeights:
         """The read of this state as matrices over `state_parts`: see `crosslayer.mixing`.
@@ -290,7 +290,7 @@ class Connection(nn.Module, Generic[StateT]):
         Raises:
             ValueError: the method does not define it.
         """
-        raise ValueError(f"{self.name} cannot be inspected: it has no mixing_weights")
+        raise ValueError(f"{self.name} has no mixing_weights")
 
     def memory_traffic(self) -> float:
         """The least that this site's `read` moves in a forward pass, the pending write included.

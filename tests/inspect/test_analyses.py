@@ -40,12 +40,16 @@ from crosslayer.inspect.ablation import ablate_sublayers
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
-from crosslayer.testing.tiny_model import DEFAULTS, VARIANTS, shake
+from crosslayer.testing.tiny_model import DEFAULTS, shake
+from crosslayer.testing.tiny_model import VARIANTS as ALL_VARIANTS
 from tests.hf.test_plain_models import GPT
+from tests.inspect.methods import has_mixing_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 
 IDS = torch.randint(50, (3, 11), generator=torch.Generator().manual_seed(0))
+METHODS = list(filter(has_mixing_weights, DEFAULTS))
+VARIANTS = list(filter(has_mixing_weights, ALL_VARIANTS))
 PADDED = torch.ones_like(IDS)
 PADDED[1, :4] = 0
 BATCHES = [{"input_ids": IDS, "attention_mask": PADDED}, {"input_ids": IDS[:1, :5]}]
@@ -100,9 +104,9 @@ EMBEDDING = [{"embedding": torch.randn(2, 3, 16, generator=torch.Generator().man
 
 @pytest.mark.parametrize(
     ("spec", "parallel"),
-    [(spec, False) for spec in DEFAULTS]
+    [(spec, False) for spec in METHODS]
     + [pytest.param(spec, False, marks=pytest.mark.slow) for spec in VARIANTS]
-    + [pytest.param(spec, True, marks=pytest.mark.slow) for spec in DEFAULTS],
+    + [pytest.param(spec, True, marks=pytest.mark.slow) for spec in METHODS],
 )
 def test_the_map_of_the_outputs_is_each_input(spec, parallel):
     unfolded = unfold_connections(backbone(spec, parallel), BATCHES)
@@ -117,7 +121,7 @@ def test_the_map_of_the_outputs_is_each_input(spec, parallel):
             assert row[2:].abs().max() == 0
 
 
-@pytest.mark.parametrize("spec", DEFAULTS)
+@pytest.mark.parametrize("spec", METHODS)
 def test_the_written_parts_of_each_token(spec):
     """Weights may differ by token, by channel, or by both (highway)."""
     visits = []

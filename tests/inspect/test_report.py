@@ -30,6 +30,7 @@ from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.text_batches import find_sink_ids
 from crosslayer.testing.tiny_model import DEFAULTS, shake
+from tests.inspect.methods import has_mixing_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -306,7 +307,7 @@ def test_models_whose_folders_end_alike_keep_their_paths():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", DEFAULTS)
+@pytest.mark.parametrize("spec", filter(has_mixing_weights, DEFAULTS))
 def test_every_section_of_every_method_is_drawn(spec):
     inspection = inspect_model(spec, InspectionSubject(language_model(spec), BATCHES))
     without_lens = ["lens: resi_dual reads out by 2 norms, not by one"]
@@ -321,13 +322,18 @@ def test_a_model_that_has_diverged_is_left_as_it_was():
     plain = language_model(None)
     with torch.no_grad():
         plain.model.layers[1].input_layernorm.weight[0] = float("nan")
-    summarise_mixing(plain, BATCHES)
+    with pytest.raises(ValueError, match=r"the state before 1\.mlp is not finite"):
+        summarise_mixing(plain, BATCHES)
     assert not find_connections(plain) and not hasattr(plain.config, "crosslayer")
 
 
 def test_a_method_without_mixing_weights_has_the_other_analyses(monkeypatch):
     monkeypatch.setattr(PreNorm, "mixing_weights", Connection.mixing_weights)
     subject = InspectionSubject(language_model("prenorm"), BATCHES)
-    inspection = inspect_model("mine", subject, ["scales", "mixing", "ablation"])
-    assert set(inspection.results) == {"ablation"}
-    assert "prenorm cannot be inspected: it has no mixing_weights" in inspection.not_done[0]
+    names = ["scales", "mixing", "cosines", "distances", "lens", "ablation"]
+    inspection = inspect_model("mine", subject, names)
+    assert set(inspection.results) == {"cosines", "distances", "lens", "ablation"}
+    assert inspection.not_done == ["mixing, scales: prenorm has no mixing_weights"]
+    # nor do those that read the input alone need the parts of a state
+    monkeypatch.setattr(PreNorm, "state_parts", Connection.state_parts)
+    assert set(inspect_model("mine", subject, names).results) == {"distances", "lens", "ablation"}

@@ -27,7 +27,7 @@ from .findings import find_patterns
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
-from .observation import LABELS, ModelInputs, observe_model, plain_connection
+from .observation import LABELS, ModelInputs, SiteVisit, observe_model, plain_connection
 from .scales import ScaleAnalysis, find_alarms
 from .similarity import CosineAnalysis, DistanceAnalysis
 from .singular_values import measure_singular_values
@@ -207,6 +207,24 @@ class ModelInspection:
         return self.results[analysis]
 
 
+class _SeparateAnalysis:
+    """An analysis that ends with its error, so that the others go on: a method without
+    mixing_weights has those that need none.
+    """
+
+    def __init__(self, analysis: Any):
+        self.analysis = analysis
+        self.error = ""
+
+    def visit_site(self, visit: SiteVisit) -> None:
+        if self.error:
+            return
+        try:
+            self.analysis.visit_site(visit)
+        except ValueError as error:
+            self.error = str(error)
+
+
 class _CountedBatches(Sequence[ModelInputs]):
     """Batches that report each one that an analysis takes."""
 
@@ -260,17 +278,23 @@ def _observe_subject(
     wanted: Collection[str],
     progress: Progress,
 ) -> None:
-    observed: dict[str, Any] = {key: start() for key, start in OBSERVED.items() if key in wanted}
+    observed = {key: _SeparateAnalysis(start()) for key, start in OBSERVED.items() if key in wanted}
     if not observed:
         return
     batches = _count_batches(subject.batches, "connections", 1, progress)
     try:
         observe_model(subject.model, batches, list(observed.values()))
-    except ValueError as error:  # of a method without mixing_weights, for example
+    except ValueError as error:
         inspection.not_done.append(f"{', '.join(observed)}: {error}")
         return
+    failed: dict[str, list[str]] = {}
     for key, analysis in observed.items():
-        inspection.results[key] = analysis.result()
+        if analysis.error:
+            failed.setdefault(analysis.error, []).append(key)
+        else:
+            inspection.results[key] = analysis.analysis.result()
+    for error_text, keys in failed.items():
+        inspection.not_done.append(f"{', '.join(keys)}: {error_text}")
 
 
 def _run_single(

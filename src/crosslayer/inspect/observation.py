@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..class_swap import original_class
 from ..connection import SPLIT_PORT_NAMES, Connection, autocast_disabled, find_connections
@@ -240,8 +240,9 @@ def visited_sites(
 
 def _flatten_tokens(connection: Connection[Any], state: Any, arguments: ModelInputs) -> SiteVisit:
     """The state at the tokens that the attention mask includes."""
-    lead = connection.state_parts(state)[0].shape[:2]
-    device = connection.state_parts(state)[0].device
+    first = tree_leaves(state)[0]  # a state begins with tensors of every token
+    lead = first.shape[:2]
+    device = first.device
     chosen = torch.ones(lead, dtype=torch.bool, device=device)
     if "attention_mask" in arguments:
         chosen = arguments["attention_mask"].bool()
@@ -255,7 +256,10 @@ def _flatten_tokens(connection: Connection[Any], state: Any, arguments: ModelInp
         varies = isinstance(leaf, Tensor) and leaf.dim() >= 3 and leaf.shape[:2] == lead
         return leaf[chosen][None] if varies else leaf
 
-    return SiteVisit(connection, tree_map(at_tokens, state), samples, answers)
+    state = tree_map(at_tokens, state)
+    if not all(leaf.isfinite().all() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)):
+        raise ValueError(f"the state before {site_label(connection)} is not finite")
+    return SiteVisit(connection, state, samples, answers)
 
 
 def check_observed(of_sites: Collection[Any]) -> None:
