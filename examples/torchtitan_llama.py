@@ -3,12 +3,14 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --module examples.torchtitan_llama \
         --config debugmodel_mudd --hf_assets_path FOLDER_OF_A_TOKENIZER
 
-It was tried with torchtitan 0.3: FSDP2 over two ranks, bfloat16, selective activation
-checkpointing, and a checkpoint that was resumed. Its pipelines do not work with the state of a
-connection. Tensor, sequence and context parallelism were not tried: see docs/parallelism.md.
+It was tried with torchtitan 0.3 on CPUs: FSDP2 and HSDP over two ranks, bfloat16, activation
+checkpointing, compiled layers, and a checkpoint that was resumed. Its pipelines, and its plans of
+tensor and sequence parallelism, do not work with the state of a connection: see
+docs/parallelism.md. Context parallelism was not tried.
 
 For another size or connection, add a function like those at the end. To connect another model of
-torchtitan, put its class in place of Llama3Model.
+torchtitan, put its class in place of Llama3Model. Call `connect` nowhere else: torchtitan's models
+have no values yet when they are built, and `init_states` below initialises the connections.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -20,6 +22,7 @@ from torchtitan.models.llama3 import Llama3Model, config_registry
 from torchtitan.trainer import Trainer
 
 import crosslayer
+from crosslayer.compilation import reset_compiler
 from crosslayer.connection import find_connections
 
 
@@ -33,6 +36,8 @@ class ConnectedLlama3(Llama3Model):
     def __init__(self, config: Any):
         super().__init__(config)
         crosslayer.connect(self, config.connection)
+        # With checkpointing, and for dense connections, each layer is another graph.
+        reset_compiler(graphs=2 * len(self.layers))
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise torchtitan's modules, and then the connections, which are plain modules."""
@@ -54,9 +59,14 @@ def connect_config(config: Trainer.Config, connection: str) -> Trainer.Config:
     model = config.model_spec.model
     options = {field.name: getattr(model, field.name) for field in fields(model)}
     connected = ConnectedLlama3.Config(**options, connection=connection)
-    config.model_spec = replace(config.model_spec, model=connected)
+    # The adapter for checkpoints of transformers would leave the connections out.
+    config.model_spec = replace(config.model_spec, model=connected, state_dict_adapter=None)
     # The default backend shards all modules by torchtitan's own rules, which connections lack.
     config.parallelism.spmd_backend = "partial_dtensor"
+    with torch.device("meta"):
+        connections = find_connections(connected.build())
+    if not any(True for c in connections for _ in c.parameters(recurse=False)):
+        return config
     # The class says which of a connection's parameters take weight decay. The others take none.
     decayed = "|".join(crosslayer.make(connection).method.weight_decay_params)
     others = config.optimizer.param_groups[-1]

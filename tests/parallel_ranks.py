@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import crosslayer
+from crosslayer.connection import find_connections
 from crosslayer.testing.tiny_model import shake
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelism.md"
@@ -152,6 +153,26 @@ def sequence_parallel(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients
     return gradients(model), train(decoder(spec), tokens())
 
 
+def sequence_parallel_and_fsdp(
+    spec: str, mesh: DeviceMesh, rank: int
+) -> tuple[Gradients, Gradients]:
+    """Norms and connections are distributed by FSDP2, and by no plan."""
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = decoder(spec)
+    functions = functions_of_page()
+    functions["parallelize_sequence"](model, both["tp"])
+    for connection in find_connections(model):
+        for module in (*connection.norms, connection):
+            if any(True for _ in module.parameters()):
+                fully_shard(module, mesh=both["dp"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=both["dp"])
+    fully_shard(model, mesh=both["dp"])
+    train(model, tokens())
+    functions["add_up_gradients"](model, both["tp"])
+    return gradients(model), train(decoder(spec), tokens())
+
+
 def prepared_inputs(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, Gradients]:
     """A hook on an attention gets its arguments as the host passes them."""
     model = decoder(spec)
@@ -243,7 +264,14 @@ def recomputed_in_groups(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradie
     return train(model, tokens()[2 * rank : 2 * rank + 2]), expected
 
 
-WAYS = (tensor_parallel, sequence_parallel, prepared_inputs, pipeline, recomputed_in_groups)
+WAYS = (
+    tensor_parallel,
+    sequence_parallel,
+    sequence_parallel_and_fsdp,
+    prepared_inputs,
+    pipeline,
+    recomputed_in_groups,
+)
 
 
 def largest_error(found: Gradients, expected: Gradients) -> float:

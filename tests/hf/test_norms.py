@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 import crosslayer
@@ -22,6 +23,21 @@ def test_a_norm_that_only_resembles_a_known_one_is_not_fused():
     specs = [norm_spec_of(connection.norms[0]) for connection in connections]
     assert not any(specs[0:-1:2])
     assert all(specs[1::2])
+
+
+def test_a_norm_whose_class_adds_no_forward_is_fused():
+    """As torchtitan's, whose classes say how they are initialised."""
+
+    class Norm(nn.RMSNorm):
+        def init_states(self):
+            self.reset_parameters()
+
+    class Scaled(Norm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    assert norm_spec_of(Norm(8, eps=1e-5)).eps == 1e-5
+    assert norm_spec_of(Scaled(8)) is None
 
 
 def test_a_norm_with_hooks_runs_as_a_module():

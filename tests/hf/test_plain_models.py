@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from crosslayer.hf.families import FUSED_PROJECTIONS, Fused
 from crosslayer.hf.hidden_states import StreamUseError
+from crosslayer.hf.qkv import FusedLinear, FusedProjection
 from crosslayer.testing.tiny_model import shake
 from crosslayer.train.diagnostics import connection_diagnostics
 from tests.support.split_inputs import check_split_inputs
@@ -517,6 +519,25 @@ def test_a_scale_that_no_norm_removes_is_said(spec):
     assert any("no norm beside the layers removes that" in text for text in said) != is_same
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["prenorm", "mudd", "hyper"])
+def test_blocks_that_are_checkpointed_compile_to_one_graph(spec):
+    """As in torchtitan, where the checkpoint is within what is compiled."""
+
+    def gradients(model):
+        model(make_ids()).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    model = shake(crosslayer.connect(GPT().eval(), spec), 0.05)
+    expected = gradients(copy.deepcopy(model))
+    torch.compiler.reset()
+    for name, block in model.transformer.h.named_children():
+        wrapped = checkpoint_wrapper(block)
+        wrapped.compile(backend="aot_eager", fullgraph=True)
+        model.transformer.h.register_module(name, wrapped)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_shared_and_compiled_layers_are_refused():
     model = FactorModel(FACTORS["dropout"])
     layers = model.layers
@@ -585,6 +606,24 @@ ROWS = {
         "the forward of CopyingAttention must call self.qkv on its unchanged input",
     ),
 }
+
+
+def test_a_projection_whose_class_adds_no_forward_computes_its_share():
+    """As torchtitan's `Linear`. Another class is called once for each of q, k and v."""
+
+    class Linear(nn.Linear):
+        pass
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for linear, kind in ((Linear, FusedLinear), (Doubled, FusedProjection)):
+        model = GPT()
+        for block in model.transformer.h:
+            block.attn.c_attn = linear(DIM, 3 * DIM)
+        crosslayer.connect(model, "mudd")
+        assert type(model.transformer.h[1].attn.c_attn).__mro__[1] is kind
 
 
 @pytest.mark.parametrize("row", ROWS)

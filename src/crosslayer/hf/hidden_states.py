@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from .layers import ConnectedLayer
@@ -38,7 +39,12 @@ class HiddenState(NamedTuple):
         return tuple.__getitem__(self, index)
 
     @classmethod
-    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+    def __torch_function__(
+        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is checkpoint:  # torch.compile asks; torch does not
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs or {})
         raise StreamUseError(f"it in {getattr(function, '__name__', function)}")
 
     def __add__(self, _: Any) -> Any:  # a tuple's would join

@@ -68,7 +68,8 @@ class SplitInputAttention:
             # before the hooks of others, like those of tensor parallelism, which take one input
             module.register_forward_pre_hook(partial(select_port, index), prepend=True)
         elif not isinstance(module, FusedProjection):
-            is_linear = type(module) in (nn.Linear, Conv1D)
+            # A subclass may only add how it is initialised, as torchtitan's does.
+            is_linear = type(module).forward in (nn.Linear.forward, Conv1D.forward)
             swap_class(module, FusedLinear if is_linear else FusedProjection)
             module.fused = self.fused
 
