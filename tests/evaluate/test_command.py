@@ -10,7 +10,7 @@ import torch
 from crosslayer.cli.main import main
 from crosslayer.convert import open_tokenizer
 from crosslayer.data.prepared import prepare_corpus
-from crosslayer.evaluate import stream_perplexity
+from crosslayer.evaluate import joined_perplexity
 from crosslayer.files import lock_folder
 from tests.evaluate.tiny_models import byte_tokenizer, tiny_model, write_lines
 
@@ -47,7 +47,7 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     assert results["tasks"]["n-samples"]["local_choice"]["effective"] == 4
     assert results["spans"][str(spans)]["spans"] == 3
     model = tiny_model("mudd(dilation=2)", 256)
-    expected = stream_perplexity(model, open_tokenizer(folder / "model"), [TEXT])
+    expected = joined_perplexity(model, open_tokenizer(folder / "model"), [TEXT])
     assert results["text"][str(text)] == pytest.approx(expected._asdict(), rel=1e-6)
     # a finished evaluation is never overwritten
     code, _, error = run_command(capsys, *arguments)

@@ -469,6 +469,14 @@ def test_planted_sizes_and_alarms():
     assert [alarm for alarm in alarms if "static stream: 1" in alarm]
     assert [alarm for alarm in alarms if "unused stream: 1" in alarm]
 
+    # a stream that no sub-layer reads is of use where another one takes from it
+    with torch.no_grad():
+        connections[2].static_alpha[1, 1] = 0.5
+    alarms = find_alarms(measure_scales(model, EMBEDDING), summarise_mixing(model, EMBEDDING))
+    assert not [alarm for alarm in alarms if "unused stream" in alarm]
+    with torch.no_grad():
+        connections[2].static_alpha[1, 1] = 0
+
     with torch.no_grad():
         for connection in connections[:-1]:
             connection.static_alpha[:, 1:] *= 1.5

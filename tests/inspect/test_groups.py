@@ -18,13 +18,6 @@ from crosslayer.data.tokenizing import byte_tokenizer_json
 from crosslayer.hf import connect
 from crosslayer.inspect import compare_depths, measure_scales, unfold_connections
 from crosslayer.inspect.ablation import ablate_sublayers, mean_token_loss
-from crosslayer.inspect.averaging import (
-    average_groups,
-    average_seeds,
-    combine_values,
-    describe_configuration,
-    seed_mean,
-)
 from crosslayer.inspect.gates import GateRecorder, _GateRecord
 from crosslayer.inspect.group_weights import compare_groups
 from crosslayer.inspect.image_batches import join_batches, make_image_batches
@@ -37,6 +30,13 @@ from crosslayer.inspect.inspection import (
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.over_steps import collect_scalars, distance_to_last, split_runs
 from crosslayer.inspect.sections import SECTIONS
+from crosslayer.inspect.seed_averages import (
+    average_groups,
+    average_seeds,
+    combine_values,
+    describe_configuration,
+    seed_mean,
+)
 from crosslayer.inspect.subjects import find_step, image_subject, text_subject
 from crosslayer.testing.tiny_model import shake
 from tests.hf.small_models import LANGUAGE, VISION, build_small
@@ -151,9 +151,12 @@ def test_the_steps_of_two_runs():
     models.append(inspect_denseformer("y", 0.0))
     runs = split_runs(models)
     assert [model.step for model in runs["a"]] == [10, 20]
-    # all weights 1 at the end; 0.5 at step 10 but for the first site's, which is no weight of α
-    weights = [w for site in models[0]["mixing"] for w in site.read_mean.flatten().tolist()]
-    half = [w for site in models[1]["mixing"] for w in site.read_mean.flatten().tolist()]
+    # all reads weigh 1 at the end; 0.5 at step 10 but for the first site's, which is no weight of α
+    weights, half = [], []
+    for model, found in ((models[0], weights), (models[1], half)):
+        for site in model["mixing"]:
+            for mean in (site.read_mean, site.carry_mean, site.keep_mean, site.write_mean):
+                found += mean.flatten().tolist()
     gap = math.sqrt(sum((a - b) ** 2 for a, b in zip(half, weights, strict=True)))
     expected = gap / math.sqrt(sum(w * w for w in weights))
     assert distance_to_last(runs["a"]) == pytest.approx([expected, 0])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .console import make_console, make_parser, make_table, print_table, silence_libraries
 
 if TYPE_CHECKING:
-    from ..data.streams import ProgressCallback, StreamCounts
+    from ..data.token_streams import ProgressCallback, StreamCounts
 
 SHOWN_IDS = 20  # of each set, as text: a wrong tokenizer shows
 COLUMNS = ("set", "documents", "tokens", "bytes", "bytes per token")

@@ -233,10 +233,10 @@ def _score_files(
     context: int,
 ) -> dict[str, dict[str, Any]]:
     """The perplexities of the files of --text and of --spans, which are printed."""
-    from ..evaluate import span_perplexity, stream_perplexity, text_perplexity
+    from ..evaluate import joined_perplexity, span_perplexity, text_perplexity
 
     measures: dict[str, Any] = {
-        "joined": partial(stream_perplexity, windows=options.windows),
+        "joined": partial(joined_perplexity, windows=options.windows),
         "apart": text_perplexity,
     }
     scored: list[tuple[str, Any, dict[str, Any]]] = [

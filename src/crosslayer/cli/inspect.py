@@ -222,8 +222,8 @@ def _inspect_models(
     options: Any, models: dict[str, str], sections: "list[Section]", console: Any
 ) -> "tuple[list[ModelInspection], str]":
     """The analyses that the sections need of every model, and a sentence on what it saw."""
-    from ..inspect.averaging import average_groups, describe_configuration
     from ..inspect.inspection import inspect_model
+    from ..inspect.seed_averages import average_groups, describe_configuration
     from ..inspect.subjects import describe_subject, find_step
 
     device = choose_device(options.device)

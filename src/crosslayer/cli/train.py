@@ -96,11 +96,11 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
 def _train_in_folder(
     recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path
 ) -> int:
-    from ..train.averaging import averaged_weights
     from ..train.export import export_model
     from ..train.parallel import shutdown_distributed
     from ..train.run import launch_run, train_arm
     from ..train.trainer import Diverged, Stopped
+    from ..train.weight_averages import averaged_weights
 
     console = make_console()
     settings = recipe.settings(arm)

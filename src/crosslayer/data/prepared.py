@@ -23,7 +23,7 @@ from .sources import (
     set_names,
     training_texts,
 )
-from .streams import ProgressCallback, StreamCounts, TokenStream, encode_sets, id_dtype
+from .token_streams import ProgressCallback, StreamCounts, TokenStream, encode_sets, id_dtype
 from .tokenizing import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 FORMAT = "crosslayer tokens 2"

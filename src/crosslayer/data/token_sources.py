@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from .prepared import open_prepared
 from .readers import Document
 from .sources import TRAIN, Source
-from .streams import TokenStream
 from .token_files import read_token_documents, read_token_ids
+from .token_streams import TokenStream
 from .tokenizing import Tokenizer, split_at
 
 

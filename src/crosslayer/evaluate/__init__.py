@@ -8,9 +8,9 @@ perplexity = text_perplexity(model, tokenizer, [Path("novel.txt").read_text()])
 """
 
 from .harness_tasks import evaluate_tasks, find_tasks
+from .joined_documents import joined_perplexity
 from .perplexity import TextPerplexity, text_perplexity
 from .spans import Span, SpanPerplexity, read_spans, span_perplexity
-from .streams import stream_perplexity
 from .texts import EncodedText, describe_documents, describe_stream
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "describe_stream",
     "evaluate_tasks",
     "find_tasks",
+    "joined_perplexity",
     "read_spans",
     "span_perplexity",
-    "stream_perplexity",
     "text_perplexity",
 ]

@@ -5,7 +5,7 @@ one and scores only these, so every token is scored once, with at least `context
 before it (fewer at the beginning). The default stride is the context, which gives the windows of
 the harness's `loglikelihood_rolling`. The first token follows BOS, or EOS where the tokenizer has
 no BOS; with neither it is not scored, and bytes and words are counted in proportion to the tokens
-that are. Documents are independent. (streams.py joins them.)
+that are. Documents are independent. (joined_documents.py joins them.)
 """
 
 import math

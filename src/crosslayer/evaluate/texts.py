@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..data.streams import TokenStream
+from ..data.token_streams import TokenStream
 from ..data.tokenizing import Tokenizer, split_at
 
 if TYPE_CHECKING:

@@ -68,7 +68,10 @@ def connect(
     spec = make(spec)
     backbone, wiring = find_backbone(model)
     if is_connected(backbone):
-        raise ValueError(f"the model is already connected, with {backbone.connection_spec!r}")
+        raise ValueError(
+            f"the model is already connected, with {backbone.connection_spec!r}; call "
+            "crosslayer.disconnect first"
+        )
     if verify:
         prove_wiring(backbone, wiring)
     if spec.method.norms_its_stream and not wiring.norms_inputs:

@@ -33,6 +33,7 @@ class SiteMixing:
         read_std: over tokens, [inputs parts].
         carry_mean: of what each part of the next state keeps, [next parts parts].
         carry_std: over tokens.
+        keep_mean: of what each written part takes from the parts before, [parts parts].
         write_mean: of the pending write in each part, [parts]; empty at the first site.
         write_std: over tokens.
         part_norms: mean over tokens of ‖part‖, [parts].
@@ -46,6 +47,7 @@ class SiteMixing:
     read_std: Tensor
     carry_mean: Tensor
     carry_std: Tensor
+    keep_mean: Tensor
     write_mean: Tensor
     write_std: Tensor
     part_norms: Tensor
@@ -76,6 +78,7 @@ class MixingAnalysis:
         values = {
             "read": read,
             "carry": carry,
+            "keep": write[..., :parts],
             "write": write[..., parts:].sum(-1),
             "norm": visit.written.norm(dim=-1),
         }
@@ -104,6 +107,7 @@ class MixingAnalysis:
                     read_std=read.std,
                     carry_mean=carry.mean,
                     carry_std=carry.std,
+                    keep_mean=moments["keep"].mean,
                     write_mean=write.mean,
                     write_std=write.std,
                     part_norms=moments["norm"].mean,

@@ -53,13 +53,16 @@ def weights_over_steps(models: Sequence[ModelInspection], input_label: str) -> T
 
 
 def distance_to_last(models: Sequence[ModelInspection]) -> list[float]:
-    """How far all weights that a model's inputs mix with are from those of the last step.
+    """How far all weights of a model's reads and writes are from those of the last step.
 
     ‖w − w_last‖ / ‖w_last‖, at each step.
     """
     weights = []
     for model in models:
-        of_sites = [site.read_mean.flatten() for site in model["mixing"]]
+        of_sites = []
+        for site in model["mixing"]:
+            means = (site.read_mean, site.carry_mean, site.keep_mean, site.write_mean)
+            of_sites += [mean.flatten() for mean in means]
         weights.append(torch.cat(of_sites))
     last = weights[-1]
     return [((w - last).norm() / last.norm().clamp_min(1e-30)).item() for w in weights]

@@ -213,12 +213,16 @@ def _stream_alarms(sites: list[SiteScales]) -> list[str]:
 
 
 def _unused_streams(reads: list[SiteMixing], streams: int) -> list[str]:
+    """The streams that no sub-layer reads and no other stream takes from."""
     rows = []
+    others = 1 - torch.eye(streams, dtype=torch.float64)
     for site in reads:
         if site.label != "readout" and site.read_mean.shape[-1] == streams:
             rows.append(site.read_mean.abs().amax(0))
-    weights = torch.stack(rows)
-    largest = weights.amax(0)
+            for matrix in (site.carry_mean, site.keep_mean):
+                if matrix.shape == others.shape:
+                    rows.append((matrix.abs() * others).amax(0))
+    largest = torch.stack(rows).amax(0)
     limit = UNUSED_SHARE * largest.max()
     unused = (largest < limit).nonzero().flatten().tolist()
     return [f"unused stream: {stream}, largest weight {largest[stream]:.4f}" for stream in unused]

@@ -12,13 +12,13 @@ from ..data.sampler import evenly_spaced_steps
 from ..hf import connect, disconnect
 from ..run_folders import kept_model_name
 from ..spec import make
-from .averaging import averaged_weights
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
 from .export import export_model
 from .metrics_log import MetricsLog
 from .run_state import StepResult
 from .trainer import Callback, Trainer
+from .weight_averages import averaged_weights
 
 
 class SaveCheckpoints(Callback):

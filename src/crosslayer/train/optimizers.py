@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from ..optim import param_groups
-from .averaging import track_averages
 from .settings import OptimizationSettings
+from .weight_averages import track_averages
 
 
 def build_optimizers(

@@ -32,7 +32,6 @@ from ..methods import code_digest
 from ..optim import zero_connection_updates
 from ..run_folders import DATA_DIGEST
 from ..spec import make
-from .averaging import averaged_weights
 from .evaluation import evaluate_examples
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
 from .parallel import setup_model
@@ -47,6 +46,7 @@ from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
 from .settings import EXECUTION_OPTIONS, Settings
 from .signals import StopSignals
 from .task import LANGUAGE, Batch, Examples, Task, summarise_metrics
+from .weight_averages import averaged_weights
 
 
 class Diverged(Exception):

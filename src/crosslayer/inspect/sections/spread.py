@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from ...plotting import DrawPanel
-from ..averaging import combine_values, seed_deviation, seed_mean
 from ..figures import draw_lines, draw_matrix
 from ..figures_ablation import draw_ablation, draw_block_ablation
 from ..figures_connections import distances_ahead, draw_distances, draw_unfolded_map
 from ..inspection import ModelInspection
+from ..seed_averages import combine_values, seed_deviation, seed_mean
 
 Panels = list[tuple[str, DrawPanel]]  # titles and functions that draw
 

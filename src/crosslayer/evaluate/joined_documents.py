@@ -13,7 +13,7 @@ import numpy as np
 
 from ..data.corpus import Windows
 from ..data.sampler import evenly_spaced
-from ..data.streams import TokenStream
+from ..data.token_streams import TokenStream
 from ..validation import check_positive
 from .perplexity import TextPerplexity
 from .texts import EncodedText, encode_text
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def stream_perplexity(
+def joined_perplexity(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     texts: Iterable[str | EncodedText],

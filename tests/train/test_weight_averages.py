@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from crosslayer.train.averaging import AVERAGE_KEY, averaged_weights
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import launch_run
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE, build_model
 from crosslayer.train.trainer import Trainer
+from crosslayer.train.weight_averages import AVERAGE_KEY, averaged_weights
 from tests.train.runs import SMALL, run
 from tests.train.test_ranks import two_ranks
 

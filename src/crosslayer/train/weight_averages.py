@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ..connection import HALF_DTYPES
 from ..fsdp import sharded_modules
 
 AVERAGE_KEY = "average"  # in a parameter's optimizer state
@@ -28,7 +29,7 @@ def track_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+            if parameter.dtype in HALF_DTYPES:
                 raise ValueError(
                     f"ema needs float32 weights, got {parameter.dtype}; "
                     "choose precision bf16-mixed or 32-true"
