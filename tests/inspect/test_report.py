@@ -300,10 +300,12 @@ def test_an_existing_report_is_not_overwritten(tmp_path, capsys):
     assert "exists already; choose another folder" in capsys.readouterr().err
 
 
-def test_models_whose_folders_end_alike_keep_their_paths():
+def test_models_whose_folders_end_alike_have_longer_names():
     assert _short_names(["runs/mudd/model", "published/gpt2"]) == ["mudd", "gpt2"]
     alike = ["first/mudd", "second/mudd"]
     assert _short_names(alike) == alike
+    kept = [f"long/path/runs/{run}/models/step-000100" for run in ("mudd-0-1a", "hyper-0-2b")]
+    assert _short_names(kept) == ["mudd-0-1a/models/step-000100", "hyper-0-2b/models/step-000100"]
 
 
 @pytest.mark.slow

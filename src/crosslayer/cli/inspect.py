@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,7 +290,8 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
 
 
 def _short_names(sources: list[str]) -> list[str]:
-    """The last part of each path, or the paths themselves where two different ones end alike.
+    """The last part of each path, or all that is below a folder of all where two different ones end
+    alike.
 
     A run's model has the name of the run.
     """
@@ -297,8 +299,12 @@ def _short_names(sources: list[str]) -> list[str]:
     for source in sources:
         path = Path(source)
         names[source] = path.parent.name if path.name == MODEL_FOLDER else path.name
-    has_different_names = len(set(names.values())) == len(names)
-    return [names[source] if has_different_names else source for source in sources]
+    if len(set(names.values())) < len(names):
+        folders = [Path(source).parts[:-1] for source in names]
+        levels = zip(*folders, strict=False)
+        shared = len(list(takewhile(lambda level: len(set(level)) == 1, levels)))
+        names = {source: str(Path(*Path(source).parts[shared:])) for source in names}
+    return [names[source] for source in sources]
 
 
 def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingView]]":
