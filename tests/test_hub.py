@@ -1,6 +1,7 @@
 """Folders that hold no model, and names that lead nowhere."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,12 @@ def test_the_folder_of_a_training_run(load):
     with pytest.raises(ValueError, match=r"^finished holds .*; its model is finished/model$"):
         load("finished")
     with pytest.raises(ValueError, match=r"^unfinished holds a training run"):
+        load("unfinished")
+    for step in ("step-000050", "step-000100"):
+        kept = Path("unfinished", "models", step)
+        kept.mkdir(parents=True)
+        (kept / "config.json").touch()
+    with pytest.raises(ValueError, match="the last model kept is unfinished/models/step-000100$"):
         load("unfinished")
 
 

@@ -86,6 +86,9 @@ def _check_no_training_run(folder: Path) -> None:
             f"{folder} holds a comparison, which keeps models with --keep-models alone, in "
             f"{folder / RUNS_FOLDER / 'ARM' / MODELS_FOLDER}"
         )
+    kept = sorted(folder.glob(f"{MODELS_FOLDER}/*/{CONFIG_FILE}"))
+    if kept:
+        raise ValueError(f"{folder} holds a training run; the last model kept is {kept[-1].parent}")
     if any(folder.glob(f"step-*/{CHECKPOINT_INDEX}")):
         raise ValueError(f"{folder} holds a training run, which writes {model} when it has ended")
 
