@@ -60,7 +60,7 @@ def test_the_folder_of_a_training_run(load):
         kept = Path("unfinished", "models", step)
         kept.mkdir(parents=True)
         (kept / "config.json").touch()
-    with pytest.raises(ValueError, match="the last model kept is unfinished/models/step-000100$"):
+    with pytest.raises(ValueError, match=r"the last model kept is unfinished/models/step-000100$"):
         load("unfinished")
 
 
