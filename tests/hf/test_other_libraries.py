@@ -9,6 +9,8 @@ import torch
 
 import crosslayer
 from crosslayer.connection import find_connections
+from crosslayer.fused_norms import norm_spec_of
+from crosslayer.hf.qkv import FusedLinear
 from tests.support.split_inputs import check_split_inputs
 
 pytestmark = [
@@ -49,9 +51,13 @@ def test_torchtitan():
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import config_registry
 
-    from examples.torchtitan_llama import debugmodel_mudd
+    from examples.torchtitan_llama import connect_config, debugmodel_mudd
 
     training = debugmodel_mudd()
+    assert training.model_spec.state_dict_adapter is None  # it would leave the connections out
+    # a connection without parameters has no group of the optimizer
+    baseline = connect_config(config_registry.llama3_debugmodel(), "prenorm")
+    assert len(baseline.optimizer.param_groups) == len(training.optimizer.param_groups) - 1
     configs = [config_registry.llama3_debugmodel().model_spec.model, training.model_spec.model]
     for config in configs:
         for layer in config.layers:  # flex attention has no backward on a CPU
@@ -62,6 +68,10 @@ def test_torchtitan():
     assert torch.equal(model(IDS, positions), plain(IDS, positions))
     model(IDS, positions).square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+    # its subclasses of Linear and RMSNorm add no forward
+    assert isinstance(model.layers["1"].attention.qkv_linear.wqkv, FusedLinear)
+    assert norm_spec_of(find_connections(model)[1].norms[0]) is not None
 
     # torchtitan's optimizer exempts the same parameters of connections from weight decay.
     groups = crosslayer.param_groups(model, lr=1.0, weight_decay=0.1)
