@@ -112,7 +112,8 @@ def _fairness_note(comparison: Comparison) -> str:
         f"{_arms_alike(differing, _WEIGHT_OPTIONS)} start from the same backbone weights. "
         f"vs prenorm is the difference in validation loss ({loss_unit_of(comparison)}). Speed "
         "and activations (what one forward pass stores for the backward pass) are ratios to "
-        f"prenorm's, with {operations}."
+        f"prenorm's, with {operations}. Speeds are of the runs themselves, one after the other: "
+        "what else runs on the machine changes them."
     )
 
 
