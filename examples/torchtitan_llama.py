@@ -13,6 +13,7 @@ torchtitan, put its class in place of Llama3Model. Call `connect` nowhere else: 
 have no values yet when they are built, and `init_states` below initialises the connections.
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -63,19 +64,19 @@ def connect_config(config: Trainer.Config, connection: str) -> Trainer.Config:
     config.model_spec = replace(config.model_spec, model=connected, state_dict_adapter=None)
     # The default backend shards all modules by torchtitan's own rules, which connections lack.
     config.parallelism.spmd_backend = "partial_dtensor"
-    with torch.device("meta"):
-        connections = find_connections(connected.build())
-    if not any(True for c in connections for _ in c.parameters(recurse=False)):
-        return config
     # The class says which of a connection's parameters take weight decay. The others take none.
     decayed = "|".join(crosslayer.make(connection).method.weight_decay_params)
-    others = config.optimizer.param_groups[-1]
-    without_decay = ParamGroupConfig(
-        pattern=rf"\.connections?\.(?!(.*\.)?({decayed})$)",
-        optimizer_name=others.optimizer_name,
-        optimizer_kwargs={**others.optimizer_kwargs, "weight_decay": 0.0},
-    )
-    config.optimizer.param_groups.insert(0, without_decay)
+    pattern = rf"\.connections?\.(?!(.*\.)?({decayed})$)"
+    with torch.device("meta"):
+        names = [name for name, _ in connected.build().named_parameters()]
+    if any(re.search(pattern, name) for name in names):  # torchtitan refuses an empty group
+        others = config.optimizer.param_groups[-1]
+        without_decay = ParamGroupConfig(
+            pattern=pattern,
+            optimizer_name=others.optimizer_name,
+            optimizer_kwargs={**others.optimizer_kwargs, "weight_decay": 0.0},
+        )
+        config.optimizer.param_groups.insert(0, without_decay)
     return config
 
 

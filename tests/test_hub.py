@@ -56,11 +56,11 @@ def test_the_folder_of_a_training_run(load):
         load("finished")
     with pytest.raises(ValueError, match=r"^unfinished holds a training run"):
         load("unfinished")
-    for step in ("step-000050", "step-000100"):
+    for step in ("step-999999", "step-1000000"):
         kept = Path("unfinished", "models", step)
         kept.mkdir(parents=True)
         (kept / "config.json").touch()
-    with pytest.raises(ValueError, match=r"the last model kept is unfinished/models/step-000100$"):
+    with pytest.raises(ValueError, match=r"the last model kept is unfinished/models/step-1000000$"):
         load("unfinished")
 
 

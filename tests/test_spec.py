@@ -333,6 +333,13 @@ def test_a_state_needs_a_field_for_the_write():
         connection.init(torch.randn(1, 2, 8))
 
 
+def test_a_former_attribute_is_named():
+    with pytest.raises(TypeError, match="Gated: gate_fields is called gate_field, one name now"):
+
+        class Gated(Connection[Pending]):
+            gate_fields = ("y",)
+
+
 def test_the_gate_field_is_a_field_of_the_state():
     with pytest.raises(TypeError, match=r"gate_field is 'gate', but the fields .* are h, y"):
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from crosslayer.data.images import PILLOW_MODES, class_order, list_images, open_image, scale_pixels
-from crosslayer.data.sampler import EpochSampler
+from crosslayer.data.sampler import ResumableSampler
 from crosslayer.train.task import Examples
 from crosslayer.validation import check_choice
 from examples.vision.augment import AUGMENTATIONS, MAX_LEVEL, mix_up, rand_augment
 
 
-class EpochSampler(EpochSampler):
+class EpochSampler(ResumableSampler):
     """Yields epoch · length + index, so that each epoch augments an image anew."""
 
     def __iter__(self) -> Iterator[int]:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
 from .class_swap import original_class
@@ -120,7 +119,7 @@ def has_hooks(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return any(hooks) or bool(_has_any_global_hook()) or "forward" in module.__dict__
+    return any(hooks) or "forward" in module.__dict__
 
 
 def _is_transformers_rms_norm(norm: nn.Module) -> bool:

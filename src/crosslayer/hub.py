@@ -13,6 +13,7 @@ from .run_folders import (
     MODELS_FOLDER,
     RESULTS_FILE,
     RUNS_FOLDER,
+    step_of_name,
 )
 
 NO_NETWORK = (
@@ -86,9 +87,10 @@ def _check_no_training_run(folder: Path) -> None:
             f"{folder} holds a comparison, which keeps models with --keep-models alone, in "
             f"{folder / RUNS_FOLDER / 'ARM' / MODELS_FOLDER}"
         )
-    kept = sorted(folder.glob(f"{MODELS_FOLDER}/*/{CONFIG_FILE}"))
+    kept = [file.parent for file in folder.glob(f"{MODELS_FOLDER}/step-*/{CONFIG_FILE}")]
     if kept:
-        raise ValueError(f"{folder} holds a training run; the last model kept is {kept[-1].parent}")
+        last = max(kept, key=lambda path: step_of_name(path.name) or 0)
+        raise ValueError(f"{folder} holds a training run; the last model kept is {last}")
     if any(folder.glob(f"step-*/{CHECKPOINT_INDEX}")):
         raise ValueError(f"{folder} holds a training run, which writes {model} when it has ended")
 

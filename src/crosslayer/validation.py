@@ -66,7 +66,8 @@ def check_idle_options(cause: str, **options: tuple[Any, Any]) -> None:
     for name, (value, default) in options.items():
         if value != default:
             raise ValueError(
-                f"{name}={value!r} and {cause} exclude each other: {name} would change nothing"
+                f"{name}={value!r} and {cause} exclude each other: {name} would change nothing; "
+                "leave it out"
             )
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from crosslayer.data import prepared, token_streams
 from crosslayer.data.corpus import Corpus, Windows, load_corpus
 from crosslayer.data.prepared import prepare_corpus
-from crosslayer.data.sampler import EpochSampler
+from crosslayer.data.sampler import ResumableSampler
 from crosslayer.data.sources import Document
 from crosslayer.data.token_streams import encode_in_memory
 from crosslayer.data.tokenizing import Tokenizer, load_tokenizer
@@ -189,9 +189,9 @@ def test_workers_and_ranks_read_the_same_batches(stories, tmp_path, is_prepared)
         loader = DataLoader(train, batch, sampler=sampler, num_workers=workers)
         return list(islice(loader, 6))
 
-    alone = batches(8, EpochSampler(len(train), 0, 8, start=2), 0)
-    with_workers = batches(8, EpochSampler(len(train), 0, 8, start=2), 2)
-    ranks = [batches(4, EpochSampler(len(train), 0, 8, rank, 2, 2), 0) for rank in (0, 1)]
+    alone = batches(8, ResumableSampler(len(train), 0, 8, start=2), 0)
+    with_workers = batches(8, ResumableSampler(len(train), 0, 8, start=2), 2)
+    ranks = [batches(4, ResumableSampler(len(train), 0, 8, rank, 2, 2), 0) for rank in (0, 1)]
     assert alone[0].shape == (8, 17)
     for expected, other, first, second in zip(alone, with_workers, *ranks, strict=True):
         assert torch.equal(other, expected)
@@ -202,7 +202,7 @@ def test_workers_and_ranks_read_the_same_batches(stories, tmp_path, is_prepared)
 def test_spawned_workers_map_the_same_files(stories, tmp_path):
     prepare_corpus(stories, "bytes", tmp_path / "out")
     train = load_corpus(str(tmp_path / "out"), 16).train
-    sampler = EpochSampler(len(train), 0, 8)
+    sampler = ResumableSampler(len(train), 0, 8)
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
     assert next(iter(DataLoader(train, 8, sampler=sampler, **options))).shape == (8, 17)
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from crosslayer.data.sampler import EpochSampler
+from crosslayer.data.sampler import ResumableSampler
 
 PINNED = [6, 3, 1, 5, 8, 7, 0, 2, 9, 4, 4, 8]
 
 
-def take(sampler: EpochSampler, count: int) -> list[int]:
+def take(sampler: ResumableSampler, count: int) -> list[int]:
     return list(islice(sampler, count))
 
 
@@ -32,7 +32,7 @@ def endless_order(length: int, seed: int, count: int) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 2**40])
 def test_order_equals_an_independent_loop(length, seed):
     batch, steps = 6, 40
-    assert take(EpochSampler(length, seed, batch), batch * steps) == endless_order(
+    assert take(ResumableSampler(length, seed, batch), batch * steps) == endless_order(
         length, seed, batch * steps
     )
 
@@ -45,7 +45,8 @@ def test_ranks_share_the_batches_of_one_process(ranks, start, length):
     expected = endless_order(length, 1, batch * (start + 3))[batch * start :]
     share = batch // ranks
     shares = [
-        take(EpochSampler(length, 1, batch, rank, ranks, start), 3 * share) for rank in range(ranks)
+        take(ResumableSampler(length, 1, batch, rank, ranks, start), 3 * share)
+        for rank in range(ranks)
     ]
     shared = [
         index
@@ -57,25 +58,27 @@ def test_ranks_share_the_batches_of_one_process(ranks, start, length):
 
 
 def test_every_epoch_is_another_permutation():
-    epochs = np.array(take(EpochSampler(1000, seed=3, batch=1), 3000)).reshape(3, 1000)
+    epochs = np.array(take(ResumableSampler(1000, seed=3, batch=1), 3000)).reshape(3, 1000)
     assert (np.sort(epochs) == np.arange(1000)).all()
     assert (epochs[0] != epochs[1]).mean() > 0.9
     assert (epochs[0] != np.arange(1000)).mean() > 0.9
 
 
 def test_seeds_differ():
-    orders = {tuple(take(EpochSampler(1000, seed, 8), 1000)) for seed in (0, 1, 2, 2**70)}
+    orders = {tuple(take(ResumableSampler(1000, seed, 8), 1000)) for seed in (0, 1, 2, 2**70)}
     assert len(orders) == 4
 
 
 def test_order_is_pinned():
     # a checkpoint stores the number of batches it has seen, so the order must never change
-    assert take(EpochSampler(10, 0, 4), 12) == PINNED
+    assert take(ResumableSampler(10, 0, 4), 12) == PINNED
 
 
 def test_loader_with_workers_keeps_the_order():
     data = TensorDataset(torch.arange(50))
-    loader = DataLoader(data, 8, sampler=EpochSampler(50, seed=5, batch=8, start=3), num_workers=2)
+    loader = DataLoader(
+        data, 8, sampler=ResumableSampler(50, seed=5, batch=8, start=3), num_workers=2
+    )
     batches = [examples.tolist() for (examples,) in islice(loader, 9)]
     assert list(chain(*batches)) == endless_order(50, 5, 8 * 12)[24:]
 
@@ -94,4 +97,4 @@ def test_loader_with_workers_keeps_the_order():
 )
 def test_wrong_arguments_are_one_line(arguments, message):
     with pytest.raises(ValueError, match=message):
-        EpochSampler(**{"length": 10, "seed": 0, "batch": 8} | arguments)
+        ResumableSampler(**{"length": 10, "seed": 0, "batch": 8} | arguments)

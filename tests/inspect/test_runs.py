@@ -216,6 +216,30 @@ def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
     ]
 
 
+def test_the_baseline_is_as_long_where_data_have_moved(tmp_path):
+    moved = {"data": "moved.txt", "tokenizer": "moved.json", "valid": {"held-out": "moved"}}
+    place = {"data": "a.txt", "tokenizer": "a.json", "valid": {"held-out": "a"}}
+    folders = [
+        write_comparison(
+            tmp_path / "a", {"prenorm": {"connection": "prenorm"}}, digest="1a", **moved
+        ),
+        write_comparison(
+            tmp_path / "b",
+            {
+                "longer": {"connection": "prenorm", "options": {"steps": 2000}},
+                "mudd": {"connection": "mudd", "loss_of": lambda step: falling_loss(step, 2)},
+            },
+            digest="1a",
+            **place,
+        ),
+    ]
+    groups = read_groups(*folders)
+    assert find_baseline_group(groups, groups[-1]).label == "prenorm"
+    # as in results of a version that had fewer options
+    groups[-1].first.settings["ema"] = None
+    assert find_baseline_group(groups, groups[-1]).label == "prenorm"
+
+
 def test_the_baseline_is_no_other_kind_of_pre_norm(tmp_path):
     widths = {"connection": "prenorm", "options": {"reallocate": True, "lr": 2e-3}}
     arms = {

@@ -418,23 +418,17 @@ def test_connections_save_no_mixture_that_only_feeds_a_norm(spec, monkeypatch):
     assert len(site.sources) == 4
 
 
-@pytest.mark.parametrize("is_global", [False, True])
-def test_a_norm_with_a_hook_is_called(is_global, monkeypatch):
+def test_a_norm_with_a_hook_is_called(monkeypatch):
     switch_kernels_on(monkeypatch)
     make = crosslayer.make("attnres")
     sites = nn.ModuleList(
         make(site, chain.D, lambda port: nn.RMSNorm(chain.D, eps=1e-6))
         for site in crosslayer.plan(2)
     ).to(DEVICE)
-    called = []
-    norm = sites[1].norms[0]
-    if is_global:
-        register = nn.modules.module.register_module_forward_pre_hook
-    else:
-        register = norm.register_forward_pre_hook
-    with register(lambda module, _: called.append(module)):
-        chain.run(sites, chain.randn(2, 3, chain.D).to(DEVICE))
-    assert called.count(norm) == 1
+    calls = []
+    sites[1].norms[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    chain.run(sites, chain.randn(2, 3, chain.D).to(DEVICE))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("spec", [*list(LAUNCHED)[:5], "mhc(streams=2, iterations=3)"])

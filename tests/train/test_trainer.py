@@ -25,7 +25,9 @@ from crosslayer.cli.main import main
 from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
+from crosslayer.methods import code_digest
 from crosslayer.run_folders import checkpoint_name
+from crosslayer.spec import make
 from crosslayer.train.callbacks import ConnectAtStep, SaveCheckpoints
 from crosslayer.train.checkpoint import list_checkpoints
 from crosslayer.train.checkpoint_reader import CheckpointReader
@@ -295,6 +297,7 @@ def test_a_run_that_changes_its_connection(text, tmp_path):
     trainer.fit([ConnectAtStep(4, "hyper"), SaveCheckpoints(tmp_path, every=6)])
     expected.measure_costs()
     assert trainer.result().connection == "hyper"
+    assert trainer.result().method_code == code_digest(make("hyper").method)
     with pytest.raises(ValueError, match="another run, with connection = 'hyper'"):
         SaveCheckpoints(tmp_path, every=6).resume(make_trainer(text, "prenorm"))
     assert trainer.result().activation_bytes == expected.activation_bytes

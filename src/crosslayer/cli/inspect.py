@@ -290,8 +290,7 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
 
 
 def _short_names(sources: list[str]) -> list[str]:
-    """The last part of each path, or all that is below a folder of all where two different ones end
-    alike.
+    """The last part of each path; where two are equal, each path without the folders they share.
 
     A run's model has the name of the run.
     """

@@ -1,7 +1,7 @@
 """What the training loop reads: windows of tokens to train on, and validation sets by name.
 
 corpus = load_corpus("stdlib", context=256)
-sampler = EpochSampler(len(corpus.train), seed=0, batch=8, start=step)
+sampler = ResumableSampler(len(corpus.train), seed=0, batch=8, start=step)
 for batch in DataLoader(corpus.train, batch_size=8, sampler=sampler):  # [8 257], endless
     ...
 """

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 from ..validation import check_non_negative, check_positive
 
 
-class EpochSampler(Sampler[int]):
+class ResumableSampler(Sampler[int]):
     """Endless epochs over `length` examples, each in an order given by seed and epoch.
 
     Position p of the endless sequence is example `epoch_permutation(length, seed, p // length)`

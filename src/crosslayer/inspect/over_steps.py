@@ -53,7 +53,7 @@ def weights_over_steps(models: Sequence[ModelInspection], input_label: str) -> T
 
 
 def distance_to_last(models: Sequence[ModelInspection]) -> list[float]:
-    """How far all weights of a model's reads and writes are from those of the last step.
+    """How far the weights of a model's reads and writes that change are from the last step's.
 
     ‖w − w_last‖ / ‖w_last‖, at each step.
     """
@@ -64,8 +64,10 @@ def distance_to_last(models: Sequence[ModelInspection]) -> list[float]:
             means = (site.read_mean, site.carry_mean, site.keep_mean, site.write_mean)
             of_sites += [mean.flatten() for mean in means]
         weights.append(torch.cat(of_sites))
-    last = weights[-1]
-    return [((w - last).norm() / last.norm().clamp_min(1e-30)).item() for w in weights]
+    all_steps = torch.stack(weights)
+    changing = all_steps[:, (all_steps != all_steps[-1]).any(0)]
+    last = changing[-1]
+    return [((w - last).norm() / last.norm().clamp_min(1e-30)).item() for w in changing]
 
 
 def collect_scalars(value: Any, path: str = "") -> dict[str, float]:

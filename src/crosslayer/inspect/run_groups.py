@@ -127,14 +127,15 @@ def _series_labels(groups: Sequence[list[TrainingRun]]) -> list[str]:
 
 
 def find_baseline_group(groups: Sequence[RunGroup], group: RunGroup) -> RunGroup | None:
-    """The pre-norm group of the same backbone that differs in the fewest options; of several, as
-    where learning rates were searched, the best. None without any.
+    """The pre-norm group of the same backbone, and of the same length if there is one, that differs
+    in the fewest options; of several, as where learning rates were searched, the best. None without
+    any.
 
     The groups have the same data.
     """
     settings = group.first.settings
 
-    def distance(other: RunGroup) -> tuple[bool, int, float]:
+    def distance(other: RunGroup) -> tuple[bool, bool, int, float]:
         final_loss = min(other.values("valid_loss"), default=math.inf)
         return *distance_to_baseline(settings, other.first.settings), final_loss
 

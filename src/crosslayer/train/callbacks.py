@@ -10,6 +10,7 @@ import torch
 
 from ..data.sampler import evenly_spaced_steps
 from ..hf import connect, disconnect
+from ..methods import code_digest
 from ..run_folders import kept_model_name
 from ..spec import make
 from .checkpoint import Checkpoints
@@ -193,5 +194,6 @@ class ConnectAtStep(Callback):
         torch.manual_seed(trainer.seed)  # of the connection's initial parameters
         trainer.set_model(connect(model, self.spec))
         trainer.arm = replace(trainer.arm, connection=self.spec)
+        trainer.state.method_code = code_digest(make(self.spec).method)
         trainer.measure_costs()
         self.loss_change = trainer.evaluate()[first]["loss"] - before

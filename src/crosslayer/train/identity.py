@@ -1,10 +1,12 @@
-"""Whether two runs or comparisons are the same one: what differs between their descriptions."""
+"""What differs between the descriptions of two runs or comparisons: whether they are the same one,
+and whether one is the other's baseline.
+"""
 
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .settings import GROUP_OF_OPTION, RATES, ModelSettings
+from .settings import DEFAULT_OPTIONS, GROUP_OF_OPTION, RATES, ModelSettings
 
 # Options that only locate the data and the tokenizer: `DATA_DIGEST` identifies what they are.
 PLACES_OF_DATA = frozenset({"data", "valid", "tokenizer"})
@@ -29,22 +31,22 @@ def first_difference(
 
 def distance_to_baseline(
     options: Mapping[str, Any], of_prenorm: Mapping[str, Any]
-) -> tuple[bool, int]:
+) -> tuple[bool, bool, int]:
     """How far a pre-norm run is from a run that might be compared with it: the least is the best.
 
-    Learning rates do not count, because a search chooses them. Nor do the run's own re-allocated
-    widths, which are a part of MUDD.
+    Learning rates do not count, because a search chooses them, nor places of data. Nor do the run's
+    own re-allocated widths, which are a part of MUDD.
 
     Args:
-        options: of the run, by name.
+        options: of the run, by name. An option that is missing has its default.
         of_prenorm: of the pre-norm run.
 
     Returns:
-        Whether their backbones differ, and the number of options that do.
+        Whether their backbones differ, whether their lengths do, and the number of options that do.
     """
-    own = {**options, "reallocate": False}
-    other = {"reallocate": False, **of_prenorm}
-    names = (own.keys() | other.keys()) - set(RATES)
+    own = {**DEFAULT_OPTIONS, **options, "reallocate": False}
+    other = {**DEFAULT_OPTIONS, **of_prenorm}
+    names = (own.keys() | other.keys()) - PLACES_OF_DATA - set(RATES)
     differing = [name for name in names if own.get(name) != other.get(name)]
     differs_in_model = any(GROUP_OF_OPTION.get(name) is ModelSettings for name in differing)
-    return differs_in_model, len(differing)
+    return differs_in_model, "steps" in differing, len(differing)

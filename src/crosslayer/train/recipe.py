@@ -206,13 +206,17 @@ def load_recipe(
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """Refuses a key that is repeated, where YAML takes the last value."""
+    """Refuses keys that YAML reads as something else than text, like `yes`, and repeated ones."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ValueError(f"the key {key!r} is repeated")
+        seen = set()
+        for key, _ in node.value:
+            place = f"the key {reprlib.repr(key.value)} in line {key.start_mark.line + 1}"
+            if not key.tag.endswith(":str"):
+                raise ValueError(f"{place} is not text")
+            if key.value in seen:
+                raise ValueError(f"{place} is repeated")
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .identity import PLACES_OF_DATA, distance_to_baseline
-from .recipe import Arm
+from .recipe import Arm, join_options
 
 NOT_KNOWN = "–"
 
@@ -72,7 +72,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
         runs = comparison.finished_runs(arm)
         if not runs:
             continue
-        baseline = find_baseline_arm(arms, arm)
+        baseline = find_baseline_arm(arms, arm, comparison.recipe.options)
         baseline_runs = comparison.finished_runs(baseline) if baseline else {}
         pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
         first = next(iter(runs.values()))
@@ -114,7 +114,7 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
 
     They may change where a comparison is continued, and so can speeds and activations.
     """
-    baseline = find_baseline_arm(comparison.arms, arm)
+    baseline = find_baseline_arm(comparison.arms, arm, comparison.recipe.options)
     if baseline is None:
         return []
     given = arm.options.keys() | baseline.options.keys()
@@ -126,9 +126,14 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
     return [name for name, seen in values.items() if name not in given and len(seen) > 1]
 
 
-def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
-    """The PreNorm arm to compare with, if one has the same data: of those with the same backbone,
-    or else of all, the first that differs in the fewest options.
+def find_baseline_arm(arms: Sequence[Arm], arm: Arm, shared: dict[str, Any]) -> Arm | None:
+    """The PreNorm arm to compare with, if one has the same data: of those with the same backbone
+    and length, or else of all, the first that differs in the fewest options.
+
+    Args:
+        arms: of a comparison.
+        arm: one of them.
+        shared: the options of all arms, which an arm's own override.
     """
     candidates = [
         other
@@ -136,11 +141,12 @@ def find_baseline_arm(arms: Sequence[Arm], arm: Arm) -> Arm | None:
         if other.connection == "prenorm"
         and all(other.options.get(name) == arm.options.get(name) for name in PLACES_OF_DATA)
     ]
-    return min(
-        candidates,
-        key=lambda other: distance_to_baseline(arm.options, other.options),
-        default=None,
-    )
+    own = join_options(shared, arm.options)
+
+    def distance(other: Arm) -> tuple[bool, bool, int]:
+        return distance_to_baseline(own, join_options(shared, other.options))
+
+    return min(candidates, key=distance, default=None)
 
 
 def format_mean_std(value: MeanStd, form: str) -> str:

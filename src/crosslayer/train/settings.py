@@ -344,6 +344,9 @@ def default_of(option: Field[Any]) -> Any:
     return option.default
 
 
+DEFAULT_OPTIONS = {f.name: default_of(f) for group in GROUPS for f in fields(group)}
+
+
 def parse_options(options: dict[str, Any]) -> dict[str, Any]:
     """`options` with values of their types: YAML reads 1e-3 as text, and JSON has no tuples.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ..data.prepared import find_tokenizer_name
-from ..data.sampler import EpochSampler
+from ..data.sampler import ResumableSampler
 from ..data.sources import ALL_SETS, HELD_OUT
 from ..evaluate.windows import exp_or_inf
 from ..files import expand_place
@@ -58,7 +58,7 @@ class Examples:
     num_classes: int
     digest: str
     sizes: dict[str, int]
-    sampler: Callable[..., Sampler[int]] = EpochSampler
+    sampler: Callable[..., Sampler[int]] = ResumableSampler
     tokenizer: Any = None
     bytes_per_token: dict[str, float] = field(default_factory=dict)
     entropy: float | None = None
