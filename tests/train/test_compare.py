@@ -431,6 +431,7 @@ def test_notes_name_diverged_runs_of_the_seeds_that_are_compared(tiny, tmp_path)
         (["--seeds=0"], "seeds must be at least 1, got 0"),
         (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
         (["--family=albert"], "unknown family 'albert'"),
+        (["--family=roberta"], "roberta counts positions from a padding token"),
         (["--data=/nowhere/at/all"], "/nowhere/at/all: no such file or folder"),
         (["--context=100000"], "fewer than the 100000 + 1 of one window"),
     ],

@@ -86,7 +86,7 @@ def _has_gated_mlp(family: str) -> bool:
     """Whether the MLP of a family's first layer has a gate.
 
     Raises:
-        ValueError: `connect` cannot connect the family.
+        ValueError: `connect` cannot connect the family, or it needs a padding token.
     """
     with host_refusals(f"unknown family {family!r}"):
         config = AutoConfig.for_model(
@@ -96,6 +96,11 @@ def _has_gated_mlp(family: str) -> bool:
         auto_class = AutoModelForCausalLM if is_language_model else AutoModel
         with torch.device("meta"):
             model = auto_class.from_config(config)
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise ValueError(
+            f"{family} counts positions from a padding token, which is not set here; build such a "
+            "model with transformers, then connect it"
+        )
     try:
         _, wiring = find_backbone(model)
     except ValueError as error:
