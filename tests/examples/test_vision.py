@@ -20,7 +20,7 @@ from crosslayer.train.recipe import load_recipe
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import build_model
 from examples.vision.augment import OPERATIONS, rand_augment
-from examples.vision.data import ResumableSampler, load_images
+from examples.vision.data import EpochSampler, load_images
 from examples.vision.models import sincos_positions
 from examples.vision.sample import load_dit
 from examples.vision.sample import main as sample
@@ -217,12 +217,12 @@ def test_qk_norm_of_dit():
 
 
 def test_resumed_sampler_yields_the_same_items():
-    complete = list(islice(ResumableSampler(40, seed=0, batch=16), 7 * 16))
-    resumed = list(islice(ResumableSampler(40, seed=0, batch=16, start=4), 3 * 16))
+    complete = list(islice(EpochSampler(40, seed=0, batch=16), 7 * 16))
+    resumed = list(islice(EpochSampler(40, seed=0, batch=16, start=4), 3 * 16))
     assert complete[4 * 16 :] == resumed
     assert sorted(complete[:40]) == list(range(40))
     assert sorted(complete[40:80]) == list(range(40, 80))
-    ranks = [list(islice(ResumableSampler(40, 0, 16, rank, 2), 16)) for rank in range(2)]
+    ranks = [list(islice(EpochSampler(40, 0, 16, rank, 2), 16)) for rank in range(2)]
     assert ranks[0][:8] + ranks[1][:8] + ranks[0][8:] + ranks[1][8:] == complete[:32]
 
 
