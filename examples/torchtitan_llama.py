@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --module examples.torchtitan_llama \
         --config debugmodel_mudd --hf_assets_path FOLDER_OF_A_TOKENIZER
 
-It was tried with torchtitan 0.3 on CPUs: FSDP2 and HSDP over two ranks, bfloat16, activation
+It was tried with torchtitan 0.3 on CPUs: FSDP2 and HSDP over two ranks, mixed precision, activation
 checkpointing, compiled layers, and a checkpoint that was resumed. Its pipelines, and its plans of
 tensor and sequence parallelism, do not work with the state of a connection: see
 docs/parallelism.md. Context parallelism was not tried.
