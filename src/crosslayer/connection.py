@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .method_checks import check_mixed, check_state, check_state_class
+from .method_checks import check_class_attributes, check_mixed, check_state, check_state_class
 from .mixing import MixingWeights
 from .validation import check_positive
 
@@ -47,13 +47,6 @@ PrenormFunction = Literal[
     "prenorm up to scale of readout",
 ]
 InitialFunction = Literal[PrenormFunction, "bitwise postnorm", "other"]
-# Class attributes of 0.1.0, which would be ignored.
-FORMER_ATTRIBUTES = {
-    "gate_fields": "gate_field, one name",
-    "starts_as_prenorm": "initial_function",
-    "bitwise_prenorm": "initial_function",
-    "prenorm_up_to_scale": "initial_function",
-}
 PRENORM_FUNCTIONS: tuple[str, ...] = get_args(PrenormFunction)
 
 
@@ -171,12 +164,7 @@ class Connection(nn.Module, Generic[StateT]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for former, name in FORMER_ATTRIBUTES.items():
-            if former in vars(cls):
-                raise TypeError(f"{cls.__name__}: {former} is called {name} now")
-        for attribute in ("weight_decay_params", "test_variants"):
-            if isinstance(getattr(cls, attribute), str):
-                raise TypeError(f"{cls.__name__}: {attribute} must contain names, got a string")
+        check_class_attributes(cls)
         package, _, module = cls.__module__.rpartition(".")
         if package == "crosslayer.connections":
             cls.name = module

@@ -15,10 +15,11 @@ from .connection import Connection, StateT, autocast_disabled
 from .norms import NormSpec
 from .ops.dispatch import uses_kernel
 
-# The norm classes that kernels can fuse: the name of their eps, and whether they subtract the mean.
-FUSABLE_NORMS: dict[type[nn.Module], tuple[str, bool]] = {
-    nn.RMSNorm: ("eps", False),
-    nn.LayerNorm: ("eps", True),
+# The norms that kernels can fuse: the name of their eps, and whether they subtract the mean. They
+# are known by their forward: a subclass may only add how it is initialised, as torchtitan's does.
+FUSABLE_NORMS: dict[Any, tuple[str, bool]] = {
+    nn.RMSNorm.forward: ("eps", False),
+    nn.LayerNorm.forward: ("eps", True),
 }
 
 
@@ -81,11 +82,8 @@ def norm_spec_of(norm: Any) -> NormSpec | None:
     host = resolve_host_norm(norm)
     if has_hooks(norm) or has_hooks(host):
         return None
-    eps_name, centred = "", False
-    for norm_class, kind in FUSABLE_NORMS.items():
-        # A subclass may only add how it is initialised, as torchtitan's does.
-        if getattr(original_class(host), "forward", None) is norm_class.forward:
-            eps_name, centred = kind
+    host_class: Any = original_class(host)
+    eps_name, centred = FUSABLE_NORMS.get(host_class.forward, ("", False))
     if _is_transformers_rms_norm(host):
         eps_name = "variance_epsilon"
     weight = getattr(host, "weight", None)

@@ -17,6 +17,13 @@ from .validation import check_option_type
 _CONSTANTS = (
     "Make a constant tensor in mix_inputs, or let it be a parameter with requires_grad_(False)"
 )
+# Class attributes of 0.1.0, which would be ignored.
+_FORMER_ATTRIBUTES = {
+    "gate_fields": "gate_field, one name",
+    "starts_as_prenorm": "initial_function",
+    "bitwise_prenorm": "initial_function",
+    "prenorm_up_to_scale": "initial_function",
+}
 # Of attributes that every connection has, and a method may set.
 _ATTRIBUTE_TYPES: dict[str, Any] = {
     "ports": tuple,
@@ -26,6 +33,16 @@ _ATTRIBUTE_TYPES: dict[str, Any] = {
     "output_scale": int | float,
     "stream_dtype": torch.dtype | NoneType,
 }
+
+
+def check_class_attributes(cls: Any) -> None:
+    """Check the names of a class's attributes, and those that contain names."""
+    for former, name in _FORMER_ATTRIBUTES.items():
+        if former in vars(cls):
+            raise TypeError(f"{cls.__name__}: {former} is called {name} now")
+    for attribute in ("weight_decay_params", "test_variants"):
+        if isinstance(getattr(cls, attribute), str):
+            raise TypeError(f"{cls.__name__}: {attribute} must contain names, got a string")
 
 
 def check_state_class(cls: Any) -> None:

@@ -288,11 +288,11 @@ def _observe_subject(
         inspection.not_done.append(f"{', '.join(observed)}: {error}")
         return
     failed: dict[str, list[str]] = {}
-    for key, analysis in observed.items():
-        if analysis.error:
-            failed.setdefault(analysis.error, []).append(key)
+    for key, separate in observed.items():
+        if separate.error:
+            failed.setdefault(separate.error, []).append(key)
         else:
-            inspection.results[key] = analysis.analysis.result()
+            inspection.results[key] = separate.analysis.result()
     for error_text, keys in failed.items():
         inspection.not_done.append(f"{', '.join(keys)}: {error_text}")
 
