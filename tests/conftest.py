@@ -1,5 +1,6 @@
 import gc
 import os
+from pathlib import Path
 
 # before torch is imported: two workers on two cores, a thread each
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,15 @@ def pytest_collection_finish():
     """Garbage is collected less often, and not among the modules: a tenth of the suite's time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture
+def extra_data() -> Path:
+    """The folder of real texts, tokenizers and images, where there is one."""
+    folder = os.environ.get("CROSSLAYER_DATA")
+    if not folder:
+        pytest.skip("CROSSLAYER_DATA is not set")
+    return Path(folder)
 
 
 pytest.register_assert_rewrite("crosslayer.testing.laws")

@@ -1,7 +1,6 @@
 """Files of token ids of other pretraining code, against the text that they were made of."""
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -214,10 +213,9 @@ def test_ids_have_the_bytes_of_their_text(tmp_path, stories, decoder):
     assert sets["ids"].tokens.text_bytes == sets["text"].tokens.text_bytes
 
 
-@pytest.mark.skipif("CROSSLAYER_DATA" not in os.environ, reason="CROSSLAYER_DATA is not set")
-def test_ids_of_gpt2(tmp_path):
+def test_ids_of_gpt2(tmp_path, extra_data):
     """As nanoGPT's prepare.py writes them."""
-    file = str(Path(os.environ["CROSSLAYER_DATA"]) / "tokenizers" / "gpt2_tokenizer.json")
+    file = str(extra_data / "tokenizers" / "gpt2_tokenizer.json")
     text = "A naïve café ☕ <|endoftext|"  # nearly the separator, and so no special token
     (ids,) = load_tokenizer(file).encode([text])
     spec = write_ids(tmp_path / "train.bin", [*ids, 50256] * 60)

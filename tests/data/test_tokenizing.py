@@ -1,9 +1,7 @@
 """Bytes, a BPE of the data, and any tokenizer.json: the same ids for the same text, and back."""
 
 import json
-import os
 import pickle
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -199,12 +197,10 @@ def test_a_tokenizer_without_a_separator(tmp_path):
     assert "no token that separates documents" in error_of(tmp_path)
 
 
-@pytest.mark.skipif("CROSSLAYER_DATA" not in os.environ, reason="CROSSLAYER_DATA is not set")
-def test_gpt2_on_wikitext():
-    root = Path(os.environ["CROSSLAYER_DATA"])
-    tokenizer = load_tokenizer(str(root / "tokenizers" / "gpt2_tokenizer.json"))
+def test_gpt2_on_wikitext(extra_data):
+    tokenizer = load_tokenizer(str(extra_data / "tokenizers" / "gpt2_tokenizer.json"))
     assert (tokenizer.vocab, tokenizer.end) == (50257, 50256)
-    (document,) = read_documents(str(root / "lm" / "wikitext-2" / "valid.txt.gz"))
+    (document,) = read_documents(str(extra_data / "lm" / "wikitext-2" / "valid.txt.gz"))
     (ids,) = tokenizer.encode([document.text])
     assert len(ids) == 258_659, "as tiktoken counts them"
     assert tokenizer.model.decode(ids) == document.text

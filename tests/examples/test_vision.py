@@ -480,10 +480,9 @@ def test_parameters_of_the_recipes(recipe):
         assert count == pytest.approx(arm.parameters, rel=0.01) or arm.reason, (arm.name, count)
 
 
-@pytest.mark.skipif("CROSSLAYER_DATA" not in os.environ, reason="CROSSLAYER_DATA is not set")
-def test_mnist():
+def test_mnist(extra_data):
     """Labels belong to their images: the nearest class mean classifies 83 % of the digits."""
-    source = str(Path(os.environ["CROSSLAYER_DATA"]) / "images" / "mnist_15k.npz")
+    source = str(extra_data / "images" / "mnist_15k.npz")
     examples = load_images(source, size=28, channels=1)
     assert (len(examples.train), examples.num_classes) == (12000, 10)
     sets = []

@@ -160,6 +160,8 @@ class Mudd(FusedNormConnection[History]):
                 expand_last=(expand_last, False),
                 gelu=(gelu, "erf"),
             )
+            if not normed:
+                check_idle_options("dynamic=False and normed=False", eps=(eps, 1e-6))
         form = NORMED_FORMS[normed]
         if form.norms_sources and (dilation, period) != (1, 1):
             raise ValueError(

@@ -53,6 +53,28 @@ class Layout(NamedTuple):
     published_config: Callable[[PreTrainedConfig], ConfigDict]
 
 
+# What the layouts have in common: defaults of the reference's config classes, and options with the
+# one value that can be represented here.
+SHARED_DEFAULTS: ConfigDict = {
+    "block_size": 2048,
+    "n_layer": 32,
+    "n_head": 32,
+    "dim": 2560,
+    "n_local_heads": -1,
+    "intermediate_size": None,
+    "rope_base": 10000.0,
+    "use_qk_norm": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dense": True,
+    "dynamic_dense": True,
+    "sepln": True,
+    "dense_type": "qkvr",
+    "expand_last": False,
+    "round64": False,
+}
+SHARED_FIXED: ConfigDict = {"dense_type": "qkvr", "dynamic_dense": True, "sepln": True}
 SIZES = ("dim", "n_layer", "n_head", "vocab_size", "block_size", "intermediate_size")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The reference's config class replaces it by dim / n_head, whatever config.json says.

@@ -9,6 +9,8 @@ and never reads its dense parameters.
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3ForCausalLM
 
 from .layout import (
+    SHARED_DEFAULTS,
+    SHARED_FIXED,
     ConfigDict,
     Layout,
     dense_rows,
@@ -99,29 +101,9 @@ def _default_width(dim: int) -> int:
 
 LAYOUT = Layout(
     architecture="MUDDFormer",
-    defaults={
-        "block_size": 2048,
-        "vocab_size": 50432,
-        "n_layer": 32,
-        "n_head": 32,
-        "dim": 2560,
-        "n_local_heads": -1,
-        "intermediate_size": None,
-        "rope_base": 10000.0,
-        "norm_eps": 1e-6,
-        "use_qk_norm": False,
-        "pad_token_id": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dense": True,
-        "dynamic_dense": True,
-        "sepln": True,
-        "dense_type": "qkvr",
-        "expand_last": False,
-        "round64": False,
-    },
+    defaults=SHARED_DEFAULTS | {"vocab_size": 50432, "norm_eps": 1e-6},
     default_width=_default_width,
-    fixed={"dense_type": "qkvr", "dynamic_dense": True, "sepln": True},
+    fixed=SHARED_FIXED,
     host_config=_host_config,
     tensor_rows=_tensor_rows,
     published_config=_published_config,

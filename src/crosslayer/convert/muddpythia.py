@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from transformers import GPTNeoXForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .layout import ConfigDict, Layout, dense_rows, shared_host_config, shared_published_config
+from .layout import (
+    SHARED_DEFAULTS,
+    SHARED_FIXED,
+    ConfigDict,
+    Layout,
+    dense_rows,
+    shared_host_config,
+    shared_published_config,
+)
 from .rows import TensorChange, TensorRow, Tensors, expand_rows, prefix_rows
 
 MODEL = (
@@ -42,6 +50,9 @@ THREE_NORMS = (  # of q, k and v
     TensorRow("attention_norms.1.{p}", "connections.0.norms.1.{p}"),
     TensorRow("attention_norms.2.{p}", "connections.0.norms.2.{p}"),
 )
+
+# The defaults of this layout's own options that have no other value here.
+OWN_FIXED: ConfigDict = {"use_linear_bias": True, "window_size": None, "window_type": None}
 
 
 def _interleave_heads(heads: int) -> TensorChange:
@@ -131,41 +142,16 @@ def _default_width(dim: int) -> int:
 
 LAYOUT = Layout(
     architecture="MUDDPythia",
-    defaults={
-        "block_size": 2048,
+    defaults=SHARED_DEFAULTS
+    | {
         "vocab_size": 32000,
-        "n_layer": 32,
-        "n_head": 32,
-        "dim": 2560,
-        "n_local_heads": -1,
-        "intermediate_size": None,
-        "rope_base": 10000.0,
         "norm_eps": 1e-5,
-        "use_qk_norm": False,
         "use_parallel_residual": True,
-        "use_linear_bias": True,
         "rotary_pct": 0.25,
-        "pad_token_id": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dense": True,
-        "dynamic_dense": True,
-        "sepln": True,
-        "dense_type": "qkvr",
-        "expand_last": False,
-        "round64": False,
-        "window_size": None,
-        "window_type": None,
-    },
+    }
+    | OWN_FIXED,
     default_width=_default_width,
-    fixed={
-        "dense_type": "qkvr",
-        "dynamic_dense": True,
-        "sepln": True,
-        "use_linear_bias": True,
-        "window_size": None,
-        "window_type": None,
-    },
+    fixed=SHARED_FIXED | OWN_FIXED,
     host_config=_host_config,
     tensor_rows=_tensor_rows,
     published_config=_published_config,
