@@ -41,8 +41,8 @@ from crosslayer.train.results_table import (
     mean_and_std,
 )
 from crosslayer.train.settings import CHANGEABLE_OPTIONS, Settings
-from crosslayer.train.task import LANGUAGE, Examples, build_model
-from crosslayer.train.trainer import Diverged, Trainer
+from crosslayer.train.task import LANGUAGE_TASK, Examples, build_model
+from crosslayer.train.trainer import RunDiverged, Trainer
 
 SWITCHES = (0.0, 0.05, 0.25, 0.5, 0.75)  # shares of the steps; 0 connects from the start
 INTRODUCTION = """\
@@ -105,7 +105,7 @@ def run(
     """
     steps = Settings.from_options(**settings).optimization.steps
     options = Settings.from_options(**{"evals": min(20, steps), **settings})
-    examples = LANGUAGE.load_examples(options.data, options.model.model_config)
+    examples = LANGUAGE_TASK.load_examples(options.data, options.model.model_config)
     Path(out).mkdir(parents=True, exist_ok=True)
     for connection in connections:
         for share in (0.0,) if connection == "prenorm" else switches:
@@ -302,5 +302,5 @@ if __name__ == "__main__":
 
     try:
         auto_cli([run, report], as_positional=False, exit_on_error=False)
-    except (ValueError, OSError, ArgumentError, Diverged) as error:
+    except (ValueError, OSError, ArgumentError, RunDiverged) as error:
         sys.exit(f"retrofit: {' '.join(str(error).split())}")

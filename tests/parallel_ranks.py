@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import crosslayer
 from crosslayer.connection import find_connections
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelism.md"
 SPECS = ("prenorm", "denseformer", "mudd", "hyper", "mhc", "attnres", "mgr")
@@ -93,7 +93,7 @@ def host() -> Decoder:
 
 
 def decoder(spec: str) -> Decoder:
-    return shake(crosslayer.connect(host(), spec), 0.05)  # type: ignore[return-value]
+    return perturb_weights(crosslayer.connect(host(), spec), 0.05)  # type: ignore[return-value]
 
 
 def tokens() -> Tensor:
@@ -251,7 +251,7 @@ class StackedDecoder(nn.Module):
 
 def stacked(spec: str, **options: Any) -> StackedDecoder:
     torch.manual_seed(0)
-    return shake(StackedDecoder(spec, **options), 0.05)  # type: ignore[return-value]
+    return perturb_weights(StackedDecoder(spec, **options), 0.05)  # type: ignore[return-value]
 
 
 def recomputed_in_groups(spec: str, mesh: DeviceMesh, rank: int) -> tuple[Gradients, Gradients]:

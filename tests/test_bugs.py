@@ -214,7 +214,7 @@ def mhc_reads_out_the_mean(patch):
 
 @bug(
     start=partial(loops.starts_on_its_own_stream, "hyper"),
-    house_rules=lambda: laws.test_parameters_keep_the_house_rules("hyper", False),
+    house_rules=lambda: laws.test_parameters_follow_the_conventions("hyper", False),
 )
 def hyper_draws_its_layer_index(patch):
     def initial_alpha(site, n):
@@ -369,13 +369,13 @@ def second_derivatives_take_saved_tensors_as_constants(patch):
 
 @bug(attnres=second_derivatives("attnres"), mgr=second_derivatives("mgr"))
 def a_definition_is_another_function(patch):
-    right = attention.mixture
+    right = attention.plain_weighted_sum
 
     def squared(X, w):
         return right(X, w.square())
 
     for module in (attention, gate):
-        patch.setattr(module, "mixture", squared)
+        patch.setattr(module, "plain_weighted_sum", squared)
 
 
 @bug(law=partial(laws.test_scales_nothing_else_than_it_says, "attnres", False))

@@ -19,7 +19,7 @@ from crosslayer.cli.main import main
 from crosslayer.connection import assign_normal, assign_value, float32_parameter
 from crosslayer.connections.prenorm import PreNorm, Stream
 from crosslayer.methods import code_digest
-from crosslayer.testing.tiny_model import gpt, tokens
+from crosslayer.testing.tiny_model import tiny_gpt, token_ids
 
 PACKAGE = '''
 from crosslayer.connection import float32_parameter
@@ -165,9 +165,9 @@ def test_a_registered_method():
     with pytest.raises(ValueError, match="unknown connection 'tripled'"):
         crosslayer.make("tripled")
     crosslayer.register_connection("tripled", Tripled)
-    model, plain = gpt("tripled"), gpt("prenorm")
+    model, plain = tiny_gpt("tripled"), tiny_gpt("prenorm")
     assert "tripled" in crosslayer.available() and "tripled" in repr(model.blocks[0])
-    assert not torch.equal(model(tokens()), plain(tokens()))
+    assert not torch.equal(model(token_ids()), plain(token_ids()))
     with pytest.raises(ValueError, match="crosslayer has a connection 'hyper' already"):
         crosslayer.register_connection("hyper", Tripled)
     with pytest.raises(TypeError, match="must be a class derived from"):

@@ -8,16 +8,16 @@ from torch.nn.utils.parametrize import register_parametrization
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.optim import layer_matrices, zero_connection_updates
-from crosslayer.testing.tiny_model import DEFAULTS, gpt, shake
+from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights, tiny_gpt
 from tests.hf.all_families import build_model
 from tests.hf.backbones import ids, llama, vit
 
-every_method = pytest.mark.parametrize("spec", DEFAULTS)
+every_method = pytest.mark.parametrize("spec", DEFAULT_SPECS)
 
 
 @every_method
 def test_every_parameter_is_in_one_group(spec):
-    model = gpt(spec)
+    model = tiny_gpt(spec)
     groups = crosslayer.param_groups(model, 1e-3, 0.1, embedding_lr_scale=50)
     names = [g["name"] for g in groups]
     assert len(set(names)) == len(names)
@@ -28,7 +28,7 @@ def test_every_parameter_is_in_one_group(spec):
 
 @every_method
 def test_connections_are_treated_as_they_say(spec):
-    model = gpt(spec)
+    model = tiny_gpt(spec)
     groups = crosslayer.param_groups(model, 1e-3, 0.1, connection_lr_scale=0.25)
     group = {id(p): g for g in groups for p in g["params"]}
     own_ids = set()
@@ -48,7 +48,7 @@ def test_connections_are_treated_as_they_say(spec):
 
 
 def test_parametrized_parameters_are_their_connections():
-    model = gpt("hyper")
+    model = tiny_gpt("hyper")
     connection = find_connections(model)[0]
     for name in ("dynamic_alpha_fn", "static_alpha"):
         register_parametrization(connection, name, nn.Identity())
@@ -171,7 +171,7 @@ def test_tied_and_frozen():
 
 def test_an_optimizer_takes_them():
     """A gain learns at the model's rate and decays, as in the authors' code."""
-    model = gpt("skip_gain")
+    model = tiny_gpt("skip_gain")
     optimizer = torch.optim.AdamW(crosslayer.param_groups(model, 1e-2, 0.1))
     gain = model.blocks[0].connections[0].gain
     before = gain.item()
@@ -182,7 +182,7 @@ def test_an_optimizer_takes_them():
 
 
 def test_float32_streams_under_a_bf16_model():
-    model = shake(crosslayer.connect(llama(), "hyper(stream_dtype='float32')")).bfloat16()
+    model = perturb_weights(crosslayer.connect(llama(), "hyper(stream_dtype='float32')")).bfloat16()
     ids = torch.randint(97, (2, 9))
     state = model.model.layers[0].connections[0].init(model.model.embed_tokens(ids))
     inputs, state = model.model.layers[0].connections[0].read(state)
@@ -191,7 +191,7 @@ def test_float32_streams_under_a_bf16_model():
 
 
 def test_zero_connection_updates():
-    model = gpt("denseformer")
+    model = tiny_gpt("denseformer")
     optimizer = torch.optim.AdamW(crosslayer.param_groups(model, 1e-2, 0.1))
     peaks = [group["lr"] for group in optimizer.param_groups]
     alpha, head = model.readout.alpha, model.head.weight

@@ -157,7 +157,7 @@ def test_the_entry_point_runs_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.xdist_group("readme")
-@pytest.mark.parametrize("block", blocks("python"), ids=["connect", "stack", "loop"])
+@pytest.mark.parametrize("block", blocks("python"), ids=["connect", "stack"])
 def test_python_blocks_run(block, checkout):
     names: dict = {}
     exec(block, names)

@@ -20,7 +20,13 @@ from crosslayer.recompute import (
     enable_recompute,
     recompute_inputs,
 )
-from crosslayer.testing.tiny_model import equal, gpt, loss_and_gradients, shake, tokens
+from crosslayer.testing.tiny_model import (
+    equal_tensors,
+    loss_and_gradients,
+    perturb_weights,
+    tiny_gpt,
+    token_ids,
+)
 from crosslayer.train.parallel import checkpoint_layers
 from tests.hf import backbones
 
@@ -46,23 +52,23 @@ def loop_with_recompute_inputs(monkeypatch):
             state = connection.write(state, y)
         return state
 
-    block = gpt("prenorm", layers=1).blocks[0]
+    block = tiny_gpt("prenorm", layers=1).blocks[0]
     monkeypatch.setattr(type(block), "forward", forward)
 
 
 def plain_and_recomputed(spec: str, how: str = "streams", parallel: bool = False):
     """A model, and a copy of it whose states are recomputed."""
-    plain = gpt(spec, parallel, layers=LAYERS)
+    plain = tiny_gpt(spec, parallel, layers=LAYERS)
     recomputed = copy.deepcopy(plain)
     enable_recompute(find_connections(recomputed), how)
     return plain, recomputed
 
 
 def assert_bitwise_equal(plain, recomputed, run=loss_and_gradients) -> None:
-    loss, gradients = run(plain, tokens())
-    recomputed_loss, recomputed_gradients = run(recomputed, tokens())
+    loss, gradients = run(plain, token_ids())
+    recomputed_loss, recomputed_gradients = run(recomputed, token_ids())
     assert torch.equal(loss, recomputed_loss)
-    assert equal(gradients, recomputed_gradients)
+    assert equal_tensors(gradients, recomputed_gradients)
 
 
 def largest_error(expected, gradients) -> float:
@@ -88,8 +94,8 @@ def fresh_compiler():
 def test_a_compiled_model_runs_its_reads_uncompiled(spec, how):
     plain, recomputed = plain_and_recomputed(spec, how)
     recomputed.compile(backend="aot_eager")
-    _, gradients = loss_and_gradients(plain, tokens())
-    assert largest_error(gradients, loss_and_gradients(recomputed, tokens())[1]) < 1e-5
+    _, gradients = loss_and_gradients(plain, token_ids())
+    assert largest_error(gradients, loss_and_gradients(recomputed, token_ids())[1]) < 1e-5
 
 
 @pytest.mark.slow
@@ -99,7 +105,7 @@ def test_inference_compiles_whole():
     plain, recomputed = plain_and_recomputed("mudd")
     inference = torch.compile(recomputed, backend="eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(inference(tokens()), plain(tokens()))
+        torch.testing.assert_close(inference(token_ids()), plain(token_ids()))
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
@@ -127,7 +133,7 @@ def test_in_a_host_under_autocast(family, spec):
             n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
         }
 
-    plain = shake(crosslayer.connect(backbones.build(family), spec))
+    plain = perturb_weights(crosslayer.connect(backbones.build(family), spec))
     recomputed = copy.deepcopy(plain)
     enable_recompute(find_connections(recomputed))
     assert_bitwise_equal(plain, recomputed, run)
@@ -145,7 +151,7 @@ def test_outputs_of_nodes_that_hold_tensors_are_kept(monkeypatch):
 
     monkeypatch.setattr(_SaveTensors, "apply", record)
     _, recomputed = plain_and_recomputed("denseformer")
-    loss = recomputed(tokens()).sum()
+    loss = recomputed(token_ids()).sum()
     assert outputs and all(output() is not None for output in outputs)
     del loss
     assert all(output() is None for output in outputs)
@@ -252,8 +258,8 @@ def test_uses_of_the_graph(spec, how, run):
     if how == "streams":
         assert_bitwise_equal(plain, recomputed, run)
         return
-    loss, expected = run(plain, tokens())
-    recomputed_loss, gradients = run(recomputed, tokens())
+    loss, expected = run(plain, token_ids())
+    recomputed_loss, gradients = run(recomputed, token_ids())
     assert torch.equal(loss, recomputed_loss)
     assert expected.keys() == gradients.keys()
     assert largest_error(expected, gradients) < 1e-5
@@ -263,14 +269,14 @@ def test_uses_of_the_graph(spec, how, run):
 def test_no_state_is_traced_without_gradients(spec, how):
     plain, recomputed = plain_and_recomputed(spec, how)
     with torch.no_grad():
-        assert torch.equal(plain(tokens()), recomputed(tokens()))
-        state = recomputed.readout.init(recomputed.embed(tokens()))
+        assert torch.equal(plain(token_ids()), recomputed(token_ids()))
+        state = recomputed.readout.init(recomputed.embed(token_ids()))
         assert not isinstance(recomputed.blocks[0](state), TracedState)
 
 
 def test_inversion_without_the_readout_is_an_error():
     _, recomputed = plain_and_recomputed("mgr", "inversion")
-    state = recomputed.readout.init(recomputed.embed(tokens()))
+    state = recomputed.readout.init(recomputed.embed(token_ids()))
     for block in recomputed.blocks[:3]:
         state = block(state)
     with pytest.raises(RuntimeError, match="needs the backward pass to start at the readout"):
@@ -296,8 +302,8 @@ def test_inversion_keeps_ill_conditioned_streams():
 def test_inversion_is_as_accurate_as_rounding(spec):
     plain, recomputed = plain_and_recomputed(spec, "inversion")
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float64, 1e-13)):
-        loss, expected = loss_and_gradients(plain.to(dtype), tokens())
-        recomputed_loss, gradients = loss_and_gradients(recomputed.to(dtype), tokens())
+        loss, expected = loss_and_gradients(plain.to(dtype), token_ids())
+        recomputed_loss, gradients = loss_and_gradients(recomputed.to(dtype), token_ids())
         assert torch.equal(loss, recomputed_loss)
         assert largest_error(expected, gradients) < tolerance
 
@@ -314,7 +320,7 @@ class Overwriting(torch.nn.Module):
 
 
 def test_an_input_that_is_written_into_is_saved():
-    plain = gpt("hyper", layers=LAYERS)
+    plain = tiny_gpt("hyper", layers=LAYERS)
     for block in plain.blocks:
         block.sublayers[1] = Overwriting()
     recomputed = copy.deepcopy(plain)
@@ -332,7 +338,7 @@ def test_an_input_that_is_written_into_is_saved():
 )
 def test_unsupported_modes_are_an_error(spec, how, message):
     with pytest.raises(ValueError, match=message):
-        enable_recompute(find_connections(gpt(spec)), how)
+        enable_recompute(find_connections(tiny_gpt(spec)), how)
 
 
 def test_layers_that_are_checkpointed():
@@ -344,16 +350,16 @@ def test_layers_that_are_checkpointed():
 
 
 def test_inversion_wants_float32_streams():
-    model = gpt("mgr").bfloat16()
+    model = tiny_gpt("mgr").bfloat16()
     enable_recompute(find_connections(model), "inversion")
     with pytest.raises(
         ValueError,
         match=r"inversion needs the streams in float32; \w+ mgr\(stream_dtype='float32'\)",
     ):
-        model(tokens())
-    model = gpt("mgr(stream_dtype='float32')").bfloat16()
+        model(token_ids())
+    model = tiny_gpt("mgr(stream_dtype='float32')").bfloat16()
     enable_recompute(find_connections(model), "inversion")
-    loss_and_gradients(model, tokens())
+    loss_and_gradients(model, token_ids())
 
 
 def test_states_are_saved_at_distances_that_double():
@@ -370,8 +376,8 @@ def test_hooks_on_saved_tensors_see_less():
     def loss(model, ids):
         return model(ids).square().mean()
 
-    kept = activation_bytes(recomputed, tokens(), loss)
-    assert kept < 0.6 * activation_bytes(plain, tokens(), loss)
+    kept = activation_bytes(recomputed, token_ids(), loss)
+    assert kept < 0.6 * activation_bytes(plain, token_ids(), loss)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +389,9 @@ def test_second_derivatives(spec, how):
     def products(recompute: str | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         sublayers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)]
-        stack = shake(crosslayer.Stack(spec, sublayers, dim=6, recompute=recompute)).double()
+        stack = perturb_weights(
+            crosslayer.Stack(spec, sublayers, dim=6, recompute=recompute)
+        ).double()
         x, v = torch.randn(2, 1, 2, 6, dtype=torch.float64)
 
         def loss(x: torch.Tensor) -> torch.Tensor:

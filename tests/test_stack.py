@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import crosslayer
-from crosslayer.testing.tiny_model import equal, shake
+from crosslayer.testing.tiny_model import equal_tensors, perturb_weights
 
 DIM, LAYERS = 8, 3
 SPECS = ("prenorm", "mudd", "hyper", "mgr")  # one stream, q k v apart, n streams, streams that grow
@@ -56,7 +56,7 @@ def make_sublayers(parallel: bool = False) -> list[nn.Module]:
 def make_stack(spec: str, parallel: bool = False, **options) -> crosslayer.Stack:
     torch.manual_seed(0)
     stack = crosslayer.Stack(spec, make_sublayers(parallel), DIM, parallel=parallel, **options)
-    return shake(stack)
+    return perturb_weights(stack)
 
 
 def embedding() -> Tensor:
@@ -85,7 +85,7 @@ def test_equals_the_loop_written_by_hand(spec, parallel):
     make = crosslayer.make(spec)
     plan = crosslayer.plan(LAYERS, parallel)
     sites = nn.ModuleList(make(site, DIM, lambda port: nn.RMSNorm(DIM)) for site in plan)
-    shake(nn.ModuleDict({"sublayers": sublayers, "connections": sites}))
+    perturb_weights(nn.ModuleDict({"sublayers": sublayers, "connections": sites}))
 
     state = sites[0].init(embedding())
     for connection, sublayer in zip(sites, sublayers, strict=False):
@@ -105,7 +105,9 @@ def test_options_are_passed_to_attention_alone():
 @pytest.mark.parametrize("spec", SPECS)
 def test_recomputing_streams_changes_no_bit(spec, parallel):
     recomputed = make_stack(spec, parallel, recompute="streams")
-    assert equal(output_and_gradients(make_stack(spec, parallel)), output_and_gradients(recomputed))
+    assert equal_tensors(
+        output_and_gradients(make_stack(spec, parallel)), output_and_gradients(recomputed)
+    )
 
 
 def test_recomputing_by_inversion():
@@ -126,7 +128,7 @@ def test_copy_pickle_and_state_dict(recompute):
     loaded = crosslayer.Stack("mudd", make_sublayers(), DIM, recompute=recompute)
     loaded.load_state_dict(torch.load(file))
     for restored in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack)), loaded):
-        assert equal(output_and_gradients(restored), expected)
+        assert equal_tensors(output_and_gradients(restored), expected)
 
 
 def test_norm_and_spec_are_arguments():

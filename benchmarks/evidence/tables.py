@@ -56,6 +56,7 @@ SUMMARY_COLUMNS = (
     *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
     *("training speed", "decoding speed", WITH_UNSCALED),
 )
+INITIAL_STD = 0.02  # of Llama's weights
 Cells = dict[str, str]
 
 
@@ -273,16 +274,20 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
         final = [run.valid_loss for run in study.runs(name).values()]
         values = (
             f"`{name}`",
-            format_mean_std(mean_and_std(final), ".3f"),
+            f"{mean_and_std(final).mean:.3f}",
             _format_half_width(difference_to_baseline(study, name)),
             _format_half_width(difference_to_baseline(long_study, name)),
             _format_half_width(difference_to_baseline(study, name, "equal time")),
-            cells["training"],
-            cells["decoding"],
+            _without_interval(cells["training"]),
+            _without_interval(cells["decoding"]),
             _format_half_width(difference_to_baseline(unscaled, name)),
         )
         rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
     return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"
+
+
+def _without_interval(cell: str) -> str:
+    return cell.partition(" ± ")[0]
 
 
 def _format_half_width(interval: Interval | None, digits: int = 2) -> str:
@@ -294,7 +299,8 @@ def _format_half_width(interval: Interval | None, digits: int = 2) -> str:
     half = interval.high - interval.mean
     if half < 0.5 * 10**-digits:
         digits += 1
-    return f"{interval.mean:+.{digits}f} ± {half:.{digits}f}"
+    # with no-break spaces, so that a narrow page has one line for each arm
+    return f"{interval.mean:+.{digits}f}\u202f±\u202f{half:.{digits}f}"
 
 
 def describe_embeddings(model_config: Mapping[str, float]) -> str:
@@ -307,16 +313,17 @@ def describe_embeddings(model_config: Mapping[str, float]) -> str:
 def _describe_models(study: Study) -> str:
     model, data, _, _ = study.comparison.recipe.settings()
     texts = " and ".join(data.valid)
+    factor = model.model_config["embedding_multiplier"]
     return (
-        f"Llama with {describe_embeddings(model.model_config)}, "
-        f"{model.layers} layers, width {model.dim}, "
-        f"{study.tokens / 1e6:.1f}M tokens of {texts}. Each connection has its own best learning "
-        "rate, found with seed 0 among rates a factor of 2 apart. "
-        "Loss in nats a token ± standard deviation over three or five seeds; differences ± 95 % "
-        "interval; –: not run. Equal time: the losses at the moment when the "
-        "fastest has finished; the learning rates of the others are still falling then, which "
-        "makes them look worse. Speeds on one CPU core in float32, without fused "
-        "kernels. Unscaled embeddings are Llama's own."
+        f"Llama of {model.layers} layers, width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
+        f"{texts}. Its token embeddings are multiplied by {factor:g} "
+        f"({describe_embeddings(model.model_config)}), so they start at a standard deviation of "
+        f"{factor * INITIAL_STD:g}. Unscaled embeddings start at Llama's own, {INITIAL_STD:g}. "
+        "Each connection has its own best learning rate, found with seed 0 among rates a factor of "
+        "2 apart. Loss in nats a token, the mean of three or five seeds. Differences have 95 % "
+        "intervals. –: not run. Equal time: the losses at the moment when the fastest has "
+        "finished. The learning rates of the others are still falling then, which makes them look "
+        "worse. Speeds are shares of pre-norm's, on one CPU core in float32, without fused kernels."
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crosslayer.hf.config import host_refusals, make_config
 from crosslayer.train.settings import DataSettings, ModelSettings
-from crosslayer.train.task import Examples, Task, cross_entropy
+from crosslayer.train.task import Examples, TrainingTask, cross_entropy
 from crosslayer.validation import check_option_type, check_positive, did_you_mean
 from examples.vision.data import load_images, load_latents
 from examples.vision.models import make_dit, make_vit
@@ -206,7 +206,7 @@ def count_images(batch: dict[str, Tensor]) -> int:
     return len(batch["labels"])
 
 
-CLASSIFICATION = Task(
+CLASSIFICATION = TrainingTask(
     load_examples=load_vit_examples,
     build_backbone=build_vit,
     loss=classification_loss,

@@ -1,10 +1,10 @@
 """The interface: a Transformer as sites along depth, and a connection at each of them.
 
     y_0 ──► site 0 ──► attention ──► site 1 ──► mlp ──► … ──► site `depth`: the readout
-             read                     write(y_1), read                write(y_S), read
+              │ read, write(y_1) │     │ read, write(y_2) │        │ readout
 
-A connection decides what a sub-layer reads and where its output goes. It processes every token
-alone, so it is causal and needs no cache when decoding. A whole model:
+A connection decides what a sub-layer reads and where its output goes. It processes each token
+separately, so it is causal and needs no cache when decoding. A whole model:
 
     state = sites[0].init(embed(tokens))
     for connection, sublayer in zip(sites, sublayers):
@@ -145,8 +145,8 @@ class Connection(nn.Module, Generic[StateT]):
         part_label: the label of part i of `state_parts` in pictures, like "X_{}", with i in the
             place of {}. Streams have "stream {}".
         weighs_channels: its `mixing_weights` differ between channels, or contain norms.
-        fractions: the number of equal slices of the width that are mixed apart. Each is a separate
-            part in `mixing_weights`.
+        fractions: the number of equal slices of the width that are mixed separately. Each is a
+            part of its own in `mixing_weights`.
         output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
             applies it. 1 in every method but `hyper`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of
@@ -274,7 +274,7 @@ class Connection(nn.Module, Generic[StateT]):
     def state_parts(self, state: StateT) -> tuple[Tensor, ...]:
         """The tensors that a read mixes, [B T D] each, without the pending write.
 
-        Where q, k and v are mixed apart, the last one is the stream that the output joins.
+        Where q, k and v are mixed separately, the last one is the stream that the output joins.
         `crosslayer.inspect` needs this and `mixing_weights` of a method, and nothing else does.
 
         Raises:
@@ -317,7 +317,7 @@ class Connection(nn.Module, Generic[StateT]):
             inputs: what `mix_inputs` returns, [B T D] each: one for all ports, or one for each.
 
         Raises:
-            ValueError: there is another number of inputs.
+            ValueError: the number of inputs is wrong.
         """
         if len(inputs) == 1:
             inputs = inputs * len(self.norms)

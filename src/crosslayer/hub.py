@@ -84,7 +84,7 @@ def _check_no_training_run(folder: Path) -> None:
         raise ValueError(f"{folder} holds a training run; its model is {model}")
     if (folder / RESULTS_FILE).is_file() and (folder / RUNS_FOLDER).is_dir():
         raise ValueError(
-            f"{folder} holds a comparison, which keeps models with --keep-models alone, in "
+            f"{folder} holds a comparison; if it was run with --keep-models, its models are in "
             f"{folder / RUNS_FOLDER / 'ARM' / MODELS_FOLDER}"
         )
     kept = [file.parent for file in folder.glob(f"{MODELS_FOLDER}/step-*/{CONFIG_FILE}")]

@@ -35,7 +35,7 @@ def param_groups(
         model: any module; its connections are found.
         lr: the model's learning rate.
         weight_decay: the weight decay of the parameters that take it.
-        connection_lr_scale: learning rate of the connections' parameters, as a share of `lr`.
+        connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`.
         embedding_lr_scale: the same of the embeddings, tied heads included. Their weight decay is
             divided by it, so that AdamW's decay of a step, which is their product, stays.
 

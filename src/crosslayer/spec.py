@@ -11,6 +11,7 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+import torch
 from torch import nn
 
 from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
@@ -151,7 +152,7 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
             raise ValueError(
                 f"{name}: the option {key!r} is given twice, as {spec_options[key]!r} and {value!r}"
             )
-    spec_options |= options
+        spec_options[key] = _name_of_dtype(value)
     method = ConnectionSpec(name).method
     own_options = default_options(method)
     check_options(name, own_options, {*COMMON_OPTIONS, "options"})
@@ -174,6 +175,11 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
         if default is inspect.Parameter.empty and key not in spec_options:
             raise ValueError(f"{name} needs the option {key!r}, like {name}({key}=…)")
     return ConnectionSpec(name, spec_options)
+
+
+def _name_of_dtype(value: Any) -> Any:
+    """ "float32" for torch.float32; any other value as it is."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def split_specs(line: str) -> list[str]:

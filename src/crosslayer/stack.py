@@ -13,7 +13,7 @@ from .validation import check_option_type
 
 
 class Stack(nn.Module):
-    """Sub-layers joined by a connection, from the embedding to the state after the final norm.
+    """Sub-layers joined by a connection, from the embedding to the output of the final norm.
 
         stack = crosslayer.Stack("mudd", [attention_0, mlp_0, attention_1, mlp_1], dim=512)
         hidden = stack(embedding, mask=mask)
@@ -57,8 +57,8 @@ class Stack(nn.Module):
             raise ValueError("Stack: sublayers must be attention and MLP of a layer or more, got 0")
         if not parallel and count % 2:
             raise ValueError(
-                "Stack: sublayers must be attention and MLP by turns, an even number of them, "
-                f"got {count}"
+                "Stack: sublayers must be attention, MLP, attention, MLP, …, an even number of "
+                f"them, got {count}"
             )
         check_norm_factory(norm)
         sites = plan(count if parallel else count // 2, parallel)

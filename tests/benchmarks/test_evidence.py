@@ -88,7 +88,7 @@ def test_an_arm_is_not_compared_before_the_search_of_its_rate_has_ended(planted)
 
 
 def test_an_arm_is_not_compared_where_its_search_ended_at_its_limit(planted, monkeypatch):
-    monkeypatch.setattr(rate_search, "FACTORS", (0.5, 1.0, 2.0))
+    monkeypatch.setattr(rate_search, "RATE_FACTORS", (0.5, 1.0, 2.0))
     cells = arm_cells(planted["short"], "mudd")
     assert (cells["rate"], cells["verdict"]) == ("0.008 so far", "–")
 

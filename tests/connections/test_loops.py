@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import crosslayer
 from crosslayer.methods import find_method
 from crosslayer.testing.laws import is_own
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 
 few = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
@@ -72,7 +72,7 @@ class Network:
             for site in crosslayer.plan(case.layers, case.parallel)
         ]
         for k, site in enumerate(self.sites if shaken else ()):
-            shake(site, 0.1 + 0.05 * k)  # no two sites alike
+            perturb_weights(site, 0.1 + 0.05 * k)  # no two sites alike
             for name in ("base", "static_alpha"):
                 parameter = getattr(site, name, None)
                 if case.seed % 2 and isinstance(parameter, nn.Parameter):
@@ -788,7 +788,7 @@ def sequential(n: int) -> list:
 
 
 def in_parallel(n: int) -> list:
-    """Eq. 54 and 55, by turns: every n sub-layers side by side.
+    """Eq. 54 and 55 in turn: every n sub-layers side by side.
 
     Slot i of Eq. 55 counts from 0, as in Eq. 19.
     """

@@ -15,7 +15,7 @@ import crosslayer
 from crosslayer.connections.attnres import Values
 from crosslayer.connections.mhc import Manifold
 from crosslayer.ops import depth_scores, write_norm_project
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 
 B, T, D, LAYERS = 2, 3, 10, 3
 
@@ -49,7 +49,7 @@ def chain(spec: str) -> list[crosslayer.Connection]:
     make = crosslayer.make(spec)
     sites = [make(site, D, lambda port: nn.Identity()).double() for site in crosslayer.plan(LAYERS)]
     for k, site in enumerate(sites):
-        shake(site, 0.3 + 0.05 * k)
+        perturb_weights(site, 0.3 + 0.05 * k)
         if getattr(site, "base", None) is not None:
             nn.init.normal_(
                 site.base

@@ -6,7 +6,7 @@ from torch import nn
 
 import crosslayer
 from crosslayer.convert import fill_connections, hyper_connections, read_connections
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.support.chain import D, flat, randn, run, same, sublayer
 
 
@@ -20,7 +20,7 @@ def test_hyper_connections(n, tanh):
     modules = nn.ModuleDict(
         {f"hc{k}": package()(n, dim=D, layer_index=k, tanh=tanh) for k in range(3)}
     )
-    shake(modules, 0.3)
+    perturb_weights(modules, 0.3)
     prefixes, theirs = [f"hc{k}." for k in range(3)], modules.state_dict()
     ours = hyper_connections.load_connections(theirs, prefixes, tanh)
     assert same(hyper_connections.save_connections(ours, prefixes), theirs)

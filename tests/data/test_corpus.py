@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from crosslayer.data import prepared, token_streams
-from crosslayer.data.corpus import Corpus, Windows, load_corpus
+from crosslayer.data.corpus import Corpus, TokenWindows, load_corpus
 from crosslayer.data.prepared import prepare_corpus
 from crosslayer.data.sampler import ResumableSampler
 from crosslayer.data.sources import Document
@@ -26,7 +26,7 @@ def stream_of(texts, tokenizer):
     return encode_in_memory(iter(documents), tokenizer)["train"]
 
 
-def all_ids(windows: Windows) -> np.ndarray:
+def all_ids(windows: TokenWindows) -> np.ndarray:
     return windows.tokens.window(0, len(windows.tokens)).numpy()
 
 

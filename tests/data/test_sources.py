@@ -17,10 +17,10 @@ from pyarrow import parquet
 
 from crosslayer.data.sources import (
     HELD_OUT,
-    TRAIN,
+    TRAIN_SET,
     VALID_SHARE,
     Document,
-    Source,
+    TextSource,
     _hash_share,
     name_sets,
     read_documents,
@@ -52,14 +52,14 @@ def error_of(source) -> str:
 
 def test_source_is_parsed_once():
     for spec, expected in {
-        "stdlib": ("stdlib", "", None, TRAIN),
-        "a/b.txt": ("files", "a/b.txt", None, TRAIN),
-        "datasets:org/name": ("dataset", "org/name", None, TRAIN),
-        "datasets:org/name,cfg": ("dataset", "org/name", "cfg", TRAIN),
+        "stdlib": ("stdlib", "", None, TRAIN_SET),
+        "a/b.txt": ("files", "a/b.txt", None, TRAIN_SET),
+        "datasets:org/name": ("dataset", "org/name", None, TRAIN_SET),
+        "datasets:org/name,cfg": ("dataset", "org/name", "cfg", TRAIN_SET),
         "datasets:org/name@test": ("dataset", "org/name", None, "test"),
         "datasets:org/name,cfg@test": ("dataset", "org/name", "cfg", "test"),
     }.items():
-        assert Source.parse(spec) == Source(spec, *expected)
+        assert TextSource.parse(spec) == TextSource(spec, *expected)
 
 
 def test_standard_library_is_whole_and_sorted():
@@ -186,23 +186,23 @@ def test_at_least_one_document_is_held_out():
 def test_few_documents_are_split_at_their_tail():
     documents = [Document("a", "a" * 50), Document("b", "b" * 949)]
     assert list(split_held_out(iter(documents))) == [
-        (TRAIN, documents[0]),
-        (TRAIN, Document("b", "b" * 899)),
+        (TRAIN_SET, documents[0]),
+        (TRAIN_SET, Document("b", "b" * 899)),
         (HELD_OUT, Document("b", "b" * 50)),
     ]
 
 
 def test_named_validation_sets_leave_the_source_whole(tmp_path):
-    for name in (TRAIN, "one", "two"):
+    for name in (TRAIN_SET, "one", "two"):
         (tmp_path / f"{name}.txt").write_text(name)
     valid = {name: str(tmp_path / f"{name}.txt") for name in ("one", "two")}
     sets = name_sets(str(tmp_path / "train.txt"), valid)
     found = [(name, document.text) for name, document in read_sets(sets, load_tokenizer("bytes"))]
-    assert found == [(TRAIN, TRAIN), ("one", "one"), ("two", "two")]
+    assert found == [(TRAIN_SET, TRAIN_SET), ("one", "one"), ("two", "two")]
 
 
 def test_wrong_set_names():
-    for name in (TRAIN, "", "a/b", "..", "a b"):
+    for name in (TRAIN_SET, "", "a/b", "..", "a b"):
         with pytest.raises(ValueError, match="cannot name a validation set"):
             name_sets("stdlib", {name: "stdlib"})
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 import crosslayer
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -113,12 +113,12 @@ def connected(family: str, spec: str, shaken: bool = True, **options: Any) -> An
     values.
     """
     model = crosslayer.connect(build(family, **options), spec)
-    return shake(model, 0.05) if shaken else model
+    return perturb_weights(model, 0.05) if shaken else model
 
 
 def trained(family: str, **options: Any) -> Any:
     """A host model with all weights away from their initial values."""
-    return shake(build(family, **options), 0.05)
+    return perturb_weights(build(family, **options), 0.05)
 
 
 def starts_bitwise(spec: str) -> bool:

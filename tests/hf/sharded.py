@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import crosslayer
 from crosslayer.connection import find_connections
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import build, ids
 
 SPECS = ("prenorm", "mudd", "hyper", "mhc", "attnres")
@@ -38,7 +38,7 @@ def train(rank: int, folder: str) -> None:
     for spec in SPECS:
         # Connections sharded with their layers, in bf16, or on their own, in float32.
         for connections_apart in (False, True):
-            model = shake(crosslayer.connect(build("llama"), spec), 0.05)
+            model = perturb_weights(crosslayer.connect(build("llama"), spec), 0.05)
             expected = gradients(model, tokens)
             for layer in model.model.layers:
                 for connection in layer.connections if connections_apart else ():

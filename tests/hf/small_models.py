@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.family_sizes import DROPPED, LAYERS, NESTED_SIZES, ROWS, SIZES, TOWERS
 
 MAX_PARAMETERS = 5e7
@@ -90,7 +90,7 @@ def build_small(kind: Kind, family: str) -> SmallModel:
             if parameters > MAX_PARAMETERS:
                 raise ValueError(f"the shrunk model has {parameters:,} parameters")
             torch.manual_seed(0)
-            model = shake(model_class(config).eval(), 0.05)
+            model = perturb_weights(model_class(config).eval(), 0.05)
             return _run_first(kind, family, model)
         except Exception as error:  # of any class, from a family's own code
             problem = problem or error

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import KINDS, LANGUAGE, connected, each_family, ids, parametrize_cells
 from tests.hf.test_connect import compiled_cells
 
@@ -17,7 +17,7 @@ CACHES = {
 
 
 def generator(family: str, spec: str) -> torch.nn.Module:
-    return shake(connected(family, spec), 0.2)
+    return perturb_weights(connected(family, spec), 0.2)
 
 
 @parametrize_cells(each_family(tuple(LANGUAGE)))

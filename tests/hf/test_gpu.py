@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import LANGUAGE, METHODS, build, ids, starts_bitwise
 
 pytestmark = [
@@ -32,12 +32,12 @@ def model(family: str, spec: str, dtype: torch.dtype = torch.float32, **options)
     if "head_dim" in LANGUAGE[family].options:
         sizes["head_dim"] = 16
     host = build(family, **sizes, **options)
-    return shake(crosslayer.connect(host, spec), 0.05).to("cuda", dtype)
+    return perturb_weights(crosslayer.connect(host, spec), 0.05).to("cuda", dtype)
 
 
 @pytest.mark.parametrize(("family", "spec"), BITWISE)
 def test_starts_where_the_host_is_in_bf16(family, spec):
-    plain = shake(build(family), 0.05).to("cuda", torch.bfloat16)
+    plain = perturb_weights(build(family), 0.05).to("cuda", torch.bfloat16)
     connected = crosslayer.connect(copy.deepcopy(plain), spec)
     assert torch.equal(connected(ids().cuda()).logits, plain(ids().cuda()).logits)
 

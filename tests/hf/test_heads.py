@@ -13,7 +13,7 @@ from torch import Tensor
 import crosslayer
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import own_connection
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import SIZES, ids
 
 SMALL = {key: size for key, size in SIZES.items() if not key.endswith("token_id")}
@@ -65,7 +65,9 @@ def build_head(host: str, head: str, **options: Any) -> tuple[Any, dict[str, Ten
     )
     torch.manual_seed(0)
     auto_class = getattr(transformers, f"AutoModelFor{head}")
-    model = shake(auto_class.from_config(config, attn_implementation="eager").eval(), 0.05)
+    model = perturb_weights(
+        auto_class.from_config(config, attn_implementation="eager").eval(), 0.05
+    )
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, 6:] = 0
     mask[1, :3] = 0
@@ -120,7 +122,7 @@ def test_a_head_computes_what_it_did(host, head):
 @pytest.mark.filterwarnings("ignore:connecting mudd changes the outputs")
 def test_a_head_trains_and_is_saved(host, head, tmp_path):
     plain, inputs = build_head(host, head)
-    model = shake(crosslayer.connect(copy.deepcopy(plain), "mudd"), 0.05)
+    model = perturb_weights(crosslayer.connect(copy.deepcopy(plain), "mudd"), 0.05)
     for name, gradient in gradients_of(model, inputs).items():
         assert gradient.any() or ".connection" not in name, name
     model.save_pretrained(tmp_path)
@@ -140,7 +142,7 @@ def test_another_connection_than_its_own_changes_a_post_norm_model(spec):
     with pytest.warns(UserWarning, match="its layers are post-norm: postnorm alone computes the"):
         model = crosslayer.connect(copy.deepcopy(plain), spec)
     assert not torch.allclose(model(**inputs)[0], plain(**inputs)[0], atol=1e-2)
-    with pytest.raises(ValueError, match="computes another function"):
+    with pytest.raises(ValueError, match="does not compute the plain residual"):
         crosslayer.disconnect(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -181,7 +183,7 @@ def test_a_post_norm_decoder_generates():
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     expected = plain.generate(ids(), **options)
     assert torch.equal(connect_as_it_is(plain).generate(ids(), **options), expected)
-    model = shake(crosslayer.connect(plain, "mudd"), 0.05)
+    model = perturb_weights(crosslayer.connect(plain, "mudd"), 0.05)
     without_cache = model.generate(ids(), use_cache=False, **options)
     assert torch.equal(model.generate(ids(), **options), without_cache)
 

@@ -18,10 +18,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
-from crosslayer.hf.families import FUSED_PROJECTIONS, Fused
+from crosslayer.hf.families import FUSED_PROJECTIONS, FusedQKV
 from crosslayer.hf.hidden_states import StreamUseError
 from crosslayer.hf.qkv import FusedLinear, FusedProjection
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from crosslayer.train.diagnostics import connection_diagnostics
 from tests.support.split_inputs import check_split_inputs
 
@@ -110,7 +110,7 @@ def test_a_model_of_plain_torch(spec, numbered, tmp_path):
     torch.testing.assert_close(model(make_ids()), expected, rtol=0, atol=rounding)
     assert not hasattr(model.config, "crosslayer")
 
-    shake(model, 0.05)(make_ids()).square().mean().backward()
+    perturb_weights(model, 0.05)(make_ids()).square().mean().backward()
     without_gradient = [name for name, p in model.named_parameters() if p.grad is None]
     assert without_gradient == []
     groups = crosslayer.param_groups(model, lr=1e-3, weight_decay=0.1)
@@ -365,7 +365,7 @@ def test_a_host_that_checkpoints_its_layers(spec):
         crosslayer.connect(model, spec)
     model.reentrant = False
     crosslayer.connect(model, spec)
-    shake(model)
+    perturb_weights(model)
     gradients = []
     for model.reentrant in (None, False):
         torch.manual_seed(0)  # of dropout
@@ -451,8 +451,8 @@ def test_the_width_may_be_known_by_the_embeddings_alone():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (IdleBlock, "layer 0, a IdleBlock: its ln_3 does not run in the forward passes that"),
-        (InPlaceBlock, "connect cannot connect layer 0, a InPlaceBlock: .* in-place operation"),
+        (IdleBlock, r"layer 0 \(IdleBlock\): its ln_3 does not run in the forward passes that"),
+        (InPlaceBlock, r"connect cannot connect layer 0 \(InPlaceBlock\): .* in-place operation"),
         (ListedBlock, "layer 0 is a ListedBlock, whose modules the model runs and adds up itself"),
     ],
 )
@@ -528,7 +528,7 @@ def test_blocks_that_are_checkpointed_compile_to_one_graph(spec):
         model(make_ids()).square().mean().backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    model = shake(crosslayer.connect(GPT().eval(), spec), 0.05)
+    model = perturb_weights(crosslayer.connect(GPT().eval(), spec), 0.05)
     expected = gradients(copy.deepcopy(model))
     torch.compiler.reset()
     for name, block in model.transformer.h.named_children():
@@ -593,16 +593,16 @@ class CopyingAttention(JointAttention):
 
 
 ROWS = {
-    "three of the width": (JointAttention, lambda each: Fused(1, (DIM,) * 3), ""),
+    "three of the width": (JointAttention, lambda each: FusedQKV(1, (DIM,) * 3), ""),
     "two of the width": (
         JointAttention,
-        lambda each: Fused(1, (DIM,) * 2),
+        lambda each: FusedQKV(1, (DIM,) * 2),
         "describes 64 outputs, and the projection has 96",
     ),
-    "a typing error": (JointAttention, lambda each: Fused(1, (each.dimm,) * 3), "'dimm'"),
+    "a typing error": (JointAttention, lambda each: FusedQKV(1, (each.dimm,) * 3), "'dimm'"),
     "another forward": (
         CopyingAttention,
-        lambda each: Fused(1, (DIM,) * 3),
+        lambda each: FusedQKV(1, (DIM,) * 3),
         "the forward of CopyingAttention must call self.qkv on its unchanged input",
     ),
 }

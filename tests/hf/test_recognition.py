@@ -1,4 +1,4 @@
-"""Models without a row: `connect` recognises their wiring, proves it, or says why it cannot."""
+"""Models without a row: `connect` recognises their wiring, verifies it, or says why it cannot."""
 
 import copy
 import re
@@ -12,8 +12,8 @@ import transformers
 import crosslayer
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import FAMILIES, Family, Sublayer
-from crosslayer.hf.proof import prove_wiring
-from crosslayer.testing.tiny_model import shake
+from crosslayer.hf.verification import verify_wiring
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.all_families import build_model, read_logits
 from tests.hf.backbones import build, ids
 from tests.hf.small_models import LANGUAGE, VISION, build_small
@@ -80,7 +80,7 @@ def test_a_family_without_a_row(family):
     rounding = 1e-6 if family == "granitemoehybrid" else 0
     torch.testing.assert_close(read_logits(model, ids()), expected, rtol=0, atol=rounding)
     assert ports_of_layers(model) == KINDS[family]
-    shake(model, 0.05).train()
+    perturb_weights(model, 0.05).train()
     model(ids(), use_cache=False).logits.square().mean().backward()
     for name, parameter in model.named_parameters():
         if ".connection" in name:
@@ -102,7 +102,7 @@ def test_generating_saving_and_disconnecting(family, tmp_path):
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     assert torch.equal(model.generate(ids(), **options), expected)
     crosslayer.disconnect(copy.deepcopy(model))
-    shake(model, 0.05).save_pretrained(tmp_path)
+    perturb_weights(model, 0.05).save_pretrained(tmp_path)
     loaded = crosslayer.from_pretrained(tmp_path)
     assert torch.equal(read_logits(loaded, ids()), read_logits(model, ids()))
     outputs = model(ids(), output_hidden_states=True, use_cache=False)
@@ -140,10 +140,10 @@ def test_a_dropout_of_two_outputs_is_named():
 
 
 def test_a_wrong_row_is_refused(monkeypatch):
-    """Without proof, granite under a row like llama's is silently another function."""
+    """Unverified, granite under a row like llama's is silently another function."""
     model, expected = build_model("granite", ids())
     monkeypatch.setitem(FAMILIES, "granite", LLAMA_ROW)
-    with pytest.raises(ValueError, match="layer 0, a GraniteDecoderLayer, computes") as error:
+    with pytest.raises(ValueError, match=r"layer 0 \(GraniteDecoderLayer\) computes") as error:
         crosslayer.connect(copy.deepcopy(model), "mudd")
     assert "Sublayer('self_attn', norm='input_layernorm', scale=0.22)" in str(error.value)
     unproven = crosslayer.connect(copy.deepcopy(model), "mudd", verify=False)
@@ -231,13 +231,13 @@ def test_a_larger_model_connects_its_language_model(tmp_path):
     crosslayer.connect(model, "mudd")
     assert torch.equal(model(ids()).logits, expected)
     assert model.config.text_config.crosslayer == "mudd"
-    shake(model, 0.05).save_pretrained(tmp_path)
+    perturb_weights(model, 0.05).save_pretrained(tmp_path)
     loaded = crosslayer.from_pretrained(tmp_path)
     assert torch.equal(loaded(ids()).logits, model(ids()).logits)
 
 
 @pytest.mark.slow
-def test_the_proof_of_a_model_of_1b_takes_a_fifth_of_a_second():
+def test_the_verification_of_a_model_of_1b_takes_a_fifth_of_a_second():
     with torch.device("meta"):
         config = transformers.LlamaConfig(
             hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32
@@ -246,6 +246,6 @@ def test_the_proof_of_a_model_of_1b_takes_a_fifth_of_a_second():
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        prove_wiring(*find_backbone(model))
+        verify_wiring(*find_backbone(model))
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.2

@@ -19,7 +19,7 @@ from transformers import (
 import crosslayer
 from crosslayer import Connection
 from crosslayer.hf.checkpoint import read_config
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import (
     KINDS,
     METHODS,
@@ -69,7 +69,7 @@ def test_copies_and_pickles(family):
     model = connected(family, "mudd")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(output(twin, family), output(model, family))
-        shake(twin)
+        perturb_weights(twin)
         assert not torch.equal(output(twin, family), output(model, family)), "a copy shares nothing"
 
 
@@ -96,7 +96,7 @@ def test_copies_and_pickles_of_many_layers(family, spec, layers):
         pickle.loads(pickle.dumps(model)),
         torch.load(file, weights_only=False),
     ]
-    shake(model)
+    perturb_weights(model)
     for twin in twins:
         for key, value in twin.state_dict().items():
             assert torch.equal(value, expected[key]), key
@@ -217,7 +217,7 @@ def test_configs_whose_sizes_are_not_those_of_every_layer(tmp_path):
 def test_a_variant_beside_the_other_weights(max_shard_size, tmp_path):
     model = connected("llama", "mudd")
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    variant = shake(connected("llama", "mudd"))
+    variant = perturb_weights(connected("llama", "mudd"))
     variant.save_pretrained(tmp_path, variant="fp16", max_shard_size=max_shard_size)
     for expected, options in ((model, {}), (variant, {"variant": "fp16"})):
         loaded = crosslayer.from_pretrained(tmp_path, **options)
@@ -258,7 +258,7 @@ class TestBadFolders:
     def test_options(self, folder):
         """Those that agree with what it does are accepted."""
         crosslayer.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
-        with pytest.raises(ValueError, match="takes trust_remote_code=False alone, got True"):
+        with pytest.raises(ValueError, match="takes only trust_remote_code=False, got True"):
             crosslayer.from_pretrained(folder, trust_remote_code=True)
 
     def test_truncated(self, folder):

@@ -11,7 +11,7 @@ import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.hf.attach import find_backbone
 from crosslayer.recompute import enable_recompute
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.all_families import PAGE, check_family
 from tests.hf.small_models import KINDS, MULTI_MODAL, VISION, SmallModel, build_small, read_output
 from tests.hf.test_recognition import mark_slow
@@ -43,7 +43,7 @@ def test_towers(family, tmp_path):
     disconnected = crosslayer.disconnect(copy.deepcopy(model))
     assert torch.equal(read_output(disconnected, inputs), expected)
 
-    shake(model, 0.05).train()
+    perturb_weights(model, 0.05).train()
     outputs = model(**inputs)
     outputs[0].square().mean().backward()
     for name, parameter in model.named_parameters():
@@ -81,7 +81,7 @@ def test_a_multi_modal_model_connects_its_language_model(tmp_path):
     assert torch.equal(
         model.generate(**{**padded, **options}), plain.generate(**{**padded, **options})
     )
-    shake(model, 0.05).save_pretrained(tmp_path)
+    perturb_weights(model, 0.05).save_pretrained(tmp_path)
     loaded = crosslayer.from_pretrained(tmp_path)
     assert torch.equal(read_output(loaded, inputs), read_output(model, inputs))
 
@@ -94,7 +94,7 @@ def test_a_tower_is_connected_by_itself(tmp_path):
     crosslayer.connect(tower, "mudd")
     assert find_connections(model) == find_connections(tower)
     assert torch.equal(read_output(model, inputs), expected)
-    shake(model, 0.05).save_pretrained(tmp_path)
+    perturb_weights(model, 0.05).save_pretrained(tmp_path)
     loaded = crosslayer.from_pretrained(tmp_path)
     assert torch.equal(read_output(loaded, inputs), read_output(model, inputs))
     crosslayer.connect(model.model.language_model, "denseformer")

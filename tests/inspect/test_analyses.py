@@ -40,15 +40,15 @@ from crosslayer.inspect.ablation import ablate_sublayers
 from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
-from crosslayer.testing.tiny_model import DEFAULTS, shake
-from crosslayer.testing.tiny_model import VARIANTS as ALL_VARIANTS
+from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights
+from crosslayer.testing.tiny_model import TESTED_VARIANTS as ALL_VARIANTS
 from tests.hf.test_plain_models import GPT
 from tests.inspect.methods import has_mixing_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 
 IDS = torch.randint(50, (3, 11), generator=torch.Generator().manual_seed(0))
-METHODS = list(filter(has_mixing_weights, DEFAULTS))
+METHODS = list(filter(has_mixing_weights, DEFAULT_SPECS))
 VARIANTS = list(filter(has_mixing_weights, ALL_VARIANTS))
 PADDED = torch.ones_like(IDS)
 PADDED[1, :4] = 0
@@ -71,7 +71,7 @@ def backbone(spec: str | None, parallel: bool = False, layers: int = 3, dim: int
     if spec is not None:
         connect(model, spec)
     for connection in find_connections(model):
-        shake(connection, 0.2)
+        perturb_weights(connection, 0.2)
     return model
 
 
@@ -189,7 +189,9 @@ def test_a_head_that_does_more_is_not_read_out():
 
 def test_the_lens_reads_the_stream_where_ways_differ():
     """And so do the distances: the stream r, which the output joins, not the input of q."""
-    model = shake(connect(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), "mudd"))
+    model = perturb_weights(
+        connect(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), "mudd")
+    )
     states = []
     first = find_connections(model)[2]  # of the second layer's attention
     handle = first.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))

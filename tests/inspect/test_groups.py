@@ -38,7 +38,7 @@ from crosslayer.inspect.seed_averages import (
     seed_mean,
 )
 from crosslayer.inspect.subjects import find_step, image_subject, text_subject
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.small_models import LANGUAGE, VISION, build_small
 from tests.inspect.test_report import BATCHES, language_model
 
@@ -187,7 +187,7 @@ def vision_model(spec: str | None) -> ViTForImageClassification:
     if spec is not None:
         connect(model, spec)
     for connection in find_connections(model):
-        shake(connection, 0.1)
+        perturb_weights(connection, 0.1)
     return model
 
 

@@ -29,7 +29,7 @@ from crosslayer.inspect.inspection import ANALYSES, InspectionSubject, inspect_m
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.inspect.sections import SECTIONS
 from crosslayer.inspect.text_batches import find_sink_ids
-from crosslayer.testing.tiny_model import DEFAULTS, shake
+from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights
 from tests.inspect.methods import has_mixing_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
@@ -52,7 +52,7 @@ def language_model(spec: str | None, layers: int = 2, vocab: int = 64) -> LlamaF
     if spec is not None:
         connect(model, spec)
     for connection in find_connections(model):
-        shake(connection, 0.1)
+        perturb_weights(connection, 0.1)
     return model
 
 
@@ -309,7 +309,7 @@ def test_models_whose_folders_end_alike_have_longer_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", filter(has_mixing_weights, DEFAULTS))
+@pytest.mark.parametrize("spec", filter(has_mixing_weights, DEFAULT_SPECS))
 def test_every_section_of_every_method_is_drawn(spec):
     inspection = inspect_model(spec, InspectionSubject(language_model(spec), BATCHES))
     without_lens = ["lens: resi_dual reads out by 2 norms, not by one"]

@@ -24,7 +24,7 @@ from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.kernels import launch
 from crosslayer.norms import NormSpec
 from crosslayer.ops import dispatch
-from crosslayer.testing.tiny_model import shake
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import build
 from tests.kernels.accuracy import assert_accurate
 from tests.kernels.cases import CASES, PATHS
@@ -310,7 +310,7 @@ def test_connections(spec, monkeypatch, launched):
     ratios = []
     for seed in range(5):
         torch.manual_seed(seed)
-        sites = shake(nn.ModuleList(chain.row(spec, layers=2))).to(DEVICE)
+        sites = perturb_weights(nn.ModuleList(chain.row(spec, layers=2))).to(DEVICE)
         x, dout = (chain.randn(1, 3, chain.D).to(DEVICE) for _ in range(2))
         exact = output_and_gradients(copy.deepcopy(sites).double(), x.double(), dout.double())
         reference = distance(output_and_gradients(sites, x, dout), exact)
@@ -352,7 +352,7 @@ def test_fused_norms(spec, kind, monkeypatch):
     norm = NORMS[kind](chain.D)
     plan = crosslayer.plan(2, bool(parallel))
     sites = nn.ModuleList(make(site, chain.D, lambda port: copy.deepcopy(norm)) for site in plan)
-    sites = shake(sites).to(DEVICE)
+    sites = perturb_weights(sites).to(DEVICE)
     x, dout = (chain.randn(1, 3, chain.D).to(DEVICE) for _ in range(2))
     called = []
     fused = []
@@ -434,7 +434,9 @@ def test_a_norm_with_a_hook_is_called(monkeypatch):
 def test_whole_model(spec, monkeypatch):
     """A host's step is the same with kernels as without, and compiles to one graph."""
     torch.manual_seed(0)
-    model = shake(crosslayer.connect(build("llama", num_hidden_layers=2), spec)).to(DEVICE)
+    model = perturb_weights(crosslayer.connect(build("llama", num_hidden_layers=2), spec)).to(
+        DEVICE
+    )
     tokens = torch.randint(97, (1, 4), device=DEVICE)
 
     def step(model):

@@ -15,7 +15,7 @@ from crosslayer.train.export import export_model
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.settings import Settings
-from crosslayer.train.task import LANGUAGE
+from crosslayer.train.task import LANGUAGE_TASK
 from tests.train.runs import SMALL
 
 
@@ -35,7 +35,7 @@ def error_of(function, *arguments):
 def main(text: str, folder: Path) -> None:
     settings = Settings.from_options(**SMALL | {"data": text, "steps": 2})
     arm = Arm.from_row("prenorm")
-    examples = LANGUAGE.load_examples(settings.data, settings.model.model_config)
+    examples = LANGUAGE_TASK.load_examples(settings.data, settings.model.model_config)
     fabric = launch_run(settings, arm, None)
     rank = fabric.global_rank
     errors = {}
@@ -43,10 +43,10 @@ def main(text: str, folder: Path) -> None:
         right = getattr(checkpoint, name)
         if rank == failing_rank:
             setattr(checkpoint, name, planted)
-        run = (fabric, settings, arm, 0, examples, LANGUAGE, folder / name)
+        run = (fabric, settings, arm, 0, examples, LANGUAGE_TASK, folder / name)
         errors[name] = error_of(train_arm, *run)
         setattr(checkpoint, name, right)
-    trainer = train_arm(fabric, settings, arm, 0, examples, LANGUAGE)
+    trainer = train_arm(fabric, settings, arm, 0, examples, LANGUAGE_TASK)
     if rank == 0:
         trainer.model.save_pretrained = planted
     errors["model"] = error_of(export_model, fabric, trainer.model, folder / "model")

@@ -16,7 +16,7 @@ from crosslayer.train.export import export_model
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.settings import Settings
-from crosslayer.train.task import LANGUAGE
+from crosslayer.train.task import LANGUAGE_TASK
 
 SMALL = {
     "steps": 12,
@@ -35,7 +35,7 @@ class Left(Exception):
     pass
 
 
-def run(settings, arm, folder=None, stop=None, seed=0, task=LANGUAGE):
+def run(settings, arm, folder=None, stop=None, seed=0, task=LANGUAGE_TASK):
     """A run's losses, its result (None where it was left), and a digest of its last weights."""
     options, losses = Settings.from_options(**{**SMALL, **settings}), []
 

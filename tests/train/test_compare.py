@@ -32,7 +32,7 @@ from crosslayer.train.results_table import find_baseline_arm, result_table
 from crosslayer.train.run import launch_run, train_arm
 from crosslayer.train.run_state import RunResult
 from crosslayer.train.settings import OptimizationSettings, Settings
-from crosslayer.train.task import LANGUAGE, build_model
+from crosslayer.train.task import LANGUAGE_TASK, build_model
 
 TINY = {
     "steps": 6,
@@ -66,7 +66,7 @@ def recipe(options, *arms):
 def trained(options, arm, seed):
     settings = Settings.from_options(**options)
     arm = Arm.from_row(arm)
-    examples = LANGUAGE.load_examples(settings.data, {})
+    examples = LANGUAGE_TASK.load_examples(settings.data, {})
     return train_arm(launch_run(settings, arm), settings, arm, seed, examples).result()
 
 

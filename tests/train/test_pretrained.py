@@ -11,13 +11,13 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.convert.pretrained import open_model, open_tokenizer
 from crosslayer.data.tokenizing import load_tokenizer
-from crosslayer.testing.tiny_model import equal
+from crosslayer.testing.tiny_model import equal_tensors
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import ComparisonResults
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import NEW_BACKBONE_OPTIONS, Settings
-from crosslayer.train.task import LANGUAGE, build_model, load_examples
+from crosslayer.train.task import LANGUAGE_TASK, build_model, load_examples
 from crosslayer.train.trainer import Trainer
 
 SIZES = ["--layers=2", "--dim=16", "--heads=2"]
@@ -62,7 +62,7 @@ def test_activations_are_those_of_training(model, text_file):
         trainer = Trainer(
             launch_fabric(settings.engine),
             build_model(settings, "prenorm", 300, 0),
-            load_examples(settings, LANGUAGE),
+            load_examples(settings, LANGUAGE_TASK),
             settings,
             Arm.from_row("prenorm"),
         )
@@ -118,7 +118,7 @@ def test_a_resumed_run_does_not_start_again(model, text_file, tmp_path):
     once = crosslayer.from_pretrained(out / "model").state_dict()
     result = json.loads((out / "result.json").read_text())
     assert train(text_file, out, *options) == 0
-    assert equal(once, crosslayer.from_pretrained(out / "model").state_dict())
+    assert equal_tensors(once, crosslayer.from_pretrained(out / "model").state_dict())
     assert json.loads((out / "result.json").read_text())["curve"] == result["curve"]
 
 

@@ -19,7 +19,7 @@ from crosslayer.hf.attach import find_backbone
 from crosslayer.spec import make
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.settings import Settings
-from crosslayer.train.task import LANGUAGE, build_model, scale_embeddings
+from crosslayer.train.task import LANGUAGE_TASK, build_model, scale_embeddings
 from tests.hf.backbones import build, ids
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
@@ -155,7 +155,7 @@ def steps(recipe: Recipe, arm: Arm, count: int) -> None:
     model = build_model(recipe.settings(arm), arm.connection, 256, 0).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(count):
-        loss = LANGUAGE.loss(model, torch.randint(256, (2, 17)))
+        loss = LANGUAGE_TASK.loss(model, torch.randint(256, (2, 17)))
         assert loss.isfinite(), arm
         optimizer.zero_grad()
         loss.backward()
@@ -189,9 +189,9 @@ def test_the_router_z_loss_is_that_of_a_loop(name):
             )
     tokens = torch.randint(256, (2, 6))
     with torch.no_grad():
-        loss = LANGUAGE.loss(model, tokens)
+        loss = LANGUAGE_TASK.loss(model, tokens)
         weight, model.config.router_z_loss_coef = model.config.router_z_loss_coef, 0.0
-        without = LANGUAGE.loss(model, tokens)
+        without = LANGUAGE_TASK.loss(model, tokens)
     assert weight == 0.001 and len(routers) == model.config.num_hidden_layers
     squares = []
     for router, inputs in routers.items():

@@ -37,13 +37,13 @@ from crosslayer.train.run import launch_run
 from crosslayer.train.settings import EngineSettings, Settings
 from crosslayer.train.signals import StopSignals
 from crosslayer.train.task import (
-    LANGUAGE,
+    LANGUAGE_TASK,
     Examples,
     build_model,
     next_token_loss,
     summarise_metrics,
 )
-from crosslayer.train.trainer import Diverged, Trainer
+from crosslayer.train.trainer import RunDiverged, Trainer
 from tests.hf.backbones import connected, ids
 from tests.train.runs import SMALL, run
 
@@ -274,7 +274,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 def make_trainer(text, arm, **options):
     settings = Settings.from_options(**SMALL | {"data": text} | options)
-    examples = LANGUAGE.load_examples(settings.data, {})
+    examples = LANGUAGE_TASK.load_examples(settings.data, {})
     model = build_model(settings, arm, examples.num_classes, 0)
     row = Arm.from_row(arm)
     return Trainer(launch_run(settings, row), model, examples, settings, row)
@@ -552,14 +552,14 @@ def failing_task(at, value):
         # call 0 measures memory, before the first step
         return loss * value if next(calls) == at else loss
 
-    return LANGUAGE._replace(loss=loss)
+    return LANGUAGE_TASK._replace(loss=loss)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
     settings = {"data": text, "save_every": 3, "steps": 9}
     message = r"prenorm: the loss is (nan|inf) at step 8; the last checkpoint is .*06"
-    with pytest.raises(Diverged, match=message):
+    with pytest.raises(RunDiverged, match=message):
         run(settings, "prenorm", tmp_path / "stop", task=failing_task(8, value))
     skipping = run(
         {**settings, "unstable": "skip"},
@@ -573,7 +573,9 @@ def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
 
 
 def test_a_run_that_skips_most_steps_fails(text, tmp_path):
-    task = LANGUAGE._replace(loss=lambda model, batch: next_token_loss(model, batch) * math.nan)
+    task = LANGUAGE_TASK._replace(
+        loss=lambda model, batch: next_token_loss(model, batch) * math.nan
+    )
     options = {**SMALL, "data": text, "unstable": "skip", "steps": 3}
     recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
     message = "prenorm: 2 of 3 steps were skipped and the loss is nan at step 2; there is no"
@@ -587,7 +589,7 @@ def unreadable_validation(model, batch, indices):
 
 
 def test_a_non_finite_validation_loss_fails(text, tmp_path):
-    task = LANGUAGE._replace(evaluate=unreadable_validation)
+    task = LANGUAGE_TASK._replace(evaluate=unreadable_validation)
     options = {**SMALL, "data": text, "steps": 2, "evals": 1}
     recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
     message = "prenorm: the loss on the validation set held-out is nan at step 2; there is no"
@@ -598,7 +600,7 @@ def test_a_non_finite_validation_loss_fails(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_non_finite_validation_loss_fails_a_comparison(text, tmp_path):
-    task = LANGUAGE._replace(evaluate=unreadable_validation)
+    task = LANGUAGE_TASK._replace(evaluate=unreadable_validation)
     options = {**SMALL, "data": text, "steps": 2, "evals": 1}
     recipe = Recipe([Arm.from_row("prenorm")], options, task=task)
     assert compare_and_report(recipe, 1, str(tmp_path / "compared")) == 1
@@ -607,7 +609,7 @@ def test_a_non_finite_validation_loss_fails_a_comparison(text, tmp_path):
 def test_a_spike(text):
     settings = {"data": text, "steps": 30, "spike": 3.0}
     message = r"prenorm: the loss is 2\d\.\d+ at step 25; there is no checkpoint"
-    with pytest.raises(Diverged, match=message):
+    with pytest.raises(RunDiverged, match=message):
         run(settings, "prenorm", task=failing_task(25, 4.0))
     skipping = run({**settings, "unstable": "skip"}, "prenorm", task=failing_task(25, 4.0))
     assert skipping["result"]["skipped"] == [25]
@@ -625,9 +627,11 @@ def test_a_non_finite_gradient_is_named(text):
         def backward(ctx, gradient):
             return gradient * math.inf
 
-    steep = LANGUAGE._replace(loss=lambda model, batch: Steep.apply(next_token_loss(model, batch)))
+    steep = LANGUAGE_TASK._replace(
+        loss=lambda model, batch: Steep.apply(next_token_loss(model, batch))
+    )
     message = r"the loss is 5\.\d+ and the norm of its gradient (nan|inf) at step 1; there is no"
-    with pytest.raises(Diverged, match=message):
+    with pytest.raises(RunDiverged, match=message):
         run({"data": text}, "prenorm", task=steep)
 
 

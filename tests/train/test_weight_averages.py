@@ -6,7 +6,7 @@ import torch
 from crosslayer.train.recipe import Arm
 from crosslayer.train.run import launch_run
 from crosslayer.train.settings import Settings
-from crosslayer.train.task import LANGUAGE, build_model
+from crosslayer.train.task import LANGUAGE_TASK, build_model
 from crosslayer.train.trainer import Trainer
 from crosslayer.train.weight_averages import AVERAGE_KEY, averaged_weights
 from tests.train.runs import SMALL, run
@@ -17,7 +17,7 @@ DECAY = 0.7
 
 def test_average_equals_a_float64_loop_and_is_evaluated(text):
     settings = Settings.from_options(**{**SMALL, "data": text, "ema": DECAY})
-    examples = LANGUAGE.load_examples(settings.data, {})
+    examples = LANGUAGE_TASK.load_examples(settings.data, {})
     model = build_model(settings, "mudd", examples.num_classes, 0)
     fabric = launch_run(settings, Arm.from_row("mudd"))
     trainer = Trainer(fabric, model, examples, settings, Arm.from_row("mudd"))
@@ -30,9 +30,9 @@ def test_average_equals_a_float64_loop_and_is_evaluated(text):
             expected[name] = DECAY * before + (1 - DECAY) * value
 
     trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    loss_of_weights = LANGUAGE.loss(model, trainer.last_batch)
+    loss_of_weights = LANGUAGE_TASK.loss(model, trainer.last_batch)
     with averaged_weights(model, trainer.optimizers):
-        loss_of_averages = LANGUAGE.loss(model, trainer.last_batch)
+        loss_of_averages = LANGUAGE_TASK.loss(model, trainer.last_batch)
         for name, weight in model.named_parameters():
             torch.testing.assert_close(weight.double(), expected[name], rtol=1e-6, atol=1e-7)
         evaluation = trainer.evaluate()

@@ -75,7 +75,9 @@ def compare_and_report(
     if not comparison.missing_runs() and is_first_rank():
         make_console().print("All runs had ended already; nothing is trained.")
         if comparison.results.diverged:
-            make_console().print("A run that diverged is tried again in another --out alone.")
+            make_console().print(
+                "Diverged runs are not tried again; choose another --out to train them anew."
+            )
     with hold_folder(comparison.folder):
         return _run_and_report(comparison)
 

@@ -112,7 +112,7 @@ def run(options: Any) -> int:
     inspections: list[ModelInspection] = []
     setup = ""
     if sections and len(models) < len(sources):
-        console.print("Runs without a model have views of training alone.")
+        console.print("Runs without a saved model appear only in the views of training.")
     with lock_folder(folder):
         if sections and models:
             inspections, setup = _inspect_models(options, models, sections, console)

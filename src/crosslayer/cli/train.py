@@ -99,7 +99,7 @@ def _train_in_folder(
     from ..train.export import export_model
     from ..train.parallel import shutdown_distributed
     from ..train.run import launch_run, train_arm
-    from ..train.trainer import Diverged, Stopped
+    from ..train.trainer import RunDiverged, RunStopped
     from ..train.weight_averages import averaged_weights
 
     console = make_console()
@@ -126,11 +126,11 @@ def _train_in_folder(
                 show_step,
             )
             result = trainer.result()
-    except Stopped as stop:
+    except RunStopped as stop:
         if is_first_rank():
             console.print(f"{stop}. The same command resumes.", soft_wrap=True)
         return 130
-    except Diverged as error:
+    except RunDiverged as error:
         raise ValueError(str(error)) from None
 
     with averaged_weights(trainer.model, trainer.optimizers):

@@ -1,17 +1,17 @@
-"""AltUp: K streams; each layer runs on one of them, by turns, and corrects a prediction of all.
+"""AltUp: K streams. Each layer runs on the next of them, and corrects a prediction of all.
 
 Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 
-    X = the embedding, repeated K times;  at layer l, on block j = l mod K:
+    X = the embedding, repeated K times;  at layer l, on stream j = l mod K:
     predict  X̂_i = Σ_k P_{i,k} X_k           P [K, K]
     compute  o = L(X_j), the whole layer with its residuals
     correct  X_i ← X̂_i + g_i (o − X̂_j)       g [K]
-    readout: the sum of the blocks, then the final norm
+    readout: the sum of the streams, then the final norm
 
-The embedding is repeated and the blocks are summed as in the paper's Recycled-AltUp, because the
-model's width is D. P = I and g = 1 at initialisation: the blocks are equal copies of the plain
+The embedding is repeated and the streams are summed as in the paper's Recycled-AltUp, because the
+model's width is D. P = I and g = 1 at initialisation: the streams are equal copies of the plain
 residual, and the final norm removes the factor K up to its eps.
-State: the prediction's K blocks, the stream inside the layer, and g of the pending correction.
+State: the prediction's K streams, the one inside the layer, and g of the pending correction.
 Learned parameters: K² + K a layer.
 Traffic: (2K + 4)D elements a token where a layer opens, 4D inside.
 """
@@ -30,20 +30,20 @@ from ..validation import check_positive
 
 
 class Alternating(NamedTuple):
-    X: Tensor  # [B T K D]: predicted blocks, or the embedding's before the first layer
+    X: Tensor  # [B T K D]: predicted streams, or the embedding's before the first layer
     h: Tensor  # the stream inside the layer
     y: Tensor | None = None  # pending write
-    g: Tensor | None = None  # weight of the correction in each block, [K]
+    g: Tensor | None = None  # weight of the correction in each stream, [K]
     active: Tensor | None = None  # X̂_j: the correction is o − X̂_j
 
 
 class AltUp(FusedNormConnection[Alternating]):
-    """AltUp: K streams; each layer runs on one of them, by turns, and corrects a prediction of all.
+    """AltUp: K streams. Each layer runs on the next of them, and corrects a prediction of all.
 
     Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 
     Args:
-        streams: K, the number of blocks.
+        streams: K, the number of streams. The paper calls them blocks of a widened stream.
     """
 
     initial_function: InitialFunction = "prenorm up to scale of readout"

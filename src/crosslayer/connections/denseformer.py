@@ -48,9 +48,9 @@ class DenseFormer(FusedNormConnection[History]):
 
     Args:
         dilation: k, averages over every k-th block. 1 averages over all blocks.
-        period: p, averages after every p-th block, so nowhere in a model of fewer. "last" averages
-            once, after the last block ("Connect to Last", Table 4).
-        last_k: averages over the last `last_k` blocks and the embedding alone ("Last K", Table 4);
+        period: p, averages after every p-th block. A model of fewer than p blocks has no average.
+            "last" averages once, after the last block ("Connect to Last", Table 4).
+        last_k: averages over only the last `last_k` blocks and the embedding ("Last K", Table 4);
             None for all blocks, the paper's method.
     """
 

@@ -199,7 +199,7 @@ def _keeps_streams_equal(alpha: list[list[float]], beta: list[float]) -> bool:
 
 
 def _initial_alpha(site: Site, n: int) -> list[list[float]]:
-    """[e | I]: the sub-layer reads one stream, by turns, and every stream is kept."""
+    """[e | I]: each sub-layer reads the next stream, and every stream is kept."""
     read_stream = site.index % n
     rows = []
     for s in range(n):

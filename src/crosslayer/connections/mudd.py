@@ -20,7 +20,7 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, equations 4-8 and 10.
 The first term of A is called the generator. Its RMSNorm has no weight, as in the released code, but
 it has one where PrePostDANorm norms the sources. At initialisation W1 ~ N(0, 1/D), W2 = 0 and a is
 one-hot on X_l, so that training starts exactly as the plain Transformer; with PrePostDANorm a = 0
-and n_post's weight is 1e-3. Where q, k and v are mixed apart, each has a norm.
+and n_post's weight is 1e-3. Where q, k and v are mixed separately, each has a norm.
 State: the outputs of all blocks so far.
 Learned parameters: KD + KC(l+1) + C(l+1) after block l, and the two further norms of q, k and v.
 Traffic: (l + 7)D elements a token after block l; (3l + 7)D backward.
@@ -160,8 +160,6 @@ class Mudd(FusedNormConnection[History]):
                 expand_last=(expand_last, False),
                 gelu=(gelu, "erf"),
             )
-            if not normed:
-                check_idle_options("dynamic=False and normed=False", eps=(eps, 1e-6))
         form = NORMED_FORMS[normed]
         if form.norms_sources and (dilation, period) != (1, 1):
             raise ValueError(
@@ -390,7 +388,7 @@ def _mixture_of_stream(mixtures: list[str]) -> dict[str, int | None]:
 def _ports_mixed_apart(site: Site, mixture_of_stream: dict[str, int | None]) -> tuple[str, ...]:
     """The ports of a site that averages.
 
-    Where q, k and v are mixed apart, each is a port of the attention with another norm.
+    Where q, k and v are mixed separately, each is a port of the attention with another norm.
     """
     split_ports = _split_attention(site.ports)
     qkv = [port for port in split_ports if port in SPLIT_PORT_NAMES]

@@ -25,7 +25,7 @@ from .rows import (
     ConnectionParameters,
     TensorChange,
     TensorRow,
-    Tensors,
+    TensorTuple,
     check_names,
     check_prefixes,
     check_shapes,
@@ -40,11 +40,11 @@ from .rows import (
 )
 
 
-def _gamma_to_weight(gamma: Tensor) -> Tensors:
+def _gamma_to_weight(gamma: Tensor) -> TensorTuple:
     return (gamma.double() + 1,)
 
 
-def _weight_to_gamma(weight: Tensor) -> Tensors:
+def _weight_to_gamma(weight: Tensor) -> TensorTuple:
     return ((weight.double() - 1).float(),)
 
 

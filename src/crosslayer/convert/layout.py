@@ -21,7 +21,7 @@ from .rows import (
     TRANSPOSE,
     TensorChange,
     TensorRow,
-    Tensors,
+    TensorTuple,
     expand_rows,
     prefix_rows,
     short_spec,
@@ -30,7 +30,7 @@ from .rows import (
 ConfigDict = dict[str, Any]
 
 
-class Layout(NamedTuple):
+class PublishedLayout(NamedTuple):
     """One published layout, in both directions.
 
     Args:
@@ -91,7 +91,7 @@ DENSE_ROWS = (
 )
 
 
-def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
+def complete_config(given: Mapping[str, Any], layout: PublishedLayout) -> ConfigDict:
     """A config.json with the defaults of the reference's config class, checked.
 
     Raises:
@@ -120,7 +120,7 @@ def complete_config(given: Mapping[str, Any], layout: Layout) -> ConfigDict:
     return config
 
 
-def _check_types(config: Mapping[str, Any], layout: Layout) -> None:
+def _check_types(config: Mapping[str, Any], layout: PublishedLayout) -> None:
     for name, default in layout.defaults.items():
         kind = type(default)
         if kind in (bool, float, str):
@@ -263,13 +263,13 @@ def dense_rows(config: ConfigDict, backbone: str, final_norm: str) -> list[Tenso
     return rows
 
 
-def split_rows(*sizes: int) -> TensorChange:
+def split_matrix_rows(*sizes: int) -> TensorChange:
     """One matrix as several, which have `sizes` of its rows."""
 
-    def split_matrix(fused: Tensor) -> Tensors:
+    def split_matrix(fused: Tensor) -> TensorTuple:
         return tuple(part.clone() for part in fused.split(sizes))
 
-    def join_matrices(*parts: Tensor) -> Tensors:
+    def join_matrices(*parts: Tensor) -> TensorTuple:
         return (torch.cat(parts),)
 
     return TensorChange(split_matrix, join_matrices)

@@ -32,7 +32,7 @@ from .rows import (
     ConnectionParameters,
     TensorChange,
     TensorRow,
-    Tensors,
+    TensorTuple,
     check_names,
     check_prefixes,
     check_shapes,
@@ -50,34 +50,34 @@ from .rows import (
 MHC_OPTIONS = {"order": "dst last", "readout": "sum", "eps": 0.0, "norm_eps": 1e-24}
 
 
-def _join_bias(alpha: Tensor, beta: Tensor) -> Tensors:
+def _join_bias(alpha: Tensor, beta: Tensor) -> TensorTuple:
     pre, res = alpha.split([1, len(alpha)], 1)
     return (torch.cat([pre.flatten(), beta, res.flatten()]),)
 
 
-def _split_bias(base: Tensor) -> Tensors:
+def _split_bias(base: Tensor) -> TensorTuple:
     n = _streams_of_rows(base)
     pre, beta, res = base.split([n, n, n * n])
     return torch.cat([pre[:, None], res.unflatten(0, (n, n))], 1), beta.clone()
 
 
-def _join_scales(pre: Tensor, post: Tensor, res: Tensor) -> Tensors:
+def _join_scales(pre: Tensor, post: Tensor, res: Tensor) -> TensorTuple:
     return (torch.cat([pre, post.reshape(1), res]),)
 
 
-def _split_scales(scale: Tensor) -> Tensors:
+def _split_scales(scale: Tensor) -> TensorTuple:
     pre, post, res = scale.split(1)
     return pre.clone(), post.reshape(()).clone(), res.clone()
 
 
-def _join_projections(alpha: Tensor, beta: Tensor, gamma: Tensor) -> Tensors:
+def _join_projections(alpha: Tensor, beta: Tensor, gamma: Tensor) -> TensorTuple:
     n = beta.shape[1]
     pre, res = alpha.T.unflatten(0, (n, n + 1)).split([1, n], 1)
     W = torch.cat([pre.flatten(0, 1), beta.T, res.flatten(0, 1)])  # [n²+2n, nD]
     return W.double() * (1 + gamma.double()), gamma
 
 
-def _split_projections(fn: Tensor, gamma: Tensor) -> Tensors:
+def _split_projections(fn: Tensor, gamma: Tensor) -> TensorTuple:
     W = (fn.double() / (1 + gamma.double())).to(gamma.dtype)
     n = _streams_of_rows(W)
     pre, beta, res = W.split([n, n, n * n])

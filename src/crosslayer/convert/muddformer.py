@@ -12,11 +12,11 @@ from .layout import (
     SHARED_DEFAULTS,
     SHARED_FIXED,
     ConfigDict,
-    Layout,
+    PublishedLayout,
     dense_rows,
     shared_host_config,
     shared_published_config,
-    split_rows,
+    split_matrix_rows,
 )
 from .rows import TensorRow, prefix_rows
 
@@ -75,7 +75,7 @@ def _tensor_rows(config: ConfigDict) -> list[TensorRow]:
     if config["dense"]:
         layer += SEPARATE_QKV
     else:
-        layer.append(FUSED_QKV._replace(change=split_rows(q_size, kv_size, kv_size)))
+        layer.append(FUSED_QKV._replace(change=split_matrix_rows(q_size, kv_size, kv_size)))
     if config["use_qk_norm"]:
         layer += QK_NORM
     rows = [*MODEL, *dense_rows(config, "model", "model.norm")]
@@ -99,7 +99,7 @@ def _default_width(dim: int) -> int:
     return -(-int(8 * dim / 3) // 256) * 256
 
 
-LAYOUT = Layout(
+LAYOUT = PublishedLayout(
     architecture="MUDDFormer",
     defaults=SHARED_DEFAULTS | {"vocab_size": 50432, "norm_eps": 1e-6},
     default_width=_default_width,

@@ -16,12 +16,12 @@ from .layout import (
     SHARED_DEFAULTS,
     SHARED_FIXED,
     ConfigDict,
-    Layout,
+    PublishedLayout,
     dense_rows,
     shared_host_config,
     shared_published_config,
 )
-from .rows import TensorChange, TensorRow, Tensors, expand_rows, prefix_rows
+from .rows import TensorChange, TensorRow, TensorTuple, expand_rows, prefix_rows
 
 MODEL = (
     TensorRow("tok_embeddings.weight", "gpt_neox.embed_in.weight"),
@@ -58,11 +58,11 @@ OWN_FIXED: ConfigDict = {"use_linear_bias": True, "window_size": None, "window_t
 def _interleave_heads(heads: int) -> TensorChange:
     """q, k and v as GPT-NeoX's one map, whose rows are (head, q | k | v, channel)."""
 
-    def interleave(*qkv: Tensor) -> Tensors:
+    def interleave(*qkv: Tensor) -> TensorTuple:
         by_head = [part.unflatten(0, (heads, -1)) for part in qkv]
         return (torch.stack(by_head, 1).flatten(0, 2),)
 
-    def separate(fused: Tensor) -> Tensors:
+    def separate(fused: Tensor) -> TensorTuple:
         qkv = fused.unflatten(0, (heads, 3, -1)).unbind(1)
         return tuple(part.flatten(0, 1) for part in qkv)
 
@@ -73,10 +73,10 @@ def _interleave_fused_heads(heads: int) -> TensorChange:
     """The same where q, k and v are one matrix, one after the other."""
     separate_heads = _interleave_heads(heads)
 
-    def interleave(fused: Tensor) -> Tensors:
+    def interleave(fused: Tensor) -> TensorTuple:
         return separate_heads.apply(*fused.chunk(3))
 
-    def concatenate(fused: Tensor) -> Tensors:
+    def concatenate(fused: Tensor) -> TensorTuple:
         return (torch.cat(separate_heads.revert(fused)),)
 
     return TensorChange(interleave, concatenate)
@@ -140,7 +140,7 @@ def _default_width(dim: int) -> int:
     return 4 * dim
 
 
-LAYOUT = Layout(
+LAYOUT = PublishedLayout(
     architecture="MUDDPythia",
     defaults=SHARED_DEFAULTS
     | {

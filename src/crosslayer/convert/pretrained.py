@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from ..data.tokenizing import (
-    BYTES,
-    SEPARATORS,
+    BYTE_TOKENIZER,
+    SEPARATOR_TOKENS,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -128,13 +128,13 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         source: a folder, a tokenizer.json, a name on the Hub, or "bytes", the tokenizer of models
             that `crosslayer train` trained on bytes. A tokenizer.json is read as the
             `tokenizers` library reads it. Where nothing says which token ends a text, it is the
-            first of `SEPARATORS` among the tokens added to the vocabulary, or none.
+            first of `SEPARATOR_TOKENS` among the tokens added to the vocabulary, or none.
 
     Raises:
         ValueError: there is no tokenizer at `source`.
     """
     path = Path(source)
-    if str(source) == BYTES and not path.exists():
+    if str(source) == BYTE_TOKENIZER and not path.exists():
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer.from_str(byte_tokenizer_json())
         )
@@ -167,7 +167,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         ) from error
     if tokenizer.eos_token is None:
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        tokenizer.eos_token = next((token for token in SEPARATORS if token in added), None)
+        tokenizer.eos_token = next((token for token in SEPARATOR_TOKENS if token in added), None)
     return tokenizer
 
 

@@ -15,7 +15,7 @@ from ..connection import Connection
 from ..spec import ConnectionSpec, default_options, make
 from ..validation import did_you_mean
 
-Tensors = tuple[Tensor, ...]
+TensorTuple = tuple[Tensor, ...]
 
 
 class TensorChange(NamedTuple):
@@ -24,31 +24,31 @@ class TensorChange(NamedTuple):
     Each takes and returns as many tensors as the row has names. Both run on the meta device too.
     """
 
-    apply: Callable[..., Tensors]
-    revert: Callable[..., Tensors]
+    apply: Callable[..., TensorTuple]
+    revert: Callable[..., TensorTuple]
 
 
-def _keep(*tensors: Tensor) -> Tensors:
+def _keep(*tensors: Tensor) -> TensorTuple:
     return tensors
 
 
-def _transpose(tensor: Tensor) -> Tensors:
+def _transpose(tensor: Tensor) -> TensorTuple:
     return (tensor.T.contiguous(),)
 
 
-def _drop_first_axis(tensor: Tensor) -> Tensors:
+def _drop_first_axis(tensor: Tensor) -> TensorTuple:
     return (tensor.squeeze(0),)
 
 
-def _add_first_axis(tensor: Tensor) -> Tensors:
+def _add_first_axis(tensor: Tensor) -> TensorTuple:
     return (tensor.unsqueeze(0),)
 
 
-def _scalar_to_vector(scalar: Tensor) -> Tensors:
+def _scalar_to_vector(scalar: Tensor) -> TensorTuple:
     return (scalar.reshape(1),)
 
 
-def _vector_to_scalar(vector: Tensor) -> Tensors:
+def _vector_to_scalar(vector: Tensor) -> TensorTuple:
     return (vector.reshape(()),)
 
 

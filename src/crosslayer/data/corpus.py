@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from ..validation import check_positive
 from .prepared import open_prepared
 from .sources import (
-    TRAIN,
-    Source,
+    TRAIN_SET,
+    TextSource,
     check_sources,
     name_sets,
     read_sets,
@@ -24,11 +24,11 @@ from .sources import (
     training_texts,
 )
 from .token_streams import TokenStream, encode_in_memory
-from .tokenizing import BYTES, Tokenizer, load_tokenizer
+from .tokenizing import BYTE_TOKENIZER, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
-class Windows(Dataset[Tensor]):
+class TokenWindows(Dataset[Tensor]):
     """A stream cut into windows of context + 1 tokens without overlap, [context + 1] int64 each."""
 
     tokens: TokenStream
@@ -55,8 +55,8 @@ class Corpus:
     """
 
     name: str
-    train: Windows
-    valid: dict[str, Windows]
+    train: TokenWindows
+    valid: dict[str, TokenWindows]
     tokenizer: Tokenizer
 
     @property
@@ -68,7 +68,7 @@ class Corpus:
     def digest(self) -> str:
         """Identifies every token, whether tokenised now or read from a prepared folder."""
         parts = [self.tokenizer.digest]
-        for name, windows in [(TRAIN, self.train), *sorted(self.valid.items())]:
+        for name, windows in [(TRAIN_SET, self.train), *sorted(self.valid.items())]:
             parts.append(f"{name} {windows.tokens.digest}")
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
@@ -104,11 +104,11 @@ def load_corpus(
     check_positive(context=context)
     sets = name_sets(source, valid)
     check_sources(sets)  # before a tokenizer is downloaded
-    if Source.parse(source).kind == "prepared":
+    if TextSource.parse(source).kind == "prepared":
         streams, loaded = _open_with_sets(source, tokenizer, valid or {})
         names = list(streams)
     else:
-        loaded = load_tokenizer(tokenizer or BYTES, lambda: training_texts(sets))
+        loaded = load_tokenizer(tokenizer or BYTE_TOKENIZER, lambda: training_texts(sets))
         streams = encode_in_memory(read_sets(sets, loaded), loaded)
         names = set_names(sets)
     windows = {}
@@ -120,8 +120,8 @@ def load_corpus(
                 f"{source}: its set {name} has {length} {unit}, fewer than the {context} + 1 of "
                 "one window"
             )
-        windows[name] = Windows(streams[name], context)
-    return Corpus(source, windows.pop(TRAIN), windows, loaded)
+        windows[name] = TokenWindows(streams[name], context)
+    return Corpus(source, windows.pop(TRAIN_SET), windows, loaded)
 
 
 def _open_with_sets(
@@ -132,7 +132,7 @@ def _open_with_sets(
     known = prepared.tokenizer
     tokenizer = tokenizer or known.name
     is_same = tokenizer == known.name
-    if not is_same and tokenizer != BYTES and not tokenizer.startswith("bpe:"):
+    if not is_same and tokenizer != BYTE_TOKENIZER and not tokenizer.startswith("bpe:"):
         is_same = known.has_ids_of(load_tokenizer(tokenizer))
     if not is_same:
         raise ValueError(

@@ -15,7 +15,7 @@ from ..files import new_folder, read_json
 from ..validation import check_counts, check_non_negative, check_positive
 from .sources import (
     CORPUS_FILE,
-    TRAIN,
+    TRAIN_SET,
     check_has_files,
     check_sources,
     name_sets,
@@ -139,8 +139,8 @@ def _open_counts(description: dict[str, dict[str, int]]) -> dict[str, StreamCoun
     for name, sizes in description.items():
         check_counts(**sizes)
         counts[name] = StreamCounts(**sizes)
-    if TRAIN not in counts:
-        raise ValueError(f"it has no set {TRAIN}")
+    if TRAIN_SET not in counts:
+        raise ValueError(f"it has no set {TRAIN_SET}")
     return counts
 
 

@@ -31,7 +31,7 @@ from .tokenizing import Tokenizer
 
 CORPUS_FILE = "corpus.json"  # marks a folder that `crosslayer data prepare` made
 
-TRAIN = "train"
+TRAIN_SET = "train"
 HELD_OUT = "held-out"
 ALL_SETS = "mean"  # name of the group of all validation sets
 VALID_SHARE = 0.05  # of the documents, by a hash of their names
@@ -39,7 +39,7 @@ FEW_DOCUMENTS = 40  # fewer than these are split at their tail
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Where documents come from, parsed once from what the user wrote.
 
     Args:
@@ -56,10 +56,10 @@ class Source:
     kind: Literal["stdlib", "files", "remote", "dataset", "saved", "tokens", "prepared"]
     path: str = ""
     config: str | None = None
-    split: str = TRAIN
+    split: str = TRAIN_SET
 
     @classmethod
-    def parse(cls, spec: str) -> "Source":
+    def parse(cls, spec: str) -> "TextSource":
         """The source that `spec` names.
 
         Raises:
@@ -83,7 +83,9 @@ class Source:
                 f"{spec}: no such folder; expected datasets:OWNER/NAME[,CONFIG][@SPLIT]"
             )
         name, config, split = match.groups()
-        return cls(spec, "saved" if _is_saved(name) else "dataset", name, config, split or TRAIN)
+        return cls(
+            spec, "saved" if _is_saved(name) else "dataset", name, config, split or TRAIN_SET
+        )
 
 
 def read_documents(spec: str) -> Iterator[Document]:
@@ -99,7 +101,7 @@ def read_documents(spec: str) -> Iterator[Document]:
     Raises:
         ValueError: the source does not exist, is empty, or is not text. Raised while reading.
     """
-    source = Source.parse(spec)
+    source = TextSource.parse(spec)
     if source.kind in ("prepared", "tokens"):
         raise ValueError(f"{spec}: holds token ids, not text")
     if source.kind == "stdlib":
@@ -122,7 +124,7 @@ def read_documents(spec: str) -> Iterator[Document]:
 
 def check_exists(spec: str) -> None:
     """Raise a ValueError where a source is a file or folder that does not exist."""
-    source = Source.parse(spec)
+    source = TextSource.parse(spec)
     if source.kind == "tokens":
         list_token_files(source.path)
     elif source.kind == "files" and not Path(source.path).exists():
@@ -139,7 +141,7 @@ def check_sources(sets: dict[str, str]) -> None:
         ValueError: there is no such file or folder, or a file of token ids cannot be one.
     """
     files = {name: _local_files(spec) for name, spec in sets.items()}
-    of_training = files.pop(TRAIN)
+    of_training = files.pop(TRAIN_SET)
     for name, of_set in files.items():
         for file in sorted(of_set & of_training):
             warnings.warn(
@@ -149,7 +151,7 @@ def check_sources(sets: dict[str, str]) -> None:
 
 def _local_files(spec: str) -> set[Path]:
     """The files of a source on this machine, opened where they are token ids."""
-    source = Source.parse(spec)
+    source = TextSource.parse(spec)
     files: list[Path] = []
     if source.kind == "tokens":
         check_token_files(spec)
@@ -167,22 +169,22 @@ def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
             folder.
     """
     for name in valid or {}:
-        if name in (TRAIN, ALL_SETS) or not re.fullmatch(r"\w[\w.-]*", name):
+        if name in (TRAIN_SET, ALL_SETS) or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
                 f"{name!r} cannot name a validation set: "
-                f"expected letters, digits, - and _, and not {TRAIN} or {ALL_SETS}"
+                f"expected letters, digits, - and _, and not {TRAIN_SET} or {ALL_SETS}"
             )
-    return {TRAIN: source} | (valid or {})
+    return {TRAIN_SET: source} | (valid or {})
 
 
 def set_names(sets: dict[str, str]) -> list[str]:
     """The names of the sets that `read_sets` gives for these sources."""
-    return [TRAIN, HELD_OUT] if _is_held_out(sets) else list(sets)
+    return [TRAIN_SET, HELD_OUT] if _is_held_out(sets) else list(sets)
 
 
 def _is_held_out(sets: dict[str, str]) -> bool:
     """Whether a part of the training data is the validation set."""
-    return sets.keys() == {TRAIN}
+    return sets.keys() == {TRAIN_SET}
 
 
 def read_sets(sets: dict[str, str], tokenizer: Tokenizer) -> Iterator[tuple[str, Document]]:
@@ -196,9 +198,9 @@ def read_sets(sets: dict[str, str], tokenizer: Tokenizer) -> Iterator[tuple[str,
         tokenizer: of their token ids.
     """
     for name, spec in sets.items():
-        if Source.parse(spec).kind != "tokens":
+        if TextSource.parse(spec).kind != "tokens":
             documents = read_documents(spec)
-        elif name == TRAIN:
+        elif name == TRAIN_SET:
             documents = read_token_documents(spec, tokenizer)
         else:
             ids = read_token_ids(spec, tokenizer)
@@ -215,12 +217,12 @@ def training_texts(sets: dict[str, str]) -> Iterator[str]:
     Raises:
         ValueError: they are token ids already.
     """
-    if Source.parse(sets[TRAIN]).kind in ("prepared", "tokens"):
-        raise ValueError(f"{sets[TRAIN]}: holds token ids; name the tokenizer that made them")
-    documents = read_documents(sets[TRAIN])
+    if TextSource.parse(sets[TRAIN_SET]).kind in ("prepared", "tokens"):
+        raise ValueError(f"{sets[TRAIN_SET]}: holds token ids; name the tokenizer that made them")
+    documents = read_documents(sets[TRAIN_SET])
     if not _is_held_out(sets):
         return (document.text for document in documents)
-    return (document.text for name, document in split_held_out(documents) if name == TRAIN)
+    return (document.text for name, document in split_held_out(documents) if name == TRAIN_SET)
 
 
 def split_held_out(documents: Iterator[Document]) -> Iterator[tuple[str, Document]]:
@@ -239,7 +241,7 @@ def split_held_out(documents: Iterator[Document]) -> Iterator[tuple[str, Documen
             limit = min(_hash_share(document.name) for document in first)
         first += more
     for document in chain(first, documents):
-        yield HELD_OUT if _hash_share(document.name) <= limit else TRAIN, document
+        yield HELD_OUT if _hash_share(document.name) <= limit else TRAIN_SET, document
 
 
 def _hash_share(name: str) -> float:
@@ -253,7 +255,7 @@ def _split_tail(documents: list[Document]) -> Iterator[tuple[str, Document]]:
     total = sum(document.length + 1 for document in documents) - 1
     left = int(total * (1 - VALID_SHARE))
     for document in documents:
-        for name, part in ((TRAIN, document.cut(0, left)), (HELD_OUT, document.cut(left))):
+        for name, part in ((TRAIN_SET, document.cut(0, left)), (HELD_OUT, document.cut(left))):
             if part.length:
                 yield name, part
         left = max(left - document.length - 1, 0)
@@ -269,7 +271,7 @@ def _read_stdlib() -> Iterator[Document]:
             yield Document("/".join(parts), path.read_text("utf8", errors="replace"))
 
 
-def _load_rows(source: Source) -> Any:
+def _load_rows(source: TextSource) -> Any:
     """One split of a dataset: streamed, or memory-mapped where `save_to_disk` wrote it."""
     import datasets
 

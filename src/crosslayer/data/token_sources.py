@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .prepared import open_prepared
 from .readers import Document
-from .sources import TRAIN, Source
+from .sources import TRAIN_SET, TextSource
 from .token_files import read_token_documents, read_token_ids
 from .token_streams import TokenStream
 from .tokenizing import Tokenizer, split_at
@@ -14,7 +14,7 @@ from .tokenizing import Tokenizer, split_at
 
 def has_token_ids(spec: str) -> bool:
     """Whether a source holds token ids, which the functions below read."""
-    return Source.parse(spec).kind in ("tokens", "prepared")
+    return TextSource.parse(spec).kind in ("tokens", "prepared")
 
 
 def read_id_sets(spec: str, tokenizer: Tokenizer) -> dict[str, TokenStream]:
@@ -28,7 +28,7 @@ def read_id_sets(spec: str, tokenizer: Tokenizer) -> dict[str, TokenStream]:
     Raises:
         ValueError: they are no ids of this tokenizer.
     """
-    source = Source.parse(spec)
+    source = TextSource.parse(spec)
     if source.kind == "tokens":
         ids = read_token_ids(spec, tokenizer)
         return {spec: TokenStream(ids, tokenizer.vocab, tokenizer.count_bytes(ids))}
@@ -38,7 +38,7 @@ def read_id_sets(spec: str, tokenizer: Tokenizer) -> dict[str, TokenStream]:
             f"{spec}: prepared with the tokenizer {prepared.tokenizer.name}, whose ids are not "
             f"those of {tokenizer.name}"
         )
-    return {f"{spec}@{name}": s for name, s in prepared.streams.items() if name != TRAIN}
+    return {f"{spec}@{name}": s for name, s in prepared.streams.items() if name != TRAIN_SET}
 
 
 def read_id_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
@@ -47,7 +47,7 @@ def read_id_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
     Raises:
         ValueError: they are no ids of this tokenizer.
     """
-    if Source.parse(spec).kind == "tokens":
+    if TextSource.parse(spec).kind == "tokens":
         yield from read_token_documents(spec, tokenizer)
         return
     for name, stream in read_id_sets(spec, tokenizer).items():

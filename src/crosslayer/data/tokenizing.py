@@ -19,13 +19,13 @@ from ..files import read_json
 from ..hub import can_be_hub_name, download_files
 from ..validation import did_you_mean
 
-BYTES = "bytes"  # the name of the tokenizer whose token i is byte i
+BYTE_TOKENIZER = "bytes"  # the name of the tokenizer whose token i is byte i
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # beside an older tokenizer_config.json
 END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no file names an eos_token: the first of these that is known
-SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+SEPARATOR_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 LARGEST_BPE = 2**24
 CHUNK_IDS = 2**20  # read at once where all ids are read
 BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
@@ -142,7 +142,8 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tok
     """A tokenizer by name.
 
     Documents are separated by byte 0, by <|endoftext|> in a BPE, and otherwise by the eos_token
-    that the files beside the tokenizer.json name, or by the first of `SEPARATORS` that it has.
+    that the files beside the tokenizer.json name, or by the first of `SEPARATOR_TOKENS` that it
+    has.
 
     Args:
         name: "bytes"; "bpe:4096", a byte-level BPE trained on `texts`; a path to a tokenizer.json
@@ -152,7 +153,7 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] = tuple) -> Tok
     Raises:
         ValueError: no such tokenizer, or texts too few for the vocabulary.
     """
-    if name == BYTES:
+    if name == BYTE_TOKENIZER:
         return Tokenizer(name, 256, 0)
     if size := re.fullmatch(r"bpe:(\d+)", name):
         return _train_bpe(name, int(size[1]), texts())
@@ -248,7 +249,7 @@ def make_tokenizer(
     """The tokenizer of a tokenizer.json; that of bytes where a model was trained on bytes.
 
     Documents are separated by the eos_token if the vocabulary has it, else by the first of
-    `SEPARATORS` that it has.
+    `SEPARATOR_TOKENS` that it has.
 
     Args:
         name: as the user wrote it.
@@ -262,12 +263,12 @@ def make_tokenizer(
     """
     vocabulary = _parse_definition(definition, str(source)).get_vocab(with_added_tokens=True)
     if is_of_bytes(definition):
-        return load_tokenizer(BYTES)
-    known = [token for token in (eos_token, *SEPARATORS) if token in vocabulary]
+        return load_tokenizer(BYTE_TOKENIZER)
+    known = [token for token in (eos_token, *SEPARATOR_TOKENS) if token in vocabulary]
     if not known:
         raise ValueError(
-            f"{source}: has no token that separates documents, none of {', '.join(SEPARATORS)}; "
-            f"name it as eos_token in its {TOKENIZER_CONFIG_FILE}"
+            f"{source}: has no token that separates documents, none of "
+            f"{', '.join(SEPARATOR_TOKENS)}; name it as eos_token in its {TOKENIZER_CONFIG_FILE}"
         )
     return Tokenizer(name, max(vocabulary.values()) + 1, vocabulary[known[0]], definition)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..data.corpus import Windows
+from ..data.corpus import TokenWindows
 from ..data.sampler import evenly_spaced
 from ..data.token_streams import TokenStream
 from ..validation import check_positive
@@ -55,12 +55,12 @@ def joined_perplexity(
     if not ends and len(documents) > 1:
         raise ValueError(
             "neither the tokenizer nor the model's config has a token that ends a text, to join "
-            "documents with; score the documents apart"
+            "documents with; score the documents separately"
         )
     stream = _join(documents, next(iter(ends), 0))
     if len(stream) < 2:
         raise ValueError("the text has no token to score")
-    whole = Windows(stream, min(context, len(stream) - 1))
+    whole = TokenWindows(stream, min(context, len(stream) - 1))
     rows = [whole[i].tolist() for i in evenly_spaced(len(whole), windows or len(whole))]
     scores = log_likelihoods(model, [ScoredWindow(row[:1], row[1:]) for row in rows], batch_size)
     tokens = len(rows) * whole.context

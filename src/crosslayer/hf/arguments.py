@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from ..class_swap import original_class
-from .families import RESIDUAL_ARGUMENTS, REST
+from .families import RESIDUAL_ARGUMENTS, REST_OF_ARGUMENTS
 
 
-class Argument:
+class LayerArgument:
     """Stands for an argument of a layer, such as its attention mask: modules receive it as is."""
 
     def __init__(self, name: str):
@@ -29,11 +29,11 @@ def layer_arguments(layer: nn.Module) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, parameter in argument_parameters(layer).items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            arguments[REST] = Argument(REST)
+            arguments[REST_OF_ARGUMENTS] = LayerArgument(REST_OF_ARGUMENTS)
         elif name == "output_attentions":
             arguments[name] = True
         elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_switch(parameter):
-            arguments[name] = Argument(name)
+            arguments[name] = LayerArgument(name)
     return arguments
 
 

@@ -171,8 +171,8 @@ def check_not_dispatched(*modules: nn.Module) -> None:
     for module in modules:
         if "forward" in vars(module):
             raise ValueError(
-                f"a {type(module).__name__} has another forward than its class, from accelerate's "
-                "dispatch or set by hand; remove it, or connect before you dispatch or patch"
+                f"the forward of a {type(module).__name__} was replaced, by accelerate's dispatch "
+                "or by hand; undo that, or connect before you dispatch or patch"
             )
 
 

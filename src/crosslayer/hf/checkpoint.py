@@ -25,7 +25,7 @@ from ..validation import did_you_mean
 from .config import check_sizes
 from .families import FAMILIES
 from .registration import (
-    PREFIX,
+    MODEL_TYPE_PREFIX,
     SavedConfig,
     host_config_dict,
     names_connection,
@@ -76,9 +76,7 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     for name, fixed in _FIXED_OPTIONS.items():
         given = options.pop(name, fixed)
         if given not in (fixed, None):
-            raise ValueError(
-                f"crosslayer.from_pretrained takes {name}={fixed} alone, got {given!r}"
-            )
+            raise ValueError(f"crosslayer.from_pretrained takes only {name}={fixed}, got {given!r}")
     place = {name: options.pop(name) for name in _PLACE_OPTIONS if name in options}
     folder = find_folder(path, _hub_files(options.get("variant")), **place)
     config_dict = read_json(folder / CONFIG_FILE, dict)
@@ -227,7 +225,7 @@ def _saved_class(config_dict: dict[str, Any], folder: Path) -> Any:
 def _config_class(config_dict: dict[str, Any], folder: Path) -> Any:
     """The class of transformers' config for the model type in config.json."""
     model_type = host_config_dict(config_dict)["model_type"]
-    if model_type not in CONFIG_MAPPING or model_type.startswith(PREFIX):
+    if model_type not in CONFIG_MAPPING or model_type.startswith(MODEL_TYPE_PREFIX):
         own_code = ""
         if "auto_map" in config_dict:
             own_code = "; code that comes with a checkpoint (auto_map) is never run"

@@ -24,9 +24,9 @@ from .attach import (
 )
 from .families import ModelWiring
 from .mlp_widths import growing_widths, mlp_hidden_width
-from .proof import prove_wiring
 from .registration import register_with_diffusers
 from .sharding import keep_parameters_apart
+from .verification import verify_wiring
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -73,7 +73,7 @@ def connect(
             "crosslayer.disconnect first"
         )
     if verify:
-        prove_wiring(backbone, wiring)
+        verify_wiring(backbone, wiring)
     if spec.method.norms_its_stream and not wiring.norms_inputs:
         raise ValueError(
             f"{spec} applies the norms before sub-layers to its streams, "

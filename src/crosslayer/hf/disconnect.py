@@ -60,7 +60,7 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     difference = _max_input_difference(connections, like, wiring.is_post_norm)
     if not difference <= tolerance:
         raise ValueError(
-            f"{backbone.connection_spec} computes another function than the plain residual: "
+            f"{backbone.connection_spec} does not compute the plain residual: "
             f"a sub-layer's input differs by up to {difference:.1e}, "
             f"and the tolerance is {tolerance:.1e}"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Fused(NamedTuple):
+class FusedQKV(NamedTuple):
     """How the outputs of one projection are divided between q, k and v.
 
     The outputs are `groups` groups in a row, each with sizes[0] outputs of q, then sizes[1] of k,
@@ -31,7 +31,7 @@ RESIDUAL_ARGUMENTS = {"BloomAttention": "residual"}
 # that the sub-layer would add, and the sub-layer's input a second time.
 NO_RESIDUAL = "0"
 SAME_INPUT = "x"
-REST = "**"  # stands for the arguments that a layer has no name for and passes on
+REST_OF_ARGUMENTS = "**"  # stands for the arguments that a layer has no name for and passes on
 # Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets.
 ArgumentSources = tuple[tuple[str, str], ...]
 
@@ -55,7 +55,7 @@ class Sublayer(NamedTuple):
     # Of an attention: its projections of q, k and v, or of q and the latent. Further projections of
     # its input, such as gates, may follow.
     qkv: tuple[str, ...] = ()
-    fused: Fused | None = None  # the order of their outputs, where one projection is all three
+    fused: FusedQKV | None = None  # the order of their outputs, where one projection is all three
     arguments: ArgumentSources | None = None  # None: all of the layer's
     by_position: tuple[str, ...] = ()  # those that the layer passes by position, after its input
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
@@ -152,7 +152,7 @@ class Family(NamedTuple):
     final: str | None = "norm"  # ... and the final norm, if there is one beside it
     parallel: str | None = None  # the config's switch for attention and MLP in parallel
     # The order of the outputs where one projection is q, k and v, given the config.
-    fused: Callable[[Any], Fused] | None = None
+    fused: Callable[[Any], FusedQKV] | None = None
     width: str = "config.hidden_size"  # of the stream, from the backbone
     condition: Condition | None = None  # where layers are conditioned on more than their input
 
@@ -169,42 +169,42 @@ class Family(NamedTuple):
         return ModelWiring(self.layers, self.final, attrgetter(self.width)(backbone), of_layers)
 
 
-def qkv_per_head(config: Any) -> Fused:
+def qkv_per_head(config: Any) -> FusedQKV:
     """Outputs in the order (head, q | k | v, channel)."""
     size = config.hidden_size // config.num_attention_heads
-    return Fused(config.num_attention_heads, (size, size, size))
+    return FusedQKV(config.num_attention_heads, (size, size, size))
 
 
-def qkv_concatenated(config: Any) -> Fused:
+def qkv_concatenated(config: Any) -> FusedQKV:
     """Outputs in the order (q | k | v, head, channel)."""
     head_dim = getattr(config, "head_dim", None)
     if not head_dim:
         head_dim = config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     kv_size = kv_heads * head_dim
-    return Fused(1, (config.num_attention_heads * head_dim, kv_size, kv_size))
+    return FusedQKV(1, (config.num_attention_heads * head_dim, kv_size, kv_size))
 
 
-def _nanogpt_qkv(attention: Any) -> Fused:
-    return Fused(1, (attention.n_embd, attention.n_embd, attention.n_embd))
+def _nanogpt_qkv(attention: Any) -> FusedQKV:
+    return FusedQKV(1, (attention.n_embd, attention.n_embd, attention.n_embd))
 
 
-def _litgpt_qkv(attention: Any) -> Fused:
+def _litgpt_qkv(attention: Any) -> FusedQKV:
     config = attention.config
     kv_size = config.n_query_groups * config.head_size
-    return Fused(1, (config.n_head * config.head_size, kv_size, kv_size))
+    return FusedQKV(1, (config.n_head * config.head_size, kv_size, kv_size))
 
 
-def _torchtitan_qkv(projections: Any) -> Fused:
+def _torchtitan_qkv(projections: Any) -> FusedQKV:
     """Outputs in the order (head of k and v, its heads of q | k | v, channel)."""
     size = projections.head_dim
     heads = projections.wqkv.out_features // (projections.r_dim * size)
-    return Fused(heads, (projections.heads_per_kv * size, size, size))
+    return FusedQKV(heads, (projections.heads_per_kv * size, size, size))
 
 
 # Projections to q, k and v together, by the class of the module that has them, and their name in
 # it: the order of the outputs, given that module.
-FUSED_PROJECTIONS: dict[str, Callable[[Any], Fused]] = {
+FUSED_PROJECTIONS: dict[str, Callable[[Any], FusedQKV]] = {
     "GPT2Attention.c_attn": lambda attention: qkv_concatenated(attention.config),
     "Phi3Attention.qkv_proj": lambda attention: qkv_concatenated(attention.config),
     "GPTNeoXAttention.query_key_value": lambda attention: qkv_per_head(attention.config),

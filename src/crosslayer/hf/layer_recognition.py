@@ -10,11 +10,18 @@ import inspect
 
 from torch import nn
 
-from .arguments import Argument, argument_parameters, residual_argument
-from .families import NO_RESIDUAL, REST, SAME_INPUT, ArgumentSources, LayerWiring, Sublayer
+from .arguments import LayerArgument, argument_parameters, residual_argument
+from .families import (
+    NO_RESIDUAL,
+    REST_OF_ARGUMENTS,
+    SAME_INPUT,
+    ArgumentSources,
+    LayerWiring,
+    Sublayer,
+)
 from .host_norms import find_module
 from .projections import describe_sublayer, has_matrix
-from .trace import STREAM, Call, Sum, Trace, same_sum, trace_layer
+from .trace import STREAM_VECTOR, LayerTrace, ModuleCall, StreamSum, same_sum, trace_layer
 
 _TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
@@ -58,23 +65,23 @@ def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
     """`recognise_layer`, where the modules of some paths are opened."""
     trace = trace_layer(layer, width, opened)
     _check_all_called(layer, trace)
-    if STREAM not in trace.output and len(trace.output) == 1:
+    if STREAM_VECTOR not in trace.output and len(trace.output) == 1:
         return _read_post_norm_wiring(layer, trace)
     return _read_pre_norm_wiring(layer, trace)
 
 
-def _read_pre_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
+def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     """The wiring of a layer that returns its input plus outputs."""
-    if trace.output.get(STREAM) != 1:
+    if trace.output.get(STREAM_VECTOR) != 1:
         raise ValueError(
             f"it returns {_describe(trace, trace.output)}, and not its input plus outputs of "
             "modules"
         )
     sites: list[list[Sublayer]] = []
-    stream: Sum = {STREAM: 1.0}  # what the sub-layers of the next site read
-    pending: Sum = {}
-    for vector in sorted(trace.output.keys() - {STREAM}):
-        chain = _chain_to_stream(layer, trace, vector, STREAM)
+    stream: StreamSum = {STREAM_VECTOR: 1.0}  # what the sub-layers of the next site read
+    pending: StreamSum = {}
+    for vector in sorted(trace.output.keys() - {STREAM_VECTOR}):
+        chain = _chain_to_stream(layer, trace, vector, STREAM_VECTOR)
         source = trace.calls[chain[0] - 1].inputs
         if pending and not same_sum(source, stream):
             stream = stream | pending
@@ -93,7 +100,7 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
     return LayerWiring(tuple(tuple(site) for site in sites), trace.extras)
 
 
-def _check_all_called(layer: nn.Module, trace: Trace) -> None:
+def _check_all_called(layer: nn.Module, trace: LayerTrace) -> None:
     """Raise a ValueError where a module of the layer has not run."""
     for name, child in layer.named_children():
         is_called = any(f"{call.path}.".startswith(f"{name}.") for call in trace.calls)
@@ -104,12 +111,12 @@ def _check_all_called(layer: nn.Module, trace: Trace) -> None:
         raise ValueError(f"its {name} does not run in the forward passes that connect tries")
 
 
-def _read_post_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
+def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     """The wiring of a layer that returns a normed sum: x ← Norm(x + outputs), site by site."""
     sites: list[tuple[Sublayer, ...]] = []
     norms: list[str] = []  # after each of these sites
     ((vector, factor),) = trace.output.items()
-    while vector != STREAM:  # from the last site to the first
+    while vector != STREAM_VECTOR:  # from the last site to the first
         norm = trace.calls[vector - 1]
         stream = min(norm.inputs)
         ends_with_norm = norm.path and not has_matrix(find_module(layer, norm.path))
@@ -133,7 +140,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: Trace) -> LayerWiring:
     return LayerWiring(tuple(sites), trace.extras, last_norm=norms[-1])
 
 
-def _chain_to_stream(layer: nn.Module, trace: Trace, vector: int, stream: int) -> list[int]:
+def _chain_to_stream(layer: nn.Module, trace: LayerTrace, vector: int, stream: int) -> list[int]:
     """The vectors from the first module that reads the stream to the one that joins it."""
     chain = [vector]
     while stream not in trace.calls[chain[0] - 1].inputs:
@@ -150,7 +157,7 @@ def _chain_to_stream(layer: nn.Module, trace: Trace, vector: int, stream: int) -
     return chain
 
 
-def _sublayer(layer: nn.Module, trace: Trace, chain: list[int], scale: float) -> Sublayer:
+def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: float) -> Sublayer:
     calls = [trace.calls[vector - 1] for vector in chain]
     heavy = [call.path != "" and has_matrix(find_module(layer, call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
@@ -191,7 +198,7 @@ def _exact_factor(layer: nn.Module, factor: float) -> float:
     return factor
 
 
-def _sources(layer: nn.Module, call: Call) -> ArgumentSources:
+def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
     """From which of the layer's arguments those of a call come."""
     of_layer = argument_parameters(layer)
     module = layer.get_submodule(call.path)
@@ -203,7 +210,11 @@ def _sources(layer: nn.Module, call: Call) -> ArgumentSources:
         is_required = name in of_module and of_module[name].default is inspect.Parameter.empty
         if value is None and is_required and name.startswith("encoder_"):
             raise ValueError(_TWO_INPUTS)
-        if isinstance(value, Argument) and value.name in (*of_layer, REST, SAME_INPUT):
+        if isinstance(value, LayerArgument) and value.name in (
+            *of_layer,
+            REST_OF_ARGUMENTS,
+            SAME_INPUT,
+        ):
             if name.endswith("]"):  # of *args
                 raise ValueError(
                     f"its {call.path} takes {value!r} through *args, where it has no name; wrap "
@@ -219,7 +230,7 @@ def _sources(layer: nn.Module, call: Call) -> ArgumentSources:
     return tuple(sources)
 
 
-def _describe(trace: Trace, total: Sum) -> str:
+def _describe(trace: LayerTrace, total: StreamSum) -> str:
     if not total:
         return "zeros"
     names = ["its input", *(call.title for call in trace.calls)]

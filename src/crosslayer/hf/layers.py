@@ -18,7 +18,7 @@ from ..recompute import RecomputedConnection, recompute_inputs
 from .arguments import join_arguments
 from .families import (
     NO_RESIDUAL,
-    REST,
+    REST_OF_ARGUMENTS,
     SAME_INPUT,
     ArgumentSources,
     LayerWiring,
@@ -206,7 +206,7 @@ def _select_arguments(
             selected[name] = torch.zeros((), dtype=x.dtype, device=x.device)
         elif source == SAME_INPUT:
             selected[name] = x
-        elif source == REST:
+        elif source == REST_OF_ARGUMENTS:
             selected |= {key: value for key, value in kwargs.items() if key not in names}
         elif source in kwargs:
             selected[name] = kwargs[source]

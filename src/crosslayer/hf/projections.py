@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..class_swap import original_class
-from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, Fused, Sublayer
+from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, FusedQKV, Sublayer
 from .host_norms import find_module
 
 # Names that transformers gives to the projections of q, k and v, and to those of an MLP.
@@ -73,7 +73,7 @@ def _is_mlp(sublayer: Sublayer) -> bool:
     return not sublayer.arguments and not is_named_attention
 
 
-def find_projections(attention: Any) -> tuple[tuple[str, ...], Fused | None]:
+def find_projections(attention: Any) -> tuple[tuple[str, ...], FusedQKV | None]:
     """The projections of an attention's input: of q, k and v, and then others, such as gates.
 
     Returns:
@@ -91,7 +91,7 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], Fused | None]:
     return (), None
 
 
-def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], Fused | None]:
+def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], FusedQKV | None]:
     """`find_projections` where one module gets the input: all projections, or their parent."""
     module = attention.get_submodule(name)
     row = f"{original_class(attention).__name__}.{name}"
@@ -120,7 +120,7 @@ def _check_rows_of_users(cls: str, called: set[str]) -> None:
             )
 
 
-def _order_of_outputs(row: str, attention: Any, module: Any) -> Fused | None:
+def _order_of_outputs(row: str, attention: Any, module: Any) -> FusedQKV | None:
     """The order of a row; None where one of ours is that of another class with the same name.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..class_swap import restore_class, swap_class
-from .families import Fused
+from .families import FusedQKV
 
 
 class QKVInputs(tuple):
@@ -43,7 +43,7 @@ class SplitInputAttention:
 
     # Of q, k and v, or the one that is all three. Further ones, such as gates, read q's input.
     projections: tuple[str, ...]
-    fused: Fused | None
+    fused: FusedQKV | None
 
     def __init_subclass__(cls) -> None:
         """Wrap the host's forward. vLLM finds its attention in the source, but does not merge
@@ -74,7 +74,7 @@ class SplitInputAttention:
             module.fused = self.fused
 
 
-def split_qkv_inputs(attention: Any, projections: tuple[str, ...], fused: Fused | None) -> None:
+def split_qkv_inputs(attention: Any, projections: tuple[str, ...], fused: FusedQKV | None) -> None:
     """Let the attention's projections of q, k and v take separate inputs.
 
     Args:
@@ -132,7 +132,7 @@ class FusedProjection:
     `forward`. Selecting from all outputs is right whatever the projection is made of.
     """
 
-    fused: Fused
+    fused: FusedQKV
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(x, QKVInputs) or self._takes_all_inputs():

@@ -92,7 +92,7 @@ def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
                         f"its layers are in stages ({name}), between which the stream changes its "
                         "width or length"
                     ) from None
-                raise ValueError(f"layer {number}, a {name}: {error}") from None
+                raise ValueError(f"layer {number} ({name}): {error}") from None
         of_layers.append(wiring_of_kind[kind])
     return tuple(of_layers)
 
@@ -157,7 +157,7 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
     found = _find_lists(searched)
     if not found:
         in_sequential = any(
-            isinstance(m, nn.Sequential) and len(m) > 1 for m in searched.children()
+            isinstance(m, nn.Sequential) and len(m) > 1 for m in (searched, *searched.children())
         )
         remedy = (
             "put its layers into an nn.ModuleList"
@@ -173,7 +173,7 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
     alike = [p for p in candidates if type(p.layers[0]) is type(chosen.layers[0])]
     names = {module: name for name, module in backbone.named_modules()}
     paths = [names[p.owner if p.model is searched else p.model] for p in alike]
-    # Two stacks that a model runs by turns, each with its norm, are connected apart.
+    # Two stacks that a model runs alternately, each with its norm, are connected separately.
     stacks = [p for p in found if p.model is chosen.model and _norm_names(p.owner)]
     is_stack = len(stacks) > 1 and _norm_names(chosen.owner)
     if isinstance(chosen.model, PreTrainedModel) and not is_stack:

@@ -33,7 +33,7 @@ from .host_quirks import apply_host_quirks
 from .qkv import plain_fused_projections
 from .sharding import keep_parameters_apart
 
-PREFIX = "crosslayer-"
+MODEL_TYPE_PREFIX = "crosslayer-"
 REMOTE_FILE = "crosslayer_model.py"
 REMOTE_CODE = '''"""A model connected by crosslayer, which must be installed to load it."""
 
@@ -71,7 +71,7 @@ def register_with_transformers() -> None:
     """Make transformers read, build and write connected models. A second call changes nothing."""
     # All types, not only our families: a vision-language model may have a connected part.
     for model_type in list(CONFIG_MAPPING.keys()):
-        AutoConfig.register(PREFIX + model_type, SavedConfig)
+        AutoConfig.register(MODEL_TYPE_PREFIX + model_type, SavedConfig)
     # transformers has no hook between building a model and loading its weights.
     PreTrainedModel.post_init = _connect_before_post_init(PreTrainedModel.post_init)
     # transformers has no hook for what a config writes: the model type is that of its class.
@@ -128,7 +128,7 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
 def mark_config(file: Path) -> None:
     """Rewrite a config.json as a connected model's, and write the file that it refers to."""
     config = json.loads(file.read_text())
-    config["model_type"] = PREFIX + config["model_type"].removeprefix(PREFIX)
+    config["model_type"] = MODEL_TYPE_PREFIX + config["model_type"].removeprefix(MODEL_TYPE_PREFIX)
     config["auto_map"] = {"AutoConfig": f"{Path(REMOTE_FILE).stem}.{SavedConfig.__name__}"}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (file.parent / REMOTE_FILE).write_text(REMOTE_CODE)
@@ -137,7 +137,7 @@ def mark_config(file: Path) -> None:
 def host_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
     """A saved config with the host's model type, and with the keys that name the connection."""
     host_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
-    host_dict["model_type"] = str(config_dict.get("model_type")).removeprefix(PREFIX)
+    host_dict["model_type"] = str(config_dict.get("model_type")).removeprefix(MODEL_TYPE_PREFIX)
     return host_dict
 
 
@@ -153,7 +153,7 @@ def names_connection(config_dict: dict[str, Any], source: str | Path) -> bool:
     """
     parts = [config_dict, *(part for part in config_dict.values() if isinstance(part, dict))]
     specs = [part["crosslayer"] for part in parts if "crosslayer" in part]
-    is_marked = str(config_dict.get("model_type")).startswith(PREFIX)
+    is_marked = str(config_dict.get("model_type")).startswith(MODEL_TYPE_PREFIX)
     is_marked |= any(str(key).startswith("crosslayer_") for part in parts for key in part)
     if is_marked and not specs:
         raise ValueError(
@@ -199,7 +199,7 @@ def _quantise_fused_projections(preprocess_model: Callable[..., Any]) -> Callabl
 
 def _restore_model_type(config: Any) -> None:
     """Undo `mark_config` in a config that a host class called by name has read."""
-    if str(vars(config).get("model_type")).startswith(PREFIX):
+    if str(vars(config).get("model_type")).startswith(MODEL_TYPE_PREFIX):
         names_connection({**config.to_dict(), "model_type": config.model_type}, "config.json")
         del config.model_type
         vars(config).pop("auto_map", None)

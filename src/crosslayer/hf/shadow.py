@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..class_swap import original_class, swapped_class
-from .arguments import Argument
+from .arguments import LayerArgument
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -217,7 +217,10 @@ def _describe_failure(error: Exception) -> str:
     reason = str(error).split("\n")[0]
     if isinstance(error, ValueError) and "values to unpack" not in reason:
         return reason
-    for cls, things in ((Argument, "its arguments"), (OtherOutput, "further outputs of modules")):
+    for cls, things in (
+        (LayerArgument, "its arguments"),
+        (OtherOutput, "further outputs of modules"),
+    ):
         if cls.__name__ in reason:
             return f"its own code computes with {things}, where most layers pass them on"
     return f"its own code does more than to call its modules ({type(error).__name__}: {reason})"

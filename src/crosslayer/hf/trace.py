@@ -15,29 +15,29 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from .arguments import Argument, layer_arguments, name_arguments, residual_argument
+from .arguments import LayerArgument, layer_arguments, name_arguments, residual_argument
 from .families import SAME_INPUT
 from .shadow import OtherOutput, SeveralStreamsError, run_shadow
 
-STREAM = 0
+STREAM_VECTOR = 0
 # Sequences and tokens of a trace, and the size of its values. What a layer does depends on neither
 # length nor size. OPT flattens its sequences, so there is one.
 SHAPES_AND_SIZES = (((1, 2), 1.0), ((1, 5), 1e3))
 _TOLERANCE = 1e-6
 # Vector -> its factor. Vector 0 is the layer's input, vector i + 1 what call i returned or made.
-Sum = dict[int, float]
+StreamSum = dict[int, float]
 
 
-def same_sum(a: Sum, b: Sum) -> bool:
+def same_sum(a: StreamSum, b: StreamSum) -> bool:
     """Whether two sums are equal, up to the rounding of their factors."""
     return a.keys() == b.keys() and all(abs(a[key] - b[key]) < 10 * _TOLERANCE for key in a)
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of a module, dropout by a function, or a product with a parameter of the layer's."""
 
     path: str  # of the module or the parameter in the layer; empty for a function
-    inputs: Sum  # what its first argument is
+    inputs: StreamSum  # what its first argument is
     arguments: dict[str, Any]  # the others, by name
     dropout: float = 0.0  # probability, where it is a function
     by_position: tuple[str, ...] = ()  # those of the others that are passed by position
@@ -49,11 +49,11 @@ class Call(NamedTuple):
         return self.path or "a dropout"
 
 
-class Trace(NamedTuple):
+class LayerTrace(NamedTuple):
     """The calls of a layer's forward, in order, and the sum that it returns."""
 
-    calls: list[Call]
-    output: Sum
+    calls: list[ModuleCall]
+    output: StreamSum
     extras: tuple[tuple[str, int] | None, ...] | None  # as in `LayerWiring`
 
 
@@ -67,7 +67,7 @@ class _Recorder:
         self.generator = torch.Generator().manual_seed(0)
         self.width = width
         self.shape, self.size = SHAPES_AND_SIZES[min(seed, 1)]
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.vectors: list[Tensor] = []  # zeros for an output times a single number
         self.single_products: dict[tuple[int, str], int] = {}  # vector and parameter -> vector
         self.stream = self._next_vector()
@@ -83,22 +83,22 @@ class _Recorder:
             if isinstance(value, Tensor):
                 if not same_sum(self.decompose(value, path), inputs):
                     raise SeveralStreamsError(path, name)
-                arguments[name] = Argument(SAME_INPUT)
+                arguments[name] = LayerArgument(SAME_INPUT)
         input_name = first if first in kwargs else ""
         self.calls.append(
-            Call(path, inputs, arguments, by_position=by_position, input_name=input_name)
+            ModuleCall(path, inputs, arguments, by_position=by_position, input_name=input_name)
         )
         output = self._next_vector()
         return output if residual is None else output + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
-        self.calls.append(Call("", self.decompose(x, "a dropout"), {}, p))
+        self.calls.append(ModuleCall("", self.decompose(x, "a dropout"), {}, p))
         return self._next_vector()
 
-    def decompose(self, x: Any, where: str) -> Sum:
+    def decompose(self, x: Any, where: str) -> StreamSum:
         """The factors of the vectors so far in a tensor."""
         if not isinstance(x, Tensor):
-            stand_in = isinstance(x, Argument | OtherOutput)
+            stand_in = isinstance(x, LayerArgument | OtherOutput)
             got = repr(x) if stand_in else f"a {type(x).__name__}"
             raise ValueError(f"{where} gets {got}, and not the stream")
         scaled = self._scaled_outputs() if x.requires_grad else []
@@ -107,7 +107,7 @@ class _Recorder:
         is_scaled = x.requires_grad
         x = x.detach().double().flatten()
         if len(x) != len(basis):
-            raise ValueError(f"{where} gets a tensor of another shape than the stream's")
+            raise ValueError(f"{where} gets a tensor whose shape is not the stream's")
         factors = torch.linalg.lstsq(basis, x[:, None], driver="gelsd").solution.flatten()
         if (basis @ factors - x).abs().max() > _TOLERANCE * x.abs().max():
             if is_scaled:
@@ -127,7 +127,7 @@ class _Recorder:
             found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
         return found
 
-    def _add_product(self, call: Call, product: Tensor) -> int:
+    def _add_product(self, call: ModuleCall, product: Tensor) -> int:
         self.calls.append(call)
         self.vectors.append(product)
         return len(self.calls)
@@ -149,12 +149,12 @@ class _Recorder:
         As a direction it is no new one.
         """
         if (number, name) not in self.single_products:
-            call = Call(name, {number: 1.0}, {})
+            call = ModuleCall(name, {number: 1.0}, {})
             zeros = torch.zeros_like(self.vectors[0])
             self.single_products[number, name] = self._add_product(call, zeros)
         return self.single_products[number, name]
 
-    def _scaled_outputs(self) -> list[tuple[Call, Tensor]]:
+    def _scaled_outputs(self) -> list[tuple[ModuleCall, Tensor]]:
         """Each output times each of the layer's own parameters, such as a learned scale, but those
         that were found before.
         """
@@ -165,7 +165,7 @@ class _Recorder:
             if parameter.numel() != self.width or self.width == 1:
                 continue
             for vector in range(1, len(self.vectors)):
-                call = Call(name, {vector: 1.0}, {})
+                call = ModuleCall(name, {vector: 1.0}, {})
                 if call not in self.calls:
                     scaled.append((call, self.vectors[vector] * parameter.detach()))
         return scaled
@@ -177,7 +177,7 @@ class _Recorder:
         return vector.clone()  # A forward may change it in place.
 
 
-def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> Trace:
+def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> LayerTrace:
     """Run a shadow of a layer.
 
     Args:
@@ -208,7 +208,7 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> T
 
 
 def _check_other_values(
-    layer: nn.Module, width: int, opened: Collection[str], trace: Trace, seed: int
+    layer: nn.Module, width: int, opened: Collection[str], trace: LayerTrace, seed: int
 ) -> None:
     """Raise a ValueError where a layer's sums depend on its own parameters and buffers, or on the
     length of the sequence.
@@ -224,7 +224,9 @@ def _check_other_values(
         )
 
 
-def _check_training(layer: nn.Module, width: int, opened: Collection[str], trace: Trace) -> None:
+def _check_training(
+    layer: nn.Module, width: int, opened: Collection[str], trace: LayerTrace
+) -> None:
     """Raise a ValueError where a layer's own code does something else in training."""
     with _restored_random_states(layer) as has_changed:
         try:
@@ -264,7 +266,7 @@ def _restored_random_states(layer: nn.Module) -> Iterator[Callable[[], bool]]:
         numpy.random.set_state(of_numpy)
 
 
-def _same_calls(a: Trace, b: Trace) -> bool:
+def _same_calls(a: LayerTrace, b: LayerTrace) -> bool:
     """Whether the same modules get the same sums, and the same sum is returned."""
     return (
         len(a.calls) == len(b.calls)
@@ -282,7 +284,7 @@ def _trace_once(
     opened: Collection[str],
     seed: int = 0,
     training: bool = False,
-) -> Trace:
+) -> LayerTrace:
     """`trace_layer` with one set of values for the layer's own parameters and buffers."""
     recorder, output = run_shadow(
         layer,
@@ -301,4 +303,4 @@ def _trace_once(
                 raise ValueError("it returns more than its stream and outputs of its modules")
             extras.append(None if other is None else (other.path, other.index))
     total = recorder.decompose(output, "what follows the layer")
-    return Trace(recorder.calls, total, None if extras is None else tuple(extras))
+    return LayerTrace(recorder.calls, total, None if extras is None else tuple(extras))

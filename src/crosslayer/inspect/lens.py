@@ -1,7 +1,7 @@
 """What each depth already predicts, and what each depth learns from.
 
 The lens reads a model out at every site, as if it were the last: the site's input, or the stream r
-where q, k and v are mixed apart, through the final norm and the head. Gradients are those of
+where q, k and v are mixed separately, through the final norm and the head. Gradients are those of
 Multi-Gate Residuals (arXiv 2605.23259), Figure 2.
 """
 
@@ -22,7 +22,7 @@ from .observation import (
     SiteVisit,
     check_observed,
     connected_for_analysis,
-    find_body,
+    find_headless_model,
     model_arguments,
     site_label,
     visited_sites,
@@ -124,7 +124,7 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
                 continue
             is_first = not analysis.losses
             with visited_sites(model, arguments, [analysis]):
-                find_body(model, arguments)(**arguments)
+                find_headless_model(model, arguments)(**arguments)
             if is_first:
                 analysis.check_readout(model, batch)
     check_observed(analysis.losses)

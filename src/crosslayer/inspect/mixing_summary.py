@@ -26,7 +26,7 @@ class SiteMixing:
     Attributes:
         label: of the site.
         inputs: labels of the inputs, or of their fractions, like "3.attn [1]". Where q, k and v are
-            mixed apart, the last is r: the stream that the attention's output joins.
+            mixed separately, the last is r: the stream that the attention's output joins.
         parts: labels of what is mixed, once the pending write is applied.
         is_mix: the site has weights over several parts. False where it reads one part unchanged.
         read_mean: of what each input reads, [inputs parts].

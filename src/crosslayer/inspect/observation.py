@@ -80,7 +80,7 @@ class SiteVisit:
     def ways(self) -> dict[str, Tensor]:
         """What the sub-layer is given, [N D] each, by the name of the way.
 
-        "input" alone; or q, k, v and r where these are mixed apart. r is the stream that the
+        "input" alone; or q, k, v and r where these are mixed separately. r is the stream that the
         sub-layer's output joins.
         """
         inputs = [x.flatten(0, -2).float() for x in self.inputs]
@@ -165,7 +165,7 @@ def observe_model(
                 continue
             arguments = model_arguments(batch, device)
             with visited_sites(model, arguments, analyses):
-                find_body(model, arguments)(**arguments)
+                find_headless_model(model, arguments)(**arguments)
 
 
 def model_arguments(batch: ModelInputs, device: torch.device) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
             module.config = config
 
 
-def find_body(model: nn.Module, arguments: ModelInputs) -> nn.Module:
+def find_headless_model(model: nn.Module, arguments: ModelInputs) -> nn.Module:
     """What to call with a batch: of a transformers model the part without its head, if it takes it.
 
     Its backbone may be an encoder of embeddings (DINOv2), which does not.
@@ -269,7 +269,7 @@ def check_observed(of_sites: Collection[Any]) -> None:
 
 
 def splits_ways(connection: Connection[Any]) -> bool:
-    """Whether the attention's q, k and v are mixed apart from each other and from the stream r."""
+    """Whether the attention's q, k and v have mixtures of their own, other than the stream r's."""
     return "q" in connection.ports
 
 

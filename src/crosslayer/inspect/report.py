@@ -13,7 +13,7 @@ from ..plotting import render_figure
 from .inspection import to_json_value
 from .run_groups import format_duration, format_number, format_size, join_titles, split_by_data
 from .sections import SECTIONS, Section, TrainingView
-from .sections.section import Models, Panels
+from .sections.section import FigurePanels, InspectedModels
 from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summarise_training
 
 JSON_FILE = "inspection.json"
@@ -35,7 +35,7 @@ class TrainingReport:
 
     groups: list[GroupSummary]
     scaling: dict[str, Any]
-    pictures: list[tuple[TrainingView, Panels]]
+    pictures: list[tuple[TrainingView, FigurePanels]]
     not_drawn: list[str]
     notes: list[str]
 
@@ -73,7 +73,7 @@ def draw_views(runs: TrainingRuns, views: Sequence[TrainingView]) -> TrainingRep
 
 
 def write_report(
-    models: Models,
+    models: InspectedModels,
     folder: Path,
     setup: str,
     sections: Sequence[Section] = SECTIONS,
@@ -94,7 +94,7 @@ def write_report(
     pictures = folder / FIGURE_FOLDER
     pictures.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"setup": setup, "models": to_json_value(models)}
-    drawn: list[tuple[Section | TrainingView, Panels]] = []
+    drawn: list[tuple[Section | TrainingView, FigurePanels]] = []
     if training is not None:
         parts = {"groups": training.groups, "scaling": training.scaling}
         content["training"] = to_json_value(parts)
@@ -115,7 +115,9 @@ def write_report(
     return folder / REPORT_FILE
 
 
-def _page_html(models: Models, setup: str, body: str, training: TrainingReport | None) -> str:
+def _page_html(
+    models: InspectedModels, setup: str, body: str, training: TrainingReport | None
+) -> str:
     title = f"What the connections of {_joined([model.name for model in models])} do"
     tables = _findings_html(models) if models else ""
     if training is not None:
@@ -210,7 +212,7 @@ FINDINGS: list[tuple[str, str, Callable[[Any], str]]] = [
 ]
 
 
-def _findings_html(models: Models) -> str:
+def _findings_html(models: InspectedModels) -> str:
     rows = [["connection", *(model.connection for model in models)]]
     for title, analysis, describe in FINDINGS:
         if any(analysis in model.results for model in models):
@@ -220,15 +222,15 @@ def _findings_html(models: Models) -> str:
     return render_table(["", *(model.name for model in models)], rows)
 
 
-def _notes_html(models: Models, training: TrainingReport | None) -> str:
+def _notes_html(models: InspectedModels, training: TrainingReport | None) -> str:
     notes = []
     for model in models:
         notes += [f"{model.name}: {line}." for line in model.not_done]
         unfolded = model.results.get("unfolded")
         if unfolded is not None and unfolded.by_projection:
             notes.append(
-                f"{model.name}: its connection weighs channels apart. The numbers of its unfolded "
-                f"map are projections, of {unfolded.tokens} tokens."
+                f"{model.name}: its connection weighs channels separately. The numbers of its "
+                f"unfolded map are projections, of {unfolded.tokens} tokens."
             )
     if training is not None:
         notes = training.notes + notes

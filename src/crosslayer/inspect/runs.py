@@ -21,7 +21,7 @@ from ..run_folders import (
     RUNS_FOLDER,
     run_folder_name,
 )
-from .training import Points, TrainingCurve, read_training_curve
+from .training import CurvePoints, TrainingCurve, read_training_curve
 
 
 @dataclass
@@ -49,7 +49,7 @@ class TrainingRun:
     settings: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     status: str = ""
-    tasks: dict[str, Points] = field(default_factory=dict)
+    tasks: dict[str, CurvePoints] = field(default_factory=dict)
     data_digest: str = ""
 
     def number(self, name: str) -> float:
@@ -220,7 +220,7 @@ def _last_step(curve: TrainingCurve, settings: dict[str, Any]) -> int:
     return planned if isinstance(planned, int) else max(steps, default=0)
 
 
-def read_task_accuracies(folder: Path, last_step: int) -> dict[str, Points]:
+def read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints]:
     """Accuracies of tasks, from what `crosslayer eval --out` wrote to folders within a run's.
 
     Its step is the number after "step" in the name of the evaluated model, or else the last one in

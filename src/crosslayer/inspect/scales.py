@@ -36,7 +36,7 @@ class SiteScales:
             first.
         output_largest: the three largest magnitudes in that output.
         hidden_rms: mean over tokens of the RMS of the hidden state after that output: what the site
-            reads, before its norm. Where q, k and v are mixed apart, the stream r.
+            reads, before its norm. Where q, k and v are mixed separately, the stream r.
         hidden_largest: the three largest magnitudes in the hidden state.
         written_largest: the largest magnitude of each part once that output is written, [parts].
         stream_rms: RMS of each part of the state, [parts].

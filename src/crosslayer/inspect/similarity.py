@@ -26,7 +26,7 @@ STATIC_DISTANCE = 0.02
 class CosineSimilarity:
     """Cosines over tokens between what sub-layers and layers are given, before the norms.
 
-    What a sub-layer is given is its input, or the stream r where q, k and v are mixed apart.
+    What a sub-layer is given is its input, or the stream r where q, k and v are mixed separately.
 
     Attributes:
         labels: of the sites.
@@ -34,8 +34,8 @@ class CosineSimilarity:
             [sites 3]; NaN at the first.
         embedding: quantiles of the cosine with the embedding, [sites 3].
         block_labels: of the layers that `blocks` compares, from the second on.
-        blocks: for each way ("input", or q, k, v and r where these are mixed apart), quantiles of
-            the cosine of what a layer is given with what the layer before is given,
+        blocks: for each way ("input", or q, k, v and r where these are mixed separately), quantiles
+            of the cosine of what a layer is given with what the layer before is given,
             [layers − 1 3].
         depth_labels: "X_0", and "Y_i" for what follows block i.
         depths: mean cosine with the embedding of what follows each block, [layers + 1].
@@ -123,7 +123,7 @@ class DepthDistances:
         labels: of the sites.
         angular: arccos(cos(x_T^l, x_T^m))/π of the last token (MGR Eq. 15), or an image's class
             token, between what sites are given, its mean over sequences, [sites sites]. What a site
-            is given is its input, or the stream r where q, k and v are mixed apart.
+            is given is its input, or the stream r where q, k and v are mixed separately.
         streams: the same for each stream once the site has applied the pending write,
             [streams sites sites]. NaN at sites where the stream does not exist yet. Empty where the
             parts of the state are no streams.

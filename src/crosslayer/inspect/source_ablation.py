@@ -90,7 +90,7 @@ def find_mix_weights(
 ) -> list[MixWeight]:
     """The weights of all mixes of some layers, or of all, in the order of depth.
 
-    Methods that weigh channels apart have none: a single number says little there.
+    Methods that weigh channels separately have none: a single number says little there.
 
     Args:
         model: connected.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.readers import Document, list_text_files
-from ..data.sources import Source, read_documents
+from ..data.sources import TextSource, read_documents
 from ..evaluate.windows import check_context, context_limit
 from ..hf.attach import find_backbone
 from ..run_folders import step_of_name
@@ -129,7 +129,7 @@ def _split_documents(
     Of each label, no more are kept than the sequences can need: one a sequence.
     """
     folder = Path(data)
-    if Source.parse(data).kind == "files" and folder.is_dir():
+    if TextSource.parse(data).kind == "files" and folder.is_dir():
         parents = {name.rpartition("/")[0].partition("/")[0] for _, name in list_text_files(folder)}
         if len(parents) > 1 and "" not in parents:
             return {name: read(str(folder / name)) for name in sorted(parents)}

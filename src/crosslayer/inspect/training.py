@@ -23,7 +23,7 @@ SPIKE_DEVIATIONS = 5.0
 SPIKE_DECAY = 0.9  # of the running mean and variance, a loss
 SPIKE_BURN_IN = 50  # the first losses, which fall steeply
 
-Points = list[tuple[int, float]]  # (step, value)
+CurvePoints = list[tuple[int, float]]  # (step, value)
 
 
 @dataclass
@@ -42,8 +42,8 @@ class TrainingCurve:
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    valid: dict[str, Points] = field(default_factory=dict)
-    accuracies: dict[str, Points] = field(default_factory=dict)
+    valid: dict[str, CurvePoints] = field(default_factory=dict)
+    accuracies: dict[str, CurvePoints] = field(default_factory=dict)
 
 
 @dataclass

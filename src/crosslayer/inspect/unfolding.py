@@ -5,8 +5,8 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, Eq. 20 and 27-29,
     x_k = Σ_j c_kj y_j + constant      y_0 the embedding, y_j the output of sub-layer j
 
 With its coefficients held fixed, every read is linear in its parts. The map is the product of the
-reads' matrices over depth. Methods that weigh each channel apart (a gate for each channel, a norm
-on the stream) have no single number c_kj. The number is then the projection
+reads' matrices over depth. Methods that weigh each channel separately (a gate for each channel, a
+norm on the stream) have no single number c_kj. The number is then the projection
 ⟨c_kj ⊙ y_j, y_j⟩ / ‖y_j‖².
 """
 
@@ -42,7 +42,7 @@ class UnfoldedMap:
         source_norms: mean of ‖y_j‖ over tokens, [sources].
         tokens: the number of tokens.
         error: the largest ‖x_k − Σ_j c_kj y_j − constant‖ / ‖x_k‖ of a token and an input.
-        by_projection: channels are weighed apart, so the numbers are projections.
+        by_projection: channels are weighed separately, so the numbers are projections.
     """
 
     sources: list[str]
@@ -144,7 +144,7 @@ class _BatchMap:
 
     Contributions are [N parts sources+1 K]; the last source is the constant that norms with a bias
     add. K is 1 where one number says how much of a source a part contains. Where channels are
-    weighed apart, K is the width of a part, and the contribution is that share of y_j itself.
+    weighed separately, K is the width of a part, and the contribution is that share of y_j itself.
     """
 
     def __init__(self, visit: SiteVisit):

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from ..norms import NormSpec, apply_norm, rms, rstd, upcast
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
-from .mix import add_weighted_sum, mixture, pass_sources_on, weighted_sum
+from .mix import add_weighted_sum, pass_sources_on, plain_weighted_sum, weighted_sum
 from .products import project_manual_grad, row_dot
 
 FEW_ELEMENTS = 2**15  # of a source, as when decoding
@@ -52,7 +52,7 @@ class _DepthAttention(Function):
     @staticmethod
     def definition(q: Tensor, eps: float, *X: Tensor) -> tuple[Tensor, ...]:
         z = torch.stack([rms(x, eps) @ q for x in X], -1)
-        return mixture(X, z.softmax(-1)), *X
+        return plain_weighted_sum(X, z.softmax(-1)), *X
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from ..norms import NormSpec, apply_norm, rms, upcast
 from .attention import project_rms_dq, project_rms_dx, score_sources
 from .dispatch import kernel_op
 from .manual_backward import definition_gradients, run_function, separate_outputs
-from .mix import mixture, weighted_sum
+from .mix import plain_weighted_sum, weighted_sum
 from .products import row_dot
 
 
@@ -81,7 +81,7 @@ class _GatePool(Function):
     ) -> tuple[Tensor, ...]:
         gated = gate_streams(S, y, beta)
         z = torch.stack([rms(s, eps) @ Q.mT for s in gated], -1)
-        return mixture(gated, z[..., 0, :].softmax(-1)), z[..., -1, :], *gated
+        return plain_weighted_sum(gated, z[..., 0, :].softmax(-1)), z[..., -1, :], *gated
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:

@@ -62,7 +62,7 @@ class _DepthMix(Function):
 
     @staticmethod
     def definition(w: Tensor, *X: Tensor) -> tuple[Tensor, ...]:
-        return (*(mixture(X, w[..., c, :]) for c in range(w.shape[-2])), *X)
+        return (*(plain_weighted_sum(X, w[..., c, :]) for c in range(w.shape[-2])), *X)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -103,7 +103,7 @@ def pass_sources_on(X: Sequence[Tensor], passed: Sequence[Tensor]) -> tuple[Tens
     return tuple(p if x.requires_grad else x for x, p in zip(X, passed, strict=True))
 
 
-def mixture(X: Sequence[Tensor], w: Tensor) -> Tensor:
+def plain_weighted_sum(X: Sequence[Tensor], w: Tensor) -> Tensor:
     """Σ_l w[…, l] · X_l, the definition of `weighted_sum`."""
     products = [w[..., l, None] * x for l, x in enumerate(X)]
     return reduce(torch.add, products).to(X[0].dtype)

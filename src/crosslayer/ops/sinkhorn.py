@@ -12,7 +12,7 @@ from .manual_backward import definition_gradients, run_function, separate_output
 
 @kernel_op
 def sinkhorn(logits: Tensor, rounds: int = 20, eps: float = 1e-6) -> Tensor:
-    """Normalise rows and columns of exp(logits) by turns; each column sums to 1 up to eps.
+    """Normalise rows and columns of exp(logits) alternately; each column sums to 1 up to eps.
 
     The first round is a softmax over the last axis, + eps, then / (sum over rows + eps). Each of
     the other rounds divides by the sums over columns + eps, then by the sums over rows + eps. The

@@ -27,14 +27,14 @@ from crosslayer.fused_norms import FusedNormConnection
 from crosslayer.methods import ENTRY_POINT_GROUP
 from crosslayer.testing import two_ranks
 from crosslayer.testing.tiny_model import (
-    DEFAULTS,
-    SPECS,
-    VARIANTS,
-    equal,
-    gpt,
+    DEFAULT_SPECS,
+    TESTED_SPECS,
+    TESTED_VARIANTS,
+    equal_tensors,
     loss_and_gradients,
-    shake,
-    tokens,
+    perturb_weights,
+    tiny_gpt,
+    token_ids,
     without_eps,
 )
 
@@ -49,22 +49,23 @@ def cases(specs: list[str], parallel: bool, *marks: pytest.MarkDecorator) -> lis
 
 # Most laws: every method, as a sequential and as a parallel block.
 every_method = pytest.mark.parametrize(
-    ("spec", "parallel"), cases(DEFAULTS, False) + cases(DEFAULTS, True)
+    ("spec", "parallel"), cases(DEFAULT_SPECS, False) + cases(DEFAULT_SPECS, True)
 )
 # Laws that options can break: every variant too.
 every_option = pytest.mark.parametrize(
-    ("spec", "parallel"), cases(SPECS, False) + cases(DEFAULTS, True)
+    ("spec", "parallel"), cases(TESTED_SPECS, False) + cases(DEFAULT_SPECS, True)
 )
 # A law that options can break in parallel blocks alone.
 every_start = pytest.mark.parametrize(
-    ("spec", "parallel"), cases(SPECS, False) + cases(SPECS, True)
+    ("spec", "parallel"), cases(TESTED_SPECS, False) + cases(TESTED_SPECS, True)
 )
 # Laws that parallel blocks cannot break.
-every_variant = pytest.mark.parametrize(("spec", "parallel"), cases(SPECS, False))
+every_variant = pytest.mark.parametrize(("spec", "parallel"), cases(TESTED_SPECS, False))
 every_variant_slow = pytest.mark.parametrize(
-    ("spec", "parallel"), cases(DEFAULTS, False) + cases(VARIANTS, False, pytest.mark.slow)
+    ("spec", "parallel"),
+    cases(DEFAULT_SPECS, False) + cases(TESTED_VARIANTS, False, pytest.mark.slow),
 )
-every_sequential = pytest.mark.parametrize(("spec", "parallel"), cases(DEFAULTS, False))
+every_sequential = pytest.mark.parametrize(("spec", "parallel"), cases(DEFAULT_SPECS, False))
 # A compilation takes seconds: one method is compiled in the fast tests.
 COMPILED_FAST = ["mudd"]
 COMPILED_PARALLEL = ["mudd", "hyper", "attnres", "mgr"]
@@ -79,7 +80,9 @@ OTHER_READS = [
 compiled = pytest.mark.parametrize(
     ("spec", "parallel"),
     cases(COMPILED_FAST, False)
-    + cases([s for s in DEFAULTS + OTHER_READS if s not in COMPILED_FAST], False, pytest.mark.slow)
+    + cases(
+        [s for s in DEFAULT_SPECS + OTHER_READS if s not in COMPILED_FAST], False, pytest.mark.slow
+    )
     + cases(COMPILED_PARALLEL, True, pytest.mark.slow),
 )
 
@@ -88,7 +91,7 @@ every_fused = pytest.mark.parametrize(
     ("spec", "parallel"),
     [
         case
-        for case in cases(SPECS, False) + cases(DEFAULTS, True)
+        for case in cases(TESTED_SPECS, False) + cases(DEFAULT_SPECS, True)
         if issubclass(crosslayer.make(case.values[0]).method, FusedNormConnection)
     ],
 )
@@ -99,7 +102,7 @@ def chain(spec: str, parallel: bool, dim: int = 6, layers: int = 4) -> list[cros
     make = crosslayer.make(spec)
     norm = lambda port: nn.RMSNorm(dim, eps=1e-6)  # noqa: E731
     sites = [make(site, dim, norm).double() for site in crosslayer.plan(layers, parallel)]
-    return [shake(site) for site in sites]
+    return [perturb_weights(site) for site in sites]
 
 
 def sublayer(k: int, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -140,7 +143,7 @@ def is_of_this_process(spec: str) -> bool:
     return not is_own(crosslayer.make(name).method) and not is_installed
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", DEFAULT_SPECS)
 def test_class_is_documented(name):
     method = crosslayer.make(name).method
     doc = inspect.cleandoc(vars(method).get("__doc__") or "")
@@ -152,7 +155,7 @@ def test_class_is_documented(name):
         assert f"    {option}: " in doc, f"`Args:` of {method.__name__} must explain {option!r}"
 
 
-@pytest.mark.parametrize("name", [n for n in DEFAULTS if is_own(crosslayer.make(n).method)])
+@pytest.mark.parametrize("name", [n for n in DEFAULT_SPECS if is_own(crosslayer.make(n).method)])
 def test_class_is_abstract_or_final(name):
     """What two methods of crosslayer share is a function; none is a base class of another."""
     method = crosslayer.make(name).method
@@ -161,7 +164,7 @@ def test_class_is_abstract_or_final(name):
     assert method.name == name
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", DEFAULT_SPECS)
 def test_the_gate_field_is_declared(name):
     """Fields of the state that stay float32 in a bf16 model are coefficients."""
     make = crosslayer.make(name)
@@ -200,7 +203,7 @@ def test_every_token_is_alone(spec, parallel):
 
 @every_method
 def test_two_inputs_by_turns(spec, parallel):
-    """Two inputs that one model reads by turns, site by site, do not see each other."""
+    """Two inputs that one model reads alternately, site by site, do not see each other."""
     sites = chain(spec, parallel)
     x = torch.randn(2, 1, 4, 6, dtype=torch.float64)
     alone = [run(sites, one_input) for one_input in x]
@@ -215,15 +218,15 @@ def test_two_inputs_by_turns(spec, parallel):
 
 @every_sequential
 def test_causal(spec, parallel):
-    model = gpt(spec, parallel).double()
-    ids = tokens()
+    model = tiny_gpt(spec, parallel).double()
+    ids = token_ids()
     torch.testing.assert_close(model(ids)[:, :4], model(ids[:, :4]), rtol=0, atol=1e-12)
 
 
 @every_variant
 def test_state_cuts_bitwise(spec, parallel):
-    model = gpt(spec, parallel)
-    ids = tokens()
+    model = tiny_gpt(spec, parallel)
+    ids = token_ids()
     expected = model(ids)
     for cut in range(len(model.blocks)):
         state = model.readout.init(model.embed_tokens(ids))
@@ -246,9 +249,9 @@ def test_state_cuts_bitwise(spec, parallel):
 
 @every_sequential
 def test_forward_stores_nothing(spec, parallel):
-    model = gpt(spec, parallel)
+    model = tiny_gpt(spec, parallel)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    model(tokens())
+    model(token_ids())
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys()
         for key, value in vars(module).items():
@@ -260,24 +263,24 @@ def test_forward_stores_nothing(spec, parallel):
 
 @every_method
 def test_gradient_checkpointing_is_bitwise(spec, parallel):
-    model = gpt(spec, parallel)
-    ids = tokens()
+    model = tiny_gpt(spec, parallel)
+    ids = token_ids()
     loss, gradients = loss_and_gradients(model, ids)
     model.checkpointing = True
     again, recomputed = loss_and_gradients(model, ids)
-    assert torch.equal(loss, again) and equal(gradients, recomputed)
+    assert torch.equal(loss, again) and equal_tensors(gradients, recomputed)
 
 
 @every_sequential
 def test_read_recomputes_bitwise(spec, parallel):
-    model = gpt(spec, parallel)
-    ids = tokens()
+    model = tiny_gpt(spec, parallel)
+    ids = token_ids()
     loss, gradients = loss_and_gradients(model, ids)
     for connection in find_connections(model):
         read = connection.read
         connection.read = lambda state, read=read: checkpoint(read, state, use_reentrant=False)
     again, recomputed = loss_and_gradients(model, ids)
-    assert torch.equal(loss, again) and equal(gradients, recomputed)
+    assert torch.equal(loss, again) and equal_tensors(gradients, recomputed)
 
 
 @every_fused
@@ -304,8 +307,8 @@ def test_fused_norms_are_those_of_the_ports(spec, parallel):
 
 @compiled
 def test_one_graph(spec, parallel):
-    model = gpt(spec, parallel, layers=2)
-    ids = tokens()
+    model = tiny_gpt(spec, parallel, layers=2)
+    ids = token_ids()
     loss, gradients = loss_and_gradients(model, ids)
     model.compile(fullgraph=True, backend="aot_eager")
     again, compiled = loss_and_gradients(model, ids)
@@ -317,13 +320,13 @@ def test_one_graph(spec, parallel):
 @pytest.mark.parametrize("spec", ["attnres", "hyper", "mgr"])
 def test_dynamic_shapes_compile(spec):
     """A training step whose floats are no constants of the graph."""
-    model = gpt(spec, layers=1)
+    model = tiny_gpt(spec, layers=1)
     model.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (7, 5):
-        compiled = loss_and_gradients(model, tokens(length=length))
-        eager = gpt(spec, layers=1)
+        compiled = loss_and_gradients(model, token_ids(length=length))
+        eager = tiny_gpt(spec, layers=1)
         torch.testing.assert_close(
-            compiled, loss_and_gradients(eager, tokens(length=length)), rtol=1e-5, atol=1e-5
+            compiled, loss_and_gradients(eager, token_ids(length=length)), rtol=1e-5, atol=1e-5
         )
 
 
@@ -341,8 +344,8 @@ def test_dynamic_shapes_compile(spec):
     ],
 )
 def test_inductor(spec):
-    model = gpt(spec, layers=2)
-    ids = tokens()
+    model = tiny_gpt(spec, layers=2)
+    ids = token_ids()
     loss, gradients = loss_and_gradients(model, ids)
     model.compile(fullgraph=True)
     again, compiled = loss_and_gradients(model, ids)
@@ -359,9 +362,9 @@ def test_blocks_compile_to_few_graphs(spec, parallel):
     """
     from torch._dynamo.testing import CompileCounter
 
-    model = gpt(spec, parallel, layers=4)
+    model = tiny_gpt(spec, parallel, layers=4)
     counter = CompileCounter()
-    ids = tokens()
+    ids = token_ids()
     state = model.readout.init(model.embed(ids))
     structures = set()
     for block in model.blocks:
@@ -412,14 +415,14 @@ def test_two_rank_fsdp2(spec, parallel, sharded_errors):
 
 @every_option
 def test_no_parameter_is_dead(spec, parallel):
-    model = gpt(spec, parallel)
-    _, gradients = loss_and_gradients(model, tokens())
+    model = tiny_gpt(spec, parallel)
+    _, gradients = loss_and_gradients(model, token_ids())
     alive = {name for name, gradient in gradients.items() if gradient.abs().max() > 0}
     assert alive == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 @every_variant
-def test_parameters_keep_the_house_rules(spec, parallel):
+def test_parameters_follow_the_conventions(spec, parallel):
     torch.manual_seed(5)
     random_state = torch.get_rng_state()
     make = crosslayer.make(spec)
@@ -435,16 +438,16 @@ def test_parameters_keep_the_house_rules(spec, parallel):
         "building a connection must not change the global random state: use assign_normal"
     )
     names = {name for site in sites for name, _ in site.named_parameters(recurse=False)}
-    if spec in DEFAULTS:
+    if spec in DEFAULT_SPECS:
         assert make.method.weight_decay_params <= names
     for site in sites:
         parameters = dict(site.named_parameters(recurse=False))
         for p in parameters.values():
             assert p.dim() >= 1 and p.dtype == torch.float32, "use float32_parameter"
         initial = {name: p.detach().clone() for name, p in parameters.items()}
-        shake(site)
+        perturb_weights(site)
         site.reset_parameters()
-        assert equal(initial, {name: p.detach() for name, p in parameters.items()}), (
+        assert equal_tensors(initial, {name: p.detach() for name, p in parameters.items()}), (
             "reset_parameters must restore the initial values"
         )
 
@@ -456,8 +459,8 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
     Where the parameters that decay are zero, the model is the one training starts from. DenseFormer
     and its baseline are the exceptions: their authors' code decays α and the gains.
     """
-    model = gpt(spec, parallel, shaken=False)
-    ids = tokens()
+    model = tiny_gpt(spec, parallel, shaken=False)
+    ids = token_ids()
     initial = model(ids)
     groups = crosslayer.param_groups(model, 1e-3, 0.1)
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
@@ -472,19 +475,19 @@ def test_weight_decay_keeps_the_initial_function(spec, parallel):
 
 @every_sequential
 def test_copies_pickles_and_saves_bitwise(spec, parallel):
-    model = gpt(spec, parallel)
-    ids = tokens()
+    model = tiny_gpt(spec, parallel)
+    ids = token_ids()
     file = io.BytesIO()
     loss_and_gradients(model, ids)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     expected_loss, expected_gradients = loss_and_gradients(model, ids)
     torch.save(model.state_dict(), file)
     file.seek(0)
-    loaded = gpt(spec, parallel, shaken=False)
+    loaded = tiny_gpt(spec, parallel, shaken=False)
     loaded.load_state_dict(torch.load(file, weights_only=True))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
         loss, gradients = loss_and_gradients(twin, ids)
-        assert torch.equal(loss, expected_loss) and equal(gradients, expected_gradients)
+        assert torch.equal(loss, expected_loss) and equal_tensors(gradients, expected_gradients)
 
 
 # ---- what is computed
@@ -500,13 +503,13 @@ def test_training_and_evaluation_compute_the_same(spec, parallel):
 
 @every_start
 def test_starts_as_prenorm_where_it_says_so(spec, parallel):
-    prenorm = gpt("prenorm", parallel, eps=0.0, shaken=False).double()
-    model = gpt(without_eps(spec), parallel, eps=0.0, shaken=False).double()
+    prenorm = tiny_gpt("prenorm", parallel, eps=0.0, shaken=False).double()
+    model = tiny_gpt(without_eps(spec), parallel, eps=0.0, shaken=False).double()
     for key in prenorm.state_dict().keys() & model.state_dict().keys():
         assert torch.equal(prenorm.state_dict()[key], model.state_dict()[key]), (
             "building a connection must not change the backbone's weights"
         )
-    error = (model(tokens()) - prenorm(tokens())).abs().max()
+    error = (model(token_ids()) - prenorm(token_ids())).abs().max()
     functions = {connection.initial_function for connection in find_connections(model)}
     if functions <= set(PRENORM_FUNCTIONS):
         assert error < 1e-12, (
@@ -522,8 +525,8 @@ def test_starts_as_prenorm_where_it_says_so(spec, parallel):
 
 @every_sequential
 def test_starts_bitwise_as_prenorm_where_it_says_so(spec, parallel):
-    prenorm = gpt("prenorm", parallel, shaken=False)(tokens())
-    is_bitwise = torch.equal(gpt(spec, parallel, shaken=False)(tokens()), prenorm)
+    prenorm = tiny_gpt("prenorm", parallel, shaken=False)(token_ids())
+    is_bitwise = torch.equal(tiny_gpt(spec, parallel, shaken=False)(token_ids()), prenorm)
     declared = crosslayer.make(spec).method.initial_function
     assert is_bitwise == (declared == "bitwise prenorm"), (
         f"its first logits are {'' if is_bitwise else 'not '}bitwise those of pre-norm: declare "
@@ -679,7 +682,7 @@ def test_memory_traffic_is_what_read_moves(spec, parallel):
 
     state = sites[0].init(x)
     for k, site in enumerate(sites):
-        shake(site)
+        perturb_weights(site)
         state = tree_map(lambda t: t if t is None else t.detach().requires_grad_(), state)
         inputs, state_after = site.read(state)
         before = streams(state)
@@ -713,20 +716,20 @@ def in_float32(function, *state):
 
 @every_method
 def test_a_bf16_model_keeps_coefficients_in_float32(spec, parallel):
-    exact = gpt(spec, parallel).double()
+    exact = tiny_gpt(spec, parallel).double()
     model = copy.deepcopy(exact).float().bfloat16()
     for connection in find_connections(model):
         assert all(p.dtype == torch.float32 for p in connection.parameters(recurse=False))
         assert all(p.dtype == torch.bfloat16 for p in connection.norms.parameters())
-    logits = model(tokens())
+    logits = model(token_ids())
     assert logits.dtype == torch.bfloat16, (
         "the streams became wider than the model: cast to the stream's dtype after a product with "
         "a float32 coefficient"
     )
-    prenorm = gpt("prenorm", parallel).double()
-    rounded = copy.deepcopy(prenorm).float().bfloat16()(tokens()).double()
-    rounding = (rounded - prenorm(tokens())).norm()
-    error = (logits.double() - exact(tokens())).norm()
+    prenorm = tiny_gpt("prenorm", parallel).double()
+    rounded = copy.deepcopy(prenorm).float().bfloat16()(token_ids()).double()
+    rounding = (rounded - prenorm(token_ids())).norm()
+    error = (logits.double() - exact(token_ids())).norm()
     assert error < 4 * rounding, "a connection may not lose more than bf16 itself does"
 
 
@@ -736,7 +739,7 @@ def test_bf16_error_is_at_most_twice_the_float32_internal_reference(spec, parall
     dim = 48
     make = crosslayer.make(spec)
     sites = [make(site, dim, lambda port: nn.Identity()) for site in crosslayer.plan(4, parallel)]
-    exact = [shake(site.double()) for site in sites]
+    exact = [perturb_weights(site.double()) for site in sites]
     sites = [copy.deepcopy(site).float() for site in exact]
     x = torch.randn(4, 32, dim).bfloat16()
 
@@ -772,12 +775,12 @@ def test_a_model_of_any_default_dtype(spec, parallel):
     usual = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
-        assert gpt(spec, parallel)(tokens()).dtype == torch.float64
+        assert tiny_gpt(spec, parallel)(token_ids()).dtype == torch.float64
         torch.set_default_dtype(torch.bfloat16)
-        half = gpt(spec, parallel, shaken=False)
+        half = tiny_gpt(spec, parallel, shaken=False)
     finally:
         torch.set_default_dtype(usual)
-    full = gpt(spec, parallel, shaken=False)
+    full = tiny_gpt(spec, parallel, shaken=False)
     for one, other in zip(find_connections(half), find_connections(full), strict=True):
         for name, value in one.named_parameters(recurse=False):
             expected = other._parameters[name]
@@ -787,8 +790,8 @@ def test_a_model_of_any_default_dtype(spec, parallel):
 
 @every_sequential
 def test_autocast_leaves_coefficients_in_float32(spec, parallel):
-    model = gpt(spec, parallel)
-    ids = tokens()
+    model = tiny_gpt(spec, parallel)
+    ids = token_ids()
     first = model.blocks[0].connections[0]
     with torch.autocast("cpu", torch.bfloat16):
         inputs, _ = first.read(model.readout.init(model.embed(ids)))
@@ -846,4 +849,4 @@ def test_a_new_file_is_a_new_method(tmp_path, monkeypatch):
     path = [*crosslayer.connections.__path__, str(tmp_path)]
     monkeypatch.setattr(crosslayer.connections, "__path__", path)
     assert "ninth" in crosslayer.available()
-    assert torch.equal(gpt("ninth")(tokens()), gpt("prenorm")(tokens()))
+    assert torch.equal(tiny_gpt("ninth")(token_ids()), tiny_gpt("prenorm")(token_ids()))

@@ -18,9 +18,11 @@ def _needs_options(name: str) -> bool:
 
 
 # Every connection with its default options, and every variant that its class names.
-DEFAULTS = [name for name in crosslayer.available() if not _needs_options(name)]
-VARIANTS = [spec for name in crosslayer.available() for spec in find_method(name).test_variants]
-SPECS = DEFAULTS + VARIANTS
+DEFAULT_SPECS = [name for name in crosslayer.available() if not _needs_options(name)]
+TESTED_VARIANTS = [
+    spec for name in crosslayer.available() for spec in find_method(name).test_variants
+]
+TESTED_SPECS = DEFAULT_SPECS + TESTED_VARIANTS
 
 
 class Attention(nn.Module):
@@ -117,12 +119,12 @@ class TinyGPT(nn.Module):
         return self.head(self.readout.readout(state))
 
 
-def gpt(
+def tiny_gpt(
     spec: str, parallel: bool = False, layers: int = 4, eps: float = 1e-6, shaken: bool = True
 ) -> TinyGPT:
     torch.manual_seed(1)
     model = TinyGPT(spec, parallel, layers, eps)
-    return shake(model) if shaken else model
+    return perturb_weights(model) if shaken else model
 
 
 def without_eps(spec: str) -> str:
@@ -133,7 +135,7 @@ def without_eps(spec: str) -> str:
     return str(replace(parsed, options={**parsed.options, "eps": 1e-300}))
 
 
-def shake(model: nn.Module, scale: float = 0.1) -> nn.Module:
+def perturb_weights(model: nn.Module, scale: float = 0.1) -> nn.Module:
     """Perturb every weight, so that no error hides behind an initial zero or one."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -142,7 +144,7 @@ def shake(model: nn.Module, scale: float = 0.1) -> nn.Module:
     return model
 
 
-def tokens(batch: int = 2, length: int = 7) -> Tensor:
+def token_ids(batch: int = 2, length: int = 7) -> Tensor:
     return torch.randint(31, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
@@ -154,5 +156,5 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str,
     return loss.detach(), gradients
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from crosslayer.connection import find_connections
-from crosslayer.testing.tiny_model import gpt, loss_and_gradients, tokens
+from crosslayer.testing.tiny_model import loss_and_gradients, tiny_gpt, token_ids
 
 
 def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> None:
@@ -27,10 +27,10 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
     mesh = init_device_mesh("cpu", (2,))
-    ids = tokens(4)
+    ids = token_ids(4)
     errors = {}
     for spec, parallel in cases:
-        model = gpt(spec, parallel)
+        model = tiny_gpt(spec, parallel)
         _, expected = loss_and_gradients(model, ids)
         model.checkpointing = True
         for block in model.blocks:
@@ -41,7 +41,7 @@ def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> No
         if expected.keys() == sharded.keys():
             differences = [sharded[n].full_tensor() - g for n, g in expected.items()]
             error = max(difference.abs().max().item() for difference in differences)
-        wrong = reset_sharded_parameters(model, gpt(spec, parallel, shaken=False))
+        wrong = reset_sharded_parameters(model, tiny_gpt(spec, parallel, shaken=False))
         errors[f"{spec}-{parallel}"] = {"gradients": error, "reset parameters": wrong}
     if rank == 0:
         with open(f"{folder}/errors.json", "w") as file:

@@ -93,12 +93,12 @@ class KeepModels(Callback):
             )
 
 
-class LogMetrics(Callback):
-    """Writes the results of steps and evaluations to metrics.jsonl and to Fabric's loggers.
+class _LoggingCallback(Callback):
+    """Writes to metrics.jsonl and to Fabric's loggers.
 
     Args:
-        folder: of metrics.jsonl; None for Fabric's loggers alone.
-        every: steps between lines. An evaluation has another line.
+        folder: of metrics.jsonl; None for only Fabric's loggers.
+        every: steps between lines.
     """
 
     def __init__(self, folder: Path | None, every: int = 10):
@@ -107,6 +107,10 @@ class LogMetrics(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
+
+
+class LogMetrics(_LoggingCallback):
+    """Writes the results of steps and evaluations. An evaluation has a line of its own."""
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:
@@ -121,20 +125,8 @@ class LogMetrics(Callback):
             self.log.write(result.step, metrics)
 
 
-class LogDiagnostics(Callback):
-    """Writes `connection_diagnostics` of a training batch to the same places as `LogMetrics`.
-
-    Args:
-        folder: of metrics.jsonl; None for Fabric's loggers alone.
-        every: steps between measurements.
-    """
-
-    def __init__(self, folder: Path | None, every: int):
-        self.folder = folder
-        self.every = every
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self.log = MetricsLog(trainer.fabric, self.folder, trainer.state.step)
+class LogDiagnostics(_LoggingCallback):
+    """Writes `connection_diagnostics` of a training batch."""
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:

@@ -31,14 +31,14 @@ from .comparison_results import (
     load_results,
 )
 from .parallel import apply_recomputation, launch_fabric
-from .rate_search import FACTORS, best_factor, next_factor, scale_rates, scaled_name
+from .rate_search import RATE_FACTORS, best_factor, next_factor, scale_rates, scaled_name
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .run_state import RunResult, StepResult
 from .settings import RATES, OptimizationSettings
 from .signals import StopSignals
 from .task import Examples, build_model, check_out_of_data, check_vocab, load_examples
-from .trainer import Diverged
+from .trainer import RunDiverged
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Comparison:
         """
         names = list(results.arms)
         scaled = {
-            scaled_name(name, factor) for name in names for factor in FACTORS if factor != 1
+            scaled_name(name, factor) for name in names for factor in RATE_FACTORS if factor != 1
         } & set(names)
         arms = [
             Arm(name, row["connection"], paper=row["paper"], options=row["options"])
@@ -122,7 +122,7 @@ class Comparison:
 
     def losses_by_rate(self, arm: Arm) -> dict[float, dict[int, float]]:
         """The loss of each seed at each factor of an arm's rates; infinite where it diverged."""
-        factors = {scaled_name(arm.name, factor): factor for factor in FACTORS}
+        factors = {scaled_name(arm.name, factor): factor for factor in RATE_FACTORS}
         losses: dict[float, dict[int, float]] = {}
         for run in self.results.runs:
             if run.arm in factors:
@@ -159,7 +159,7 @@ class Comparison:
 
     def lacks_memory(self, arm: Arm) -> bool:
         """Whether a run of an arm of the recipe did not fit in memory, at any rate."""
-        names = {scaled_name(arm.name, factor) for factor in FACTORS}
+        names = {scaled_name(arm.name, factor) for factor in RATE_FACTORS}
         return any(name in names for name, _ in self.without_memory)
 
     def finished_runs(self, arm: Arm) -> dict[int, RunResult]:
@@ -204,7 +204,7 @@ def prepare_comparison(
     for arm in recipe.arms:
         results.arms[arm.name] = _describe_arm(comparison, arm)
         if search_rates:
-            for factor in FACTORS:
+            for factor in RATE_FACTORS:
                 examples[scaled_name(arm.name, factor)] = examples[arm.name]
     comparison.read_results()
     return comparison
@@ -306,7 +306,7 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
         on_step: called with arm, seed and result after every step.
 
     Raises:
-        Stopped: Ctrl-C or SIGTERM; the run is saved.
+        RunStopped: Ctrl-C or SIGTERM; the run is saved.
     """
     fabric = launch_fabric(comparison.recipe.settings().engine)
     if fabric.is_global_zero:
@@ -355,7 +355,7 @@ def _do_run(
     try:
         trainer = train_arm(fabric, settings, arm, seed, examples, task, folder, on_step)
         return trainer.result()
-    except Diverged as error:  # a result too, and no reason to stop the other arms
+    except RunDiverged as error:  # a result too, and no reason to stop the other arms
         code = code_digest(make(arm.connection).method)
         return DivergedRun(arm.name, seed, error.step, str(error.loss), error.problem, code)
 

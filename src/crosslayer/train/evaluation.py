@@ -8,12 +8,17 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ..evaluation_mode import evaluation_mode
-from .task import Task
+from .task import TrainingTask
 
 
 @torch.no_grad()
 def evaluate_examples(
-    fabric: Fabric, model: nn.Module, task: Task, dataset: Any, indices: list[int], batch: int
+    fabric: Fabric,
+    model: nn.Module,
+    task: TrainingTask,
+    dataset: Any,
+    indices: list[int],
+    batch: int,
 ) -> dict[str, float]:
     """Means of a task's metrics over examples of one validation set.
 

@@ -117,7 +117,7 @@ def _watch_store(done: threading.Event, ranks: int, address: tuple[str, int]) ->
                 file=sys.stderr,
                 flush=True,
             )
-        if torchrun_answers and not _accepts_connections(address) and not done.is_set():
+        if torchrun_answers and not _is_port_open(address) and not done.is_set():
             print(
                 f"crosslayer: torchrun has ended, nobody answers at {host}:{port}",
                 file=sys.stderr,
@@ -126,7 +126,7 @@ def _watch_store(done: threading.Event, ranks: int, address: tuple[str, int]) ->
             os.kill(os.getpid(), signal.SIGKILL)  # the main thread waits where no handler runs
 
 
-def _accepts_connections(address: tuple[str, int]) -> bool:
+def _is_port_open(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=SECONDS_TO_PROBE).close()
     except ConnectionRefusedError:

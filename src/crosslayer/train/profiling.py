@@ -9,10 +9,12 @@ from torch import nn
 
 from ..cost.estimate import GPUS, activation_bytes
 from ..cost.flops import flop_counter
-from .task import Batch, Task
+from .task import Batch, TrainingTask
 
 
-def measure_forward(model: nn.Module, task: Task, batches: Iterator[Batch]) -> tuple[int, int]:
+def measure_forward(
+    model: nn.Module, task: TrainingTask, batches: Iterator[Batch]
+) -> tuple[int, int]:
     """Bytes that one micro-batch's forward pass stores for the backward pass, and its FLOPs."""
     batch = next(batches)
     eager = torch.compiler.set_stance("force_eager")

@@ -12,7 +12,7 @@ from .recipe import Arm
 from .settings import OptimizationSettings
 
 # All that a search may try.
-FACTORS = tuple(2.0**power for power in range(-5, 6))
+RATE_FACTORS = tuple(2.0**power for power in range(-5, 6))
 
 
 def scale_rates(arm: Arm, optimization: OptimizationSettings, factor: float) -> Arm:
@@ -47,7 +47,7 @@ def next_factor(losses: dict[float, float]) -> float | None:
         return 1.0
     best = best_factor(losses)
     for neighbour in (best * 2, best / 2):
-        if neighbour in FACTORS and neighbour not in losses:
+        if neighbour in RATE_FACTORS and neighbour not in losses:
             return neighbour
     return None
 
@@ -58,7 +58,7 @@ def is_limit(factor: float) -> bool:
     Args:
         factor: the best one of a search.
     """
-    return factor in (FACTORS[0], FACTORS[-1])
+    return factor in (RATE_FACTORS[0], RATE_FACTORS[-1])
 
 
 def best_factor(losses: dict[float, float]) -> float:

@@ -24,7 +24,7 @@ from ..errors import error_in_one_line
 from ..spec import make
 from ..validation import check_choice, check_plain, did_you_mean
 from .settings import GROUP_OF_OPTION, NEW_BACKBONE_OPTIONS, Settings, parse_options
-from .task import LANGUAGE, Task
+from .task import LANGUAGE_TASK, TrainingTask
 
 Scale = Literal["full", "tiny"]
 TINY_DIM = 64
@@ -123,7 +123,7 @@ class Recipe:
     options: dict[str, Any] = field(default_factory=dict)
     scale: Scale = "full"
     overrides: dict[str, Any] = field(default_factory=dict)
-    task: Task = LANGUAGE
+    task: TrainingTask = LANGUAGE_TASK
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -164,7 +164,7 @@ def join_options(options: dict[str, Any], later: dict[str, Any]) -> dict[str, An
 
 
 def load_recipe(
-    path: str | Path, scale: Scale = "full", task: Task = LANGUAGE, **overrides: Any
+    path: str | Path, scale: Scale = "full", task: TrainingTask = LANGUAGE_TASK, **overrides: Any
 ) -> Recipe:
     """Read a recipe.
 
@@ -237,7 +237,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return options
 
 
-def _tiny_options(stated: dict[str, Any], task: Task) -> dict[str, Any]:
+def _tiny_options(stated: dict[str, Any], task: TrainingTask) -> dict[str, Any]:
     """A sixth of the layers, but at least 6; width 64 and all widths in proportion; the same
     structure otherwise.
 

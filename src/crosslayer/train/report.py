@@ -37,7 +37,7 @@ def table_columns(comparison: Comparison) -> list[str]:
     metrics: dict[str, None] = {}  # ordered
     for row in rows:
         metrics |= dict.fromkeys(row.metrics)
-    columns = ["arm", "parameters", "extra", "val loss", "vs prenorm"]
+    columns = ["arm", "parameters", "extra parameters", "val loss", "vs prenorm"]
     if comparison.search_rates:
         columns.append(SAME_RATE)
     columns += [_speed_unit(comparison), "activations"]
@@ -59,7 +59,7 @@ def table_cells(comparison: Comparison) -> list[list[str]]:
         cells = {
             "arm": row.arm,
             "parameters": f"{row.parameters:,}",
-            "extra": f"{row.extra:.2%}",
+            "extra parameters": f"{row.extra:.2%}",
             "val loss": format_mean_std(row.loss, ".4f"),
             SAME_RATE: format_loss(row.loss_at_same_rate),
             "vs prenorm": format_interval(row.difference),

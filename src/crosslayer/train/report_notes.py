@@ -12,7 +12,7 @@ from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
 from .optimizers import warmup_steps
-from .rate_search import FACTORS, best_factor, is_limit, next_factor, scaled_name
+from .rate_search import RATE_FACTORS, best_factor, is_limit, next_factor, scaled_name
 from .recipe import Arm
 from .results_table import TableRow, differing_execution, format_loss, result_table
 from .run_state import RunResult
@@ -190,7 +190,7 @@ def _code_notes(comparison: Comparison) -> list[str]:
     runs: list[RunResult | DivergedRun] = [*comparison.results.runs, *comparison.results.diverged]
     for arm in comparison.recipe.arms:
         today = code_digest(make(arm.connection).method)
-        names = {scaled_name(arm.name, factor) for factor in FACTORS}
+        names = {scaled_name(arm.name, factor) for factor in RATE_FACTORS}
         codes = [run.method_code for run in runs if run.arm in names]
         other = [code for code in codes if code not in ("", today)]
         if other:
@@ -363,7 +363,7 @@ def _interval_notes(rows: list[TableRow], rates: str) -> list[str]:
             names[row.difference.sign].append(row.arm)
     if not any(names.values()):
         return []
-    words = {-1: "better", 1: "worse", 0: "not told apart"}
+    words = {-1: "better", 1: "worse", 0: "no significant difference"}
     verdicts = "; ".join(
         f"{words[sign]}: {', '.join(arms)}" for sign, arms in names.items() if arms
     )

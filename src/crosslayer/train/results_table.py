@@ -38,7 +38,7 @@ class TableRow:
         arm: its name.
         seeds: number of finished runs.
         parameters: number of parameters.
-        extra: share of the connections' parameters in the backbone's.
+        extra: the connections' parameters, as a share of all others.
         loss: validation loss.
         metrics: bits per byte, accuracy, losses on other validation sets, … that all runs have
         difference: loss minus that of the PreNorm baseline, seed by seed; None without a baseline

@@ -13,7 +13,7 @@ from .parallel import launch_fabric
 from .recipe import Arm
 from .run_state import StepResult
 from .settings import Settings
-from .task import LANGUAGE, Examples, Task, build_model, check_vocab
+from .task import LANGUAGE_TASK, Examples, TrainingTask, build_model, check_vocab
 from .trainer import Callback, Trainer
 
 
@@ -29,7 +29,7 @@ def train_arm(
     arm: Arm,
     seed: int,
     examples: Examples,
-    task: Task = LANGUAGE,
+    task: TrainingTask = LANGUAGE_TASK,
     folder: Path | None = None,
     on_step: Callable[[StepResult], Any] = lambda result: None,
 ) -> Trainer:
@@ -46,8 +46,8 @@ def train_arm(
         on_step: called after every step.
 
     Raises:
-        Diverged: the loss or its gradient is non-finite, or the loss spiked.
-        Stopped: Ctrl-C or SIGTERM; the run is saved.
+        RunDiverged: the loss or its gradient is non-finite, or the loss spiked.
+        RunStopped: Ctrl-C or SIGTERM; the run is saved.
         ValueError: the folder is another run's, its checkpoint is damaged, or `vocab` is too small
             for the data.
     """

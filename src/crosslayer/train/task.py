@@ -1,7 +1,7 @@
 """What a model is trained to do: its examples, its backbone, its loss and its evaluation.
 
-A `Task` is an argument of `Trainer`, `build_model` and `Recipe`. The default is `LANGUAGE`: predict
-the next token. examples/vision has others.
+A `TrainingTask` is an argument of `Trainer`, `build_model` and `Recipe`. The default is
+`LANGUAGE_TASK`: predict the next token. examples/vision has others.
 """
 
 import math
@@ -82,7 +82,7 @@ class Examples:
         return steps * batch / len(self.train)
 
 
-class Task(NamedTuple):
+class TrainingTask(NamedTuple):
     """The functions of a task.
 
     Args:
@@ -114,7 +114,7 @@ class Task(NamedTuple):
     open_backbone: Callable[[str, DataSettings, int, torch.dtype], nn.Module] | None = None
 
 
-def load_examples(settings: Settings, task: Task) -> Examples:
+def load_examples(settings: Settings, task: TrainingTask) -> Examples:
     """The examples of a run. Its pretrained model is looked for first, as data may take long.
 
     Raises:
@@ -212,7 +212,7 @@ def count_tokens(tokens: Tensor) -> int:
     return tokens[:, 1:].numel()
 
 
-LANGUAGE = Task(
+LANGUAGE_TASK = TrainingTask(
     load_examples=load_texts,
     build_backbone=build_language_model,
     loss=next_token_loss,
@@ -227,9 +227,9 @@ LANGUAGE = Task(
 )
 
 
-def check_out_of_data(folder: Path, data: DataSettings, task: Task) -> None:
+def check_out_of_data(folder: Path, data: DataSettings, task: TrainingTask) -> None:
     """Raise a ValueError where an output folder lies in a folder of texts, which would be read."""
-    if task is not LANGUAGE:
+    if task is not LANGUAGE_TASK:
         return
     for place in (data.data, *data.valid.values()):
         source = Path(expand_place(place))
@@ -251,7 +251,7 @@ def check_vocab(model: ModelSettings, examples: Examples) -> None:
 
 
 def build_model(
-    settings: Settings, spec: str, num_classes: int, seed: int, task: Task = LANGUAGE
+    settings: Settings, spec: str, num_classes: int, seed: int, task: TrainingTask = LANGUAGE_TASK
 ) -> nn.Module:
     """The task's backbone, connected. The weights of a new backbone depend on the seed alone.
 

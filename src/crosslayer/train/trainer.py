@@ -45,11 +45,11 @@ from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
 from .settings import EXECUTION_OPTIONS, Settings
 from .signals import StopSignals
-from .task import LANGUAGE, Batch, Examples, Task, summarise_metrics
+from .task import LANGUAGE_TASK, Batch, Examples, TrainingTask, summarise_metrics
 from .weight_averages import averaged_weights
 
 
-class Diverged(Exception):
+class RunDiverged(Exception):
     """A loss is non-finite, or the training loss spikes or has a non-finite gradient.
 
     Args:
@@ -68,7 +68,7 @@ class Diverged(Exception):
         self.problem = problem
 
 
-class Stopped(KeyboardInterrupt):
+class RunStopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM ended the run after a complete step."""
 
     def __init__(self, step: int, checkpoint: Path | None):
@@ -116,7 +116,7 @@ class Trainer:
         settings: Settings,
         arm: Arm,
         seed: int = 0,
-        task: Task = LANGUAGE,
+        task: TrainingTask = LANGUAGE_TASK,
     ):
         self.fabric = fabric
         self.examples = examples
@@ -194,7 +194,7 @@ class Trainer:
 
                 # The step is complete and, if a callback saves checkpoints, saved.
                 if self.stop_requested:
-                    raise Stopped(result.step, self.latest_checkpoint)
+                    raise RunStopped(result.step, self.latest_checkpoint)
 
     def measure_costs(self) -> None:
         """Measure the activations and the FLOPs of the model's forward pass."""
@@ -283,14 +283,14 @@ class Trainer:
         if math.isfinite(loss) and not math.isfinite(grad_norm):
             problem += f" and the norm of its gradient {grad_norm:.4g}"
         if self.settings.engine.unstable == "stop":
-            raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+            raise RunDiverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
 
         self.state.skipped.append(step)
         window = min(RECENT_STEPS, self.settings.optimization.steps)
         count = sum(skipped > step - window for skipped in self.state.skipped[-window:])
         if 2 * count > window:
             problem = f"{count} of {window} steps were skipped and {problem}"
-            raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+            raise RunDiverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Metrics of each validation set: means over examples, whatever the number of ranks.
@@ -317,7 +317,7 @@ class Trainer:
             if not math.isfinite(loss):
                 problem = f"the loss on the validation set {name} is {loss:.4g}"
                 step = self.state.step
-                raise Diverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
+                raise RunDiverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
         return evaluation
 
     def result(self) -> RunResult:

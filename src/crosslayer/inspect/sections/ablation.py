@@ -10,35 +10,35 @@ from ..figures_ablation import (
     draw_pruning,
     draw_singular_values,
 )
-from .section import Models, Panels, Section
+from .section import FigurePanels, InspectedModels, Section
 
 
-def _lens_panels(models: Models) -> Panels:
+def _lens_panels(models: InspectedModels) -> FigurePanels:
     losses = [(m.name, m["lens"].losses) for m in models]
     labels = max((m["lens"].labels for m in models), key=len)
     draw = partial(draw_lines, labels=labels, lines=losses, name="loss, nats")
     return [("loss of the read-out at each site", draw)]
 
 
-def _ablation_panels(models: Models) -> Panels:
+def _ablation_panels(models: InspectedModels) -> FigurePanels:
     done = [(m.name, m["ablation"]) for m in models]
     return [("without each sub-layer", partial(draw_ablation, models=done))]
 
 
-def _block_panels(models: Models) -> Panels:
+def _block_panels(models: InspectedModels) -> FigurePanels:
     done = [(m.name, m["blocks"]) for m in models if m["blocks"].labels]
     if not done:  # every block has an output that MGR appends
         return []
     return [("without each block", partial(draw_block_ablation, models=done))]
 
 
-def _way_panels(models: Models) -> Panels:
+def _way_panels(models: InspectedModels) -> FigurePanels:
     done = [(m.name, m["ways"]) for m in models]
     return [("without each way", partial(draw_ablation, models=done))]
 
 
-def _source_panels(models: Models) -> Panels:
-    panels: Panels = []
+def _source_panels(models: InspectedModels) -> FigurePanels:
+    panels: FigurePanels = []
     limit = max(m["sources"].increase.abs().nan_to_num().max().item() for m in models)
     for m in models:
         found = m["sources"]
@@ -55,12 +55,12 @@ def _source_panels(models: Models) -> Panels:
     return panels
 
 
-def _pruning_panels(models: Models) -> Panels:
+def _pruning_panels(models: InspectedModels) -> FigurePanels:
     done = [(m.name, m["pruning"]) for m in models]
     return [("without the smallest weights", partial(draw_pruning, models=done))]
 
 
-def _singular_panels(models: Models) -> Panels:
+def _singular_panels(models: InspectedModels) -> FigurePanels:
     """A panel for each matrix. Models of another family have other matrices."""
     by_matrix: dict[str, list[Any]] = {}
     for m in models:
@@ -77,7 +77,7 @@ SECTIONS = [
         "lens",
         "What each depth predicts",
         "The loss where the input of each site passes the final norm and the head, as if it were "
-        "the last. Where q, k and v are mixed apart, it is the stream r that does.",
+        "the last. Where q, k and v are mixed separately, it is the stream r that does.",
         ("lens",),
         _lens_panels,
     ),

@@ -4,10 +4,10 @@ from functools import partial
 
 from ..figures import draw_lines
 from ..figures_connections import draw_pattern_gallery
-from .section import Models, Panels, Section
+from .section import FigurePanels, InspectedModels, Section
 
 
-def _attention_panels(models: Models) -> Panels:
+def _attention_panels(models: InspectedModels) -> FigurePanels:
     lines = [(m.name, m["attention"].active.tolist()) for m in models]
     labels = [str(layer) for layer in range(max(len(values) for _, values in lines))]
     draw = partial(
@@ -16,7 +16,7 @@ def _attention_panels(models: Models) -> Panels:
     return [("active heads by layer", draw)]
 
 
-def _pattern_panels(models: Models) -> Panels:
+def _pattern_panels(models: InspectedModels) -> FigurePanels:
     """All heads of the chosen layer, a gallery for each model."""
     return [
         (

@@ -8,11 +8,11 @@ import torch
 from ...plotting import COLOURS
 from ..figures import draw_boxes
 from ..group_weights import GroupWeights
-from .section import Models, Panels, Section
+from .section import FigurePanels, InspectedModels, Section
 
 
-def _class_panels(models: Models) -> Panels:
-    panels: Panels = []
+def _class_panels(models: InspectedModels) -> FigurePanels:
+    panels: FigurePanels = []
     for model in models:
         weights = model["classes"]
         for letter in ("β", "α"):

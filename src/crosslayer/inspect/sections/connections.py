@@ -11,12 +11,12 @@ from ..figures import draw_matrix
 from ..figures_connections import draw_mix_pattern, draw_unfolded_map
 from ..inspection import ModelInspection
 from ..mixing_summary import SiteMixing
-from .section import MOST_STREAMS, Models, Panels, Section
+from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
 VARIES = 1e-6  # a deviation over tokens that is more than rounding
 
 
-def _unfolded_panels(models: Models) -> Panels:
+def _unfolded_panels(models: InspectedModels) -> FigurePanels:
     # One scale for all. The readout may be a sum of streams, so it does not set the scale.
     limit = max(_colour_limit([model["unfolded"].mean[:-1]]) for model in models)
     draw = partial(draw_unfolded_map, limit=limit)
@@ -33,8 +33,8 @@ def _colour_limit(matrices: Sequence[Tensor]) -> float:
     return magnitudes.quantile(0.95).item() if len(magnitudes) else 1.0
 
 
-def _one_token_panels(models: Models) -> Panels:
-    panels: Panels = []
+def _one_token_panels(models: InspectedModels) -> FigurePanels:
+    panels: FigurePanels = []
     for m in models:
         u = m["unfolded"]
         if u.std.max() <= VARIES:  # the mean shows it all
@@ -48,16 +48,16 @@ def _one_token_panels(models: Models) -> Panels:
     return panels
 
 
-def _stream_map_panels(models: Models) -> Panels:
-    panels: Panels = []
+def _stream_map_panels(models: InspectedModels) -> FigurePanels:
+    panels: FigurePanels = []
     for m in models:
         panels += _stream_panels(m, m["unfolded"].stream_means)
     return panels
 
 
-def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
+def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> FigurePanels:
     """A panel for each stream, from the map to the parts of the state after each site."""
-    panels: Panels = []
+    panels: FigurePanels = []
     unfolded = m["unfolded"]
     if not unfolded.has_streams:
         return panels
@@ -80,7 +80,7 @@ def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> Panels:
     return panels
 
 
-def _pattern_panels(models: Models) -> Panels:
+def _pattern_panels(models: InspectedModels) -> FigurePanels:
     return [(m.name, partial(draw_mix_pattern, pattern=m["pattern"])) for m in models]
 
 
@@ -89,20 +89,20 @@ def _stack_rows(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
-def _mean_panels(models: Models) -> Panels:
+def _mean_panels(models: InspectedModels) -> FigurePanels:
     return _read_panels(models, lambda site: site.read_mean, signed=True)
 
 
-def _deviation_panels(models: Models) -> Panels:
+def _deviation_panels(models: InspectedModels) -> FigurePanels:
     dynamic = [m for m in models if any(site.read_std.max() > VARIES for site in m["mixing"])]
     return _read_panels(dynamic, lambda site: site.read_std, signed=False)
 
 
 def _read_panels(
-    models: Models, weights_of: Callable[[SiteMixing], Tensor], signed: bool
-) -> Panels:
+    models: InspectedModels, weights_of: Callable[[SiteMixing], Tensor], signed: bool
+) -> FigurePanels:
     """A panel for each way: the weights of each mix. Then the same times the parts' mean norm."""
-    panels: Panels = []
+    panels: FigurePanels = []
     for m in models:
         mixes = [site for site in m["mixing"] if site.is_mix]
         columns: list[str] = max((site.parts for site in mixes), key=len, default=[])
@@ -140,9 +140,9 @@ def _way_of(label: str, ways: list[str]) -> str:
     return "r" if "r" in ways else "inputs"
 
 
-def _wiring_panels(models: Models) -> Panels:
+def _wiring_panels(models: InspectedModels) -> FigurePanels:
     """What each stream takes of the write before, and what the read carries between streams."""
-    panels: Panels = []
+    panels: FigurePanels = []
     for m in models:
         if not m["scales"][-1].has_streams:
             continue

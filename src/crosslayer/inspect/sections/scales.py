@@ -8,14 +8,14 @@ from torch import Tensor
 from ..figures import draw_lines, positive_limits
 from ..figures_scales import draw_gate_boxes, draw_gate_histogram
 from ..scales import SiteScales
-from .section import MOST_STREAMS, Models, Panels, Section
+from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
 # The ends of a writer's label, and the words for them. A parallel block is both.
 SUBLAYER_KINDS = {".attn": "attention", ".mlp": "MLP", ".attn+mlp": "blocks"}
 Lines = list[tuple[str, list[float]]]
 
 
-def _scale_panels(models: Models) -> Panels:
+def _scale_panels(models: InspectedModels) -> FigurePanels:
     labels = _site_labels(models)
     outputs = [(m.name, [site.output_rms for site in m["scales"]]) for m in models]
     largest = [(m.name, [site.output_largest[0] for site in m["scales"]]) for m in models]
@@ -26,7 +26,7 @@ def _scale_panels(models: Models) -> Panels:
     ]
 
 
-def _block_scale_panels(models: Models) -> Panels:
+def _block_scale_panels(models: InspectedModels) -> FigurePanels:
     outputs = []
     for m in models:
         after_blocks = [site.hidden_rms for site in m["scales"] if site.opens_layer][1:]
@@ -40,7 +40,7 @@ def _block_scale_panels(models: Models) -> Panels:
     ]
 
 
-def _activation_panels(models: Models) -> Panels:
+def _activation_panels(models: InspectedModels) -> FigurePanels:
     """A panel for each model and kind of sub-layer: the three largest magnitudes after each."""
     found = []
     for kind, words in SUBLAYER_KINDS.items():
@@ -53,7 +53,7 @@ def _activation_panels(models: Models) -> Panels:
     return _panels_of_one_scale(found)
 
 
-def _stream_scale_panels(models: Models) -> Panels:
+def _stream_scale_panels(models: InspectedModels) -> FigurePanels:
     """A panel for each model and kind of sub-layer: the largest magnitude of each stream."""
     found = []
     for kind, words in SUBLAYER_KINDS.items():
@@ -74,17 +74,17 @@ def _layers(sites: list[SiteScales]) -> list[str]:
     return [site.writer.partition(".")[0] for site in sites]
 
 
-def _panels_of_one_scale(found: list[tuple[str, list[str], Lines]]) -> Panels:
+def _panels_of_one_scale(found: list[tuple[str, list[str], Lines]]) -> FigurePanels:
     """Panels of titles, depths and lines, all with the same limits."""
     limits = positive_limits([values for _, _, lines in found for _, values in lines])
-    panels: Panels = []
+    panels: FigurePanels = []
     for title, labels, lines in found:
         draw = partial(draw_lines, labels=labels, lines=lines, name="magnitude", depth="layer")
         panels.append((title, partial(draw, limits=limits)))
     return panels
 
 
-def _site_labels(models: Models) -> list[str]:
+def _site_labels(models: InspectedModels) -> list[str]:
     """Those of the deepest model."""
     deepest = max((model["scales"] for model in models), key=len)
     return [site.label for site in deepest]
@@ -94,7 +94,7 @@ def _at(values: Tensor, place: int) -> float:
     return values[place].item() if place < len(values) else float("nan")
 
 
-def _gain_panels(models: Models) -> Panels:
+def _gain_panels(models: InspectedModels) -> FigurePanels:
     lines = []
     for m in models:
         if m["scales"][-1].has_streams:
@@ -110,8 +110,8 @@ def _gain_panels(models: Models) -> Panels:
     ]
 
 
-def _gate_panels(models: Models) -> Panels:
-    panels: Panels = []
+def _gate_panels(models: InspectedModels) -> FigurePanels:
+    panels: FigurePanels = []
     for m in models:
         gates = [site.gate for site in m["scales"] if site.gate is not None]
         if gates:

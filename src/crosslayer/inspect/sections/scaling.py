@@ -16,7 +16,7 @@ from ..training_summary import (
     measure_scaling,
     shared_tasks,
 )
-from .section import Panels
+from .section import FigurePanels
 from .view import (
     TrainingView,
     finished_groups,
@@ -31,7 +31,7 @@ SIMILAR_SIZE = 0.15  # the largest relative difference of sizes that are compare
 
 
 @split_data
-def _size_panels(runs: TrainingRuns) -> Panels:
+def _size_panels(runs: TrainingRuns) -> FigurePanels:
     scaling = measure_scaling(runs.groups)
     if not any(series.law for series in scaling):
         return []
@@ -39,7 +39,7 @@ def _size_panels(runs: TrainingRuns) -> Panels:
     for number, series in enumerate(scaling):
         lines += _law_lines(series, number)
     names = ("parameters", "validation loss (nats)")
-    panels: Panels = [
+    panels: FigurePanels = [
         ("loss and power laws", partial(_draw_sizes, lines=lines, names=names)),
         *_gap_panels(scaling),
     ]
@@ -81,10 +81,10 @@ def _draw_sizes(
     axes.set_xticks(ticks, [format_size(size) for size in ticks])
     axes.set_xticks([], minor=True)
     if math.isfinite(level):
-        mark_level(axes, level)
+        mark_level(axes.axhline, level)
 
 
-def _gap_panels(scaling: Sequence[ScalingSeries]) -> Panels:
+def _gap_panels(scaling: Sequence[ScalingSeries]) -> FigurePanels:
     """Loss minus that of the main series at the same size: ΔL of MUDD, Figure 3."""
     main = next(series for series in scaling if series.is_main)
     lines = []
@@ -129,7 +129,7 @@ def _loss_gaps(group: RunGroup, reference: RunGroup) -> list[float]:
 
 
 @split_data
-def _depth_panels(runs: TrainingRuns) -> Panels:
+def _depth_panels(runs: TrainingRuns) -> FigurePanels:
     groups = [group for group in finished_groups(runs) if not has_experts(group)]
     if len({describe_depth(group) for group in groups}) < 2:
         return []
@@ -191,7 +191,7 @@ def _split_by_size(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
 
 
 @split_data
-def _expert_panels(runs: TrainingRuns) -> Panels:
+def _expert_panels(runs: TrainingRuns) -> FigurePanels:
     groups = finished_groups(runs)
     if len({has_experts(group) for group in groups}) < 2:
         return []
@@ -216,7 +216,7 @@ def _expert_panels(runs: TrainingRuns) -> Panels:
     return [("dense and mixtures of experts", draw)]
 
 
-def _task_size_panels(runs: TrainingRuns) -> Panels:
+def _task_size_panels(runs: TrainingRuns) -> FigurePanels:
     tasks = shared_tasks(runs.groups)
     groups = [g for g in runs.groups if math.isfinite(mean_accuracy(g, tasks))]
     if len(groups) < 2:

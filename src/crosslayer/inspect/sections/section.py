@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..inspection import ModelInspection
-from .spread import Panels, draw_with_spread
+from .spread import FigurePanels, draw_with_spread
 
-Models = Sequence[ModelInspection]
+InspectedModels = Sequence[ModelInspection]
 MOST_STREAMS = 8  # panels of streams in a figure
 
 
@@ -37,10 +37,10 @@ class Section(ReportPicture):
     """
 
     analyses: tuple[str, ...]
-    draw_panels: Callable[[Models], Panels]
+    draw_panels: Callable[[InspectedModels], FigurePanels]
     is_standard: bool = True
 
-    def panels(self, models: Models) -> Panels:
+    def panels(self, models: InspectedModels) -> FigurePanels:
         """The panels for those models that have what the picture needs, with their spread."""
         known = [model for model in models if all(name in model.results for name in self.analyses)]
         return draw_with_spread(self.draw_panels, known) if known else []

@@ -5,10 +5,10 @@ from functools import partial
 from ..figures import draw_lines, draw_matrix
 from ..figures_connections import draw_cosines, draw_distances
 from ..similarity import STATIC_DISTANCE
-from .section import MOST_STREAMS, Models, Panels, Section
+from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
 
-def _cosine_panels(models: Models) -> Panels:
+def _cosine_panels(models: InspectedModels) -> FigurePanels:
     cosines = [(model.name, model["cosines"]) for model in models]
     return [
         ("with the input before", partial(draw_cosines, models=cosines, kind="adjacent")),
@@ -16,7 +16,7 @@ def _cosine_panels(models: Models) -> Panels:
     ]
 
 
-def _block_cosine_panels(models: Models) -> Panels:
+def _block_cosine_panels(models: InspectedModels) -> FigurePanels:
     lines = []
     for m in models:
         for way, values in m["cosines"].blocks.items():
@@ -29,7 +29,7 @@ def _block_cosine_panels(models: Models) -> Panels:
     return [("with the layer before", draw)]
 
 
-def _embedding_panels(models: Models) -> Panels:
+def _embedding_panels(models: InspectedModels) -> FigurePanels:
     lines = [(m.name, m["cosines"].depths.tolist()) for m in models]
     labels = max((m["cosines"].depth_labels for m in models), key=len)
     name = "cosine with the embedding, mean"
@@ -37,8 +37,8 @@ def _embedding_panels(models: Models) -> Panels:
     return [("what follows each block", draw)]
 
 
-def _distance_panels(models: Models) -> Panels:
-    panels: Panels = []
+def _distance_panels(models: InspectedModels) -> FigurePanels:
+    panels: FigurePanels = []
     for m in models:
         distances = m["distances"]
         panels.append((m.name, partial(draw_distances, distances=distances)))
@@ -51,8 +51,8 @@ def _distance_panels(models: Models) -> Panels:
     return panels
 
 
-def _cka_panels(models: Models) -> Panels:
-    panels: Panels = []
+def _cka_panels(models: InspectedModels) -> FigurePanels:
+    panels: FigurePanels = []
     for m in models:
         d = m["distances"]
         draw = partial(
@@ -81,7 +81,7 @@ SECTIONS = [
     Section(
         "block_cosines",
         "How alike the inputs of neighbouring layers are",
-        "One line for each of q, k, v and r where these are mixed apart. A line near 1 is a "
+        "One line for each of q, k, v and r where these are mixed separately. A line near 1 is a "
         "collapse. MUDD, Figure 6.",
         ("cosines",),
         _block_cosine_panels,
@@ -97,9 +97,9 @@ SECTIONS = [
     Section(
         "distances",
         "Angular distance between depths, of the last token",
-        "Between the inputs of two blocks (the stream r where q, k and v are mixed apart), and "
-        "between each stream at two depths, once the output before is written. 0.5 is orthogonal. "
-        "A stream whose mean distance is below "
+        "Between the inputs of two blocks (the stream r where q, k and v are mixed separately), "
+        "and between each stream at two depths, once the output before is written. 0.5 is "
+        "orthogonal. A stream whose mean distance is below "
         f"{STATIC_DISTANCE} is called static. "
         "Multi-Gate Residuals, Eq. 15, Figures 3, 8 and 9.",
         ("distances",),

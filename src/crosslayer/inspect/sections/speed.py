@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ...spec import default_options, make
+from ...spec import all_options, make
 from ..figures_training import LineSeries, draw_line_series
 from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline_group
 from ..training import is_number
 from ..training_summary import TrainingRuns
-from .section import Panels
+from .section import FigurePanels
 from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines, split_data
 
 # a number of the result, a title, and the name of an axis
@@ -21,14 +21,14 @@ SPEEDS = (
 
 
 @split_data
-def _speed_panels(runs: TrainingRuns) -> Panels:
+def _speed_panels(runs: TrainingRuns) -> FigurePanels:
     groups = finished_groups(runs)
     if len(groups) < 2:
         return []
     key, y_name = loss_measure(groups)
     baseline = next((g for g in groups if g.first.connection == "prenorm"), groups[0])
     depths = {describe_depth(group) for group in groups}
-    panels: Panels = []
+    panels: FigurePanels = []
     for speed, name, _ in SPEEDS:
         unit = baseline.mean(speed)
         known = [group for group in groups if math.isfinite(group.mean(speed))]
@@ -53,18 +53,18 @@ def _connection_options(group: RunGroup) -> dict[str, Any]:
         spec = make(group.first.connection)
     except ValueError:
         return {}
-    return default_options(spec.method) | spec.options
+    return all_options(spec)
 
 
 @split_data
-def _option_panels(runs: TrainingRuns) -> Panels:
+def _option_panels(runs: TrainingRuns) -> FigurePanels:
     """Loss and speeds against each option of a method in which groups of one backbone differ."""
     groups = finished_groups(runs)
     options = {group.label: _connection_options(group) for group in groups}
     methods: dict[str, list[RunGroup]] = {}
     for group in groups:
         methods.setdefault(group.first.connection.partition("(")[0], []).append(group)
-    panels: Panels = []
+    panels: FigurePanels = []
     for members in methods.values():
         for name in options[members[0].label]:
             rows = _split_by_other_options(members, options, name)
@@ -106,9 +106,9 @@ def _panels_of_option(
     rows: dict[str, list[RunGroup]],
     options: dict[str, dict[str, Any]],
     name: str,
-) -> Panels:
+) -> FigurePanels:
     key, y_name = loss_measure(groups)
-    panels: Panels = []
+    panels: FigurePanels = []
     for measure, title, axis in ((key, y_name, y_name), *SPEEDS):
         lines = []
         for number, (label, row) in enumerate(rows.items()):

@@ -1,7 +1,7 @@
 """The spread over seeds in any picture: another panel for a matrix, a band for a line.
 
-A picture is drawn from every seed apart, and the mean and deviation are those of what is drawn. So
-they hold for what a picture computes of a model's numbers, too.
+A picture is drawn from every seed separately, and the mean and deviation are those of what is
+drawn. So they hold for what a picture computes of a model's numbers, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from ..figures_connections import distances_ahead, draw_distances, draw_unfolded
 from ..inspection import ModelInspection
 from ..seed_averages import combine_values, seed_deviation, seed_mean
 
-Panels = list[tuple[str, DrawPanel]]  # titles and functions that draw
+FigurePanels = list[tuple[str, DrawPanel]]  # titles and functions that draw
 
 
 def _map_matrix(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -51,11 +51,12 @@ LINES: dict[Any, str] = {
 
 
 def draw_with_spread(
-    draw_panels: Callable[[Sequence[ModelInspection]], Panels], models: Sequence[ModelInspection]
-) -> Panels:
+    draw_panels: Callable[[Sequence[ModelInspection]], FigurePanels],
+    models: Sequence[ModelInspection],
+) -> FigurePanels:
     """The panels of a section, with the spread of those models that are means over seeds."""
     panels_of_seeds = [draw_panels(of_seed) for of_seed in _models_of_seeds(models)]
-    panels: Panels = []
+    panels: FigurePanels = []
     for title, draw in draw_panels(models):
         of_seeds = [seed for found in panels_of_seeds for name, seed in found if name == title]
         panels += _spread_panels(title, draw, of_seeds)
@@ -74,7 +75,7 @@ def _models_of_seeds(models: Sequence[ModelInspection]) -> list[list[ModelInspec
     return of_seeds
 
 
-def _spread_panels(title: str, draw: DrawPanel, of_seeds: list[DrawPanel]) -> Panels:
+def _spread_panels(title: str, draw: DrawPanel, of_seeds: list[DrawPanel]) -> FigurePanels:
     """A panel, drawn from the mean over seeds, and that of the deviation where it is a matrix."""
     if not isinstance(draw, partial) or len(of_seeds) < 2:
         return [(title, draw)]

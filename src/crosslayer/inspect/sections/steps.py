@@ -10,7 +10,7 @@ from ...connection import SPLIT_PORT_NAMES
 from ..figures import draw_lines, draw_matrix
 from ..inspection import ModelInspection
 from ..over_steps import distance_to_last, scalars_over_steps, split_runs, weights_over_steps
-from .section import Models, Panels, Section
+from .section import FigurePanels, InspectedModels, Section
 
 Runs = Mapping[str, Sequence[ModelInspection]]  # of `split_runs`
 
@@ -27,10 +27,10 @@ SCALARS = {
 }
 
 
-def _weight_panels(models: Models) -> Panels:
+def _weight_panels(models: InspectedModels) -> FigurePanels:
     """A panel for each chosen input of each run, and one line for each run of all weights."""
     runs = split_runs(models)
-    panels: Panels = []
+    panels: FigurePanels = []
     lines = []
     for run, of_run in runs.items():
         if of_run[0].connection == "prenorm":  # all weights are 1
@@ -54,11 +54,11 @@ def _weight_panels(models: Models) -> Panels:
     return [*panels, ("all weights: distance to the last step", draw)]
 
 
-def _scalar_panels(models: Models) -> Panels:
+def _scalar_panels(models: InspectedModels) -> FigurePanels:
     """A panel for each number, with a line for each run."""
     runs = split_runs(models)
     scalars = {run: scalars_over_steps(of_run) for run, of_run in runs.items()}
-    panels: Panels = []
+    panels: FigurePanels = []
     for path, name in SCALARS.items():
         lines = []
         for run, of_run in runs.items():

@@ -1,6 +1,6 @@
 """Views of training over time: losses, tasks, and what a loss costs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from ..run_groups import (
     split_by_shape,
 )
 from ..runs import TrainingRun
-from ..training import Points, cost_to_loss, find_spikes, loss_at_cost
+from ..training import CurvePoints, cost_to_loss, find_spikes, loss_at_cost
 from ..training_summary import TrainingRuns, loss_curves, measure_speedups, smooth_runs
-from .section import Panels
+from .section import FigurePanels
 from .view import TrainingView, split_data
 
 NUMBER_NAMES = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
@@ -80,12 +80,12 @@ def _parts_to_draw(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]
 
 
 @split_data
-def _loss_panels(runs: TrainingRuns) -> Panels:
+def _loss_panels(runs: TrainingRuns) -> FigurePanels:
     groups = [group for group in runs.groups if any(run.curve.steps for run in group.runs)]
     if not groups:
         return []
     name = f"training loss, running mean ({runs.decay:g})"
-    panels: Panels = []
+    panels: FigurePanels = []
     for title, part in _parts_to_draw(groups):
         per_step, axis = _count_axis(part)
         lines = [
@@ -115,17 +115,18 @@ def _line_with_spikes(
     return line
 
 
-def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
-    """A panel for each name of a kind of curves: `valid`, `accuracies` or `tasks`."""
-
-    def points_of(run: TrainingRun) -> dict[str, Points]:
-        return run.tasks if kind == "tasks" else getattr(run.curve, kind)
-
+def _curve_panels(
+    groups: Sequence[RunGroup],
+    points_of: Callable[[TrainingRun], dict[str, CurvePoints]],
+    y_name: str,
+    draw: Callable[..., None] = draw_line_series,
+) -> FigurePanels:
+    """A panel for each name of the curves that `points_of` gives."""
     names: dict[str, None] = {}  # ordered
     for group in groups:
         for run in group.runs:
             names |= dict.fromkeys(points_of(run))
-    panels: Panels = []
+    panels: FigurePanels = []
     for title, part in _parts_to_draw(groups):
         per_step, axis = _count_axis(part)
         for name in names:
@@ -134,7 +135,6 @@ def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
                 curve = average_curves([points_of(run).get(name, []) for run in group.runs])
                 if curve.x:
                     lines.append(_mean_line(group, number, curve, per_step[number]))
-            draw = _draw_curves if kind == "valid" else draw_line_series
             if lines:
                 panel = partial(draw, lines=lines, names=(axis, y_name))
                 panels.append((join_titles(name, title), panel))
@@ -142,22 +142,24 @@ def _curve_panels(groups: Sequence[RunGroup], kind: str, y_name: str) -> Panels:
 
 
 @split_data
-def _valid_panels(runs: TrainingRuns) -> Panels:
-    return _curve_panels(runs.groups, "valid", "validation loss (nats)")
+def _valid_panels(runs: TrainingRuns) -> FigurePanels:
+    return _curve_panels(
+        runs.groups, lambda run: run.curve.valid, "validation loss (nats)", _draw_curves
+    )
 
 
 @split_data
-def _accuracy_panels(runs: TrainingRuns) -> Panels:
-    return _curve_panels(runs.groups, "accuracies", "accuracy")
+def _accuracy_panels(runs: TrainingRuns) -> FigurePanels:
+    return _curve_panels(runs.groups, lambda run: run.curve.accuracies, "accuracy")
 
 
-def _task_panels(runs: TrainingRuns) -> Panels:
-    return [*_accuracy_panels(runs), *_curve_panels(runs.groups, "tasks", "accuracy")]
+def _task_panels(runs: TrainingRuns) -> FigurePanels:
+    return [*_accuracy_panels(runs), *_curve_panels(runs.groups, lambda run: run.tasks, "accuracy")]
 
 
 @split_data
-def _speedup_panels(runs: TrainingRuns) -> Panels:
-    panels: Panels = []
+def _speedup_panels(runs: TrainingRuns) -> FigurePanels:
+    panels: FigurePanels = []
     bars = []
     for title, part in split_by_backbone(runs.groups):
         speedups = measure_speedups(part, runs.decay)
@@ -178,7 +180,7 @@ def _speedup_panels(runs: TrainingRuns) -> Panels:
                 bars.append(ValueBar(group.label, number, speedups[group.label]))
             lines.append(line)
         draw = partial(
-            _draw_with_levels, lines=lines, names=(axis, name), levels=list(levels.values())
+            _draw_with_levels, lines=lines, names=(axis, name), losses=list(levels.values())
         )
         panels.append((title or f"loss of {' and '.join(levels)} reached", draw))
     if bars:
@@ -193,17 +195,19 @@ def _draw_with_levels(
     axes: Any,
     lines: Sequence[LineSeries],
     names: tuple[str, str],
-    levels: Sequence[float],
-    vertical: bool = False,
+    losses: Sequence[float] = (),
+    times: Sequence[float] = (),
 ) -> None:
     _draw_curves(axes, lines, names)
-    for level in levels:
-        mark_level(axes, level, vertical)
+    for loss in losses:
+        mark_level(axes.axhline, loss)
+    for time in times:
+        mark_level(axes.axvline, time)
 
 
 @split_data
-def _time_panels(runs: TrainingRuns) -> Panels:
-    panels: Panels = []
+def _time_panels(runs: TrainingRuns) -> FigurePanels:
+    panels: FigurePanels = []
     for title, part in split_by_shape(runs.groups):
         name, curves = loss_curves(part, runs.decay)
         lines = []
@@ -227,8 +231,7 @@ def _time_panels(runs: TrainingRuns) -> Panels:
             _draw_with_levels,
             lines=lines,
             names=(f"{unit} of training", name),
-            levels=[equal_time / scale],
-            vertical=True,
+            times=[equal_time / scale],
         )
         at = f"losses at {format_duration(equal_time)}"
         panels.append((join_titles(title, at), draw))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..figures_training import LineSeries
 from ..run_groups import RunGroup, join_titles, split_by_data
 from ..training_summary import TrainingRuns
-from .section import Panels, ReportPicture
+from .section import FigurePanels, ReportPicture
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class TrainingView(ReportPicture):
     """
 
     needs: str
-    draw_panels: Callable[[TrainingRuns], Panels]
+    draw_panels: Callable[[TrainingRuns], FigurePanels]
 
 
 def split_data(
-    draw_panels: Callable[[TrainingRuns], Panels],
-) -> Callable[[TrainingRuns], Panels]:
+    draw_panels: Callable[[TrainingRuns], FigurePanels],
+) -> Callable[[TrainingRuns], FigurePanels]:
     """The panels of runs with the same data, one after another: losses on others say nothing."""
 
-    def draw_parts(runs: TrainingRuns) -> Panels:
-        panels: Panels = []
+    def draw_parts(runs: TrainingRuns) -> FigurePanels:
+        panels: FigurePanels = []
         for title, part in split_by_data(runs.groups):
             for name, panel in draw_panels(replace(runs, groups=part)):
                 panels.append((join_titles(name, title), panel))

@@ -1,5 +1,5 @@
-"""Proof of a wiring, before `connect` changes a model: connected with the residual connection that
-it has already, pre-norm or post-norm, a layer must compute the same as before.
+"""Verification of a wiring, before `connect` changes a model: connected with the residual
+connection that it has already, pre-norm or post-norm, a layer must compute the same as before.
 
 One layer of each kind runs twice as a shadow (see `shadow.py`), by its host's own code and as a
 connected layer, with the same smooth functions in place of its modules. Output and gradient must be
@@ -16,7 +16,7 @@ from torch.overrides import resolve_name
 
 from ..class_swap import original_class
 from ..spec import make
-from .arguments import Argument, layer_arguments, name_arguments, residual_argument
+from .arguments import LayerArgument, layer_arguments, name_arguments, residual_argument
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer, own_connection
 from .hidden_states import HiddenState
@@ -29,7 +29,7 @@ _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
 
 
-def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
+def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
     """Raise a ValueError unless the wiring gives the host's own function.
 
     Args:
@@ -40,24 +40,24 @@ def prove_wiring(backbone: Any, wiring: ModelWiring) -> None:
         ValueError: with its own residual connection, a layer computes something else than its host,
             or the backbone changes the stream between layers. The message says what the layer does.
     """
-    proven = set()
+    verified = set()
     for number, layer in enumerate(wiring.find_layers(backbone)):
         layer_wiring = wiring.of_layers[number]
         kind = (layer_kind(layer), layer_wiring)
-        if kind in proven or layer_wiring.condition is not None:
+        if kind in verified or layer_wiring.condition is not None:
             continue
-        proven.add(kind)
+        verified.add(kind)
         _check_projections(layer_wiring)
         try:
             with on_cpu(), torch.enable_grad():
                 difference = _layer_difference(layer, layer_wiring, wiring.dim)
         except ValueError as error:
             name = type(layer).__name__
-            raise ValueError(f"connect cannot connect layer {number}, a {name}: {error}") from None
+            raise ValueError(f"connect cannot connect layer {number} ({name}): {error}") from None
         if not difference <= _TOLERANCE:
             own = own_connection(layer_wiring)
             raise ValueError(
-                f"connect would change what layer {number}, a {type(layer).__name__}, computes: "
+                f"connect would change what layer {number} ({type(layer).__name__}) computes: "
                 f"relative difference {difference:.2g} under {own}. Its wiring was taken to be\n"
                 f"{format_wiring(layer_wiring)}\n{_describe_actual(layer, wiring.dim)}"
             )
@@ -90,7 +90,7 @@ class _Functions:
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         named = name_arguments(module, args, kwargs)
         x = named.pop(next(iter(named)))
-        self.arguments[path] = {k: v for k, v in named.items() if isinstance(v, Argument)}
+        self.arguments[path] = {k: v for k, v in named.items() if isinstance(v, LayerArgument)}
         residual = named.get(residual_argument(module), 0)
         # Each module has another phase, which is the same in both runs.
         return torch.sin(2 * x.double() + sum(map(ord, path))) + residual
