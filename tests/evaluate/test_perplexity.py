@@ -9,6 +9,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertLMHeadModel
 
 from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity
@@ -19,7 +20,13 @@ from crosslayer.evaluate.windows import (
     rolling_windows,
     split_window,
 )
-from tests.evaluate.tiny_models import byte_tokenizer, log_probabilities, tiny_model, write_lines
+from tests.evaluate.tiny_models import (
+    END_OF_TEXT,
+    byte_tokenizer,
+    log_probabilities,
+    tiny_model,
+    write_lines,
+)
 
 TEXT = "".join(f"{i}: the quick “naïve” fox jumps over {i * i} lazy dogs.\n" for i in range(9))
 SHORT = "“A” second text.\n"  # its first token is a part of a character
@@ -139,6 +146,17 @@ def test_spans_by_hand(model):
         "loss_by_span_stderr": statistics.stdev(losses) / math.sqrt(6),
     }
     assert result._asdict() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_tokenizer_that_ends_texts_scores_the_same_spans(model):
+    """As BERT's does: the end of the context is no token of the text."""
+    ending = byte_tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, END)]
+    )
+    assert ending.encode("a")[-1] == END
+    spans = SPANS[1:3]
+    assert span_perplexity(model, ending, spans) == span_perplexity(model, byte_tokenizer(), spans)
 
 
 def test_one_span_has_no_standard_error(model):

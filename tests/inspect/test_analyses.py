@@ -187,6 +187,16 @@ def test_a_head_that_does_more_is_not_read_out():
         measure_site_losses(GraniteForCausalLM(config).eval(), BATCHES)
 
 
+def test_the_lens_norms_a_post_norm_stream_once():
+    """Its readout is normed already, by weights that are not 1."""
+    plain = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2))
+    model = perturb_weights(connect(plain, "postnorm")).eval()
+    losses = measure_site_losses(model, [{"input_ids": IDS}])
+    logits = model(input_ids=IDS).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten())
+    assert losses.losses[-1] == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_the_lens_reads_the_stream_where_ways_differ():
     """And so do the distances: the stream r, which the output joins, not the input of q."""
     model = perturb_weights(

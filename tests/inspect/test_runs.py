@@ -14,6 +14,7 @@ from crosslayer.inspect.report import draw_views
 from crosslayer.inspect.run_groups import find_baseline_group, group_runs, split_by_data
 from crosslayer.inspect.runs import is_run_folder, read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
+from crosslayer.inspect.training import loss_at_cost
 from crosslayer.inspect.training_summary import (
     TrainingRuns,
     measure_scaling,
@@ -167,6 +168,10 @@ def test_the_planted_multiplier_is_found(scaling):
     assert [one.is_main for one in (plain, mudd)] == [True, False]
 
 
+def speedups_of(groups):
+    return {label: one.times for label, one in measure_speedups(groups, 0.99).items()}
+
+
 def test_speedups_are_of_shared_seeds_and_equal_schedules(tmp_path):
     """Pre-norm's second seed ends 0.01 above the first, with which alone MUDD is compared."""
     plain = {"prenorm": {"connection": "prenorm"}}
@@ -177,7 +182,35 @@ def test_speedups_are_of_shared_seeds_and_equal_schedules(tmp_path):
         write_comparison(tmp_path / "slower", slower),
         write_comparison(tmp_path / "longer", longer, steps=2000),
     ]
-    assert measure_speedups(read_groups(*folders), 0.99) == {}
+    assert speedups_of(read_groups(*folders)) == {}
+
+
+def test_the_picture_of_a_speedup_is_of_the_curves_that_give_it(tmp_path):
+    """Of the seeds that both have, on the validation set, whatever a diverged run lacks."""
+    plain = {"prenorm": {"connection": "prenorm"}}
+    folder = write_comparison(
+        tmp_path / "plain", {"lost": {"connection": "mudd"}, **plain}, seeds=3
+    )
+    content = json.loads((folder / "results.json").read_text())
+    content["runs"] = [run for run in content["runs"] if run["arm"] != "lost"]
+    content["diverged"] = [
+        {"arm": "lost", "seed": seed, "step": 100, "loss": "nan"} for seed in range(3)
+    ]
+    (folder / "results.json").write_text(json.dumps(content))
+    for file in (folder / RUNS_FOLDER).glob("lost-*/metrics.jsonl"):
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if "held-out" not in line))
+    groups = read_groups(folder, write_comparison(tmp_path / "faster", FAST))
+    (speedup,) = measure_speedups(groups, 0.99).values()
+    view = next(view for view in TRAINING_VIEWS if view.name == "speedups")
+    (_, panel), *_ = view.draw_panels(TrainingRuns(groups))
+    names = panel.keywords["names"]
+    line = next(line for line in panel.keywords["lines"] if line.marks)
+    assert names[1] == "loss on held-out" and f"{speedup.times:.2f}" in line.label
+    ((place, level),) = line.marks
+    assert panel.keywords["losses"] == [level] == [falling_loss(1000)]
+    assert loss_at_cost(line.x, line.y, place) == pytest.approx(level)
+    assert line.x[-1] / place == pytest.approx(speedup.times) == pytest.approx(1.8, abs=0.01)
 
 
 def test_gaps_are_those_to_pre_norm_where_its_loss_does_not_fall(tmp_path):
@@ -207,7 +240,7 @@ def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
         "hyper": {"connection": "hyper", "loss_of": lambda step: falling_loss(step, speed=1.8)},
     }
     groups = read_groups(write_comparison(tmp_path / "search", arms))
-    assert measure_speedups(groups, 0.99) == {"hyper": pytest.approx(1.8 / 1.2, abs=0.01)}
+    assert speedups_of(groups) == {"hyper": pytest.approx(1.8 / 1.2, abs=0.01)}
     # runs of equal size are points: no line says how the loss changes with size
     (_, speeds), *_ = TRAINING_VIEWS[5].draw_panels(TrainingRuns(groups))
     assert [(line.label, line.line) for line in speeds.keywords["lines"]] == [
@@ -256,7 +289,7 @@ def test_the_baseline_is_no_other_kind_of_pre_norm(tmp_path):
     content["runs"].remove(plain)
     content["diverged"] = [{"arm": "prenorm", "seed": 0, "step": 1000, "loss": "nan"}]
     (folder / "results.json").write_text(json.dumps(content))
-    assert measure_speedups(read_groups(folder), 0.99) == {}
+    assert speedups_of(read_groups(folder)) == {}
 
 
 def test_losses_on_different_data_are_apart(tmp_path):
@@ -374,7 +407,7 @@ def test_metrics_alone_and_one_run_alone_are_enough(tmp_path):
     write_metrics(tmp_path / "faster", lambda step: falling_loss(step, 2), every=50)
     groups = read_groups(tmp_path / "run", tmp_path / "faster")
     # nothing says which is pre-norm: the first is the baseline
-    assert measure_speedups(groups, 0.99) == {"faster (not finished)": pytest.approx(2, abs=0.02)}
+    assert speedups_of(groups) == {"faster (not finished)": pytest.approx(2, abs=0.02)}
 
 
 def test_an_unfinished_run_says_what_it_is(tmp_path):

@@ -14,7 +14,6 @@ from crosslayer.inspect.training import (
     loss_at_cost,
     read_training_curve,
     smooth_losses,
-    speedup_to_loss,
 )
 
 
@@ -55,8 +54,7 @@ def test_cost_to_an_equal_loss():
     better = [4.0, 2.0, 1.5, 1.0]
     assert cost_to_loss(steps, plain, 2.75) == 15
     assert cost_to_loss(steps, plain, 1.0) is None
-    assert speedup_to_loss(steps, better, steps, plain) == 3
-    assert speedup_to_loss(steps, plain, steps, better) is None
+    assert cost_to_loss(steps, better, plain[-1]) == 10
     assert loss_at_cost(steps, plain, 15) == 2.75
     assert loss_at_cost(steps, plain, 31) is None
 

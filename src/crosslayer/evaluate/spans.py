@@ -139,7 +139,7 @@ def _encode_span(
     tokenizer: "PreTrainedTokenizerBase", first_token: int | None, span: Span
 ) -> ScoredWindow:
     """Tokenize as the harness does: both together, with the context's trailing space given to the
-    target.
+    target. A token that the tokenizer puts after a text is left out, unlike there.
     """
     context = span.context.rstrip()
     if not context:
@@ -147,9 +147,18 @@ def _encode_span(
         if first_token is not None:
             return ScoredWindow([first_token], tokens)
         return ScoredWindow(tokens[:1], tokens[1:])
-    context_tokens = tokenizer.encode(context)
-    tokens = tokenizer.encode(span.context + span.target)
+    context_tokens = _encode_without_end(tokenizer, context)
+    tokens = _encode_without_end(tokenizer, span.context + span.target)
     return ScoredWindow(context_tokens, tokens[len(context_tokens) :])
+
+
+def _encode_without_end(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """The tokens of a text, with those that the tokenizer puts before it and none after it."""
+    tokens = tokenizer.encode(text)
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    added = len(tokens) - len(plain)
+    before = next((k for k in range(added + 1) if tokens[k : k + len(plain)] == plain), added)
+    return tokens[: before + len(plain)]
 
 
 def _parse_span(record: dict[str, object], place: str) -> Span:

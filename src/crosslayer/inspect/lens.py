@@ -73,8 +73,10 @@ class _LensAnalysis:
 
     def visit_site(self, visit: SiteVisit) -> None:
         is_scored = visit.answers if self.is_scored is None else self.is_scored
-        x = visit.hidden.to(visit.inputs[0].dtype)[None]
-        hidden = self.readout.apply_port_norms(x)[0][0]
+        hidden = visit.hidden.to(visit.inputs[0].dtype)[None]
+        if not self.readout.norms_its_stream:
+            (hidden,) = self.readout.apply_port_norms(hidden)
+        hidden = hidden[0]
         logits = self.head(hidden[is_scored].to(self.dtype)).float()
         losses = F.cross_entropy(logits, self.targets, reduction="none")
         moments = self.losses.setdefault(site_label(visit.connection), RunningMoments())

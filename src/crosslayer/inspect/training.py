@@ -213,26 +213,6 @@ def loss_at_cost(costs: Sequence[float], losses: Sequence[float], cost: float) -
     return float(numpy.interp(cost, costs, losses))
 
 
-def speedup_to_loss(
-    costs: Sequence[float],
-    losses: Sequence[float],
-    baseline_costs: Sequence[float],
-    baseline_losses: Sequence[float],
-) -> float | None:
-    """The baseline's final cost over the cost at which a run reaches its final loss.
-
-    The "1.8 × faster" of Hyper-Connections, Figure 1. None where the run does not reach it.
-
-    Args:
-        costs: steps, tokens or seconds of the run, ascending.
-        losses: the run's at each of them.
-        baseline_costs: the baseline's, in the same unit.
-        baseline_losses: the baseline's at each of them.
-    """
-    cost = cost_to_loss(costs, losses, baseline_losses[-1])
-    return None if cost is None else baseline_costs[-1] / cost
-
-
 def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     """The power law through losses of models of several sizes (MUDD, Figure 3).
 

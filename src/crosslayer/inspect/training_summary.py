@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..intervals import MeanCurve, average_curves
 from .run_groups import (
@@ -21,11 +21,11 @@ from .runs import TrainingRun
 from .training import (
     ComputeMultiplier,
     PowerLaw,
+    cost_to_loss,
     estimate_multiplier,
     find_spikes,
     fit_power_law,
     smooth_losses,
-    speedup_to_loss,
 )
 
 FLOPS_PER_PARAMETER = 6  # and token: 2 of the forward pass, 4 of the backward pass
@@ -82,7 +82,7 @@ class GroupSummary:
 
 def summarise_training(runs: TrainingRuns) -> list[GroupSummary]:
     """The numbers of every group."""
-    speedups: dict[str, float] = {}
+    speedups: dict[str, Speedup] = {}
     data: dict[str, str] = {}
     for title, part in split_by_data(runs.groups):
         data |= {group.label: title for group in part}
@@ -101,7 +101,7 @@ def summarise_training(runs: TrainingRuns) -> list[GroupSummary]:
                 loss=_known(group.mean("valid_loss")),
                 loss_range=(min(losses), max(losses)) if losses else None,
                 spikes=sum(len(find_spikes(run.curve.losses)) for run in group.runs),
-                speedup=speedups.get(group.label),
+                speedup=speedups[group.label].times if group.label in speedups else None,
                 seconds=_known(group.mean("seconds")),
                 training_speed=_known(group.mean("tokens_per_second")),
                 inference_speed=_known(group.mean("inference_speed")),
@@ -141,22 +141,61 @@ def _log_interval(run: TrainingRun) -> float:
     return statistics.median(after - step for step, after in itertools.pairwise(steps))
 
 
-def loss_curves(groups: Sequence[RunGroup], decay: float) -> tuple[str, list[MeanCurve]]:
-    """What the curves are, and each group's loss over steps, mean over seeds.
+def compared_set(groups: Sequence[RunGroup]) -> str | None:
+    """The validation set whose losses are compared; None where training losses are.
 
-    They are of the first validation set; where it has few evaluations, of the smoothed training
-    loss.
+    It is the first set, if every finished run has been evaluated on it often enough. Other runs
+    count where none has finished.
     """
-    names = [name for name in groups[0].first.curve.valid if name]
-    for name in names[:1]:
-        points = [[run.curve.valid.get(name, []) for run in group.runs] for group in groups]
-        if min(len(curve) for of_group in points for curve in of_group) >= FEWEST_POINTS:
-            return f"loss on {name}", [average_curves(of_group) for of_group in points]
-    smoothed = smooth_runs(groups, decay)
-    return "training loss (running mean)", [average_curves(of_group) for of_group in smoothed]
+    runs = [run for group in groups for run in group.runs]
+    runs = [run for run in runs if not run.status] or runs
+    for name in [name for name in runs[0].curve.valid if name][:1]:
+        if min(len(run.curve.valid.get(name, [])) for run in runs) >= FEWEST_POINTS:
+            return name
+    return None
 
 
-def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, float]:
+def loss_name(valid_name: str | None) -> str:
+    """What `loss_curves` are of, in words."""
+    return "training loss (running mean)" if valid_name is None else f"loss on {valid_name}"
+
+
+def loss_curves(
+    groups: Sequence[RunGroup], decay: float, valid_name: str | None
+) -> list[MeanCurve]:
+    """Each group's loss over steps, mean over seeds; empty where it has none.
+
+    Args:
+        groups: of runs.
+        decay: of the running mean of training losses.
+        valid_name: of `compared_set`.
+    """
+    if valid_name is None:
+        return [average_curves(of_group) for of_group in smooth_runs(groups, decay)]
+    curves = []
+    for group in groups:
+        points = [run.curve.valid.get(valid_name, []) for run in group.runs]
+        curves.append(average_curves([curve for curve in points if curve]))
+    return curves
+
+
+class Speedup(NamedTuple):
+    """Where a group reaches its baseline's final loss.
+
+    Args:
+        times: the baseline's steps over the group's.
+        curve: the group's loss over steps, mean over the seeds that its baseline has too.
+        step: at which the group reaches the loss.
+        loss: the baseline's final one, mean over the same seeds.
+    """
+
+    times: float
+    curve: MeanCurve
+    step: float
+    loss: float
+
+
+def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, Speedup]:
     """How many times fewer steps a group needs for its baseline's final loss, by its label.
 
     Means are over the seeds that both have. Groups that do not reach the loss, or have another
@@ -167,6 +206,7 @@ def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, floa
         groups: of one backbone and the same data.
         decay: of the running mean of training losses.
     """
+    valid_name = compared_set(groups)
     speedups = {}
     for group in groups:
         baseline = find_baseline_group(groups, group) or groups[0]
@@ -174,11 +214,13 @@ def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, floa
             continue
         if baseline.first.status and _steps_of(baseline) is not None:
             continue
-        _, (curve, reference) = loss_curves(_share_seeds(group, baseline), decay)
-        if curve.x and reference.x:
-            speedup = speedup_to_loss(curve.x, curve.mean, reference.x, reference.mean)
-            if speedup is not None:
-                speedups[group.label] = speedup
+        curve, reference = loss_curves(_share_seeds(group, baseline), decay, valid_name)
+        if not curve.x or not reference.x:
+            continue
+        loss = reference.mean[-1]
+        step = cost_to_loss(curve.x, curve.mean, loss)
+        if step:  # a pretrained model may have that loss before its first step
+            speedups[group.label] = Speedup(reference.x[-1] / step, curve, step, loss)
     return speedups
 
 

@@ -1,7 +1,6 @@
 """The report of a comparison: a table, report.md, and report.html with figures."""
 
 import math
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -96,7 +95,7 @@ def html_report(comparison: Comparison) -> str:
         ("Loss against throughput", plot_tradeoff),
     ]
     if comparison.search_rates:
-        figures.append(("Loss at each learning rate", plot_rates))
+        figures.append(("Loss of seed 0 at each learning rate; × other seeds", plot_rates))
     charts = "".join(
         f"<div><h2>{title}</h2><figure>{render_svg(comparison, draw)}</figure></div>\n"
         for title, draw in figures
@@ -172,7 +171,7 @@ def plot_tradeoff(axes: Any, comparison: Comparison) -> None:
 
 
 def plot_rates(axes: Any, comparison: Comparison) -> None:
-    """Final loss by learning rate: the mean over seeds of each rate that was tried.
+    """Final loss of seed 0 by learning rate, from which the search chose. Other seeds are crosses.
 
     The axis shows the best rate of each arm and one more at least. Diverged runs are not shown.
     """
@@ -182,10 +181,14 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
     for number, arm in enumerate(recipe.arms):
         points = {}
         for factor, of_seeds in comparison.losses_by_rate(arm).items():
-            mean = statistics.fmean(of_seeds.values())
-            if math.isfinite(mean):
-                lr = recipe.settings(comparison.arm_at(arm, factor)).optimization.lr
-                points[lr] = mean
+            lr = recipe.settings(comparison.arm_at(arm, factor)).optimization.lr
+            look = _arm_look(number)
+            for seed, loss in of_seeds.items():
+                if seed == 0 and math.isfinite(loss):
+                    points[lr] = loss
+                elif math.isfinite(loss):
+                    axes.plot(lr, loss, marker="x", markersize=4, color=look["color"])
+                    shown.append(loss)
         if points:
             style = {"label": arm.name, "markersize": 5, **_arm_look(number)}
             axes.plot(*zip(*points.items(), strict=True), **style)

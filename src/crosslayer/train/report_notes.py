@@ -14,7 +14,13 @@ from .comparison_results import TORCH_OPERATIONS, DivergedRun
 from .optimizers import warmup_steps
 from .rate_search import RATE_FACTORS, best_factor, is_limit, next_factor, scaled_name
 from .recipe import Arm
-from .results_table import TableRow, differing_execution, format_loss, result_table
+from .results_table import (
+    TableRow,
+    differing_execution,
+    find_baseline_arms,
+    format_loss,
+    result_table,
+)
 from .run_state import RunResult
 from .settings import CHANGEABLE_OPTIONS, RATES, DataSettings, ModelSettings, Settings
 
@@ -39,11 +45,13 @@ def report_notes(comparison: Comparison) -> list[str]:
     ]
     if not any(arm.connection == "prenorm" for arm in comparison.arms):
         notes.append("No arm is prenorm, so there is nothing to compare with; add it to the arms.")
-    seeds = most_seeds(result_table(comparison))
+    rows = result_table(comparison)
+    seeds = most_seeds(rows)
     if seeds > 1:
+        fewer = "".join(f", {row.seeds} for {row.arm}" for row in rows if row.seeds < seeds)
         notes.append(
-            f"Mean ± standard deviation over {seeds} seeds; differences seed by seed, with their "
-            "95 % interval."
+            f"Mean ± standard deviation over {seeds} seeds{fewer}. Differences are seed by seed, "
+            "of the seeds that both arms have, with their 95 % interval."
         )
     notes += scope_notes(comparison)
     notes += _rate_notes(comparison)
@@ -57,7 +65,8 @@ def report_notes(comparison: Comparison) -> list[str]:
 def _setup_note(comparison: Comparison) -> str:
     """Backbones, steps, optimizer and precision."""
     options = {name: _range_text(values) for name, values in _option_values(comparison).items()}
-    optimizer = options["optimizer"].replace("muon", "Muon and AdamW").replace("adamw", "AdamW")
+    optimizer = f"{options['optimizer'].replace('adamw', 'AdamW')} at {options['lr']}"
+    optimizer = optimizer.replace("muon", f"Muon at {options['muon_lr']} and AdamW")
     backbones = []
     if "family" in options:
         backbones.append(
@@ -68,7 +77,7 @@ def _setup_note(comparison: Comparison) -> str:
         backbones.append(f"pretrained backbone {options['pretrained']}")
     note = (
         f"{' and '.join(backbones)}; {options['steps']} steps of {options['batch']} × "
-        f"{options['context']} {_sequence_unit(comparison)}, {optimizer} at {options['lr']}, "
+        f"{options['context']} {_sequence_unit(comparison)}, {optimizer}, "
         f"precision {options['precision']}."
     )
     if comparison.results.scale != "full":
@@ -86,7 +95,8 @@ def _data_note(comparison: Comparison) -> str:
     entropy = ""
     if results.entropy:
         entropy = (
-            f"; the frequencies of single bytes alone give {results.entropy:.3f} bits per byte"
+            f"; the frequencies of single {_sequence_unit(comparison)} give "
+            f"{results.entropy:.3f} bits per byte"
         )
     owner = f" of {first.name}" if _DATA_OPTIONS & differing_options(comparison).keys() else ""
     return (
@@ -138,7 +148,11 @@ def run_notes(comparison: Comparison) -> list[str]:
 
 def _execution_notes(comparison: Comparison) -> list[str]:
     """The arms whose speeds cannot be compared with the baseline's."""
-    differing = {arm.name: differing_execution(comparison, arm) for arm in comparison.arms}
+    baselines = find_baseline_arms(comparison.recipe, comparison.arms)
+    differing = {
+        arm.name: differing_execution(comparison, arm, baselines[arm.name])
+        for arm in comparison.arms
+    }
     names = [name for name, options in differing.items() if options]
     if not names:
         return []
@@ -205,8 +219,9 @@ def _rate_notes(comparison: Comparison) -> list[str]:
     if not comparison.search_rates:
         return []
     explanation = (
-        "Each arm is at the best learning rate of those that were tried with seed 0. The column "
-        f"{SAME_RATE!r} has the loss of seed 0 at the given rate, 1 ×."
+        "Each arm is at the best learning rate of those that were tried with seed 0, whose loss is "
+        f"therefore a little too low. The column {SAME_RATE!r} has the loss of seed 0 at the given "
+        "rate, 1 ×."
     )
     notes = [explanation]
     for arm in comparison.recipe.arms:

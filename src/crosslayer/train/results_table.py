@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..intervals import Interval, mean_interval
 from .compare import Comparison
 from .identity import PLACES_OF_DATA, distance_to_baseline
-from .recipe import Arm, join_options
+from .recipe import Arm, Recipe
 
 NOT_KNOWN = "–"
 
@@ -68,23 +68,25 @@ def result_table(comparison: Comparison) -> list[TableRow]:
     """A row for each arm with a finished run, in the recipe's order."""
     rows = []
     arms = comparison.arms
+    baselines = find_baseline_arms(comparison.recipe, arms)
     for original, arm in zip(comparison.recipe.arms, arms, strict=True):
         runs = comparison.finished_runs(arm)
         if not runs:
             continue
-        baseline = find_baseline_arm(arms, arm, comparison.recipe.options)
+        baseline = baselines[arm.name]
         baseline_runs = comparison.finished_runs(baseline) if baseline else {}
         pairs = [(runs[s], baseline_runs[s]) for s in sorted(runs.keys() & baseline_runs.keys())]
         first = next(iter(runs.values()))
         shared = [key for key in first.metrics if all(key in run.metrics for run in runs.values())]
         difference = relative_speed = relative_activations = None
-        if pairs and not differing_execution(comparison, arm):
+        if pairs and not differing_execution(comparison, arm, baseline):
             relative_speed = statistics.mean(
                 run.tokens_per_second / base.tokens_per_second for run, base in pairs
             )
-            relative_activations = statistics.mean(
-                run.activation_bytes / base.activation_bytes for run, base in pairs
-            )
+            if _has_same_batch(comparison.recipe, arm, baseline):
+                relative_activations = statistics.mean(
+                    run.activation_bytes / base.activation_bytes for run, base in pairs
+                )
         if pairs and arm is not baseline:
             difference = mean_interval([run.valid_loss - base.valid_loss for run, base in pairs])
         rows.append(
@@ -108,13 +110,21 @@ def result_table(comparison: Comparison) -> list[TableRow]:
     return rows
 
 
-def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
+def _has_same_batch(recipe: Recipe, arm: Arm, baseline: Arm | None) -> bool:
+    """Whether a step of both arms has as many examples of one length, so that activations compare.
+
+    An arm may divide its batch by `accumulate`, to save memory.
+    """
+    sizes = {(data.batch, data.context) for _, data, *_ in map(recipe.settings, (arm, baseline))}
+    return len(sizes) == 1
+
+
+def differing_execution(comparison: Comparison, arm: Arm, baseline: Arm | None) -> list[str]:
     """The options by which runs of an arm and of its baseline were executed otherwise, such as
     recompute or processes, but for those that the recipe gives one of the two.
 
     They may change where a comparison is continued, and so can speeds and activations.
     """
-    baseline = find_baseline_arm(comparison.arms, arm, comparison.recipe.options)
     if baseline is None:
         return []
     given = arm.options.keys() | baseline.options.keys()
@@ -126,27 +136,27 @@ def differing_execution(comparison: Comparison, arm: Arm) -> list[str]:
     return [name for name, seen in values.items() if name not in given and len(seen) > 1]
 
 
-def find_baseline_arm(arms: Sequence[Arm], arm: Arm, shared: dict[str, Any]) -> Arm | None:
-    """The PreNorm arm to compare with, if one has the same data: of those with the same backbone
-    and length, or else of all, the first that differs in the fewest options.
+def find_baseline_arms(recipe: Recipe, arms: Sequence[Arm]) -> dict[str, Arm | None]:
+    """The PreNorm arm to compare each arm with, by the arm's name.
+
+    It has the same data. Of those with the same backbone and length, or else of all, it is the
+    first that differs in the fewest options. None where no PreNorm arm has the same data.
 
     Args:
+        recipe: of the arms.
         arms: of a comparison.
-        arm: one of them.
-        shared: the options of all arms, which an arm's own override.
     """
-    candidates = [
-        other
-        for other in arms
-        if other.connection == "prenorm"
-        and all(other.options.get(name) == arm.options.get(name) for name in PLACES_OF_DATA)
-    ]
-    own = join_options(shared, arm.options)
-
-    def distance(other: Arm) -> tuple[bool, bool, int]:
-        return distance_to_baseline(own, join_options(shared, other.options))
-
-    return min(candidates, key=distance, default=None)
+    options = {arm.name: recipe.settings(arm).to_options() for arm in arms}
+    plain = [arm for arm in arms if arm.connection == "prenorm"]
+    baselines: dict[str, Arm | None] = {}
+    for name, own in options.items():
+        distances = [
+            (distance_to_baseline(own, options[other.name]), number)
+            for number, other in enumerate(plain)
+            if all(options[other.name].get(key) == own.get(key) for key in PLACES_OF_DATA)
+        ]
+        baselines[name] = plain[min(distances)[1]] if distances else None
+    return baselines
 
 
 def format_mean_std(value: MeanStd, form: str) -> str:

@@ -252,14 +252,16 @@ class Trainer:
             optimizer.zero_grad()
 
         # What the step took. The first three warm up caches; the median is that of the last 200.
+        # A resumed run has the speed of its checkpoint until then.
         self._durations.append(time.perf_counter() - start)
         del self._durations[3:-200]
         seconds = statistics.median(self._durations[3:] or self._durations)
         units = self.task.count_units(self.last_batch) * self.fabric.world_size * engine.accumulate
+        if len(self._durations) > 3 or not self.state.tokens_per_second:
+            self.state.tokens_per_second = units / seconds
         self.state.step = step
         self.state.train_loss = loss
         self.state.seconds += self._durations[-1]
-        self.state.tokens_per_second = units / seconds
         return StepResult(
             step=step,
             loss=loss,

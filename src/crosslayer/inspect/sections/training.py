@@ -23,8 +23,15 @@ from ..run_groups import (
     split_by_shape,
 )
 from ..runs import TrainingRun
-from ..training import CurvePoints, cost_to_loss, find_spikes, loss_at_cost
-from ..training_summary import TrainingRuns, loss_curves, measure_speedups, smooth_runs
+from ..training import CurvePoints, find_spikes, loss_at_cost
+from ..training_summary import (
+    TrainingRuns,
+    compared_set,
+    loss_curves,
+    loss_name,
+    measure_speedups,
+    smooth_runs,
+)
 from .section import FigurePanels
 from .view import TrainingView, split_data
 
@@ -163,26 +170,29 @@ def _speedup_panels(runs: TrainingRuns) -> FigurePanels:
     bars = []
     for title, part in split_by_backbone(runs.groups):
         speedups = measure_speedups(part, runs.decay)
-        name, curves = loss_curves(part, runs.decay)
         if not speedups:
             continue
+        valid_name = compared_set(part)
+        curves = loss_curves(part, runs.decay, valid_name)
         per_step, axis = _count_axis(part)
         lines = []
-        levels: dict[str, float] = {}  # the final loss of each baseline
+        baselines: dict[str, None] = {}  # ordered
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
-            line = _mean_line(group, number, curve, per_step[number])
-            if group.label in speedups:
-                baseline = find_baseline_group(part, group) or part[0]
-                level = levels[baseline.label] = curves[part.index(baseline)].mean[-1]
-                line.label += f": {speedups[group.label]:.2f}\N{NO-BREAK SPACE}×"
-                place = cost_to_loss(line.x, line.y, level)
-                line.marks = [] if place is None else [(place, level)]
-                bars.append(ValueBar(group.label, number, speedups[group.label]))
+            speedup = speedups.get(group.label)
+            if speedup is None:
+                lines.append(_mean_line(group, number, curve, per_step[number]))
+                continue
+            line = _mean_line(group, number, speedup.curve, per_step[number])
+            line.label += f": {speedup.times:.2f}\N{NO-BREAK SPACE}×"
+            line.marks = [(speedup.step * per_step[number], speedup.loss)]
             lines.append(line)
+            bars.append(ValueBar(group.label, number, speedup.times))
+            baselines[(find_baseline_group(part, group) or part[0]).label] = None
+        levels = sorted({speedup.loss for speedup in speedups.values()})
         draw = partial(
-            _draw_with_levels, lines=lines, names=(axis, name), losses=list(levels.values())
+            _draw_with_levels, lines=lines, names=(axis, loss_name(valid_name)), losses=levels
         )
-        panels.append((title or f"loss of {' and '.join(levels)} reached", draw))
+        panels.append((title or f"loss of {' and '.join(baselines)} reached", draw))
     if bars:
         name = "times fewer tokens to the baseline's loss"
         panels.append(
@@ -209,7 +219,8 @@ def _draw_with_levels(
 def _time_panels(runs: TrainingRuns) -> FigurePanels:
     panels: FigurePanels = []
     for title, part in split_by_shape(runs.groups):
-        name, curves = loss_curves(part, runs.decay)
+        valid_name = compared_set(part)
+        curves = loss_curves(part, runs.decay, valid_name)
         lines = []
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
             seconds = [run.seconds_at([int(step) for step in curve.x]) for run in group.runs]
@@ -230,7 +241,7 @@ def _time_panels(runs: TrainingRuns) -> FigurePanels:
         draw = partial(
             _draw_with_levels,
             lines=lines,
-            names=(f"{unit} of training", name),
+            names=(f"{unit} of training", loss_name(valid_name)),
             times=[equal_time / scale],
         )
         at = f"losses at {format_duration(equal_time)}"
