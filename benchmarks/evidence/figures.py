@@ -172,7 +172,7 @@ def _draw_panel(
         axes.get_legend().remove()
         axes.set_xlim(left=0)
         if of_differences:
-            mark_level(axes, 0.0)
+            mark_level(axes.axhline, 0.0)
         else:
             focus_on_end(axes, lines)
         if with_legend:
@@ -206,7 +206,7 @@ def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> DrawPanel:
                 )
         axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=10)
         axes.set_ylim(-0.7, len(rows) - 0.3)
-        mark_level(axes, 0.0, vertical=True)
+        mark_level(axes.axvline, 0.0)
         axes.set_xlabel(f"{DIFFERENCE}, 95 % interval")
         axes.grid(alpha=0.25, axis="x")
         axes.spines[["top", "right"]].set_visible(False)

@@ -53,8 +53,8 @@ CONNECTION_COLUMNS = (
     *("training", "decoding"),
 )
 SUMMARY_COLUMNS = (
-    *("connection", "loss", "vs prenorm", "with 4 × the tokens", "at equal time"),
-    *("training speed", "decoding speed", WITH_UNSCALED),
+    *("connection", "loss", "vs prenorm", WITH_UNSCALED, "with 4 × the tokens", "at equal time"),
+    *("training speed", "decoding speed"),
 )
 INITIAL_STD = 0.02  # of Llama's weights
 Cells = dict[str, str]
@@ -276,11 +276,11 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
             f"`{name}`",
             f"{mean_and_std(final).mean:.3f}",
             _format_half_width(difference_to_baseline(study, name)),
+            _format_half_width(difference_to_baseline(unscaled, name)),
             _format_half_width(difference_to_baseline(long_study, name)),
             _format_half_width(difference_to_baseline(study, name, "equal time")),
             _without_interval(cells["training"]),
             _without_interval(cells["decoding"]),
-            _format_half_width(difference_to_baseline(unscaled, name)),
         )
         rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
     return f"{markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_models(study)}"

@@ -135,16 +135,18 @@ def test_tables_of_planted_results(planted):
     claim = table_row(sections["Claims"], "Four ways of MUDD beat one, dynamic")
     assert claim[4].startswith("agrees: -0.") and claim[5] == "not run yet"
     summary = pages.summary_sections(planted)["In short"]
-    with_unscaled = table_row(summary, "`mudd`")[-1]
+    with_unscaled = table_row(summary, "`mudd`")[3]
     assert float(with_unscaled.split()[0]) == pytest.approx(-0.2, abs=0.02)
-    assert table_row(summary, "`hyper`")[-1] == "–"
+    assert table_row(summary, "`hyper`")[3] == "–"
     value, low, _ = map(float, re.findall(r"[\d.]+", table_row(multipliers, "mudd")[1]))
     assert 1 < low < value < 2  # 0.2 of 0.3 nats, over 1.8 times the compute
     assert table_row(multipliers, "prenorm")[1].startswith("1.00 ×"), "two sizes fit any law"
     rows = connection_tables(planted, ["mudd", "highway"])
     assert table_row(rows["mudd"], "arm")[4] == "vs prenorm, unscaled embeddings"
     assert table_row(rows["mudd"], "one-way MUDD")[2].startswith("-") and rows["highway"] == ""
-    data = dict(study_figures(planted["short"])["differences"].data)
+    figures = study_figures(planted["short"])
+    assert all(b"</svg>" in figure.render() for figure in figures.values())
+    data = dict(figures["differences"].data)
     by_time = {line.label: line for line in data["training time (pre-norm's run = 1)"]}
     assert by_time["mudd"].x[-1] == 1 and by_time["mudd"].y[-1] == pytest.approx(-0.1, abs=0.02)
 
