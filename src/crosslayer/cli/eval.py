@@ -132,7 +132,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     from ..convert.pretrained import check_tokenizer, open_model, open_tokenizer
     from ..evaluate import find_tasks, read_spans
-    from ..evaluate.windows import check_context
+    from ..evaluate.language_models import check_context
 
     # What can be wrong without the tokenizer is found before the model is loaded.
     results_file = None if options.out is None else Path(options.out) / RESULTS_FILE

@@ -42,7 +42,7 @@ def parser() -> Any:
 def run(options: Any) -> int:
     silence_libraries()
     from ..convert.pretrained import check_tokenizer, open_model, open_tokenizer
-    from ..evaluate.windows import check_causal
+    from ..evaluate.language_models import check_causal
 
     check_positive(max_new_tokens=options.max_new_tokens)
     check_non_negative(temperature=options.temperature)
@@ -66,7 +66,7 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    from ..evaluate.windows import end_tokens
+    from ..evaluate.language_models import end_tokens
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise ValueError("the prompt is not UTF-8 text")
@@ -103,7 +103,7 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
 
 def _tokens_that_fit(model: Any, prompt_tokens: int, new_tokens: int) -> int:
     """The number of new tokens, or as many as the model's context has room for, with a warning."""
-    from ..evaluate.windows import context_limit
+    from ..evaluate.language_models import context_limit
 
     context = context_limit(model)
     if context is None or prompt_tokens + new_tokens <= context:

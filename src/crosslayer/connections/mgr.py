@@ -35,6 +35,9 @@ from ..validation import check_positive
 
 Gate = Literal["competitive", "independent"]
 Eq14 = Literal["text", "literal"]
+# p of section 4.4.2: the share of (stream, token) pairs, those with the largest β, whose streams
+# inversion keeps.
+KEPT_SHARE = 0.01
 
 
 class Gated(NamedTuple):
@@ -174,12 +177,11 @@ class MGR(FusedNormConnection[Gated]):
         return read + written + len(self.ports)
 
     @torch.no_grad()
-    def inversion_context(self, state: Gated, p: float = 0.01) -> InversionContext:
+    def inversion_context(self, state: Gated) -> InversionContext:
         """What `invert` needs in addition to y (section 4.4.2).
 
         Args:
             state: the state that `write` is called with.
-            p: the share of (stream, token) pairs with the largest β whose streams are kept.
 
         Raises:
             ValueError: the streams are in half precision.
@@ -191,7 +193,7 @@ class MGR(FusedNormConnection[Gated]):
             )
         if beta is None:
             return InversionContext()
-        place = beta.movedim(-1, 0).flatten().topk(math.ceil(p * beta.numel())).indices
+        place = beta.movedim(-1, 0).flatten().topk(math.ceil(KEPT_SHARE * beta.numel())).indices
         tokens = beta.shape[:-1].numel()
         rows = [s.flatten(0, -2)[place % tokens] for s in S]
         # Each place takes the row of the stream that it is in.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..validation import check_non_negative, check_positive, did_you_mean
-from .windows import check_causal, end_tokens
+from .language_models import check_causal, end_tokens
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -15,9 +15,10 @@ from ..data.corpus import TokenWindows
 from ..data.sampler import evenly_spaced
 from ..data.token_streams import TokenStream
 from ..validation import check_positive
+from .language_models import check_context, end_tokens
 from .perplexity import TextPerplexity
 from .texts import EncodedText, encode_text
-from .windows import ScoredWindow, check_context, end_tokens, exp_or_inf, log_likelihoods
+from .windows import ScoredWindow, exp_or_inf, log_likelihoods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

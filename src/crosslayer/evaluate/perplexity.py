@@ -12,15 +12,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from .language_models import check_context, find_first_token
 from .texts import EncodedText, encode_text
-from .windows import (
-    ScoredWindow,
-    check_context,
-    exp_or_inf,
-    find_first_token,
-    log_likelihoods,
-    rolling_windows,
-)
+from .windows import ScoredWindow, exp_or_inf, log_likelihoods, rolling_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -15,14 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import parse_json
-from .windows import (
-    ScoredWindow,
-    check_context,
-    exp_or_inf,
-    find_first_token,
-    log_likelihoods,
-    split_window,
-)
+from .language_models import check_context, find_first_token
+from .windows import ScoredWindow, exp_or_inf, log_likelihoods, split_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

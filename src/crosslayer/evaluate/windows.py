@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from ..evaluation_mode import evaluation_mode
 from ..validation import check_positive
+from .language_models import check_causal
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 class ScoredWindow(NamedTuple):
@@ -91,63 +92,6 @@ def log_likelihoods(
     if any(math.isnan(score) for score in scores):
         raise ValueError("the model's logits are not finite: a weight may be NaN")
     return scores
-
-
-@torch.no_grad()
-def check_causal(model: "PreTrainedModel") -> None:
-    """Raise a ValueError where the logits of a token depend on tokens after it, as in an encoder.
-
-    Two short inputs that differ in their last token tell.
-    """
-    vocab = model.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(4, device=model.device).repeat(2, 1) % vocab
-    ids[1, -1] = (ids[1, -1] + 1) % vocab
-    with evaluation_mode(model):
-        logits = model(ids, use_cache=False).logits[:, :-1].float()
-    difference = (logits[0] - logits[1]).abs().max()
-    rounding = 1e-5 if model.dtype == torch.float32 else 3e-2  # relative
-    if difference > rounding * logits.abs().max():
-        raise ValueError(
-            f"{type(model).__name__} sees the tokens that it would be scored by: a token's logits "
-            "depend on tokens after it"
-        )
-
-
-def context_limit(model: "PreTrainedModel") -> int | None:
-    """The most tokens that a model sees at once, by its config; None where that does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def check_context(model: "PreTrainedModel", context: int | None) -> int:
-    """The context given, or that of the model's config; a ValueError where it is none or out of
-    range.
-    """
-    limit = context_limit(model)
-    if context is None:
-        context = limit
-    if context is None:
-        raise ValueError("the model's config has no max_position_embeddings; name a context")
-    if limit is not None and not 2 <= context <= limit:
-        raise ValueError(f"context must be from 2 to the model's {limit}, got {context}")
-    if context < 2:
-        raise ValueError(f"context must be at least 2, got {context}")
-    return context
-
-
-def find_first_token(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> int | None:
-    """The token before a text: BOS, or one that ends a text where there is no BOS, or None."""
-    if tokenizer.bos_token_id is not None:
-        return tokenizer.bos_token_id
-    return next(iter(end_tokens(tokenizer, model)), None)
-
-
-def end_tokens(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> list[int]:
-    """The tokens that end a text: the tokenizer's, or those of the model's config, or none."""
-    given = tokenizer.eos_token_id
-    if given is None:
-        given = getattr(model.generation_config, "eos_token_id", None)
-    ends = given if isinstance(given, list) else [given]
-    return [token for token in ends if isinstance(token, int)]
 
 
 def exp_or_inf(x: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..connection import find_connections, format_spec
-from ..evaluate.windows import check_causal
+from ..evaluate.language_models import check_causal
 from .ablation import (
     PruningCurve,
     SublayerAblation,

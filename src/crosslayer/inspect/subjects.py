@@ -7,7 +7,7 @@ from typing import Any
 
 from ..data.readers import Document, list_text_files
 from ..data.sources import TextSource, read_documents
-from ..evaluate.windows import check_context, context_limit
+from ..evaluate.language_models import check_context, context_limit
 from ..hf.attach import find_backbone
 from ..run_folders import step_of_name
 from .image_batches import ImageBatches, join_batches, make_image_batches

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..connection import find_connections
 from ..convert.pretrained import open_model
-from ..evaluate.windows import check_causal, context_limit
+from ..evaluate.language_models import check_causal, context_limit
 from ..files import expand_place
 from ..hf import connect, disconnect
 from ..spec import is_same_connection, make

@@ -168,8 +168,8 @@ class Trainer:
             callbacks: called in this order at the start and after every step.
 
         Raises:
-            Diverged: as in `step` and `evaluate`.
-            Stopped: Ctrl-C or SIGTERM, or the death of torchrun's agent.
+            RunDiverged: as in `step` and `evaluate`.
+            RunStopped: Ctrl-C or SIGTERM, or the death of torchrun's agent.
         """
         reset_peak_memory()
         callbacks = list(callbacks)
@@ -218,8 +218,8 @@ class Trainer:
         """Take one step on the next batch.
 
         Raises:
-            Diverged: the loss or its gradient is non-finite, or the loss spiked; and `unstable` is
-                "stop", or most of the recent steps were skipped.
+            RunDiverged: the loss or its gradient is non-finite, or the loss spiked; and `unstable`
+                is "stop", or most of the recent steps were skipped.
         """
         optimization = self.settings.optimization
         engine = self.settings.engine
@@ -251,17 +251,9 @@ class Trainer:
         for optimizer in self._fabric_optimizers:
             optimizer.zero_grad()
 
-        # What the step took. The first three warm up caches; the median is that of the last 200.
-        # A resumed run has the speed of its checkpoint until then.
-        self._durations.append(time.perf_counter() - start)
-        del self._durations[3:-200]
-        seconds = statistics.median(self._durations[3:] or self._durations)
-        units = self.task.count_units(self.last_batch) * self.fabric.world_size * engine.accumulate
-        if len(self._durations) > 3 or not self.state.tokens_per_second:
-            self.state.tokens_per_second = units / seconds
+        seconds = self._record_duration(time.perf_counter() - start)
         self.state.step = step
         self.state.train_loss = loss
-        self.state.seconds += self._durations[-1]
         return StepResult(
             step=step,
             loss=loss,
@@ -275,11 +267,27 @@ class Trainer:
             epoch=self.examples.passes(step, self.settings.data.batch),
         )
 
+    def _record_duration(self, duration: float) -> float:
+        """Record how long a step took; the median of the last 200.
+
+        The first three steps of a process, which warm up caches, count only as long as there are no
+        others. A resumed run has the speed of its checkpoint until then.
+        """
+        self._durations.append(duration)
+        del self._durations[3:-200]
+        seconds = statistics.median(self._durations[3:] or self._durations)
+        if len(self._durations) > 3 or not self.state.tokens_per_second:
+            micro_batches = self.fabric.world_size * self.settings.engine.accumulate
+            units = self.task.count_units(self.last_batch) * micro_batches
+            self.state.tokens_per_second = units / seconds
+        self.state.seconds += duration
+        return seconds
+
     def _skip_or_raise(self, step: int, loss: float, grad_norm: float) -> None:
         """Skip the batch of an unstable step.
 
         Raises:
-            Diverged: `unstable` is "stop", or most of the recent steps were skipped.
+            RunDiverged: `unstable` is "stop", or most of the recent steps were skipped.
         """
         problem = f"the loss is {loss:.4g}"
         if math.isfinite(loss) and not math.isfinite(grad_norm):
@@ -300,7 +308,7 @@ class Trainer:
         With `ema` they are those of the averaged weights.
 
         Raises:
-            Diverged: the loss of a validation set is non-finite.
+            RunDiverged: the loss of a validation set is non-finite.
         """
         # as many at once as a training step has in memory
         batch = -(-self.settings.data.batch // self.settings.engine.accumulate)
