@@ -110,6 +110,16 @@ class _RecomputedRead:
         # The sub-layer's inputs, while the backward of the sub-layer runs.
         self.recomputed_inputs: tuple[Tensor, ...] = ()
 
+    @staticmethod
+    def check_supported(connection: Connection) -> None:
+        """Raise a ValueError for a method whose states cannot be recovered so."""
+        raise NotImplementedError
+
+    @staticmethod
+    def saves_state_of(connection: Connection, kept: Collection[int]) -> bool:
+        """Whether a site's state is saved. kept: the layers before which one may be."""
+        raise NotImplementedError
+
     def tensors_to_keep(self, traced: TracedState) -> Any:
         """The tree of tensors to save where the state is not saved."""
         raise NotImplementedError
@@ -171,6 +181,19 @@ class _ReplayFromCheckpoint(_RecomputedRead):
         if self.keeps_state:
             self.previous = None  # nothing replays from further back, so free what is there
 
+    @staticmethod
+    def check_supported(connection: Connection) -> None:
+        if connection.norms_its_stream:
+            raise ValueError(
+                f'recompute="streams" is not supported by {_name_of(connection)}, whose stream is '
+                "normed by the layers' norms; recompute whole layers (--recompute layers, or "
+                "torch.utils.checkpoint)"
+            )
+
+    @staticmethod
+    def saves_state_of(connection: Connection, kept: Collection[int]) -> bool:
+        return connection.site.opens_layer and connection.site.layer in kept
+
     def tensors_to_keep(self, traced: TracedState) -> Any:
         return traced.y
 
@@ -204,6 +227,17 @@ class _InvertFromNext(_RecomputedRead):
         if isinstance(self.previous, _InvertFromNext):
             self.previous.next_read = weakref.ref(self)
 
+    @staticmethod
+    def check_supported(connection: Connection) -> None:
+        if not hasattr(connection, "invert"):
+            raise ValueError(
+                f'recompute="inversion" is not supported by {_name_of(connection)}; use "streams"'
+            )
+
+    @staticmethod
+    def saves_state_of(connection: Connection, kept: Collection[int]) -> bool:
+        return connection.is_readout
+
     def tensors_to_keep(self, traced: TracedState) -> Any:
         return traced.y, self.connection.inversion_context(traced.state)
 
@@ -227,6 +261,10 @@ class _InvertFromNext(_RecomputedRead):
         y, context = self.kept_tensors.unpack_tree()
         y = None if y is None else self.connection.to_stream_dtype(y)
         return self.connection.invert(next_state, y, context)
+
+
+def _name_of(connection: Connection) -> str:
+    return connection.name or type(connection).__name__
 
 
 class RecomputedConnection:
@@ -294,22 +332,11 @@ def enable_recompute(
         ValueError: the method does not support `recompute`.
     """
     recomputed_read = check_choice("recompute", recompute, RECOMPUTE_MODES)
-    inverts = recomputed_read is _InvertFromNext
-    name = sites[0].name or type(sites[0]).__name__
-    if inverts and not hasattr(sites[0], "invert"):
-        raise ValueError(f'recompute="inversion" is not supported by {name}; use "streams"')
-    if not inverts and sites[0].norms_its_stream:
-        raise ValueError(
-            f'recompute="streams" is not supported by {name}, whose stream is normed by the '
-            "layers' norms; recompute whole layers (--recompute layers, or torch.utils.checkpoint)"
-        )
+    recomputed_read.check_supported(sites[0])
     if kept is None:
         kept = checkpoint_layers_log2(sites[-1].site.layer)
     for connection in sites:
-        if inverts:
-            keeps_state = connection.is_readout
-        else:
-            keeps_state = connection.site.opens_layer and connection.site.layer in kept
+        keeps_state = recomputed_read.saves_state_of(connection, kept)
         swap_class(connection, RecomputedConnection)
         vars(connection).update(recomputed_read=recomputed_read, keeps_state=keeps_state)
 
