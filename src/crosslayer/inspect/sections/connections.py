@@ -140,7 +140,7 @@ def _way_of(label: str, ways: list[str]) -> str:
     return "r" if "r" in ways else "inputs"
 
 
-def _wiring_panels(models: InspectedModels) -> FigurePanels:
+def _stream_weight_panels(models: InspectedModels) -> FigurePanels:
     """What each stream takes of the write before, and what the read carries between streams."""
     panels: FigurePanels = []
     for m in models:
@@ -231,10 +231,10 @@ SECTIONS = [
         _deviation_panels,
     ),
     Section(
-        "wiring",
+        "stream_weights",
         "What streams take of each output and of each other",
         "B and A_r of hyper-connections, β of multi-gate residuals. Mean over tokens.",
         ("mixing", "scales"),
-        _wiring_panels,
+        _stream_weight_panels,
     ),
 ]
