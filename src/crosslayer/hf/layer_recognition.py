@@ -210,11 +210,8 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
         is_required = name in of_module and of_module[name].default is inspect.Parameter.empty
         if value is None and is_required and name.startswith("encoder_"):
             raise ValueError(_TWO_INPUTS)
-        if isinstance(value, LayerArgument) and value.name in (
-            *of_layer,
-            REST_OF_ARGUMENTS,
-            SAME_INPUT,
-        ):
+        known = (*of_layer, REST_OF_ARGUMENTS, SAME_INPUT)
+        if isinstance(value, LayerArgument) and value.name in known:
             if name.endswith("]"):  # of *args
                 raise ValueError(
                     f"its {call.path} takes {value!r} through *args, where it has no name; wrap "
