@@ -116,6 +116,26 @@ def test_the_language_model_of_a_larger_model(tmp_path):
     assert torch.equal(loaded(ids()).logits, model(ids()).logits)
 
 
+def test_a_model_around_a_connected_one_changes_no_weights():
+    """transformers initialises every module within a new model that is not initialised yet."""
+    model = crosslayer.connect(llama(), "mudd", reallocate=True)
+    perturb_weights(model, 0.05)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+
+    class Around(transformers.PreTrainedModel):
+        _supports_sdpa = True
+
+        def __init__(self, config, inner):
+            super().__init__(config)
+            self.inner = inner
+            self.post_init()
+
+    Around(llama().config, model)
+    model.init_weights()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
 def test_surplus_arguments_of_a_layer_are_an_error():
     layer = crosslayer.connect(llama(), "mudd").model.layers[0]
     surplus = [None] * len(layer.argument_names)

@@ -10,7 +10,7 @@ from ..class_swap import swap_class
 from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
 from ..spec import ConnectionSpec
 from .arguments import argument_names
-from .connected_model import ConnectedModel
+from .connected_model import ConnectedModel, mark_as_initialised
 from .families import FAMILIES, LayerWiring, ModelWiring
 from .host_norms import FinalNormReference, NormReference, copy_norm
 from .layers import ConnectedLayer, make_readout
@@ -232,11 +232,12 @@ def _readout_norms(backbone: nn.Module, last_layer: nn.Module, wiring: ModelWiri
 def _make_on_device(
     spec: ConnectionSpec, site: Site, dim: int, norm: NormFactory, like: nn.Module
 ) -> Connection[Any]:
-    """A connection on the device of `like`.
+    """A connection on the device of `like`, and as initialised as it.
 
     Its own parameters are float32, or float64 in a float64 model.
     """
     parameter = next(like.parameters())
     with torch.device(parameter.device):
         connection = spec(site, dim, norm)
+    mark_as_initialised(connection, like)
     return connection.double() if parameter.dtype == torch.float64 else connection

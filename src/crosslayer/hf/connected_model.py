@@ -134,6 +134,16 @@ def _is_loaded(parameter: Tensor) -> bool:
     return getattr(parameter, "_is_hf_initialized", False)
 
 
+def mark_as_initialised(new: nn.Module, host_module: nn.Module) -> None:
+    """Tell transformers that a new module has its initial values, where the host has them too.
+
+    A model that a connected model is put into initialises all modules that are not marked.
+    """
+    if getattr(host_module, "_is_hf_initialized", False):
+        for module in new.modules():
+            module._is_hf_initialized = True  # type: ignore[assignment]
+
+
 @torch.no_grad()
 def _reset_missing_parameters(connection: Connection[Any]) -> None:
     """Initialise the connection's parameters but those that transformers has loaded."""

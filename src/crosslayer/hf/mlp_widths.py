@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .connected_model import mark_as_initialised
 from .families import LayerWiring, ModelWiring, Sublayer
 
 FIRST_FACTOR = 0.5  # width of the first layer's MLP, in units of the config's
@@ -90,17 +91,18 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
         mlp = layer.get_submodule(sublayer.module)
         old_width, _ = _linear_shape(getattr(mlp, sublayer.output_projection))
         for name in (*sublayer.up_projections, sublayer.output_projection):
-            projection = getattr(mlp, name)
-            inputs, outputs = _linear_shape(projection)
+            old = getattr(mlp, name)
+            inputs, outputs = _linear_shape(old)
             if name == sublayer.output_projection:
                 inputs = width
             else:  # A projection to gate and value together has two outputs a hidden unit.
                 outputs = outputs // old_width * width
-            projection = _new_linear_like(projection, inputs, outputs)
+            projection = _new_linear_like(old, inputs, outputs)
             setattr(mlp, name, projection)
             if not projection.weight.is_meta:
                 with torch.no_grad():
                     backbone._init_weights(projection)
+                mark_as_initialised(projection, old)
 
 
 def _linear_shape(projection: Any) -> tuple[int, int]:
