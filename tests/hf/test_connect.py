@@ -94,10 +94,8 @@ def test_models_that_share_a_config_get_their_own(tmp_path):
     crosslayer.connect(type(llama())(config), "mudd")
 
 
-def test_the_language_model_of_a_larger_model(tmp_path):
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
-
-    vision = SiglipVisionConfig(
+def vision_language_config() -> transformers.Gemma3Config:
+    vision = transformers.SiglipVisionConfig(
         hidden_size=8,
         intermediate_size=8,
         num_hidden_layers=1,
@@ -106,8 +104,23 @@ def test_the_language_model_of_a_larger_model(tmp_path):
         patch_size=4,
     )
     text_config = build("gemma3").config.to_dict()
-    config = Gemma3Config(text_config=text_config, vision_config=vision.to_dict())
-    model = Gemma3ForConditionalGeneration(config).eval()
+    return transformers.Gemma3Config(text_config=text_config, vision_config=vision.to_dict())
+
+
+def test_models_of_several_parts_that_share_a_config_get_their_own():
+    config = vision_language_config()
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    crosslayer.connect(model, "mudd")
+    assert model.config.text_config is model.model.language_model.config
+    assert model.config.text_config.crosslayer == "mudd"
+    for part in (config, config.text_config, config.vision_config):
+        assert not hasattr(part, "crosslayer")
+    again = transformers.Gemma3ForConditionalGeneration(config)
+    assert not any(isinstance(module, Connection) for module in again.modules())
+
+
+def test_the_language_model_of_a_larger_model(tmp_path):
+    model = transformers.Gemma3ForConditionalGeneration(vision_language_config()).eval()
     expected = model(ids()).logits
     crosslayer.connect(model.model.language_model, "mudd")
     assert torch.equal(model(ids()).logits, expected)

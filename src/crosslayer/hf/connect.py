@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..connection import PRENORM_FUNCTIONS, Connection, find_connections
 from ..spec import ConnectionSpec, make
@@ -39,8 +39,9 @@ def connect(
     The model keeps its classes, module paths and state-dict keys. The connection's parameters are
     added under each layer (`…layers.3.connections.0.W1`) and under the final norm, in float32.
     `model.config.crosslayer` names the connection, so `save_pretrained` and `from_pretrained` keep
-    working. Most connections are equivalent to pre-norm at initialisation and leave the model's
-    outputs unchanged. For the others a warning says that a pretrained model has changed.
+    working. A model with a head gets a config of its own for this; one without keeps its config.
+    Most connections are equivalent to pre-norm at initialisation and leave the model's outputs
+    unchanged. For the others a warning says that a pretrained model has changed.
 
     Args:
         model: a model whose layers `connect` recognises (docs/families.md), or that has a row in
@@ -103,7 +104,7 @@ def _connect_backbone(
     """Change a model whose connection has been checked. What changes weights comes last."""
     if is_diffusers_model(model):
         register_with_diffusers()
-    elif model is not backbone and _has_config_of(model, backbone):
+    elif model is not backbone and (_has_config_of(model, backbone) or _has_head(model)):
         _unshare_config(model)
     attach_connections(backbone, wiring, spec, mlp_widths)
     set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
@@ -163,6 +164,13 @@ def _has_config_of(model: Any, backbone: Any) -> bool:
     return config is not None and config is getattr(backbone, "config", None)
 
 
+def _has_head(model: Any) -> bool:
+    """Whether a model of transformers is a whole one. One without a head may be a part of a larger
+    model, whose config contains the part's.
+    """
+    return isinstance(model, PreTrainedModel) and model.base_model is not model
+
+
 @torch.no_grad()
 def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
     """Multiply the weights of each sub-layer's output projection by its `output_scale`, in place.
@@ -218,9 +226,10 @@ def looks_pretrained(backbone: Any, wiring: ModelWiring) -> bool:
 
 
 def _unshare_config(model: Any) -> None:
-    """Give a model a separate config, because the config names this model's connection."""
-    shared_config = model.config
-    config = copy.deepcopy(shared_config)
+    """Give a model and its parts separate configs, because they name this model's connection."""
+    copies: dict[int, Any] = {}  # by the id of the config, or of what it contains
+    copy.deepcopy(model.config, copies)
     for module in model.modules():
-        if vars(module).get("config") is shared_config:
-            module.config = config
+        shared_config = vars(module).get("config")
+        if id(shared_config) in copies:
+            module.config = copies[id(shared_config)]
