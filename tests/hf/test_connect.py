@@ -229,6 +229,13 @@ def test_a_host_checkpoint_loads(family, spec):
         assert torch.equal(output(model, family), output(plain, family))
 
 
+def test_an_assigned_host_checkpoint_shares_no_memory():
+    model = connected("llama", "mudd")
+    model.load_state_dict(trained("llama").state_dict(), strict=False, assign=True)
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    assert len(set(pointers)) == len(pointers)
+
+
 def test_a_partial_checkpoint_changes_nothing_else():
     model = connected("llama", "mudd")
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -99,7 +99,8 @@ class ConnectedModel:
             for key in norm.state_dict():  # type: ignore[attr-defined]
                 host_key = f"{prefix}{names[norm.origin[0]]}.{key}"
                 if host_key in state_dict:
-                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key])
+                    # A clone, because `assign=True` makes parameters of the tensors themselves.
+                    state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key].clone())
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def _deepstack_process(self, hidden: Any, *args: Any) -> Any:
