@@ -11,9 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    BartConfig,
+    BartForConditionalGeneration,
     DeepseekV3Config,
     LlamaConfig,
     LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import crosslayer
@@ -173,6 +177,62 @@ def test_memory_that_is_initialised_later(spec):
         if ".connection" in key and not key.endswith("W1"):
             assert torch.equal(value, fresh[key]), key
         assert not (value == 7).any(), key
+
+
+def part_without_a_saved_config():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes))
+    crosslayer.connect(model.encoder, "mudd")
+    return model
+
+
+def part_with_the_config_of_another():
+    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=97, **sizes, **layers, **heads))
+    crosslayer.connect(model.model.encoder, "postnorm")
+    return model
+
+
+def plain_model_with_the_config_of_another():
+    model = llama().model
+    crosslayer.connect(LlamaModel(model.config), "mudd")
+    return model
+
+
+def model_without_its_last_layer():
+    model = connected("llama", "mudd")
+    del model.model.layers[-1]
+    model.config.num_hidden_layers = 2
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        (
+            part_without_a_saved_config,
+            "no config that is saved .* connection of encoder, 'mudd'; s",
+        ),
+        (part_with_the_config_of_another, "model.decoder is not connected, .* save its state_dict"),
+        (plain_model_with_the_config_of_another, "LlamaModel is not connected, .*copy.deepcopy"),
+        (model_without_its_last_layer, "model has 2 of the 3 layers .* remove layers before"),
+    ],
+)
+def test_what_a_folder_cannot_express_is_not_saved(make_model, message, tmp_path):
+    model = make_model()
+    with pytest.raises(ValueError, match=f"cannot save the model: {message}"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shorter_model_is_saved_where_the_readout_does_not_depend_on_it(tmp_path):
+    model = connected("llama", "hyper")
+    del model.model.layers[-1]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(tmp_path)
+    assert torch.equal(crosslayer.from_pretrained(tmp_path)(ids()).logits, model(ids()).logits)
 
 
 def test_options_survive_saving(tmp_path):

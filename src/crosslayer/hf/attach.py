@@ -40,7 +40,7 @@ def attach_connections(
 
     # Build all connections first. Whatever can fail does so before the model changes.
     check_not_dispatched(backbone, *layers, *([] if final is None else [final]))
-    *sites, readout_site = plan_layers([_ports_of_sites(layer) for layer in wiring.of_layers])
+    *sites, readout_site = plan_layers([ports_of_sites(layer) for layer in wiring.of_layers])
     connections_of_layer: list[list[Connection[Any]]] = [[] for _ in layers]
     for site in sites:
         layer = layers[site.layer]
@@ -180,7 +180,8 @@ def is_diffusers_model(model: Any) -> bool:
     return hasattr(model, "register_to_config")
 
 
-def _ports_of_sites(layer: LayerWiring) -> list[tuple[str, ...]]:
+def ports_of_sites(layer: LayerWiring) -> list[tuple[str, ...]]:
+    """The ports of each of a layer's sites, as `plan_layers` takes them."""
     return [tuple(sublayer.port for sublayer in site) for site in layer.sites]
 
 

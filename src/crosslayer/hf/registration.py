@@ -10,7 +10,7 @@ by name, like `LlamaForCausalLM.from_pretrained`, and diffusers' classes still l
 weights there, and report the others as unexpected.
 
 Importing `crosslayer.hf` calls `register_with_transformers`. It registers the saved model types
-with `AutoConfig`, and patches four methods for which transformers has no registration. diffusers
+with `AutoConfig`, and patches five methods for which transformers has no registration. diffusers
 gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model.
 """
 
@@ -31,6 +31,7 @@ from .adapters import refuse_to_drop_connections, register_with_imported_peft
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 from .qkv import plain_fused_projections
+from .saving import refuse_what_cannot_be_loaded
 from .sharding import keep_parameters_apart
 
 MODEL_TYPE_PREFIX = "crosslayer-"
@@ -76,6 +77,8 @@ def register_with_transformers() -> None:
     PreTrainedModel.post_init = _connect_before_post_init(PreTrainedModel.post_init)
     # transformers has no hook for what a config writes: the model type is that of its class.
     PreTrainedConfig.to_json_file = _mark_after_writing(PreTrainedConfig.to_json_file)
+    # transformers has no hook before it writes a folder.
+    PreTrainedModel.save_pretrained = refuse_what_cannot_be_loaded(PreTrainedModel.save_pretrained)
     # The adapters of transformers' own `add_adapter` are saved by this method.
     PreTrainedModel.get_adapter_state_dict = refuse_to_drop_connections(
         PreTrainedModel.get_adapter_state_dict
