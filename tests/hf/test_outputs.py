@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import crosslayer
+from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import (
     KINDS,
     LANGUAGE,
@@ -78,6 +79,24 @@ def test_a_host_that_computes_with_recorded_hidden_states_is_told_so():
         assert torch.equal(model(ids()).last_hidden_state, plain(ids()).last_hidden_state)
         with pytest.raises(ValueError, match=f"{type(plain).__name__} computes with what it"):
             model(ids(), output_hidden_states=True)
+
+
+@pytest.mark.parametrize(("is_pre_norm", "spec"), [(True, "prenorm"), (False, "postnorm")])
+def test_a_model_that_records_the_layers_of_a_connected_part(is_pre_norm, spec):
+    config = transformers.Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        conv_dim=(8,), conv_stride=(2,), conv_kernel=(3,), num_feat_extract_layers=1,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, vocab_size=30,
+        do_stable_layer_norm=is_pre_norm, layerdrop=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = perturb_weights(transformers.Wav2Vec2Model(config).eval(), 0.05)
+    waves = torch.randn(2, 50)
+    expected = model(waves, output_hidden_states=True).hidden_states
+    crosslayer.connect(model.encoder, spec)
+    hidden_states = model(waves, output_hidden_states=True).hidden_states
+    assert len(hidden_states) == len(expected) == 4
+    assert all(map(torch.equal, hidden_states, expected))
 
 
 def test_a_host_that_returns_no_hidden_states_is_told_so():

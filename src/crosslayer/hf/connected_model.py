@@ -12,7 +12,13 @@ from ..recompute import map_pending_write
 from .adapters import register_with_imported_peft
 from .arguments import join_arguments
 from .families import ModelWiring
-from .hidden_states import HiddenState, HiddenStateRecorder, StreamUseError, replace_recorded
+from .hidden_states import (
+    HiddenState,
+    HiddenStateRecorder,
+    StreamUseError,
+    replace_captured,
+    replace_recorded,
+)
 from .host_norms import OwnedNorm
 from .layers import ReadoutNorm, make_readout
 
@@ -68,8 +74,10 @@ class ConnectedModel:
                 f"output_hidden_states: {type(self).__name__} returns none, and what the model "
                 "around it records are parts of a connection's state"
             )
-        if out.hidden_states is not None:  # Llama takes a None as False, whatever its config says.
-            out.hidden_states = replace_recorded(self, out, recorder)
+        if out.hidden_states is not None:
+            out.hidden_states = replace_recorded(self, out.hidden_states, out, recorder)
+        else:  # Llama takes a None as False, whatever its config says.
+            replace_captured(self, out, recorder)
         return out if return_dict else out.to_tuple()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -4,12 +4,15 @@ A `HiddenState` holds a connection's state where the host has its stream. transf
 its layers get or return, so a connected backbone puts what it reads from the states in that place.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers.utils.output_capturing import _active_collector
 
 if TYPE_CHECKING:
     from .layers import ConnectedLayer
@@ -118,21 +121,23 @@ def read_hidden_state(layer: "ConnectedLayer", state: Any, dtype: torch.dtype) -
     return connection.norms[0](x) if layer.wiring.last_norm else x
 
 
-def replace_recorded(backbone: Any, outputs: Any, recorder: HiddenStateRecorder) -> tuple[Any, ...]:
+def replace_recorded(
+    backbone: Any, recorded: Sequence[Any], outputs: Any, recorder: HiddenStateRecorder
+) -> tuple[Any, ...]:
     """The hidden states of a forward pass in place of those that transformers has recorded.
 
     Args:
         backbone: the connected model.
-        outputs: what its host's forward returned.
+        recorded: what transformers has recorded in place of the hidden states.
+        outputs: what the backbone's host's forward returned.
         recorder: what the layers recorded during this forward.
 
     Raises:
         ValueError: the host has recorded parts of states, and its layers got no recorder.
     """
-    recorded = outputs.hidden_states
     # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
     if recorder.layers > 0 and not isinstance(recorded[0], HiddenState):
-        return _take_from_recorder(backbone, outputs, recorder)
+        return _take_from_recorder(backbone, recorded, outputs, recorder)
     if len(recorded) > 2 and not any(isinstance(hidden, HiddenState) for hidden in recorded):
         raise ValueError(
             "output_hidden_states: this version of transformers passes no further arguments from "
@@ -142,7 +147,26 @@ def replace_recorded(backbone: Any, outputs: Any, recorder: HiddenStateRecorder)
     return _read_from_states(backbone, recorded)
 
 
-def _read_from_states(backbone: Any, recorded: tuple[Any, ...]) -> tuple[Any, ...]:
+def replace_captured(backbone: Any, outputs: Any, recorder: HiddenStateRecorder) -> None:
+    """Replace what the model around a connected part records of the part's layers, in place.
+
+    The audio models' encoders leave it to the model around them, which has hooks on the layers.
+
+    Args:
+        backbone: the connected part.
+        outputs: what its host's forward returned, without hidden states.
+        recorder: what the layers recorded during this forward.
+    """
+    captured = (_active_collector.get() or {}).get("hidden_states")
+    if not captured:
+        return
+    # The list may be of another part's layers. It has a None for each state that is not selected.
+    last = tree_leaves(getattr(recorder, "last", None))
+    if recorder.layers == 0 or captured[-1] is None or captured[-1] is last[0]:
+        captured[:] = replace_recorded(backbone, captured, outputs, recorder)
+
+
+def _read_from_states(backbone: Any, recorded: Sequence[Any]) -> tuple[Any, ...]:
     """The hidden states, where the host has recorded whole states before and after its layers."""
     layers = backbone.wiring.find_layers(backbone)
     readers: list[Any] = [partial(_read_before, layer) for layer in layers]
@@ -163,15 +187,15 @@ def _read_before(layer: "ConnectedLayer", hidden: HiddenState) -> Tensor:
 
 
 def _take_from_recorder(
-    backbone: Any, outputs: Any, recorder: HiddenStateRecorder
+    backbone: Any, recorded: Sequence[Any], outputs: Any, recorder: HiddenStateRecorder
 ) -> tuple[Any, ...]:
     """The hidden states, where the host has recorded its layers' first outputs, which are parts of
     states.
     """
-    hidden_states = list(outputs.hidden_states)
+    hidden_states = list(recorded)
     # Some hosts record the embedding before the first layer's output.
     first = len(hidden_states) - recorder.layers
-    for i, hidden in enumerate(outputs.hidden_states):
+    for i, hidden in enumerate(recorded):
         if i < first or hidden is None or hidden is outputs.last_hidden_state:
             continue
         if i - first < len(recorder.hidden_states):
