@@ -14,6 +14,8 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DeepseekV3Config,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
     LlamaConfig,
     LlamaModel,
     T5Config,
@@ -271,6 +273,16 @@ def test_configs_whose_sizes_are_not_those_of_every_layer(tmp_path):
     single.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="intermediate_size must be from 1 to"):
         read_config(tmp_path)
+
+
+def test_a_class_that_no_auto_class_has(tmp_path):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}
+    model = crosslayer.connect(GPT2DoubleHeadsModel(GPT2Config(**sizes)).eval(), "mudd")
+    perturb_weights(model, 0.05).save_pretrained(tmp_path)
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert isinstance(loaded, GPT2DoubleHeadsModel)
+    candidates = ids()[None]
+    torch.testing.assert_close(loaded(candidates).mc_logits, model(candidates).mc_logits)
 
 
 @pytest.mark.parametrize("max_shard_size", ["20KB", "1GB"])

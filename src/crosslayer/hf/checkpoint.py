@@ -1,17 +1,18 @@
 """Checkpoint folders: a config.json, and weights of exactly the model that it describes.
 
 Nothing in a folder decides what code runs. Weights are safetensors. The model's class is one of
-those that transformers' auto classes have for the config's model type, or a diffusers model of a
-known family. `auto_map`, which names code of the folder's own, is not followed.
+those that transformers has for the config's model type, or a diffusers model of a known family.
+`auto_map`, which names code of the folder's own, is not followed.
 """
 
 import importlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -213,11 +214,13 @@ def _saved_class(config_dict: dict[str, Any], folder: Path) -> Any:
     else:
         architectures = config_dict.get("architectures")
         name = architectures[0] if isinstance(architectures, list) and architectures else None
-        classes = _auto_classes(_config_class(config_dict, folder))
+        config_class = _config_class(config_dict, folder)
+        classes = {**_auto_classes(config_class), **_family_classes(config_class)}
     if not isinstance(name, str) or name not in classes:
         raise ValueError(
             f"{folder}: unknown class {name!r}{did_you_mean(name, classes)} in its config.json; "
-            f"known for this type of model: {', '.join(classes)}"
+            f"known for this type of model: {', '.join(classes)}; a class of your own loads the "
+            "folder with its own from_pretrained"
         )
     return classes[name]
 
@@ -244,6 +247,24 @@ def _auto_classes(config_class: Any) -> dict[str, Any]:
             found = mapping[config_class]
             for cls in found if isinstance(found, tuple | list) else [found]:
                 classes[cls.__name__] = cls
+    return classes
+
+
+def _family_classes(config_class: Any) -> dict[str, Any]:
+    """The models of a config in transformers' file of their family, by the names of their classes.
+
+    No auto class has some of them, like CLIPVisionModelWithProjection.
+    """
+    path = config_class.__module__.replace(".configuration_", ".modeling_")
+    if not path.startswith("transformers.models.") or find_spec(path) is None:
+        return {}
+    classes = {}
+    for cls in vars(importlib.import_module(path)).values():
+        is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+        if not is_model or cls.config_class is not config_class:
+            continue
+        if cls.forward is not PreTrainedModel.forward:  # not the base class of the family's models
+            classes[cls.__name__] = cls
     return classes
 
 
