@@ -129,6 +129,16 @@ def test_the_language_model_of_a_larger_model(tmp_path):
     assert torch.equal(loaded(ids()).logits, model(ids()).logits)
 
 
+def test_a_model_with_a_connected_part_names_it():
+    model = transformers.Gemma3ForConditionalGeneration(vision_language_config())
+    crosslayer.connect(model.model.vision_tower, "mudd")
+    with pytest.raises(
+        ValueError, match=r"the model's model.vision_tower.* is already .* pass the"
+    ):
+        crosslayer.connect(model, "hyper")
+    crosslayer.connect(model.model.language_model, "hyper")
+
+
 def test_a_model_around_a_connected_one_changes_no_weights():
     """transformers initialises every module within a new model that is not initialised yet."""
     model = crosslayer.connect(llama(), "mudd", reallocate=True)

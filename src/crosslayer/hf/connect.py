@@ -69,10 +69,7 @@ def connect(
     spec = make(spec)
     backbone, wiring = find_backbone(model)
     if is_connected(backbone):
-        raise ValueError(
-            f"the model is already connected, with {backbone.connection_spec!r}; call "
-            "crosslayer.disconnect first"
-        )
+        raise ValueError(_already_connected(model, backbone))
     if verify:
         verify_wiring(backbone, wiring)
     if spec.method.norms_its_stream and not wiring.norms_inputs:
@@ -92,6 +89,18 @@ def connect(
     with _restored_on_error(model):
         _connect_backbone(model, backbone, wiring, spec, mlp_widths)
     return model
+
+
+def _already_connected(model: Any, backbone: Any) -> str:
+    """What is wrong with connecting a model that has a connected backbone."""
+    spec = repr(backbone.connection_spec)
+    if backbone in (model, getattr(model, "base_model", model)):
+        return f"the model is already connected, with {spec}; call crosslayer.disconnect first"
+    path = next(path for path, module in model.named_modules() if module is backbone)
+    return (
+        f"the model's {path} is already connected, with {spec}; pass the part that you want to "
+        "connect, or call crosslayer.disconnect first"
+    )
 
 
 def _connect_backbone(
