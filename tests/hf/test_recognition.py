@@ -209,6 +209,15 @@ def test_one_of_several_stacks_is_connected_by_its_path():
     assert torch.equal(read_logits(model, ids()), expected)
 
 
+def test_several_stacks_in_one_module_are_refused():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    layers = {"l_layers": 2, "x_layers": 2, "r_layers": 2}
+    model = transformers.LxmertModel(transformers.LxmertConfig(vocab_size=97, **sizes, **layers))
+    for part in (model, model.encoder):
+        with pytest.raises(ValueError, match="several stacks of LxmertLayer in one module"):
+            crosslayer.connect(part, "postnorm")
+
+
 @pytest.mark.skipif("hrm_text" not in LANGUAGE.classes, reason="not in this transformers")
 def test_a_stack_without_a_config_takes_that_of_its_layers():
     model, expected = build_model("hrm_text", ids())

@@ -50,9 +50,13 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
         _check_list_of_layers(owner, path)
         raise
     if len(alike) > 1:
+        kind = type(layers[0]).__name__
+        separate = [place for place in alike if alike.count(place) == 1]
+        if not separate:
+            raise ValueError(f"it has several stacks of {kind} in one module; each needs its own")
         raise ValueError(
-            f"it has several stacks of {type(layers[0]).__name__}, {', '.join(alike)}; connect "
-            f"those you choose, like connect(model.base_model.{alike[0]}, spec)"
+            f"it has several stacks of {kind}, {', '.join(separate)}; connect those you choose, "
+            f"like connect(model.base_model.{separate[0]}, spec)"
         )
     last_norms = {bool(wiring.last_norm) for wiring in of_layers}
     if len(last_norms) == 2:
