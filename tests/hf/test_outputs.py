@@ -99,6 +99,19 @@ def test_a_model_that_records_the_layers_of_a_connected_part(is_pre_norm, spec):
     assert all(map(torch.equal, hidden_states, expected))
 
 
+def test_a_head_that_asks_for_hidden_states_which_no_layer_can_report_is_told_so():
+    config = transformers.DPTConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48,
+        image_size=16, patch_size=8, backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8,
+    )  # fmt: skip
+    model = crosslayer.connect(transformers.DPTForDepthEstimation(config).eval(), "prenorm")
+    images = torch.randn(1, 3, 16, 16)
+    assert model.base_model(images).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match=r"which you or the model's head asks for: .* from DPTMod"):
+        model(images)
+
+
 def test_a_host_that_returns_no_hidden_states_is_told_so():
     class Bare(transformers.LlamaModel):
         def forward(self, input_ids, **kwargs):

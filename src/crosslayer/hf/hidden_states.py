@@ -140,9 +140,10 @@ def replace_recorded(
         return _take_from_recorder(backbone, recorded, outputs, recorder)
     if len(recorded) > 2 and not any(isinstance(hidden, HiddenState) for hidden in recorded):
         raise ValueError(
-            "output_hidden_states: this version of transformers passes no further arguments from "
-            f"{type(backbone).__name__} to its layers, so they cannot report hidden states; a "
-            "later version may"
+            "output_hidden_states, which you or the model's head asks for: this version of "
+            f"transformers passes no further arguments from {type(backbone).__name__} to its "
+            "layers, so they cannot report hidden states; disconnect the model, or try a later "
+            "version"
         )
     return _read_from_states(backbone, recorded)
 
