@@ -215,7 +215,7 @@ def model_without_its_last_layer():
     [
         (
             part_without_a_saved_config,
-            "no config that is saved .* connection of encoder, 'mudd'; s",
+            "no config that is saved .* connection of encoder, 'mudd'; connect the ",
         ),
         (part_with_the_config_of_another, "model.decoder is not connected, .* save its state_dict"),
         (plain_model_with_the_config_of_another, "LlamaModel is not connected, .*copy.deepcopy"),

@@ -58,7 +58,8 @@ def _check_configs(model: Any) -> None:
         if part not in kept:
             raise ValueError(
                 "cannot save the model: no config that is saved with it names the connection of "
-                f"{path or type(part).__name__}, {part.connection_spec!r}; {remedy}"
+                f"{path or type(part).__name__}, {part.connection_spec!r}; connect the whole model "
+                f"where connect takes it; else {remedy}"
             )
 
 
