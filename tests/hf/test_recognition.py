@@ -203,7 +203,7 @@ def test_sub_layers_get_their_input_as_the_host_passes_it(family):
 
 def test_one_of_several_stacks_is_connected_by_its_path():
     model, expected = build_model("blt", ids())
-    with pytest.raises(ValueError, match=r"several stacks of BltTransformerLayer, local_encoder, "):
+    with pytest.raises(ValueError, match=r"several lists of BltTransformerLayer, local_encoder, "):
         crosslayer.connect(model, "mudd")
     crosslayer.connect(model.base_model.global_transformer, "mudd")
     assert torch.equal(read_logits(model, ids()), expected)
@@ -214,7 +214,7 @@ def test_several_stacks_in_one_module_are_refused():
     layers = {"l_layers": 2, "x_layers": 2, "r_layers": 2}
     model = transformers.LxmertModel(transformers.LxmertConfig(vocab_size=97, **sizes, **layers))
     for part in (model, model.encoder):
-        with pytest.raises(ValueError, match="several stacks of LxmertLayer in one module"):
+        with pytest.raises(ValueError, match="several lists of LxmertLayer in one module"):
             crosslayer.connect(part, "postnorm")
 
 

@@ -16,7 +16,7 @@ from .host_norms import FinalNormReference, NormReference, copy_norm
 from .layers import ConnectedLayer, make_readout
 from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
-from .recognition import NoStackError, recognise_model
+from .recognition import NoLayersError, recognise_model
 
 
 def attach_connections(
@@ -120,7 +120,7 @@ def find_backbone(model: Any) -> tuple[Any, ModelWiring]:
         return backbone, family.wire(backbone)
     try:
         return recognise_model(backbone)
-    except NoStackError as error:
+    except NoLayersError as error:
         raise ValueError(f"connect cannot connect {name!r}: {error}") from None
     except ValueError as error:
         raise ValueError(

@@ -19,7 +19,7 @@ _MODULE_ATTRIBUTES = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initial
 SHARED_LAYERS = "its layers share their weights, and connections need separate layers"
 
 
-class NoStackError(ValueError):
+class NoLayersError(ValueError):
     """A model has no layers that could be connected, whatever they compute."""
 
 
@@ -34,7 +34,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
         ValueError: there is no such list, or its layers have no stream. The message says why.
     """
     if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
-        raise NoStackError(
+        raise NoLayersError(
             "encoder-decoder models cannot be connected, as their layers have two inputs; an "
             "encoder alone can, such as T5EncoderModel"
         )
@@ -53,9 +53,9 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
         kind = type(layers[0]).__name__
         separate = [place for place in alike if alike.count(place) == 1]
         if not separate:
-            raise ValueError(f"it has several stacks of {kind} in one module; each needs its own")
+            raise ValueError(f"it has several lists of {kind} in one module; each needs its own")
         raise ValueError(
-            f"it has several stacks of {kind}, {', '.join(separate)}; connect those you choose, "
+            f"it has several lists of {kind}, {', '.join(separate)}; connect those you choose, "
             f"like connect(model.base_model.{separate[0]}, spec)"
         )
     last_norms = {bool(wiring.last_norm) for wiring in of_layers}
@@ -168,7 +168,7 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
             if in_sequential
             else "build it with crosslayer.Stack"
         )
-        raise NoStackError(f"it has no list of layers; {remedy}")
+        raise NoLayersError(f"it has no list of layers; {remedy}")
     count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(place.layers) == count]
     candidates = of_count or found
@@ -177,10 +177,10 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
     alike = [p for p in candidates if type(p.layers[0]) is type(chosen.layers[0])]
     names = {module: name for name, module in backbone.named_modules()}
     paths = [names[p.owner if p.model is searched else p.model] for p in alike]
-    # Two stacks that a model runs alternately, each with its norm, are connected separately.
-    stacks = [p for p in found if p.model is chosen.model and _norm_names(p.owner)]
-    is_stack = len(stacks) > 1 and _norm_names(chosen.owner)
-    if isinstance(chosen.model, PreTrainedModel) and not is_stack:
+    # Two lists that a model runs alternately, each with its norm, are connected separately.
+    lists = [p for p in found if p.model is chosen.model and _norm_names(p.owner)]
+    is_one_of_lists = len(lists) > 1 and _norm_names(chosen.owner)
+    if isinstance(chosen.model, PreTrainedModel) and not is_one_of_lists:
         return chosen.model, chosen.path, paths
     return chosen.owner, chosen.name, paths
 
