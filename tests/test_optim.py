@@ -47,6 +47,14 @@ def test_connections_are_treated_as_they_say(spec):
     assert {g["lr"] for i, g in group.items() if i not in own_ids} == {1e-3}
 
 
+def test_the_head_at_the_end_of_a_sequential_is_no_layer():
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+    model = nn.Sequential(
+        *(nn.Sequential(block) for block in blocks), nn.LayerNorm(8), nn.Linear(8, 50)
+    )
+    assert [id(p) for p in layer_matrices(model)] == [id(block[0].weight) for block in blocks]
+
+
 def test_parametrized_parameters_are_their_connections():
     model = tiny_gpt("hyper")
     connection = find_connections(model)[0]

@@ -80,16 +80,14 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     head is tied to them, and so are the connections' parameters and Mamba's `A_log`.
     """
     other_ids = _embedding_ids(model) | _connection_decays(model).keys()
-    matrices = []
-    for layers in model.modules():
-        if not _is_list_of_layers(layers):
-            continue
-        for module in layers.modules():
+    matrices: dict[int, nn.Parameter] = {}  # by id: lists of layers may be within others
+    for layers in map(_layers_in, model.modules()):
+        for module in (module for layer in layers for module in layer.modules()):
             for name, parameter in module.named_parameters(recurse=False):
                 is_map = parameter.dim() == 2 and name not in _LOGARITHMS
                 if is_map and id(parameter) not in other_ids:
-                    matrices.append(parameter)
-    return matrices
+                    matrices[id(parameter)] = parameter
+    return list(matrices.values())
 
 
 def _connection_decays(model: nn.Module) -> dict[int, bool]:
@@ -108,18 +106,20 @@ def _embedding_ids(model: nn.Module) -> set[int]:
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
-def _is_list_of_layers(module: nn.Module) -> bool:
-    """A list, or a dict with numbers as keys; an nn.Sequential with an embedding is a model.
+def _layers_in(module: nn.Module) -> list[nn.Module]:
+    """The layers of a list, or of a dict with numbers as keys; none of any other module.
 
-    Layers have modules. A list of linear maps alone may be of output heads.
+    Layers have modules. A list of only linear maps may be of output heads. An nn.Sequential may end
+    with a head, and one with an embedding is a model.
     """
+    children = list(module.children())
     if isinstance(module, nn.ModuleDict):
-        return has_numbered_layers(module)
-    if not any(True for child in module.children() for _ in child.children()):
-        return False
+        return children if has_numbered_layers(module) else []
+    layers = [child for child in children if any(True for _ in child.children())]
     if isinstance(module, nn.Sequential):
-        return not any(isinstance(child, nn.Embedding) for child in module)
-    return isinstance(module, nn.ModuleList)
+        is_model = any(isinstance(child, nn.Embedding) for child in children)
+        return [] if is_model else layers
+    return children if isinstance(module, nn.ModuleList) and layers else []
 
 
 def has_numbered_layers(modules: nn.ModuleDict) -> bool:
@@ -133,7 +133,9 @@ def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
     DenseFormer's Table 5 does so. The optimizer's groups must come from `param_groups`. Call it
     between the backward pass and clipping. It sets gradients and learning rates to zero, so FSDP,
     DDP and compilation see the same parameters in every step, and neither clipping nor the
-    optimizer's moments are affected. The schedule must set the learning rate again afterwards.
+    optimizer's moments are affected. The schedule must set the learning rate again afterwards, as
+    `LambdaLR` does. Those that compute it from the last one, like `CosineAnnealingLR` and
+    `LinearLR`, leave it at zero.
 
     Raises:
         ValueError: a group of the optimizer is not from `param_groups`.

@@ -425,6 +425,40 @@ class InPlaceBlock(Block):
         return x + self.mlp(self.ln_2(x))
 
 
+class SwitchedAttention(CausalSelfAttention):
+    """What it does depends on an argument, whose default is not that of its layers."""
+
+    def forward(self, x: Tensor, doubled: bool = False) -> Tensor:
+        return super().forward(x) * (2 if doubled else 1)
+
+
+class SwitchedBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn = SwitchedAttention()
+
+    def forward(self, x: Tensor, doubled: bool = True) -> Tensor:
+        x = x + self.attn(self.ln_1(x), doubled=doubled)
+        return x + self.mlp(self.ln_2(x))
+
+
+class ConstantBlock(SwitchedBlock):
+    def forward(self, x: Tensor, doubled: bool = False) -> Tensor:
+        x = x + self.attn(self.ln_1(x), doubled=True)
+        return x + self.mlp(self.ln_2(x))
+
+
+class TwoWayBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn(self.ln_1(x))
+        x = x + y + self.drop(y)
+        return x + self.mlp(self.ln_2(x))
+
+
 def model_of(block: type[Block]) -> GPT:
     model = GPT()
     model.transformer["h"] = nn.ModuleList(block() for _ in range(2))
@@ -454,11 +488,69 @@ def test_the_width_may_be_known_by_the_embeddings_alone():
         (IdleBlock, r"layer 0 \(IdleBlock\): its ln_3 does not run in the forward passes that"),
         (InPlaceBlock, r"connect cannot connect layer 0 \(InPlaceBlock\): .* in-place operation"),
         (ListedBlock, "layer 0 is a ListedBlock, whose modules the model runs and adds up itself"),
+        (ConstantBlock, "it gives attn an argument that it makes itself, doubled=True"),
+        (TwoWayBlock, "what attn returns joins the stream in two ways"),
     ],
 )
 def test_blocks_that_are_refused_by_name(block, message):
     with pytest.raises(ValueError, match=message):
         crosslayer.connect(model_of(block), "mudd")
+
+
+def test_a_layer_passes_its_own_defaults():
+    plain = model_of(SwitchedBlock)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(make_ids()), plain(make_ids()))
+
+
+class NamedAttention(nn.Module):
+    """An attention whose name in the layer says nothing; `shared`: k and v are one projection."""
+
+    def __init__(self, shared: bool):
+        super().__init__()
+        self.q_proj, self.k_proj, self.o_proj = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.v_proj = self.k_proj if shared else nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+class NamedBlock(Block):
+    def __init__(self, shared: bool):
+        super().__init__()
+        self.attn = None
+        self.moe_of_heads = NamedAttention(shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.moe_of_heads(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_attention_is_known_by_its_projections(shared):
+    """Not by its name. Where one projection is k and v, it has one input."""
+    model = GPT()
+    model.transformer.h = nn.ModuleList(NamedBlock(shared) for _ in range(2))
+    crosslayer.connect(model, "mudd")
+    ports = model.transformer.h[1].connections[0].ports
+    assert ports == (("mlp",) if shared else ("q", "k", "v"))
+
+
+def test_a_wrapped_model_is_refused():
+    with pytest.raises(ValueError, match="connect before DataParallel wraps the model"):
+        crosslayer.connect(nn.DataParallel(GPT()), "mudd")
+
+
+def test_connect_leaves_buffers_as_they_are():
+    """The check runs the modules beside the layers, which may count or average what they see."""
+    model = GPT()
+    model.transformer.wpe = nn.Sequential(model.transformer.wpe, nn.BatchNorm1d(9))
+    model.transformer.wpe[1] = nn.BatchNorm1d(DIM)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    crosslayer.connect(model.train(), "mudd")
+    after = dict(model.named_buffers())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 class Wrapper(nn.Module):

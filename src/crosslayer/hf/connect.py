@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..connection import PRENORM_FUNCTIONS, Connection, find_connections
@@ -29,6 +31,8 @@ from .sharding import keep_parameters_apart
 from .verification import verify_wiring
 
 Model = TypeVar("Model", bound=nn.Module)
+# They keep a list of the parameters that the model had when they wrapped it.
+_WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def connect(
@@ -65,6 +69,11 @@ def connect(
         raise ValueError(
             f"connect takes a model, got a {type(model).__name__}; load one with "
             "AutoModelForCausalLM.from_pretrained"
+        )
+    if isinstance(model, _WRAPPERS):
+        raise ValueError(
+            f"connect before {type(model).__name__} wraps the model: it would not know the "
+            "parameters of the connections"
         )
     spec = make(spec)
     backbone, wiring = find_backbone(model)
@@ -186,7 +195,7 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
 
     `connect` does so once. What is loaded afterwards replaces the weights.
     """
-    weights = []
+    weights = {}  # by id: layers may share sub-layers
     for layer in wiring.find_layers(backbone):
         for connection, sublayers in zip(layer.connections, layer.wiring.sites, strict=False):
             if connection.output_scale == 1:
@@ -195,8 +204,8 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
                 path = f"{sublayer.module}.{sublayer.output_projection}"
                 projection = attrgetter(path)(layer)
                 weight = getattr(projection, "weight", projection)
-                weights.append((weight, connection.output_scale))
-    for weight, scale in weights:  # once all are found
+                weights[id(weight)] = (weight, connection.output_scale)
+    for weight, scale in weights.values():  # once all are found
         weight.mul_(scale)
 
 

@@ -7,6 +7,7 @@ after each sub-layer, and returns it normed. Everything else is refused with the
 """
 
 import inspect
+from typing import Any
 
 from torch import nn
 
@@ -80,8 +81,10 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     sites: list[list[Sublayer]] = []
     stream: StreamSum = {STREAM_VECTOR: 1.0}  # what the sub-layers of the next site read
     pending: StreamSum = {}
+    used: set[int] = set()
     for vector in sorted(trace.output.keys() - {STREAM_VECTOR}):
         chain = _chain_to_stream(layer, trace, vector, STREAM_VECTOR)
+        _check_used_once(layer, trace, chain, used)
         source = trace.calls[chain[0] - 1].inputs
         if pending and not same_sum(source, stream):
             stream = stream | pending
@@ -126,8 +129,10 @@ def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
                 f"it returns the output of {norm.title}, and not its input plus outputs of modules"
             )
         site = []
+        used: set[int] = set()
         for output in sorted(norm.inputs.keys() - {stream}):
             chain = _chain_to_stream(layer, trace, output, stream)
+            _check_used_once(layer, trace, chain, used)
             sublayer = _sublayer(layer, trace, chain, norm.inputs[output])
             if sublayer.norm is not None:
                 raise ValueError(f"{sublayer.module} has a norm before it and one after its sum")
@@ -157,6 +162,18 @@ def _chain_to_stream(layer: nn.Module, trace: LayerTrace, vector: int, stream: i
     return chain
 
 
+def _check_used_once(layer: nn.Module, trace: LayerTrace, chain: list[int], used: set[int]) -> None:
+    """Raise a ValueError where a sub-layer's output joins the stream a second time.
+
+    Norms may be shared. used: the vectors of the chains before, to which those of this are added.
+    """
+    for vector in used.intersection(chain):
+        path = trace.calls[vector - 1].path
+        if path and has_matrix(find_module(layer, path)):
+            raise ValueError(f"what {path} returns joins the stream in two ways")
+    used.update(chain)
+
+
 def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: float) -> Sublayer:
     calls = [trace.calls[vector - 1] for vector in chain]
     heavy = [call.path != "" and has_matrix(find_module(layer, call.path)) for call in calls]
@@ -184,6 +201,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
             scale=_exact_factor(layer, scale),
             input_scale=_exact_factor(layer, input_scale),
             arguments=_sources(layer, calls[main]),
+            defaults=_defaults(layer, calls[main]),
             by_position=calls[main].by_position,
             input_name=calls[main].input_name,
         ),
@@ -218,13 +236,26 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
                     "modules after connecting, or name the argument"
                 )
             sources.append((name, value.name))
-        elif name in of_layer:
+        elif name in of_layer and (value is of_layer[name].default or name == "output_attentions"):
             sources.append((name, name))
         elif name not in of_module or value is not of_module[name].default:
             raise ValueError(
                 f"it gives {call.path} an argument that it makes itself, {name}={value!r}"
             )
     return tuple(sources)
+
+
+def _defaults(layer: nn.Module, call: ModuleCall) -> tuple[tuple[str, Any], ...]:
+    """The layer's defaults of a module's arguments, where the module has another one or none."""
+    of_layer = argument_parameters(layer)
+    of_module = argument_parameters(layer.get_submodule(call.path))
+    defaults = []
+    for name, source in _sources(layer, call):
+        if source in of_layer and name in of_module:
+            default = of_layer[source].default
+            if default is not inspect.Parameter.empty and default is not of_module[name].default:
+                defaults.append((name, default))
+    return tuple(defaults)
 
 
 def _describe(trace: LayerTrace, total: StreamSum) -> str:

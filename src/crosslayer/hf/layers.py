@@ -147,7 +147,8 @@ class ConnectedLayer:
         if sublayer.input_scale != 1:
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
-            kwargs = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
+            selected = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
+            kwargs = dict(sublayer.defaults) | selected
         returned = _call_as_host(find_module(self, sublayer.module), sublayer, x, kwargs)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.

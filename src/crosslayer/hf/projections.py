@@ -43,8 +43,8 @@ _ATTENTION_NAMES = ("attn", "attention")
 def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     """Add what a module's names tell: its kind and its projections."""
     module = layer.get_submodule(sublayer.module)
-    is_mlp = _is_mlp(sublayer)
     qkv, fused = find_projections(module)
+    is_mlp = not qkv and _is_mlp(sublayer)
     port = "mlp" if is_mlp else "mixer"
     if qkv and not is_mlp:
         port = "latent_attn" if qkv[:2] in _LATENT else "attn"
@@ -58,8 +58,8 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
         output = ""  # A norm follows it.
     return sublayer._replace(
         port=port,
-        qkv=() if is_mlp else qkv,
-        fused=None if is_mlp else fused,
+        qkv=qkv,
+        fused=fused,
         up_projections=up if is_mlp else (),
         output_projection=output,
     )
@@ -86,7 +86,8 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], FusedQKV | None]:
     if len(called) == 1:
         return _find_joint_projections(attention, called.pop())
     for names in _QKV + _LATENT:
-        if called.issuperset(names):
+        modules = {attention._modules[name] for name in called.intersection(names)}
+        if len(modules) == len(names):  # One module may be two of them, and has one input then.
             return (*names, *sorted(called.difference(names))), None
     return (), None
 

@@ -8,6 +8,8 @@ and the last one's to the final norm, unchanged.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -222,7 +224,12 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
     device = next(backbone.parameters()).device
     devices = [device] if device.type == "cuda" else []
     replaced = [path for path in (wiring.layers, wiring.final) if path is not None]
-    with torch.no_grad(), torch.random.fork_rng(devices), device:
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        device,
+        _restored_buffers(backbone, wiring.layers),
+    ):
         try:
             inputs = _make_inputs(backbone, wiring.dim)
             features = _make_image_features(backbone, wiring.dim)
@@ -237,6 +244,23 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
             raise ValueError(f"connect cannot connect {type(backbone).__name__}: {error}") from None
         except ValueError:
             return
+
+
+@contextmanager
+def _restored_buffers(backbone: nn.Module, layers: str) -> Iterator[None]:
+    """Restore the buffers outside the layers, which a forward may change, as BatchNorm does."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for path, module in backbone.named_modules()
+        if not f"{path}.".startswith(f"{layers}.")
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer.copy_(value)
 
 
 def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
