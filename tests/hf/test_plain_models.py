@@ -432,6 +432,13 @@ class SwitchedAttention(CausalSelfAttention):
         return super().forward(x) * (2 if doubled else 1)
 
 
+class OptionsAttention(SwitchedAttention):
+    """It names no argument."""
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return super().forward(x, **options)
+
+
 class SwitchedBlock(Block):
     def __init__(self):
         super().__init__()
@@ -497,8 +504,12 @@ def test_blocks_that_are_refused_by_name(block, message):
         crosslayer.connect(model_of(block), "mudd")
 
 
-def test_a_layer_passes_its_own_defaults():
+@pytest.mark.parametrize("attention", [SwitchedAttention, OptionsAttention])
+def test_a_layer_passes_its_own_defaults(attention):
     plain = model_of(SwitchedBlock)
+    for block in plain.transformer.h:
+        block.attn = attention()
+    plain.eval()
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     assert torch.equal(model(make_ids()), plain(make_ids()))
 
@@ -545,8 +556,8 @@ def test_a_wrapped_model_is_refused():
 def test_connect_leaves_buffers_as_they_are():
     """The check runs the modules beside the layers, which may count or average what they see."""
     model = GPT()
-    model.transformer.wpe = nn.Sequential(model.transformer.wpe, nn.BatchNorm1d(9))
-    model.transformer.wpe[1] = nn.BatchNorm1d(DIM)
+    model.transformer.wpe = nn.Sequential(model.transformer.wpe, nn.BatchNorm1d(DIM))
+    model.transformer.wpe.register_buffer("mask", torch.ones(4, 1).expand(4, 4))
     before = {name: value.clone() for name, value in model.named_buffers()}
     crosslayer.connect(model.train(), "mudd")
     after = dict(model.named_buffers())

@@ -541,7 +541,7 @@ def test_an_arm_with_data_of_its_own(text_file, tmp_path):
         prepare(moved)
 
 
-def find_baseline_arm(arms, arm, shared, overrides=None):
+def baseline_of(arms, arm, shared, overrides=None):
     return find_baseline_arms(Recipe(arms, shared, overrides=overrides or {}), arms)[arm.name]
 
 
@@ -549,26 +549,26 @@ def test_the_baseline_of_an_arm_has_its_data():
     plain, deep = Arm("prenorm", "prenorm"), Arm("deep", "mudd", options={"layers": 24})
     other = Arm("other text", "mudd", options={"tokenizer": "bpe:4096"})
     its_own = Arm("plain other text", "prenorm", options={"tokenizer": "bpe:4096", "layers": 24})
-    assert find_baseline_arm([plain, deep, other], deep, {}) is plain
-    assert find_baseline_arm([plain, deep, other], other, {}) is None
-    assert find_baseline_arm([plain, deep, other, its_own], other, {}) is its_own
+    assert baseline_of([plain, deep, other], deep, {}) is plain
+    assert baseline_of([plain, deep, other], other, {}) is None
+    assert baseline_of([plain, deep, other, its_own], other, {}) is its_own
     # an arm may give the value that all have, or one that the command line overrides
     same = Arm("same text", "mudd", options={"tokenizer": "bytes"})
-    assert find_baseline_arm([plain, same], same, {}) is plain
-    assert find_baseline_arm([plain, other], other, {}, {"tokenizer": "bytes"}) is plain
+    assert baseline_of([plain, same], same, {}) is plain
+    assert baseline_of([plain, other], other, {}, {"tokenizer": "bytes"}) is plain
     longer = Arm("longer", "prenorm", options={"steps": 2000})
     mudd = Arm("mudd", "mudd", options={"steps": 2000, "reallocate": True})
-    assert find_baseline_arm([plain, longer, mudd], mudd, {}) is longer
+    assert baseline_of([plain, longer, mudd], mudd, {}) is longer
     widths = Arm("widths", "prenorm", options={"reallocate": True, "lr": 2e-3})
     faster = Arm("faster", "mudd", options={"lr": 2e-3})
     for arms in ([widths, plain, faster], [plain, widths, faster]):
-        assert find_baseline_arm(arms, faster, {}) is plain
+        assert baseline_of(arms, faster, {}) is plain
     same_size = Arm("as deep", "prenorm", options={"layers": 24, "steps": 2000})
-    assert find_baseline_arm([plain, longer, same_size, deep], deep, {}) is same_size
+    assert baseline_of([plain, longer, same_size, deep], deep, {}) is same_size
     # an option that an arm gives may be that of all
     as_long = Arm("as long", "prenorm", options={"steps": 100})
     mudd = Arm("mudd", "mudd")
-    assert find_baseline_arm([longer, as_long, mudd], mudd, {"steps": 100}) is as_long
+    assert baseline_of([longer, as_long, mudd], mudd, {"steps": 100}) is as_long
 
 
 def test_arms_that_differ_in_options(text_file, tmp_path):

@@ -101,9 +101,13 @@ def test_a_resumed_run_is_bitwise_identical(text, tmp_path, arm, options):
 
 def test_a_resumed_run_has_the_speed_of_its_checkpoint_while_it_warms_up(text):
     trainer = make_trainer(text, "prenorm")
+    trainer.state.step = 4
     trainer.state.tokens_per_second = 123.0
     speeds = [trainer.step().tokens_per_second for _ in range(4)]
     assert speeds[:3] == [123.0] * 3 and speeds[3] not in (0, 123.0)
+    fresh = make_trainer(text, "prenorm")
+    speeds = [fresh.step().tokens_per_second for _ in range(3)]
+    assert len(set(speeds)) == 3, "the median of the steps so far"
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(text, tmp_path, monkeypatch):

@@ -151,8 +151,12 @@ def _encode_without_end(tokenizer: "PreTrainedTokenizerBase", text: str) -> list
     tokens = tokenizer.encode(text)
     plain = tokenizer.encode(text, add_special_tokens=False)
     added = len(tokens) - len(plain)
-    before = next((k for k in range(added + 1) if tokens[k : k + len(plain)] == plain), added)
-    return tokens[: before + len(plain)]
+    for before in range(added + 1):
+        if tokens[before : before + len(plain)] == plain:
+            return tokens[: before + len(plain)]
+    while tokens and tokens[-1] in tokenizer.all_special_ids:  # a text changes its own tokens
+        tokens = tokens[:-1]
+    return tokens
 
 
 def _parse_span(record: dict[str, object], place: str) -> Span:

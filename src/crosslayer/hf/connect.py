@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..connection import PRENORM_FUNCTIONS, Connection, find_connections
@@ -31,8 +29,6 @@ from .sharding import keep_parameters_apart
 from .verification import verify_wiring
 
 Model = TypeVar("Model", bound=nn.Module)
-# They keep a list of the parameters that the model had when they wrapped it.
-_WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def connect(
@@ -70,11 +66,7 @@ def connect(
             f"connect takes a model, got a {type(model).__name__}; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
-    if isinstance(model, _WRAPPERS):
-        raise ValueError(
-            f"connect before {type(model).__name__} wraps the model: it would not know the "
-            "parameters of the connections"
-        )
+    _check_not_wrapped(model)
     spec = make(spec)
     backbone, wiring = find_backbone(model)
     if is_connected(backbone):
@@ -98,6 +90,21 @@ def connect(
     with _restored_on_error(model):
         _connect_backbone(model, backbone, wiring, spec, mlp_widths)
     return model
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """Raise a ValueError for a model in what distributes the parameters that it has had so far."""
+    wrappers: tuple[type, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        wrappers += (FSDPModule, FullyShardedDataParallel)
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            raise ValueError(
+                f"connect before {type(module).__name__} wraps the model: it would not know the "
+                "parameters of the connections"
+            )
 
 
 def _already_connected(model: Any, backbone: Any) -> str:

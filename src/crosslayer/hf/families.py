@@ -57,7 +57,7 @@ class Sublayer(NamedTuple):
     qkv: tuple[str, ...] = ()
     fused: FusedQKV | None = None  # the order of their outputs, where one projection is all three
     arguments: ArgumentSources | None = None  # None: all of the layer's
-    # What those arguments are where the layer gets none, unless it is the module's own default.
+    # The layer's defaults of these arguments, where the module's own differ.
     defaults: tuple[tuple[str, Any], ...] = ()
     by_position: tuple[str, ...] = ()  # those that the layer passes by position, after its input
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position

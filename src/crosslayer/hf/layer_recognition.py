@@ -25,6 +25,7 @@ from .projections import describe_sublayer, has_matrix
 from .trace import STREAM_VECTOR, LayerTrace, ModuleCall, StreamSum, same_sum, trace_layer
 
 _TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
+_PLAIN_VALUES = (bool, int, float, str, tuple, type(None))
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
 
 
@@ -118,6 +119,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     """The wiring of a layer that returns a normed sum: x ← Norm(x + outputs), site by site."""
     sites: list[tuple[Sublayer, ...]] = []
     norms: list[str] = []  # after each of these sites
+    used: set[int] = set()
     ((vector, factor),) = trace.output.items()
     while vector != STREAM_VECTOR:  # from the last site to the first
         norm = trace.calls[vector - 1]
@@ -129,7 +131,6 @@ def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
                 f"it returns the output of {norm.title}, and not its input plus outputs of modules"
             )
         site = []
-        used: set[int] = set()
         for output in sorted(norm.inputs.keys() - {stream}):
             chain = _chain_to_stream(layer, trace, output, stream)
             _check_used_once(layer, trace, chain, used)
@@ -192,6 +193,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
             f"what {calls[main].path} returns is scaled, or passes modules with more than one input"
         )
     after = tuple(call.path or call.dropout for call in calls[main + 1 :])
+    sources = _sources(layer, calls[main])
     return describe_sublayer(
         layer,
         Sublayer(
@@ -200,8 +202,8 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
             after,
             scale=_exact_factor(layer, scale),
             input_scale=_exact_factor(layer, input_scale),
-            arguments=_sources(layer, calls[main]),
-            defaults=_defaults(layer, calls[main]),
+            arguments=sources,
+            defaults=_defaults(layer, calls[main], sources),
             by_position=calls[main].by_position,
             input_name=calls[main].input_name,
         ),
@@ -245,16 +247,21 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
     return tuple(sources)
 
 
-def _defaults(layer: nn.Module, call: ModuleCall) -> tuple[tuple[str, Any], ...]:
+def _defaults(
+    layer: nn.Module, call: ModuleCall, sources: ArgumentSources
+) -> tuple[tuple[str, Any], ...]:
     """The layer's defaults of a module's arguments, where the module has another one or none."""
     of_layer = argument_parameters(layer)
     of_module = argument_parameters(layer.get_submodule(call.path))
     defaults = []
-    for name, source in _sources(layer, call):
-        if source in of_layer and name in of_module:
-            default = of_layer[source].default
-            if default is not inspect.Parameter.empty and default is not of_module[name].default:
-                defaults.append((name, default))
+    for name, source in sources:
+        default = of_layer[source].default if source in of_layer else inspect.Parameter.empty
+        is_own = name in of_module and of_module[name].default is default
+        if default is inspect.Parameter.empty or is_own:
+            continue
+        if not isinstance(default, _PLAIN_VALUES):
+            raise ValueError(f"the default of its argument {source!r} is {default!r}; make it None")
+        defaults.append((name, default))
     return tuple(defaults)
 
 

@@ -46,7 +46,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     qkv, fused = find_projections(module)
     is_mlp = not qkv and _is_mlp(sublayer)
     port = "mlp" if is_mlp else "mixer"
-    if qkv and not is_mlp:
+    if qkv:
         port = "latent_attn" if qkv[:2] in _LATENT else "attn"
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
@@ -86,7 +86,7 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], FusedQKV | None]:
     if len(called) == 1:
         return _find_joint_projections(attention, called.pop())
     for names in _QKV + _LATENT:
-        modules = {attention._modules[name] for name in called.intersection(names)}
+        modules = {attention._modules[name] for name in called.intersection(names)} - {None}
         if len(modules) == len(names):  # One module may be two of them, and has one input then.
             return (*names, *sorted(called.difference(names))), None
     return (), None

@@ -250,17 +250,19 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
 def _restored_buffers(backbone: nn.Module, layers: str) -> Iterator[None]:
     """Restore the buffers outside the layers, which a forward may change, as BatchNorm does."""
     buffers = [
-        (module, name, buffer, buffer.clone())
+        (module, name, buffer, buffer.clone(), buffer._version)
         for path, module in backbone.named_modules()
         if not f"{path}.".startswith(f"{layers}.")
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and not buffer.is_inference()
     ]
     try:
         yield
     finally:
-        for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer.copy_(value)
+        for module, name, buffer, value, version in buffers:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                buffer.copy_(value)
 
 
 def _make_inputs(backbone: Any, width: int) -> list[Tensor]:

@@ -83,7 +83,7 @@ def result_table(comparison: Comparison) -> list[TableRow]:
             relative_speed = statistics.mean(
                 run.tokens_per_second / base.tokens_per_second for run, base in pairs
             )
-            if _has_same_batch(comparison.recipe, arm, baseline):
+            if baseline and _has_same_batch(comparison.recipe, arm, baseline):
                 relative_activations = statistics.mean(
                     run.activation_bytes / base.activation_bytes for run, base in pairs
                 )
@@ -110,8 +110,9 @@ def result_table(comparison: Comparison) -> list[TableRow]:
     return rows
 
 
-def _has_same_batch(recipe: Recipe, arm: Arm, baseline: Arm | None) -> bool:
-    """Whether a step of both arms has as many examples of one length, so that activations compare.
+def _has_same_batch(recipe: Recipe, arm: Arm, baseline: Arm) -> bool:
+    """Whether a step of both arms has as many examples of one length, so that their activations can
+    be compared.
 
     An arm may divide its batch by `accumulate`, to save memory.
     """

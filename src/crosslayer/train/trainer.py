@@ -276,7 +276,7 @@ class Trainer:
         self._durations.append(duration)
         del self._durations[3:-200]
         seconds = statistics.median(self._durations[3:] or self._durations)
-        if len(self._durations) > 3 or not self.state.tokens_per_second:
+        if len(self._durations) > 3 or self.state.step < len(self._durations):
             micro_batches = self.fabric.world_size * self.settings.engine.accumulate
             units = self.task.count_units(self.last_batch) * micro_batches
             self.state.tokens_per_second = units / seconds

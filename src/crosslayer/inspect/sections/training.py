@@ -223,7 +223,10 @@ def _time_panels(runs: TrainingRuns) -> FigurePanels:
         curves = loss_curves(part, runs.decay, valid_name)
         lines = []
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
-            seconds = [run.seconds_at([int(step) for step in curve.x]) for run in group.runs]
+            runs_of_curve = [
+                run for run in group.runs if valid_name is None or run.curve.valid.get(valid_name)
+            ]
+            seconds = [run.seconds_at([int(step) for step in curve.x]) for run in runs_of_curve]
             means = [sum(values) / len(values) for values in zip(*seconds, strict=True)]
             line = _mean_line(group, number, curve, 1.0)
             line.x = means
