@@ -313,7 +313,7 @@ def describe_embeddings(model_config: Mapping[str, float]) -> str:
 def _describe_models(study: Study) -> str:
     model, data, _, _ = study.comparison.recipe.settings()
     texts = " and ".join(data.valid)
-    factor = model.model_config["embedding_multiplier"]
+    factor = model.model_config.get("embedding_multiplier", 1)
     return (
         f"Llama of {model.layers} layers, width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
         f"{texts}. Its token embeddings are multiplied by {factor:g} "

@@ -116,8 +116,8 @@ class _RecomputedRead:
         raise NotImplementedError
 
     @staticmethod
-    def saves_state_of(connection: Connection, kept: Collection[int]) -> bool:
-        """Whether a site's state is saved. kept: the layers before which one may be."""
+    def keeps_state_of(connection: Connection, kept: Collection[int]) -> bool:
+        """Whether a site's state is saved. kept: the layers before which a state may be saved."""
         raise NotImplementedError
 
     def tensors_to_keep(self, traced: TracedState) -> Any:
@@ -191,7 +191,7 @@ class _ReplayFromCheckpoint(_RecomputedRead):
             )
 
     @staticmethod
-    def saves_state_of(connection: Connection, kept: Collection[int]) -> bool:
+    def keeps_state_of(connection: Connection, kept: Collection[int]) -> bool:
         return connection.site.opens_layer and connection.site.layer in kept
 
     def tensors_to_keep(self, traced: TracedState) -> Any:
@@ -235,7 +235,7 @@ class _InvertFromNext(_RecomputedRead):
             )
 
     @staticmethod
-    def saves_state_of(connection: Connection, kept: Collection[int]) -> bool:
+    def keeps_state_of(connection: Connection, kept: Collection[int]) -> bool:
         return connection.is_readout
 
     def tensors_to_keep(self, traced: TracedState) -> Any:
@@ -336,7 +336,7 @@ def enable_recompute(
     if kept is None:
         kept = checkpoint_layers_log2(sites[-1].site.layer)
     for connection in sites:
-        keeps_state = recomputed_read.saves_state_of(connection, kept)
+        keeps_state = recomputed_read.keeps_state_of(connection, kept)
         swap_class(connection, RecomputedConnection)
         vars(connection).update(recomputed_read=recomputed_read, keeps_state=keeps_state)
 
