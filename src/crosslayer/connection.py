@@ -145,8 +145,8 @@ class Connection(nn.Module, Generic[StateT]):
         part_label: the label of part i of `state_parts` in pictures, like "X_{}", with i in the
             place of {}. Streams have "stream {}".
         weighs_channels: its `mixing_weights` differ between channels, or contain norms.
-        fractions: the number of equal slices of the width that are mixed separately. Each is a
-            part of its own in `mixing_weights`.
+        fractions: the number of equal slices of the width that are mixed separately. Each slice
+            is one part in `mixing_weights`.
         output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
             applies it. 1 in every method but `hyper`.
         stream_dtype: dtype of the streams; None for that of the embedding. It is an option of

@@ -178,7 +178,7 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
 
 
 def _name_of_dtype(value: Any) -> Any:
-    """ "float32" for torch.float32; any other value as it is."""
+    """The name of a dtype of torch, like "float32". Any other value is returned unchanged."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 

@@ -233,7 +233,7 @@ def _readout_norms(backbone: nn.Module, last_layer: nn.Module, wiring: ModelWiri
 def _make_on_device(
     spec: ConnectionSpec, site: Site, dim: int, norm: NormFactory, like: nn.Module
 ) -> Connection[Any]:
-    """A connection on the device of `like`, and as initialised as it.
+    """A connection on the device of `like`, marked as initialised where `like` is.
 
     Its own parameters are float32, or float64 in a float64 model.
     """

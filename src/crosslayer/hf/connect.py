@@ -39,9 +39,9 @@ def connect(
     The model keeps its classes, module paths and state-dict keys. The connection's parameters are
     added under each layer (`…layers.3.connections.0.W1`) and under the final norm, in float32.
     `model.config.crosslayer` names the connection, so `save_pretrained` and `from_pretrained` keep
-    working. A model with a head gets a config of its own for this; one without keeps its config.
-    Most connections are equivalent to pre-norm at initialisation and leave the model's outputs
-    unchanged. For the others a warning says that a pretrained model has changed.
+    working. A model with a head gets a copy of its config for this. A headless model keeps its
+    config. Most connections are equivalent to pre-norm at initialisation and leave the model's
+    outputs unchanged. For the others a warning says that a pretrained model has changed.
 
     Args:
         model: a model whose layers `connect` recognises (docs/families.md), or that has a row in

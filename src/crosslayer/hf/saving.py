@@ -1,7 +1,8 @@
 """What `save_pretrained` refuses: a folder that another model than the saved one would come from.
 
-A config names a connection. While a model is built, every part that is a model of its own without a
-head is connected if its config says so (`registration.py`).
+A config names the connection of its model. transformers builds a model with its parts, such as an
+encoder. Each part that is a headless model is connected if its config names a connection
+(`registration.py`).
 """
 
 import functools

@@ -188,7 +188,7 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
     if find_connections(model):
         yield
         return
-    # `connect` replaces the config by a copy that names the connection.
+    # `connect` may replace the config by a copy that names the connection.
     configs = [(module, module.config) for module in model.modules() if "config" in vars(module)]
     connect(model, plain_connection(model))
     try:

@@ -183,12 +183,14 @@ class Speedup(NamedTuple):
     """Where a group reaches its baseline's final loss.
 
     Args:
+        baseline: the label of the baseline.
         times: the baseline's steps over the group's.
         curve: the group's loss over steps, mean over the seeds that its baseline has too.
         step: at which the group reaches the loss.
         loss: the baseline's final one, mean over the same seeds.
     """
 
+    baseline: str
     times: float
     curve: MeanCurve
     step: float
@@ -220,7 +222,8 @@ def measure_speedups(groups: Sequence[RunGroup], decay: float) -> dict[str, Spee
         loss = reference.mean[-1]
         step = cost_to_loss(curve.x, curve.mean, loss)
         if step:  # a pretrained model may have that loss before its first step
-            speedups[group.label] = Speedup(reference.x[-1] / step, curve, step, loss)
+            times = reference.x[-1] / step
+            speedups[group.label] = Speedup(baseline.label, times, curve, step, loss)
     return speedups
 
 

@@ -110,7 +110,7 @@ class _LoggingCallback(Callback):
 
 
 class LogMetrics(_LoggingCallback):
-    """Writes the results of steps and evaluations. An evaluation has a line of its own."""
+    """Writes the results of steps and of evaluations, each on a separate line."""
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:

@@ -16,7 +16,6 @@ from ..figures_training import (
 from ..run_groups import (
     RunGroup,
     choose_time_unit,
-    find_baseline_group,
     format_duration,
     join_titles,
     split_by_backbone,
@@ -176,7 +175,6 @@ def _speedup_panels(runs: TrainingRuns) -> FigurePanels:
         curves = loss_curves(part, runs.decay, valid_name)
         per_step, axis = _count_axis(part)
         lines = []
-        baselines: dict[str, None] = {}  # ordered
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
             speedup = speedups.get(group.label)
             if speedup is None:
@@ -187,7 +185,7 @@ def _speedup_panels(runs: TrainingRuns) -> FigurePanels:
             line.marks = [(speedup.step * per_step[number], speedup.loss)]
             lines.append(line)
             bars.append(ValueBar(group.label, number, speedup.times))
-            baselines[(find_baseline_group(part, group) or part[0]).label] = None
+        baselines = dict.fromkeys(speedup.baseline for speedup in speedups.values())
         levels = sorted({speedup.loss for speedup in speedups.values()})
         draw = partial(
             _draw_with_levels, lines=lines, names=(axis, loss_name(valid_name)), losses=levels
