@@ -659,8 +659,7 @@ def test_shared_and_compiled_layers_are_refused():
     crosslayer.connect(model, "mudd")
 
 
-def test_connect_changes_nothing_of_a_layer_but_its_connection():
-    """Its code may count its runs, and draws random numbers of its own generator."""
+def test_a_layer_that_counts_its_runs_is_refused_and_left_as_it_was():
 
     def count(block: Any, y: Tensor) -> Tensor:
         if block.training:
@@ -672,7 +671,8 @@ def test_connect_changes_nothing_of_a_layer_but_its_connection():
     for layer in model.layers:
         layer.register_buffer("runs", torch.tensor(0))
         layer.log = []
-    crosslayer.connect(model, "hyper")
+    with pytest.raises(ValueError, match="in training its own code does something else"):
+        crosslayer.connect(model, "hyper")
     assert [(layer.runs.item(), layer.log) for layer in model.layers] == [(0, [])] * 4
 
 

@@ -1,7 +1,7 @@
 """The arguments of a layer's and its modules' forward, by name."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,21 +20,47 @@ class LayerArgument:
         return f"the argument {self.name!r}"
 
 
+class LayerSwitch(LayerArgument):
+    """Stands for an argument of a layer that is True or False."""
+
+    def __init__(self, name: str, value: bool):
+        super().__init__(name)
+        self.value = value
+
+    def __bool__(self) -> bool:
+        return self.value
+
+
 def layer_arguments(layer: nn.Module) -> dict[str, Any]:
     """What a layer's shadow is called with besides the stream.
 
-    Arguments that choose what the forward does keep their defaults. Only `output_attentions` is
-    True, so that the layer returns all that it can return.
+    Switches have their defaults. Only `output_attentions` is True, so that the layer returns all
+    that it can return.
     """
     arguments: dict[str, Any] = {}
     for name, parameter in argument_parameters(layer).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments[REST_OF_ARGUMENTS] = LayerArgument(REST_OF_ARGUMENTS)
-        elif name == "output_attentions":
-            arguments[name] = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_switch(parameter):
+        elif name == "output_attentions" or isinstance(parameter.default, bool):
+            is_on = name == "output_attentions" or parameter.default
+            arguments[name] = LayerSwitch(name, is_on)
+        elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_second_stream(name):
             arguments[name] = LayerArgument(name)
     return arguments
+
+
+def other_arguments(layer: nn.Module) -> Iterator[tuple[str, bool | None, dict[str, Any]]]:
+    """Each argument's name, its value other than in `layer_arguments`, and all arguments with it.
+
+    The other value of a switch is its opposite, and that of any other argument is None.
+    """
+    arguments = layer_arguments(layer)
+    for name, argument in arguments.items():
+        if isinstance(argument, LayerSwitch):
+            value = not argument.value
+            yield name, value, arguments | {name: LayerSwitch(name, value)}
+        elif name != REST_OF_ARGUMENTS:
+            yield name, None, arguments | {name: None}
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
@@ -57,11 +83,10 @@ def residual_argument(module: nn.Module) -> str:
     return RESIDUAL_ARGUMENTS.get(original_class(module).__name__, "")
 
 
-def _is_switch(parameter: inspect.Parameter) -> bool:
-    """Whether an argument chooses what the forward does, by its value or by being there."""
-    name = parameter.name  # No model passes DeBERTa's query_states, which would be another stream.
-    is_stream = name.startswith("encoder_") or name == "query_states"
-    return isinstance(parameter.default, bool) or is_stream
+def _is_second_stream(name: str) -> bool:
+    """Whether an argument is a stream beside the layer's own, which keeps its default."""
+    # No model passes DeBERTa's query_states.
+    return name.startswith("encoder_") or name == "query_states"
 
 
 def join_arguments(

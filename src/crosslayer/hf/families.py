@@ -71,6 +71,9 @@ class LayerWiring(NamedTuple):
     # returns), or None where the layer returns a None. `extras` is None where it returns no tuple.
     extras: tuple[tuple[str, int] | None, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
+    # Values of the layer's arguments with which its code does something else, so that a call with
+    # one of them is refused. None also stands for an argument that is left out.
+    unread_values: tuple[tuple[str, bool | None], ...] = ()
     # The norm of what a post-norm layer returns. The next layer's first sub-layers read through it.
     last_norm: str = ""
 

@@ -101,7 +101,9 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
         sites[-1].append(_sublayer(layer, trace, chain, pending[vector]))
     if not sites:
         raise ValueError("no module's output joins its stream")
-    return LayerWiring(tuple(tuple(site) for site in sites), trace.extras)
+    return LayerWiring(
+        tuple(tuple(site) for site in sites), trace.extras, unread_values=trace.unread_values
+    )
 
 
 def _check_all_called(layer: nn.Module, trace: LayerTrace) -> None:
@@ -143,7 +145,9 @@ def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
         vector = stream
     for number, norm_path in enumerate(norms[:-1]):
         sites[number + 1] = tuple(s._replace(norm=norm_path) for s in sites[number + 1])
-    return LayerWiring(tuple(sites), trace.extras, last_norm=norms[-1])
+    return LayerWiring(
+        tuple(sites), trace.extras, unread_values=trace.unread_values, last_norm=norms[-1]
+    )
 
 
 def _chain_to_stream(layer: nn.Module, trace: LayerTrace, vector: int, stream: int) -> list[int]:
@@ -238,7 +242,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
                     "modules after connecting, or name the argument"
                 )
             sources.append((name, value.name))
-        elif name in of_layer and (value is of_layer[name].default or name == "output_attentions"):
+        elif name in of_layer and value is of_layer[name].default:  # a second stream
             sources.append((name, name))
         elif name not in of_module or value is not of_module[name].default:
             raise ValueError(

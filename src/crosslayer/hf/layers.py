@@ -69,6 +69,9 @@ class ConnectedLayer:
         kwargs = join_arguments(names, args, kwargs)
         hidden_states = kwargs.pop(names[0])
         number = self.connections[0].site.layer
+        for name, value in self.wiring.unread_values:
+            if kwargs.get(name) is value:
+                raise ValueError(_describe_unread(type(self).__name__, number, name, value))
         check_order(hidden_states, number)
         is_first = isinstance(hidden_states, Tensor)
         # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
@@ -162,6 +165,14 @@ class ConnectedLayer:
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned
+
+
+def _describe_unread(layer: str, number: int, name: str, value: bool | None) -> str:
+    given = f"without {name}" if value is None else f"with {name}={value}"
+    return (
+        f"layer {number} ({layer}) is called {given}. Its own code then does something else than "
+        "what connect has read; put that branch into one of its modules"
+    )
 
 
 def _call_as_host(module: Any, sublayer: Sublayer, x: Any, kwargs: dict[str, Any]) -> Any:

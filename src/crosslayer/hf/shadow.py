@@ -7,9 +7,10 @@ layer costs milliseconds at any size, on any device, meta included, and changes 
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..class_swap import original_class, swapped_class
-from .arguments import LayerArgument
+from .arguments import LayerArgument, LayerSwitch
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -136,12 +137,12 @@ class DropoutMode(TorchFunctionMode):
 def run_shadow(
     module: nn.Module,
     make_observer: Callable[[], Any],
-    *args: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
     replaced: Collection[str] | None = None,
     opened: Collection[str] = (),
     seed: int = 0,
     training: bool = False,
-    **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Run a module's forward with stand-ins for its modules.
 
@@ -149,7 +150,7 @@ def run_shadow(
         module: a layer or a backbone.
         make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
             output into another number of names than expected.
-        args: of the forward; without any it gets the observer's `stream`.
+        args, kwargs: of the forward; without args it gets the observer's `stream`.
         replaced: paths of the modules that stand-ins replace; None for all.
         opened: paths of the modules that run their own code, with stand-ins for their modules.
         seed: of the values of parameters and buffers, where all modules are replaced.
@@ -159,7 +160,8 @@ def run_shadow(
         The observer, and what the forward returned.
 
     Raises:
-        ValueError: the forward raises an error with stand-ins.
+        ValueError: the forward raises an error with stand-ins, or it sets an attribute of a layer
+            or of one of its modules.
     """
     is_layer = replaced is None
     with_gradients = torch.enable_grad() if is_layer else nullcontext()
@@ -172,7 +174,7 @@ def run_shadow(
             seed=seed,
             training=training,
         )
-        return _run_until_unpacked(module, make, make_observer, args, kwargs)
+        return _run_until_unpacked(module, make, make_observer, args, kwargs, is_layer)
 
 
 def on_cpu(is_needed: bool = True) -> Any:
@@ -186,8 +188,9 @@ def _run_until_unpacked(
     module: nn.Module,
     make: Callable[[Any, dict[str, int]], Any],
     make_observer: Callable[[], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_layer: bool,
 ) -> tuple[Any, Any]:
     lengths: dict[str, int] = {}
     forward: Any = original_class(module).forward  # type: ignore[attr-defined]
@@ -196,6 +199,7 @@ def _run_until_unpacked(
         shadow = make(observer, lengths)
         observer.parameters = shadow._parameters
         _Output.unpacked = ""
+        attributes = _attributes(shadow)
         try:
             with DropoutMode(observer, shadow.training):
                 output = forward(shadow, *(args or (observer.stream,)), **kwargs)
@@ -208,8 +212,31 @@ def _run_until_unpacked(
                 lengths[path] = int(expected[1])
                 continue
             raise ValueError(_describe_failure(error)) from error
+        if is_layer:
+            _check_attributes(attributes, _attributes(shadow))
         observer.lengths = lengths
         return observer, output
+
+
+def _attributes(shadow: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells whether an attribute, a parameter or a buffer is set or changed in place."""
+    return {
+        f"{path}.{name}".lstrip("."): (id(value), getattr(value, "_version", 0))
+        for path, module in shadow.named_modules()
+        for name, value in {**vars(module), **module._buffers, **module._parameters}.items()
+    }
+
+
+def _check_attributes(
+    before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]
+) -> None:
+    """Raise a ValueError where an attribute has changed."""
+    for name in before | after:
+        if before.get(name) != after.get(name):
+            raise ValueError(
+                f"its own code sets {name}, and a connected layer runs its modules alone; set it "
+                "in one of them"
+            )
 
 
 def _describe_failure(error: Exception) -> str:
@@ -219,6 +246,7 @@ def _describe_failure(error: Exception) -> str:
         return reason
     for cls, things in (
         (LayerArgument, "its arguments"),
+        (LayerSwitch, "its arguments"),
         (OtherOutput, "further outputs of modules"),
     ):
         if cls.__name__ in reason:

@@ -15,7 +15,14 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from .arguments import LayerArgument, layer_arguments, name_arguments, residual_argument
+from .arguments import (
+    LayerArgument,
+    argument_parameters,
+    layer_arguments,
+    name_arguments,
+    other_arguments,
+    residual_argument,
+)
 from .families import SAME_INPUT
 from .shadow import OtherOutput, SeveralStreamsError, run_shadow
 
@@ -55,6 +62,7 @@ class LayerTrace(NamedTuple):
     calls: list[ModuleCall]
     output: StreamSum
     extras: tuple[tuple[str, int] | None, ...] | None  # as in `LayerWiring`
+    unread_values: tuple[tuple[str, bool | None], ...] = ()  # as in `LayerWiring`
 
 
 class _Recorder:
@@ -204,7 +212,41 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
     for seed in (1, 2):
         _check_other_values(layer, width, paths, trace, seed)
     _check_training(layer, width, paths, trace)
-    return trace
+    return trace._replace(unread_values=tuple(_unread_values(layer, width, paths, trace)))
+
+
+def _unread_values(
+    layer: nn.Module, width: int, opened: Collection[str], trace: LayerTrace
+) -> Iterator[tuple[str, bool | None]]:
+    """The values of arguments with which the layer does something else than in its trace."""
+    for name, value, arguments in other_arguments(layer):
+        given = {f"the argument {name!r}": repr(None)} if value is None else {}
+        try:
+            other = _trace_once(layer, width, opened, arguments=arguments)
+            is_same = _same_calls(trace, other) and all(
+                _same_arguments(layer.get_submodule(x.path), x.arguments, y.arguments, given)
+                for x, y in zip(trace.calls, other.calls, strict=True)
+                if x.arguments or y.arguments
+            )
+        except ValueError:
+            is_same = False
+        if not is_same:
+            yield name, value
+
+
+def _same_arguments(
+    module: nn.Module, a: dict[str, Any], b: dict[str, Any], given: dict[str, str]
+) -> bool:
+    """Whether a module gets the same arguments. given: what stands for values of a, as texts."""
+    parameters = argument_parameters(module)
+
+    def describe(arguments: dict[str, Any], name: str) -> str:
+        left_out = parameters[name].default if name in parameters else None
+        return repr(arguments.get(name, left_out))
+
+    return all(
+        given.get(describe(a, name), describe(a, name)) == describe(b, name) for name in a | b
+    )
 
 
 def _check_other_values(
@@ -284,15 +326,16 @@ def _trace_once(
     opened: Collection[str],
     seed: int = 0,
     training: bool = False,
+    arguments: dict[str, Any] | None = None,
 ) -> LayerTrace:
-    """`trace_layer` with one set of values for the layer's own parameters and buffers."""
+    """`trace_layer` with one set of values for the layer's arguments, parameters and buffers."""
     recorder, output = run_shadow(
         layer,
         lambda: _Recorder(width, seed),
+        kwargs=layer_arguments(layer) if arguments is None else arguments,
         opened=opened,
         seed=seed,
         training=training,
-        **layer_arguments(layer),
     )
     extras: list[tuple[str, int] | None] | None = None
     if isinstance(output, tuple | list):

@@ -105,7 +105,7 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     """The largest relative difference of output and gradient; infinite for other arguments."""
     arguments = layer_arguments(layer)
     opened = {outer for path in wiring.modules for outer in paths_around(path)}
-    host, expected = run_shadow(layer, lambda: _Functions(width), opened=opened, **arguments)
+    host, expected = run_shadow(layer, lambda: _Functions(width), kwargs=arguments, opened=opened)
     if isinstance(expected, tuple | list):
         expected = expected[0]
     expected = expected.as_subclass(Tensor)
@@ -234,7 +234,7 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
             inputs = _make_inputs(backbone, wiring.dim)
             features = _make_image_features(backbone, wiring.dim)
             handover, _ = run_shadow(
-                backbone, lambda: _Handover(wiring), *inputs, replaced=replaced, **features
+                backbone, lambda: _Handover(wiring), inputs, features, replaced=replaced
             )
             if handover.layers_run < len(wiring.of_layers):
                 raise ChangedStreamError(

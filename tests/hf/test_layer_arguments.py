@@ -1,0 +1,127 @@
+"""Layers whose forward does something else for some values of its arguments."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import crosslayer
+
+DIM = 16
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal))
+
+
+class Block(nn.Module):
+    """It passes its arguments on, one by another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.attn = MaskedAttention()
+        self.mlp = nn.Sequential(nn.Linear(DIM, 32), nn.GELU(), nn.Linear(32, DIM))
+
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        return self.attn(self.norm_1(x), mask, is_causal=causal)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, training: bool = False) -> Tensor:
+        x = x + self.attend(x, mask, training)
+        return x + self.mlp(self.norm_2(x))
+
+
+class BranchBlock(Block):
+    """It leaves an argument out where it is None, which is the attention's default."""
+
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        if mask is None:
+            return self.attn(self.norm_1(x), is_causal=causal)
+        return super().attend(x, mask, causal)
+
+
+class EarlyBlock(Block):
+    """A switch chooses its modules."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, training: bool = False) -> Tensor:
+        x = x + self.attend(x, mask, False)
+        return x if training else x + self.mlp(self.norm_2(x))
+
+
+class MaskMakingBlock(Block):
+    """It makes a mask where it gets none."""
+
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        if mask is None:
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return super().attend(x, mask, causal)
+
+
+class ChoosingBlock(Block):
+    """It chooses a value of its attention's argument."""
+
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        return self.attn(self.norm_1(x), mask, is_causal=mask is None)
+
+
+class CountingBlock(Block):
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        self.attn.last_length = x.shape[1]
+        return super().attend(x, mask, causal)
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor, **arguments: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, **arguments)
+        return self.norm(x)
+
+
+MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("block", "arguments", "message"),
+    [
+        (Block, {}, None),
+        (Block, {"mask": MASK}, None),
+        (Block, {"training": True}, None),  # an argument of this name, too
+        (BranchBlock, {}, None),
+        (BranchBlock, {"mask": MASK}, None),
+        (EarlyBlock, {}, None),
+        (EarlyBlock, {"training": True}, r"layer 0 \(EarlyBlock\) is called with training=True"),
+        (MaskMakingBlock, {"mask": MASK}, None),
+        (MaskMakingBlock, {}, "is called without mask. Its own code then does something else"),
+        (ChoosingBlock, {"mask": MASK}, None),
+        (ChoosingBlock, {"mask": None}, "is called without mask"),
+    ],
+)
+def test_a_call_computes_what_the_host_does_or_is_refused(block, arguments, message):
+    plain = Model(block)
+    model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
+    x = torch.randn(2, 5, DIM)
+    if message is None:
+        assert torch.equal(model(x, **arguments), plain(x, **arguments))
+    else:
+        with pytest.raises(ValueError, match=message):
+            model(x, **arguments)
+
+
+def test_a_layer_that_sets_an_attribute_is_refused():
+    with pytest.raises(ValueError, match=r"its own code sets attn\.last_length, and a connected"):
+        crosslayer.connect(Model(CountingBlock), "mudd")
