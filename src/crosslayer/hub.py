@@ -11,8 +11,9 @@ from .run_folders import (
     CONFIG_FILE,
     MODEL_FOLDER,
     MODELS_FOLDER,
-    RESULTS_FILE,
     RUNS_FOLDER,
+    is_comparison_folder,
+    is_model_folder,
     step_of_name,
 )
 
@@ -77,12 +78,12 @@ def download_files(
 
 
 def _check_no_training_run(folder: Path) -> None:
-    if (folder / CONFIG_FILE).exists() or (folder / "tokenizer.json").exists():
+    if is_model_folder(folder) or (folder / "tokenizer.json").exists():
         return
     model = folder / MODEL_FOLDER
-    if (model / CONFIG_FILE).is_file():
+    if is_model_folder(model):
         raise ValueError(f"{folder} holds a training run; its model is {model}")
-    if (folder / RESULTS_FILE).is_file() and (folder / RUNS_FOLDER).is_dir():
+    if is_comparison_folder(folder):
         raise ValueError(
             f"{folder} holds a comparison; if it was run with --keep-models, its models are in "
             f"{folder / RUNS_FOLDER / 'ARM' / MODELS_FOLDER}"

@@ -11,6 +11,7 @@ COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`, without result and model
 
 import hashlib
 import re
+from pathlib import Path
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -22,6 +23,23 @@ RESULTS_FILE = "results.json"
 DATA_DIGEST = "data sha256"  # a key of run.json, and of an arm in results.json
 RUNS_FOLDER = "runs"
 MODELS_FOLDER = "models"
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder is a model's."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder is that of one run, which may also hold the results of `crosslayer eval`."""
+    has_log = (folder / METRICS_FILE).is_file() or (folder / RESULT_FILE).is_file()
+    return has_log and not is_model_folder(folder)
+
+
+def is_comparison_folder(folder: Path) -> bool:
+    """Whether a folder is that of a comparison."""
+    has_runs = (folder / RESULTS_FILE).is_file() or (folder / RUNS_FOLDER).is_dir()
+    return has_runs and not is_run_folder(folder) and not is_model_folder(folder)
 
 
 def checkpoint_name(step: int) -> str:

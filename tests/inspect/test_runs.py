@@ -12,7 +12,7 @@ from crosslayer.cli.main import main
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.inspect.report import draw_views
 from crosslayer.inspect.run_groups import find_baseline_group, group_runs, split_by_data
-from crosslayer.inspect.runs import is_run_folder, read_runs
+from crosslayer.inspect.runs import read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.inspect.training_summary import (
@@ -23,7 +23,14 @@ from crosslayer.inspect.training_summary import (
     summarise_training,
 )
 from crosslayer.plotting import render_figure
-from crosslayer.run_folders import METRICS_FILE, RESULT_FILE, RUN_FILE, RUNS_FOLDER
+from crosslayer.run_folders import (
+    METRICS_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    RUNS_FOLDER,
+    is_comparison_folder,
+    is_run_folder,
+)
 from tests.inspect.planted_runs import (
     SETTINGS,
     falling_loss,
@@ -470,7 +477,7 @@ def test_results_of_eval_make_no_comparison(tmp_path):
     model.mkdir()
     for name in ("results.json", "config.json"):
         (model / name).write_text(results)
-    assert not is_run_folder(model)
+    assert not is_run_folder(model) and not is_comparison_folder(model)
 
 
 def test_damaged_results_are_one_line(tmp_path, comparison):

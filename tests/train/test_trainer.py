@@ -489,6 +489,10 @@ def test_a_run_that_had_ended(text, tmp_path, capsys):
     model = tmp_path / "run" / "model"
     assert main([*command[:2], f"--out={model}", *small]) == 1
     assert f"{model}: is a model's folder" in capsys.readouterr().err
+    started = tmp_path / "comparison"  # without a result yet
+    (started / "runs").mkdir(parents=True)
+    assert main([*command[:2], f"--out={started}", *small]) == 1
+    assert f"{started}: holds a comparison" in capsys.readouterr().err
 
 
 def test_moved_data(text, tmp_path):

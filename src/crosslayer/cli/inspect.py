@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import lock_folder
-from ..run_folders import MODEL_FOLDER
+from ..run_folders import MODEL_FOLDER, is_comparison_folder, is_run_folder
 from ..validation import check_positive, did_you_mean
 from .console import (
     InspectionBar,
@@ -161,13 +161,11 @@ def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:
 
     The model of a run's folder is in it, once the run has ended.
     """
-    from ..inspect.runs import is_run_folder
-
     models = {}
     runs = []
     for source, name in zip(sources, _short_names(sources), strict=True):
         folder = Path(source)
-        if not is_run_folder(folder):
+        if not (is_run_folder(folder) or is_comparison_folder(folder)):
             models[name] = source
             continue
         runs.append(folder)

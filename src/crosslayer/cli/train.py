@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import check_no_file
 from ..run_folders import (
-    CONFIG_FILE,
-    METRICS_FILE,
     MODEL_FOLDER,
     RESULT_FILE,
-    RESULTS_FILE,
-    RUN_FILE,
+    is_comparison_folder,
+    is_model_folder,
+    is_run_folder,
 )
 from ..validation import did_you_mean
 from .console import (
@@ -191,12 +190,10 @@ def _losses_text(result: "RunResult") -> str:
 def check_out_folder(folder: Path) -> None:
     """Refuse a folder where a comparison, or a model of another origin, would be overwritten."""
     check_no_file(folder)
-    # A run's folder may hold the results of `crosslayer eval`, in a file of the same name.
-    is_comparison = (folder / RESULTS_FILE).exists() and not (folder / RUN_FILE).exists()
-    has_other_model = (folder / MODEL_FOLDER).exists() and not (folder / METRICS_FILE).exists()
-    if (folder / CONFIG_FILE).exists():
+    has_other_model = (folder / MODEL_FOLDER).exists() and not is_run_folder(folder)
+    if is_model_folder(folder):
         raise ValueError(f"{folder}: is a model's folder; choose another --out")
-    if is_comparison or has_other_model:
+    if is_comparison_folder(folder) or has_other_model:
         raise ValueError(
             f"{folder}: holds a comparison, or a model that no run wrote there; "
             "choose another --out"

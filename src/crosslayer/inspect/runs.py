@@ -12,13 +12,14 @@ import numpy
 
 from ..files import read_json
 from ..run_folders import (
-    CONFIG_FILE,
     DATA_DIGEST,
     METRICS_FILE,
     RESULT_FILE,
     RESULTS_FILE,
     RUN_FILE,
     RUNS_FOLDER,
+    is_comparison_folder,
+    is_run_folder,
     run_folder_name,
 )
 from .training import CurvePoints, TrainingCurve, read_training_curve
@@ -88,30 +89,15 @@ class TrainingRun:
         ]
 
 
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is that of a run or of a comparison, and no model's."""
-    if (folder / CONFIG_FILE).is_file():
-        return False
-    return _is_single_run(folder) or _is_comparison(folder)
-
-
-def _is_single_run(folder: Path) -> bool:
-    return (folder / METRICS_FILE).is_file() or (folder / RESULT_FILE).is_file()
-
-
-def _is_comparison(folder: Path) -> bool:
-    return (folder / RESULTS_FILE).is_file() or (folder / RUNS_FOLDER).is_dir()
-
-
 def read_runs(folder: Path) -> list[TrainingRun]:
     """The run of a folder, or all runs of a comparison's folder.
 
     Raises:
         ValueError: the folder is neither, or a file in it is damaged.
     """
-    if _is_single_run(folder):
+    if is_run_folder(folder):
         return [_read_single_run(folder)]
-    if not _is_comparison(folder):
+    if not is_comparison_folder(folder):
         raise ValueError(
             f"{folder}: neither a run's folder, with {METRICS_FILE}, nor a comparison's, with "
             f"{RESULTS_FILE}"
