@@ -72,6 +72,10 @@ class Site:
     layers: int
     depth: int
 
+    @property
+    def is_readout(self) -> bool:
+        return self.index == self.depth
+
 
 def plan(layers: int, parallel: bool = False) -> list[Site]:
     """The sites of a model with `layers` layers of attention and MLP, in sequence or in parallel.
@@ -185,7 +189,7 @@ class Connection(nn.Module, Generic[StateT]):
         # `forward` branches on booleans alone: an integer that differs between layers would
         # compile one graph per layer.
         self.opens_layer = site.opens_layer
-        self.is_readout = site.index == site.depth
+        self.is_readout = site.is_readout
         self.norms = nn.ModuleList(norm(port) for port in self.ports)
 
     def reset_parameters(self) -> None:
@@ -378,11 +382,15 @@ class Connection(nn.Module, Generic[StateT]):
 
 
 def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
-    """The ports, if they are the site's, with all inputs of an attention in its place or none.
+    """The ports, if they are the site's. An attention may be replaced by all of its inputs: q, k
+    and v.
 
     The ports of a readout feed no sub-layer, so a method chooses them freely.
+
+    Raises:
+        ValueError: they are others.
     """
-    if site.index == site.depth:
+    if site.is_readout:
         return ports
     choices = [[(port,), SPLIT_PORTS.get(port, (port,))] for port in site.ports]
     allowed = list(dict.fromkeys(sum(choice, ()) for choice in itertools.product(*choices)))

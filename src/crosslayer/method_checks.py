@@ -179,7 +179,7 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
         raise TypeError(f"{name}.__init__ must call super().__init__(site, dim, norm)")
     parameters = {key: p for key, p in connection._parameters.items() if p is not None}
     _check_names(connection, base, parameters)
-    for key, value in (("site", site), ("dim", dim), ("is_readout", site.index == site.depth)):
+    for key, value in (("site", site), ("dim", dim), ("is_readout", site.is_readout)):
         if getattr(connection, key) is not value:
             raise TypeError(_taken_name(name, key))
     annotation = base.__annotations__["initial_function"]

@@ -278,7 +278,7 @@ def test_mudd_streams(spec, case):
             p.data.copy_(value)
         X = tuple(file[f"X.{j}"] for j in range(l))
         close(
-            site.aggregation_weights(file[f"X.{l}"], None, site.a)[0].movedim(-2, 0),
+            site.write_and_weigh(file[f"X.{l}"], None)[1].movedim(-2, 0),
             file[f"da_weights.{l - 1}"],
         )
         inputs, state = site.read(History(X, file[f"X.{l}"]))

@@ -159,7 +159,7 @@ def test_mhc_coefficients(model, n):
     close(h, collapsed)
     close(state.post, post)
     close(state.H, torch.einsum("btij,btid->btjd", comb, H))
-    _, _, logits = site.coefficients(
+    _, _, logits = site.logits(
         write_norm_project(H, None, None, site.fn.mT, site.norm_eps)[1][..., 0, :]
     )
     close(site.residual_matrix(logits), comb)

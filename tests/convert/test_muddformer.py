@@ -98,7 +98,7 @@ def test_streams_in_float64(checkpoint, case):
     for l, site in enumerate(row[2::2], start=1):
         X = tuple(file[f"X.{j}"] for j in range(l))
         close(
-            site.aggregation_weights(file[f"X.{l}"], None, site.a)[0].movedim(-2, 0),
+            site.write_and_weigh(file[f"X.{l}"], None)[1].movedim(-2, 0),
             file[f"da_weights.{l - 1}"],
             1e-9,
         )
@@ -159,9 +159,9 @@ def recorded(model, input_ids) -> dict[str, torch.Tensor]:
                 if mudd:
                     seen.update({f"X.{j}": x for j, x in enumerate(after.X)})
                     if site.a is not None:
-                        seen[f"da_weights.{l - 1}"] = site.aggregation_weights(
-                            after.X[-1], None, site.a
-                        )[0].movedim(-2, 0)
+                        seen[f"da_weights.{l - 1}"] = site.write_and_weigh(after.X[-1], None)[
+                            1
+                        ].movedim(-2, 0)
                 else:
                     seen[f"X.{l}"] = inputs[0]
                 if site.is_readout:

@@ -350,7 +350,7 @@ def test_mean_and_deviation_over_tokens_of_several_batches():
 
     def collect(connection, arguments):
         state = arguments[0]
-        A, _ = connection.aggregation_weights(state.h, state.y, connection.a)
+        _, A = connection.write_and_weigh(state.h, state.y)
         values.append(A.flatten(0, 1))
 
     handle = find_connections(model)[2].register_forward_pre_hook(collect)

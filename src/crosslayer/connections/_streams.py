@@ -21,6 +21,11 @@ class Streams(NamedTuple):
     beta: Tensor | None = None  # ... and its weight in each stream, [B T n] or [n]
 
 
+def shared_write(y: Tensor | None) -> Tensor | None:
+    """A pending write as every stream gets it, [B T 1 D], from y [B T D]."""
+    return None if y is None else y[..., None, :]
+
+
 def write_to_streams(H: Tensor, beta: Tensor | None, outputs: int = 1) -> Tensor:
     """[I | beta]: the weights of a pending write to n streams, [.. n n+1 1], or I without a write.
 

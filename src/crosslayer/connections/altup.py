@@ -112,8 +112,8 @@ class AltUp(FusedNormConnection[Alternating]):
             X = X + state.g[:, None, None] * (h - active)
         write = join_rows(X, h)
         if self.P is None:  # the readout
-            sums_blocks = torch.ones_like(X[:1, :K])
-            read = join_columns(sums_blocks, torch.zeros_like(sums_blocks[:, :1]))
+            every_stream = torch.ones_like(X[:1, :K])
+            read = join_columns(every_stream, torch.zeros_like(every_stream[:, :1]))
             return MixingWeights(write, read, identity_weights(K + 1, X))
         predicted = self.P[..., None]
         read = part_weights(1, K, self.j, X)

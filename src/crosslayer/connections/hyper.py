@@ -46,7 +46,13 @@ from ._alpha_beta import (
     reset_alpha_and_beta,
     width_weights,
 )
-from ._streams import Streams, streams_memory_traffic, sum_readout_weights, write_to_streams
+from ._streams import (
+    Streams,
+    shared_write,
+    streams_memory_traffic,
+    sum_readout_weights,
+    write_to_streams,
+)
 
 Stats = Literal["layernorm", "rmsnorm", "unweighted"]
 Frozen = Literal["", "B", "WC", "B WC"]
@@ -164,7 +170,7 @@ class Hyper(FusedNormConnection[Streams]):
         self, state: Streams, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], Streams]:
         H, y, beta = state
-        Y = None if y is None else y[..., None, :]
+        Y = shared_write(y)
         if self.is_readout:
             H = depth_connection(H, Y, beta)
             return (collapse_streams(H, None, *norms),), Streams(H)
@@ -184,7 +190,7 @@ class Hyper(FusedNormConnection[Streams]):
         write = write_to_streams(state.H, state.beta)
         if self.is_readout:
             return sum_readout_weights(write, self.n)
-        Y = None if state.y is None else state.y[..., None, :]
+        Y = shared_write(state.y)
         alpha = width_weights(self, state.H, Y, state.beta).mT[..., None]
         return MixingWeights(write, alpha[..., :1, :, :], alpha[..., 1:, :, :])
 

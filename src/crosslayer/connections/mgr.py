@@ -99,8 +99,8 @@ class MGR(FusedNormConnection[Gated]):
                 "bias and eq14 exclude each other: the bias is not that of Eq. 14 then"
             )
         self.gate_weights = competitive_gate if gate == "competitive" else independent_gate
-        # The number of streams once the pending write is applied.
-        self.streams = min(site.index + 1, streams)
+        # Once the pending write is applied.
+        self.stream_count = min(site.index + 1, streams)
         # Whether the pending write is gated into the streams, rather than appended to them.
         self.gates_pending_write = site.index >= streams
         gates_own_write = streams - 1 <= site.index < site.depth
@@ -132,7 +132,7 @@ class MGR(FusedNormConnection[Gated]):
     ) -> tuple[tuple[Tensor, ...], Gated]:
         S, y, beta = state
         norm = norms[0] if norms else None
-        pool_query = None if self.w2 is None else self.w2 / math.sqrt(self.dim)
+        pool_query = self._pool_query()
         gate_query = None if self.w1 is None else self.w1 / math.sqrt(self.dim)
         if y is not None and beta is not None and pool_query is not None:
             S, h, q = gate_pool(S, y, beta, pool_query, gate_query, norm=norm)
@@ -149,31 +149,35 @@ class MGR(FusedNormConnection[Gated]):
             return (h,), Gated(S)
         return (h,), Gated(S, beta=self.gate_weights(q, self.b))
 
+    def _pool_query(self) -> Tensor | None:
+        return None if self.w2 is None else self.w2 / math.sqrt(self.dim)
+
     def state_parts(self, state: Gated) -> tuple[Tensor, ...]:
         return state.S
 
     def mixing_weights(self, state: Gated) -> MixingWeights:
         S, y, beta = state
-        written = S
-        write = identity_weights(len(S), upcast(S[0]))
-        if y is not None and beta is not None:
-            written = gate_streams(S, y, beta)
-            kept = (1 - beta).diag_embed()[..., None]
-            write = join_columns(kept, beta[..., None, None])
-        elif y is not None:
+        if y is None:
+            written = S
+            write = identity_weights(len(S), upcast(S[0]))
+        elif beta is None:
             written = (*S, y)
-            write = identity_weights(len(written), write)
-        kept = identity_weights(len(written), write)
-        if self.w2 is None:
-            return MixingWeights(write, kept, kept)
-        p = depth_scores(written, self.w2 / math.sqrt(self.dim)).softmax(-1)
-        return MixingWeights(write, p[..., None, :, None], kept)
+            write = identity_weights(len(written), upcast(S[0]))
+        else:
+            written = gate_streams(S, y, beta)
+            write = join_columns((1 - beta).diag_embed()[..., None], beta[..., None, None])
+        carry = identity_weights(len(written), write)
+        pool_query = self._pool_query()
+        if pool_query is None:
+            return MixingWeights(write, carry, carry)
+        p = depth_scores(written, pool_query).softmax(-1)
+        return MixingWeights(write, p[..., None, :, None], carry)
 
     def memory_traffic(self) -> float:
         # The paper's own fused kernel (section 4.4) moves 4n: it reads the streams three times.
-        read = self.streams + self.gates_pending_write
+        read = self.stream_count + self.gates_pending_write
         writes_streams = self.gates_pending_write and not self.is_readout
-        written = self.streams if writes_streams else 0
+        written = self.stream_count if writes_streams else 0
         return read + written + len(self.ports)
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_idle_options, check_non_negative, check_positive
-from ._streams import streams_memory_traffic, write_to_streams
+from ._streams import shared_write, streams_memory_traffic, write_to_streams
 
 Orientation = Literal["src dst", "dst src"]
 Order = Literal["src last", "dst last"]
@@ -190,12 +190,12 @@ class MHC(FusedNormConnection[Manifold]):
         if self.single_pass:
             return self._read_in_one_pass(state, norms)
         H, y, post, *_ = state
-        Y = None if y is None else y[..., None, :]
+        Y = shared_write(y)
         if self.fn is None:  # a readout without a head
             H = depth_connection(H, Y, post)
             return (self.read_streams(H, None, *norms),), Manifold(H)
         H, z = write_norm_project(H, Y, post, self.fn.mT, self.norm_eps)
-        pre, post, R = self._pre_post_and_residual(z[..., 0, :])
+        pre, post, R = self.coefficients(z[..., 0, :])
         if self.is_readout:
             return (self.read_streams(H, pre, *norms),), Manifold(H)
         if R is None:
@@ -220,37 +220,30 @@ class MHC(FusedNormConnection[Manifold]):
             x, H, z = single_pass_connection(
                 H, y, post, res, pre, self.fn.mT, self.norm_eps, *norms
             )
-        pre, post, R = self._pre_post_and_residual(z)
+        pre, post, R = self.coefficients(z)
         return (x,), Manifold(H, post=post, pre=pre, res=R)
-
-    def _mixed_streams(self, state: Manifold) -> Tensor:
-        """The streams with the pending R applied, but without the pending write."""
-        return state.H if state.res is None else mix_streams(state.H, state.res)
 
     def _written_streams(self, state: Manifold) -> Tensor:
         """The streams with all that is pending applied."""
         H, y, post, _, res = state
-        Y = None if y is None else y[..., None, :]
+        Y = shared_write(y)
         mixed = H if res is None else mix_streams(upcast(H), res)
         return depth_connection(mixed, Y, post).to(H.dtype)
 
-    def _pre_post_and_residual(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def coefficients(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """pre and post [B T n], and R [B T src dst], where the site has them."""
-        pre, *logits = self.coefficients(z)
+        z_pre, *others = self.logits(z)
+        pre = z_pre.sigmoid() + self.eps
         if self.is_readout:
             return pre, None, None
-        post = self.magnitude * logits[0].sigmoid() + self.post_eps
-        return pre, post, self.residual_matrix(logits[1]) if self.mixes_streams else None
+        post = self.magnitude * others[0].sigmoid() + self.post_eps
+        return pre, post, self.residual_matrix(others[1]) if self.mixes_streams else None
 
-    def coefficients(self, z: Tensor) -> tuple[Tensor, ...]:
-        """pre [B T n], then the logits of post [B T n] and R [B T n·n] where the site has them."""
+    def logits(self, z: Tensor) -> list[Tensor]:
+        """Those of pre and post [B T n] and of R [B T n·n], where the site has them."""
         assert self.base is not None and self.scale is not None
-        logits = []
-        bases = self.base.split(self.sizes)
-        for z_part, scale, base in zip(z.split(self.sizes, -1), self.scale, bases, strict=True):
-            logits.append(z_part * scale + base)
-        pre = logits[0].sigmoid() + self.eps
-        return pre, *logits[1:]
+        parts = zip(z.split(self.sizes, -1), self.scale, self.base.split(self.sizes), strict=True)
+        return [z_part * scale + base for z_part, scale, base in parts]
 
     def residual_matrix(self, logits: Tensor) -> Tensor:
         """R [B T src dst] of its logits [B T n·n]."""
@@ -268,7 +261,9 @@ class MHC(FusedNormConnection[Manifold]):
         return collapse_streams(H, pre, norm)
 
     def state_parts(self, state: Manifold) -> tuple[Tensor, ...]:
-        return self._mixed_streams(state).unbind(-2)
+        # The pending R is applied, the pending write is not.
+        mixed = state.H if state.res is None else mix_streams(state.H, state.res)
+        return mixed.unbind(-2)
 
     def mixing_weights(self, state: Manifold) -> MixingWeights:
         write = write_to_streams(state.H, state.post)
@@ -277,7 +272,7 @@ class MHC(FusedNormConnection[Manifold]):
         if self.fn is not None:
             H = self._written_streams(state)
             _, z = write_norm_project(H, None, None, self.fn.mT, self.norm_eps)
-            new_pre, _, R = self._pre_post_and_residual(z[..., 0, :])
+            new_pre, _, R = self.coefficients(z[..., 0, :])
             pre = new_pre if pre is None else pre
             carry = carry if R is None else R.mT[..., None]
         if pre is None:

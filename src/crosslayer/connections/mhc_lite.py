@@ -35,7 +35,13 @@ from ..ops import (
     write_norm_project,
 )
 from ..validation import check_positive
-from ._streams import Streams, streams_memory_traffic, sum_readout_weights, write_to_streams
+from ._streams import (
+    Streams,
+    shared_write,
+    streams_memory_traffic,
+    sum_readout_weights,
+    write_to_streams,
+)
 
 
 class MHCLite(FusedNormConnection[Streams]):
@@ -101,7 +107,7 @@ class MHCLite(FusedNormConnection[Streams]):
         self, state: Streams, norms: tuple[NormSpec, ...]
     ) -> tuple[tuple[Tensor, ...], Streams]:
         if self.is_readout:
-            Y = None if state.y is None else state.y[..., None, :]
+            Y = shared_write(state.y)
             H = depth_connection(state.H, Y, state.beta)
             return (collapse_streams(H, None, *norms),), Streams(H)
         H, z = self._write_and_project(state)
@@ -111,7 +117,7 @@ class MHCLite(FusedNormConnection[Streams]):
 
     def _write_and_project(self, state: Streams) -> tuple[Tensor, Tensor]:
         """The streams with the pending write applied, [B T n D], and z of them, [B T 2n+n!]."""
-        Y = None if state.y is None else state.y[..., None, :]
+        Y = shared_write(state.y)
         # √(nD)·v/‖v‖ is an RMSNorm. Its weight 1 + gamma is multiplied into W, its eps is that of
         # torch's F.normalize.
         W = torch.cat([self.dynamic_alpha_fn, self.dynamic_beta_fn], 1) * (1 + self.gamma[:, None])

@@ -238,7 +238,7 @@ class Mudd(FusedNormConnection[History]):
             h, x = add_norm(state.h, state.y, *norms)
             return (x,), History(self._finished_blocks(state, h), h)
         # A block ends here, and h is its output X_l.
-        A, h = self.aggregation_weights(state.h, state.y, self.a)
+        h, A = self.write_and_weigh(state.h, state.y)
         X = self._finished_blocks(state, h)
         check_place(X, self.site)
         mixed = tuple(X[j] for j in self.sources)
@@ -277,18 +277,25 @@ class Mudd(FusedNormConnection[History]):
             h = (rms(h, self.eps) * self.pre).to(h.dtype)
         return (*state.X, h)
 
-    def aggregation_weights(self, h: Tensor, y: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor]:
-        """A: [C L] where it is static, or [B T C L] for each token; and X_l = h + y, [B T D]."""
+    def write_and_weigh(self, h: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """X_l = h + y, [B T D], and A of Eq. 6: [C L] where it is static, or [B T C L]."""
+        assert self.a is not None
         if self.W1 is None or self.W2 is None:
             h, _ = add_norm(h, y)
-            return a, h
+            return h, self.a
         W1 = self.W1 if self.weigh is None else self.weigh[:, None] * self.W1
         # h is one stream.
         Y = None if y is None else y[..., None, :]
         H, z = write_norm_project(h[..., None, :], Y, None, W1, self.eps)
         hidden = F.gelu(z[..., 0, :], approximate=self.gelu_approximation)
         generated = project_tall(hidden, self.W2)
-        return generated.unflatten(-1, a.shape) + a, H[..., 0, :]
+        return H[..., 0, :], generated.unflatten(-1, self.a.shape) + self.a
+
+    def _post_weight(self, stream: str, c: int) -> Tensor | None:
+        """The weight of n_post for mixture c, if this stream is normed by it."""
+        if self.post is None or stream not in self.normed_form.post_streams:
+            return None
+        return self.post if self.post.dim() == 1 else self.post[c]
 
     def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
         """S_c of one stream, where h is X_l."""
@@ -298,8 +305,8 @@ class Mudd(FusedNormConnection[History]):
         m = mixtures[c]
         if not self.normed_form.adds_block:
             return m
-        if self.post is not None and stream in self.normed_form.post_streams:
-            weight = self.post if self.post.dim() == 1 else self.post[c]
+        weight = self._post_weight(stream, c)
+        if weight is not None:
             m = (rms(m, self.eps) * weight).to(h.dtype)
         return h + m
 
@@ -320,7 +327,7 @@ class Mudd(FusedNormConnection[History]):
         X = join_rows(finished[:-1], joins)
         if self.a is None:
             return MixingWeights(write, h, join_rows(X, h))
-        A, _ = self.aggregation_weights(state.h, state.y, self.a)
+        _, A = self.write_and_weigh(state.h, state.y)
         written = torch.stack((*state.X, X_l), -2)
         S = {stream: self._stream_weights(stream, h, A, X, written) for stream in STREAMS}
         read = join_rows(*(S[stream] for stream in self.port_streams))
@@ -341,8 +348,8 @@ class Mudd(FusedNormConnection[History]):
         m = (A[..., c, :, None, None] * sources).sum(-3, keepdim=True)
         if not self.normed_form.adds_block:
             return m
-        if self.post is not None and stream in self.normed_form.post_streams:
-            weight = self.post if self.post.dim() == 1 else self.post[c]
+        weight = self._post_weight(stream, c)
+        if weight is not None:
             value = (m.squeeze(-3) * written).sum(-2)
             m = m * (rstd(value, self.eps)[..., None] * weight)[..., None, None, :]
         return h + m

@@ -41,8 +41,7 @@ class ResiDual(Connection[Dual]):
     norms_its_stream = True
 
     def __init__(self, site: Site, dim: int, norm: NormFactory):
-        is_readout = site.index == site.depth
-        super().__init__(site, dim, norm, ports=("out", "dual") if is_readout else None)
+        super().__init__(site, dim, norm, ports=("out", "dual") if site.is_readout else None)
 
     def initial_state(self, x: Tensor) -> Dual:
         return Dual(x, x)

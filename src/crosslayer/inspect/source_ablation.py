@@ -144,19 +144,19 @@ def _without_alpha(connection: DenseFormer, place: int) -> Iterator[None]:
 
 @contextmanager
 def _without_aggregation(connection: Mudd, way: int, place: int) -> Iterator[None]:
-    weigh = connection.aggregation_weights
+    write_and_weigh = connection.write_and_weigh
 
-    def weigh_others(h: Tensor, y: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor]:
-        A, h = weigh(h, y, a)
+    def weigh_others(h: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        X_l, A = write_and_weigh(h, y)
         A = A.clone()
         A[..., way, place] = 0
-        return A, h
+        return X_l, A
 
-    connection.aggregation_weights = weigh_others  # type: ignore[method-assign]
+    connection.write_and_weigh = weigh_others  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del connection.aggregation_weights
+        del connection.write_and_weigh
 
 
 @contextmanager
