@@ -30,8 +30,8 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
     two.
     """
 
-    # Reads sums of its streams. In float16 these may exceed the range that the streams keep to, so
-    # they are normed in float32, which the ports' modules cannot do.
+    # Whether it reads a sum of its streams. In float16 the sum may overflow, so it is normed before
+    # it is rounded; a port's own norm would get the rounded sum.
     sums_streams: ClassVar[bool] = False
     # An instance sets it to False where its last op makes none of the ports' inputs.
     can_fuse_norms: bool = True

@@ -8,9 +8,7 @@ layer costs milliseconds at any size, on any device, meta included, and changes 
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -134,64 +132,84 @@ class DropoutMode(TorchFunctionMode):
         return self.observer.drop_out(x, p) if p else x
 
 
-def run_shadow(
-    module: nn.Module,
+def run_layer_shadow(
+    layer: nn.Module,
     make_observer: Callable[[], Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
-    replaced: Collection[str] | None = None,
+    arguments: Mapping[str, Any],
     opened: Collection[str] = (),
     seed: int = 0,
     training: bool = False,
 ) -> tuple[Any, Any]:
-    """Run a module's forward with stand-ins for its modules.
+    """Run a layer's forward with stand-ins for its modules, on the observer's `stream`.
 
     Args:
-        module: a layer or a backbone.
+        layer: a layer of a host.
         make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
             output into another number of names than expected.
-        args, kwargs: of the forward; without args it gets the observer's `stream`.
-        replaced: paths of the modules that stand-ins replace; None for all.
+        arguments: of the forward besides the stream, by name.
         opened: paths of the modules that run their own code, with stand-ins for their modules.
-        seed: of the values of parameters and buffers, where all modules are replaced.
-        training: as in `nn.Module`, of the module and of those opened.
+        seed: of the values of parameters and buffers.
+        training: as in `nn.Module`, of the layer and of those opened.
 
     Returns:
         The observer, and what the forward returned.
 
     Raises:
-        ValueError: the forward raises an error with stand-ins, or it sets an attribute of a layer
+        ValueError: the forward raises an error with stand-ins, or it sets an attribute of the layer
             or of one of its modules.
     """
-    is_layer = replaced is None
-    with_gradients = torch.enable_grad() if is_layer else nullcontext()
-    with torch.inference_mode(False), with_gradients, on_cpu(is_layer):
-        make = partial(
-            make_shadow,
-            module,
-            replaced=replaced,
-            opened=opened,
-            seed=seed,
-            training=training,
-        )
-        return _run_until_unpacked(module, make, make_observer, args, kwargs, is_layer)
+
+    def run(shadow: Any, observer: Any, forward: Any) -> Any:
+        attributes = _attributes(shadow)
+        output = forward(shadow, observer.stream, **arguments)
+        _check_attributes(attributes, _attributes(shadow))
+        return output
+
+    make = partial(make_shadow, layer, opened=opened, seed=seed, training=training)
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        return _run_until_unpacked(layer, make, make_observer, run)
 
 
-def on_cpu(is_needed: bool = True) -> Any:
-    """A context in which tensors are made on the CPU, also where a model is built on another
-    device.
+def run_backbone_shadow(
+    backbone: nn.Module,
+    make_observer: Callable[[], Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    replaced: Collection[str],
+) -> tuple[Any, Any]:
+    """Run a backbone's forward with stand-ins for some of its modules.
+
+    Args:
+        backbone: the module that owns the layers.
+        make_observer: as in `run_layer_shadow`.
+        args, kwargs: of the forward.
+        replaced: paths of the modules that stand-ins replace.
+
+    Returns:
+        The observer, and what the forward returned.
+
+    Raises:
+        ValueError: the forward raises an error with stand-ins.
     """
-    return torch.device("cpu") if is_needed else nullcontext()
+
+    def run(shadow: Any, observer: Any, forward: Any) -> Any:
+        return forward(shadow, *args, **kwargs)
+
+    make = partial(make_shadow, backbone, replaced=replaced)
+    with torch.inference_mode(False):
+        return _run_until_unpacked(backbone, make, make_observer, run)
 
 
 def _run_until_unpacked(
     module: nn.Module,
     make: Callable[[Any, dict[str, int]], Any],
     make_observer: Callable[[], Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    is_layer: bool,
+    run: Callable[[Any, Any, Any], Any],
 ) -> tuple[Any, Any]:
+    """Run until each stand-in's output is unpacked into as many names as the forward has.
+
+    run: gets the shadow, its observer and the class's forward.
+    """
     lengths: dict[str, int] = {}
     forward: Any = original_class(module).forward  # type: ignore[attr-defined]
     while True:
@@ -199,10 +217,9 @@ def _run_until_unpacked(
         shadow = make(observer, lengths)
         observer.parameters = shadow._parameters
         _Output.unpacked = ""
-        attributes = _attributes(shadow)
         try:
             with DropoutMode(observer, shadow.training):
-                output = forward(shadow, *(args or (observer.stream,)), **kwargs)
+                output = run(shadow, observer, forward)
         except Exception as error:
             if isinstance(error, ChangedStreamError | SeveralStreamsError):
                 raise
@@ -212,8 +229,6 @@ def _run_until_unpacked(
                 lengths[path] = int(expected[1])
                 continue
             raise ValueError(_describe_failure(error)) from error
-        if is_layer:
-            _check_attributes(attributes, _attributes(shadow))
         observer.lengths = lengths
         return observer, output
 
@@ -272,7 +287,8 @@ def make_shadow(
         module: a layer or a backbone.
         observer: answers the calls of the stand-ins.
         lengths: into how many names a stand-in's output is unpacked, by path; 2 for any other.
-        replaced, opened, seed, training: as in `run_shadow`.
+        replaced: paths of the modules that stand-ins replace; None for all.
+        opened, seed, training: as in `run_layer_shadow`.
     """
     shadow = _copy_without_modules(module, original_class(module))
     shared = {"observer": observer, "lengths": lengths, "training": training}

@@ -24,7 +24,7 @@ from .arguments import (
     residual_argument,
 )
 from .families import SAME_INPUT
-from .shadow import OtherOutput, SeveralStreamsError, run_shadow
+from .shadow import OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
 # Sequences and tokens of a trace, and the size of its values. What a layer does depends on neither
@@ -329,13 +329,13 @@ def _trace_once(
     arguments: dict[str, Any] | None = None,
 ) -> LayerTrace:
     """`trace_layer` with one set of values for the layer's arguments, parameters and buffers."""
-    recorder, output = run_shadow(
+    recorder, output = run_layer_shadow(
         layer,
         lambda: _Recorder(width, seed),
-        kwargs=layer_arguments(layer) if arguments is None else arguments,
-        opened=opened,
-        seed=seed,
-        training=training,
+        layer_arguments(layer) if arguments is None else arguments,
+        opened,
+        seed,
+        training,
     )
     extras: list[tuple[str, int] | None] | None = None
     if isinstance(output, tuple | list):

@@ -25,7 +25,13 @@ from .hidden_states import HiddenState
 from .host_norms import find_module
 from .layer_recognition import paths_around, recognise_layer
 from .recognition import layer_kind
-from .shadow import ChangedStreamError, DropoutMode, make_shadow, on_cpu, run_shadow
+from .shadow import (
+    ChangedStreamError,
+    DropoutMode,
+    make_shadow,
+    run_backbone_shadow,
+    run_layer_shadow,
+)
 
 _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
@@ -51,7 +57,7 @@ def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
         verified.add(kind)
         _check_projections(layer_wiring)
         try:
-            with on_cpu(), torch.enable_grad():
+            with torch.device("cpu"), torch.enable_grad():
                 difference = _layer_difference(layer, layer_wiring, wiring.dim)
         except ValueError as error:
             name = type(layer).__name__
@@ -105,7 +111,7 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     """The largest relative difference of output and gradient; infinite for other arguments."""
     arguments = layer_arguments(layer)
     opened = {outer for path in wiring.modules for outer in paths_around(path)}
-    host, expected = run_shadow(layer, lambda: _Functions(width), kwargs=arguments, opened=opened)
+    host, expected = run_layer_shadow(layer, lambda: _Functions(width), arguments, opened)
     if isinstance(expected, tuple | list):
         expected = expected[0]
     expected = expected.as_subclass(Tensor)
@@ -233,8 +239,8 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
         try:
             inputs = _make_inputs(backbone, wiring.dim)
             features = _make_image_features(backbone, wiring.dim)
-            handover, _ = run_shadow(
-                backbone, lambda: _Handover(wiring), inputs, features, replaced=replaced
+            handover, _ = run_backbone_shadow(
+                backbone, lambda: _Handover(wiring), inputs, features, replaced
             )
             if handover.layers_run < len(wiring.of_layers):
                 raise ChangedStreamError(
