@@ -102,9 +102,15 @@ def test_compressed_json_has_a_document_a_line(tmp_path):
     assert texts(tmp_path) == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.JSONL", "a.Jsonl.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text(WORDS, "utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n', "utf-8-sig")
+    assert texts(tmp_path) == [WORDS, "one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.JSONL", "a.Jsonl.GZ"])
 def test_suffixes_of_json_lines(tmp_path, name):
-    write = gzip.compress if name.endswith(".gz") else bytes
+    write = gzip.compress if name.endswith(".GZ") else bytes
     (tmp_path / name).write_bytes(write(b'{"text": "one"}\n{"text": "two"}\n'))
     assert texts(tmp_path / name) == ["one", "two"]
     (tmp_path / "settings.json").write_text('{"no": "text"}')  # not read with its folder

@@ -24,7 +24,7 @@ from crosslayer.cost.estimate import activation_bytes
 from crosslayer.methods import code_digest
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.comparison_results import DivergedRun, describe_environment
-from crosslayer.train.optimizers import build_optimizers, lr_schedule
+from crosslayer.train.optimizers import build_optimizers, lr_schedule, warmup_steps
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.report import plot_curves, plot_tradeoff
 from crosslayer.train.report_notes import report_notes, run_notes
@@ -314,6 +314,7 @@ def test_schedule():
         and max(rates) == rates[9] == 1
         and rates[-1] == pytest.approx(0.1, abs=1e-3)
     )
+    assert warmup_steps(OptimizationSettings(steps=100, warmup=0.29)) == 29
     linear = OptimizationSettings(steps=100, warmup=20, decay="linear")
     assert [lr_schedule(step, linear) for step in (20, 60)] == pytest.approx([1, 0.55])
     constant = OptimizationSettings(steps=100, warmup=20, floor=1.0)

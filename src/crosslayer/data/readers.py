@@ -74,14 +74,14 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
 
 def read_file(file: Path, name: str) -> Iterator[Document]:
     """The documents of a file. Each file is a separate dataset, so that an error names it."""
-    if file.suffix == ".zst":
+    if file.suffix.lower() == ".zst":
         _check_zstd(file)
     return _read_pattern(str(file), name, escape(str(file)))  # the library takes a pattern
 
 
 def read_remote(pattern: str) -> Iterator[Document]:
     """The documents of files by a URL: https://…, or hf://datasets/OWNER/NAME/PATTERN."""
-    if pattern.endswith(".zst") and not find_spec("zstandard"):
+    if pattern.lower().endswith(".zst") and not find_spec("zstandard"):
         raise ValueError(f"{pattern}: {ZSTANDARD_MISSING}")
     return _read_pattern(pattern, pattern, pattern)
 
@@ -102,7 +102,7 @@ def read_rows(subject: str, name: str, load: Callable[[], Iterable[Any]]) -> Ite
 
 def _suffix(file: Path) -> str:
     """The suffix before that of a compression, in lower case. A .json has a document a line."""
-    name = file.with_suffix("") if file.suffix in COMPRESSIONS else file
+    name = file.with_suffix("") if file.suffix.lower() in COMPRESSIONS else file
     suffix = name.suffix.lower()
     return ".jsonl" if suffix == ".json" else suffix
 
@@ -167,7 +167,8 @@ def _rows(subject: str, load: Callable[[], Iterable[Any]]) -> Iterator[dict[str,
 
 def _parse_lines(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
-        value = parse_json(row["text"].strip() or '""', f"{subject}: line {number}", object)
+        line = _without_mark(row["text"]).strip()
+        value = parse_json(line or '""', f"{subject}: line {number}", object)
         yield value if isinstance(value, dict) else {"text": value}
 
 
@@ -179,7 +180,12 @@ def _check_text(subject: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[s
                 f"{subject}: not text, as many of its bytes are zero; files of token ids are "
                 "called .npy or .bin"
             )
-        yield row
+        yield row | {"text": _without_mark(row["text"])}
+
+
+def _without_mark(text: str) -> str:
+    """Without the byte order mark that some editors write at the start of a file."""
+    return text.removeprefix("\ufeff")
 
 
 def _text_column(subject: str, name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:

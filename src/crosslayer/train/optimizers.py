@@ -52,7 +52,8 @@ def warmup_steps(settings: OptimizationSettings) -> float:
     """The steps of the warm-up, at least 1."""
     if settings.warmup >= 1:
         return settings.warmup
-    return max(1, int(settings.steps * settings.warmup))
+    # 100 · 0.29 is a little less than 29 in floating point.
+    return max(1, int(settings.steps * settings.warmup + 1e-9))
 
 
 def lr_schedule(step: int, settings: OptimizationSettings) -> float:

@@ -137,7 +137,8 @@ class OptimizationSettings:
         decay: shape in which the learning rate falls after the warm-up.
         decay_ratio: share of the steps in which it falls, at the end; before that it is constant.
             By default it falls from the warm-up on.
-        floor: final learning rate, as a share of the peak.
+        floor: the learning rate that the decay ends at, one step after the last, as a share of the
+            peak.
         delay: first steps in which the connections' parameters are not updated.
         ema: decay of an exponential moving average of the weights, like 0.9999. It is evaluated and
             saved in place of the weights.
