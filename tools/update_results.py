@@ -4,13 +4,12 @@ crosslayer compare --out compare-docs
 python tools/update_results.py compare-docs/results.json
 """
 
-import json
 import re
 import sys
 from pathlib import Path
 
 from crosslayer.train.compare import Comparison
-from crosslayer.train.comparison_results import ComparisonResults
+from crosslayer.train.comparison_results import read_results
 from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff, render_svg
 
 ROOT = Path(__file__).parent.parent
@@ -20,8 +19,7 @@ PAGE = ROOT / "docs" / "training.md"
 
 def read_comparison(file: Path) -> Comparison:
     """The comparison that wrote a results.json."""
-    results = ComparisonResults.from_json(json.loads(file.read_text("utf8")))
-    return Comparison.from_results(results, file.parent)
+    return Comparison.from_results(read_results(file), file.parent)
 
 
 def results_table(comparison: Comparison) -> str:

@@ -12,11 +12,15 @@ from typing import Any
 import yaml
 
 from benchmarks.results import read_rows
-from crosslayer.files import read_json, write_text_atomic
+from crosslayer.files import write_text_atomic
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.run_folders import RESULTS_FILE
 from crosslayer.train.compare import Comparison
-from crosslayer.train.comparison_results import ComparisonResults, join_environments
+from crosslayer.train.comparison_results import (
+    ComparisonResults,
+    join_environments,
+    read_results,
+)
 from crosslayer.train.rate_search import best_factor, is_limit, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.run_state import RunResult
@@ -254,10 +258,7 @@ def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Stu
 
 
 def _read_results(file: Path) -> ComparisonResults:
-    try:
-        results = ComparisonResults.from_json(read_json(file, dict))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file}: not a comparison's results ({error})") from None
+    results = read_results(file)
     for name, value in Settings.from_options().identity().items():
         if value is None:  # an option that is younger than some results
             results.settings.setdefault(name, None)

@@ -140,7 +140,12 @@ def scaling(tmp_path_factory):
     """Losses of pre-norm are 30 · C^(−0.05); MUDD's are those of 1.89 times the compute."""
     root = tmp_path_factory.mktemp("scaling")
     folders = []
-    for size, layers in ((4e8, 24), (8e8, 24), (1.4e9, 24), (1.35e9, 42)):
+    for size, layers in (
+        (400_000_000, 24),
+        (800_000_000, 24),
+        (1_400_000_000, 24),
+        (1_350_000_000, 42),
+    ):
 
         def loss_at(factor, size=size):
             target = 30 * (factor * 6 * size * 1e6) ** -0.05
@@ -222,7 +227,7 @@ def test_the_picture_of_a_speedup_is_of_the_curves_that_give_it(tmp_path):
 
 def test_gaps_are_those_to_pre_norm_where_its_loss_does_not_fall(tmp_path):
     folders = []
-    for size in (4e8, 8e8):
+    for size in (400_000_000, 800_000_000):
 
         def flat(step, size=size):
             return falling_loss(step) + size / 1e9
@@ -482,7 +487,12 @@ def test_results_of_eval_make_no_comparison(tmp_path):
 
 def test_damaged_results_are_one_line(tmp_path, comparison):
     content = json.loads((comparison / "results.json").read_text())
-    for damage in ({"arms": []}, {"runs": [1]}, {"settings": {"steps": "many"}}):
+    for damage in (
+        {"arms": []},
+        {"arms": {"Transformer": {"connection": "prenorm"}}},
+        {"runs": [1]},
+        {"settings": {"steps": "many"}},
+    ):
         (tmp_path / "results.json").write_text(json.dumps(content | damage))
         with pytest.raises(ValueError, match="damaged"):
             read_runs(tmp_path)

@@ -463,13 +463,16 @@ def test_the_folder_of_another_run(text_file, tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert (out / "results.json").read_text() == held
     (out / "results.json").write_text(held[:50])
-    assert main(command) == 1 and "not a comparison's results (damaged?)" in capsys.readouterr().err
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "results.json: not JSON" in error and "choose another --out" in error
     assert (out / "results.json").read_text() == held[:50], "nothing is lost"
     for key, value in (("arm", []), ("valid_loss", "x"), ("curve", [[]])):
         spoilt = json.loads(held)
         spoilt["runs"][0][key] = value
         (out / "results.json").write_text(json.dumps(spoilt))
-        assert main(command) == 1 and "(damaged?)" in capsys.readouterr().err
+        assert main(command) == 1
+        assert "not a comparison's results (damaged?)" in capsys.readouterr().err
     (out / "results.json").write_text(json.dumps({**json.loads(held), "settings": []}))
     assert main(command) == 1 and "(damaged?)" in capsys.readouterr().err
     other = tmp_path / "other"

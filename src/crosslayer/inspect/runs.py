@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..run_folders import (
     is_run_folder,
     run_folder_name,
 )
+from ..train.comparison_results import read_results
 from .training import CurvePoints, TrainingCurve, read_training_curve
 
 
@@ -127,25 +128,13 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
     if not path.is_file():  # none has finished yet
         folders = sorted((folder / RUNS_FOLDER).iterdir())
         return [_read_single_run(run) for run in folders if (run / METRICS_FILE).is_file()]
-    content = read_json(path, dict)
-    try:
-        finished = {(run["arm"], run["seed"]): run for run in content["runs"]}
-        diverged = {(run["arm"], run["seed"]): run for run in content["diverged"]}
-        shared = content["settings"]
-        arms = content["arms"]
-        digest = str(content["data"].get("sha256", ""))
-        described = {
-            name: (
-                arm["connection"],
-                shared | arm["options"],
-                str(arm.get(DATA_DIGEST, digest)),
-            )
-            for name, arm in arms.items()
-        }
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}: not a comparison's results (damaged?)") from None
+    results = read_results(path)
+    finished = {(run.arm, run.seed): asdict(run) for run in results.runs}
+    diverged = {(run.arm, run.seed): asdict(run) for run in results.diverged}
     runs = []
-    for name, (connection, settings, own_digest) in described.items():
+    for name, arm in results.arms.items():
+        settings = results.settings | arm["options"]
+        digest = str(arm.get(DATA_DIGEST, results.data.get("sha256", "")))
         for seed in itertools.count():
             run = folder / RUNS_FOLDER / run_folder_name(name, seed)
             row = finished.get((name, seed)) or diverged.get((name, seed))
@@ -154,8 +143,8 @@ def _read_comparison(folder: Path) -> list[TrainingRun]:
             status = "" if (name, seed) in finished else "not finished"
             if (name, seed) in diverged:
                 status = "diverged"
-            row = {"arm": name, "connection": connection, "seed": seed, **(row or {})}
-            runs.append(_make_run(run, row, settings, own_digest, status, path))
+            row = {"arm": name, "connection": arm["connection"], "seed": seed, **(row or {})}
+            runs.append(_make_run(run, row, settings, digest, status, path))
     return runs
 
 

@@ -11,6 +11,7 @@ from .. import __version__
 from ..files import LOCK_FILE, check_no_file, read_json
 from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
+from ..validation import check_option_type
 from .identity import PLACES_OF_DATA, first_difference
 from .run_state import RunResult, check_fields
 
@@ -66,13 +67,16 @@ class ComparisonResults:
         """
         runs = content["runs"]
         diverged = content["diverged"]
+        check_fields(cls, {**content, "runs": [], "diverged": []})
+        for arm in content["arms"].values():
+            for key, kind in (("connection", str), ("options", dict), ("paper", dict)):
+                check_option_type(key, arm[key], kind)
         for run in runs:
             check_fields(RunResult, run)
             if not run["curve"] or any(len(point) != 2 for point in run["curve"]):
                 raise ValueError("a curve must have points of a step and a loss")
         for run in diverged:
             check_fields(DivergedRun, run)
-        check_fields(cls, {**content, "runs": [], "diverged": []})
         runs = [RunResult(**run) for run in runs]
         diverged = [DivergedRun(**run) for run in diverged]
         return cls(**{**content, "runs": runs, "diverged": diverged})
@@ -106,6 +110,19 @@ def join_environments(before: dict[str, str], now: dict[str, str]) -> dict[str, 
     return joined
 
 
+def read_results(file: Path) -> ComparisonResults:
+    """The content of a results.json.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged.
+    """
+    content = read_json(file, dict)
+    try:
+        return ComparisonResults.from_json(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: not a comparison's results (damaged?)") from error
+
+
 def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults | None:
     """The results of a folder, or None if it has none.
 
@@ -125,24 +142,22 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
             )
         return None
     try:
-        previous = ComparisonResults.from_json(read_json(path, dict))
-        differences = [
-            first_difference(previous.data, current.data),
-            # where the data are the same, they may have been moved
-            first_difference(previous.settings, current.settings, PLACES_OF_DATA),
-        ]
-        for name, arm in current.arms.items():
-            if name in previous.arms:
-                before = previous.arms[name]
-                difference = first_difference(before, arm, {"options"})
-                difference = difference or first_difference(
-                    before["options"], arm["options"], PLACES_OF_DATA
-                )
-                differences.append(difference and f"the arm {name} {difference}")
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"{path}: not a comparison's results (damaged?); move it away or choose another --out"
-        ) from None
+        previous = read_results(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; move it away or choose another --out") from None
+    differences = [
+        first_difference(previous.data, current.data),
+        # where the data are the same, they may have been moved
+        first_difference(previous.settings, current.settings, PLACES_OF_DATA),
+    ]
+    for name, arm in current.arms.items():
+        if name in previous.arms:
+            before = previous.arms[name]
+            difference = first_difference(before, arm, {"options"})
+            difference = difference or first_difference(
+                before["options"], arm["options"], PLACES_OF_DATA
+            )
+            differences.append(difference and f"the arm {name} {difference}")
     for difference in differences:
         if difference:
             raise ValueError(
