@@ -17,7 +17,6 @@ and settings. The same command resumes.
     python examples/retrofit.py report --results '[retrofit]' --page docs/retrofit.md
 """
 
-import json
 import sys
 from argparse import ArgumentError
 from collections import defaultdict
@@ -26,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from crosslayer.files import read_json, write_text_atomic
+from crosslayer.files import read_json, write_json
 from crosslayer.plotting import BLACK, HUES, line_look
 from crosslayer.run_folders import DATA_DIGEST
 from crosslayer.train.callbacks import ConnectAtStep
@@ -114,7 +113,7 @@ def run(
                 _check_settings(file, options, examples)
                 continue
             result = train_retrofit(options, examples, connection, round(share * steps), seed)
-            write_text_atomic(file, json.dumps(asdict(result)))
+            write_json(file, asdict(result))
             print(
                 f"{connection}, from step {result.switch}: {result.valid_loss:.4f} "
                 f"in {result.seconds:.0f} s",

@@ -1,11 +1,10 @@
 """DenseFormer without its smallest weights over depth: docs/evidence/unscaled-pruning.json."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.evidence.studies import RESULTS, UNSCALED
-from crosslayer.files import read_json, write_text_atomic
+from crosslayer.files import read_json, write_json
 from crosslayer.inspect.report import JSON_FILE
 
 PRUNING_FILE = f"{UNSCALED}pruning.json"  # of models with unscaled embeddings
@@ -58,5 +57,5 @@ def take_over_pruning(inspection: Path, folder: Path = RESULTS) -> Path:
         for share, loss in zip(curve["shares"], curve["losses"], strict=True):
             pruned.by_share.setdefault(f"{share:.0%}".replace("%", " %"), []).append(loss)
     file = folder / PRUNING_FILE
-    write_text_atomic(file, json.dumps(asdict(pruned), indent=1) + "\n")
+    write_json(file, asdict(pruned))
     return file

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from benchmarks.results import read_rows
-from crosslayer.files import write_text_atomic
+from crosslayer.files import write_json
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.run_folders import RESULTS_FILE
 from crosslayer.train.compare import Comparison
@@ -332,7 +332,7 @@ def take_over(comparison: Path, folder: Path = RESULTS) -> Path:
             results.settings |= local
             file = folder / f"{plan.name}.{comparison.name}.json"
             folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomic(file, json.dumps(asdict(results), indent=1) + "\n")
+            write_json(file, asdict(results))
             return file
     raise ValueError(
         f"{comparison}: no study of {PLANS.name} has its settings; they differ from those of "

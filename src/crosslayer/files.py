@@ -28,6 +28,17 @@ def write_text_atomic(path: Path, content: str) -> None:
     atomic_replace(temporary, path)
 
 
+def write_json(path: Path, value: object, **options: Any) -> None:
+    """Write a value as JSON that people can read, as `write_text_atomic` does.
+
+    Args:
+        path: of the file.
+        value: what `json.dumps` takes.
+        options: further ones of `json.dumps`.
+    """
+    write_text_atomic(path, json.dumps(value, indent=1, **options) + "\n")
+
+
 def atomic_replace(temporary: Path, path: Path) -> None:
     """Rename a file or a folder to `path` once all of its content is on disk."""
     for inner in temporary.rglob("*"):

@@ -1,6 +1,5 @@
 """`crosslayer eval`: tasks of lm-evaluation-harness, perplexity of texts and of target spans."""
 
-import json
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import __version__
-from ..files import lock_folder, write_text_atomic
+from ..files import lock_folder, write_json
 from ..run_folders import RESULTS_FILE
 from ..validation import check_positive
 from .console import (
@@ -176,7 +175,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
 def _write_results(results: dict[str, Any], results_file: Path | None) -> None:
     if results_file is not None:
         # The harness's results contain functions and dtypes.
-        write_text_atomic(results_file, json.dumps(results, indent=1, default=str))
+        write_json(results_file, results, default=str)
 
 
 def _read_texts(spec: str, options: Any) -> "dict[str, list[str | EncodedText]]":

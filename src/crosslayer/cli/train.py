@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import check_no_file
+from ..files import check_no_file, write_json
 from ..run_folders import (
     MODEL_FOLDER,
     RESULT_FILE,
@@ -152,7 +152,6 @@ def _train_in_folder(
 
 
 def _write_result(folder: Path, settings: "Settings", arm: "Arm", result: "RunResult") -> None:
-    from ..files import write_text_atomic
     from ..train.comparison_results import describe_environment
 
     content = {
@@ -161,7 +160,7 @@ def _write_result(folder: Path, settings: "Settings", arm: "Arm", result: "RunRe
         "paper": arm.paper,
         **asdict(result),
     }
-    write_text_atomic(folder / RESULT_FILE, json.dumps(content, indent=1))
+    write_json(folder / RESULT_FILE, content)
 
 
 def _result_notes(result: "RunResult", passes: float) -> list[str]:

@@ -1,13 +1,12 @@
 """The report of `crosslayer inspect`: inspection.json, figures as SVG and PNG, and report.html."""
 
 import html
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import write_text_atomic
+from ..files import write_json, write_text_atomic
 from ..html_pages import render_notes, render_page, render_table
 from ..plotting import render_figure
 from .inspection import to_json_value
@@ -100,7 +99,7 @@ def write_report(
         content["training"] = to_json_value(parts)
         drawn += training.pictures
     drawn += [(section, section.panels(models)) for section in sections]
-    write_text_atomic(folder / JSON_FILE, json.dumps(content, indent=1))
+    write_json(folder / JSON_FILE, content)
     body = ""
     for section, panels in drawn:
         if not panels:

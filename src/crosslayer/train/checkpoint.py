@@ -9,7 +9,6 @@ Any number of ranks can load it.
 """
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -27,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..errors import is_out_of_memory
-from ..files import atomic_replace, read_json, write_text_atomic
+from ..files import atomic_replace, read_json, write_json
 from ..run_folders import (
     CHECKPOINT_INDEX,
     DATA_DIGEST,
@@ -71,7 +70,7 @@ class Checkpoints:
 
         def check_and_write() -> None:
             if not path.exists():
-                write_text_atomic(path, json.dumps(self.identity, indent=1))
+                write_json(path, self.identity)
                 return
             try:
                 claimed = read_json(path, dict)
@@ -131,7 +130,7 @@ class Checkpoints:
 
         def write_index() -> None:
             index = {"identity": self.identity, "state": vars(state), "files": fingerprints}
-            write_text_atomic(temporary / CHECKPOINT_INDEX, json.dumps(index, indent=1))
+            write_json(temporary / CHECKPOINT_INDEX, index)
 
         run_on_rank_zero(self.fabric, make_folder)
         with _quiet_dcp():

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from ..errors import is_out_of_memory
-from ..files import write_text_atomic
+from ..files import write_json
 from ..methods import code_digest
 from ..run_folders import DATA_DIGEST, RESULTS_FILE, RUNS_FOLDER, run_folder_name
 from ..spec import make
@@ -337,8 +337,7 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
             else:
                 comparison.results.diverged.append(result)
             if fabric.is_global_zero:
-                content = json.dumps(asdict(comparison.results), indent=1)
-                write_text_atomic(comparison.folder / RESULTS_FILE, content)
+                write_json(comparison.folder / RESULTS_FILE, asdict(comparison.results))
                 _remove_checkpoints(comparison)
             fabric.barrier()
 
