@@ -1,11 +1,12 @@
 """The messages of `crosslayer` that belong to no single command."""
 
+import io
 import logging
 
 import pytest
 
 from crosslayer.cli import main as cli_main
-from crosslayer.cli.console import silence_libraries
+from crosslayer.cli.console import make_console, make_progress, silence_libraries
 from crosslayer.cli.main import COMMANDS, main
 
 
@@ -78,3 +79,10 @@ def test_the_hub_does_not_print_its_retries():
         assert not logger.isEnabledFor(logging.WARNING) and logger.isEnabledFor(logging.ERROR)
     finally:
         logger.setLevel(level)
+
+
+def test_a_progress_bar_shows_brackets_of_a_name():
+    written = io.StringIO()
+    with make_progress(make_console(file=written, width=80)) as progress:
+        progress.add_task("mudd [bold] 3")
+    assert written.getvalue().strip() == "mudd [bold] 3"

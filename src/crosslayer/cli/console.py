@@ -174,6 +174,21 @@ def make_console(**options: Any) -> Any:
     return Console(markup=False, emoji=False, **options)
 
 
+def make_progress(console: Any, *columns: Any, **options: Any) -> Any:
+    """Progress bars of rich that begin with the names of their tasks, shown literally.
+
+    Args:
+        console: of `make_console`.
+        columns: after the name.
+        options: further ones of `rich.progress.Progress`.
+    """
+    from rich.progress import Progress, TextColumn
+
+    # a column has markup of its own, whatever the console says
+    name = TextColumn("{task.description}", markup=False)
+    return Progress(name, *columns, console=console, refresh_per_second=4, **options)
+
+
 class ProgressBars:
     """Progress bars of runs, on rank 0 alone.
 
@@ -188,21 +203,18 @@ class ProgressBars:
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
-            Progress,
             TextColumn,
             TimeRemainingColumn,
         )
 
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
+        self._progress = make_progress(
+            console,
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:.3f}"),
             TextColumn("{task.fields[speed]:,.0f} " + f"{unit}/s"),
             TextColumn("{task.fields[usage]}"),
             TimeRemainingColumn(),
-            console=console,
-            refresh_per_second=4,
             disable=not is_first_rank(),
         )
         self._bars: dict[str, Any] = {}
@@ -246,21 +258,18 @@ class InspectionBar:
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
-            Progress,
             TextColumn,
             TimeElapsedColumn,
             TimeRemainingColumn,
         )
 
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
+        self._progress = make_progress(
+            console,
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("batches"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console,
-            refresh_per_second=4,
             transient=True,
         )
         self._task: Any = None

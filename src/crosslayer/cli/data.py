@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .console import make_console, make_parser, make_table, print_table, silence_libraries
+from .console import (
+    make_console,
+    make_parser,
+    make_progress,
+    make_table,
+    print_table,
+    silence_libraries,
+)
 
 if TYPE_CHECKING:
     from ..data.token_streams import ProgressCallback, StreamCounts
@@ -67,16 +74,15 @@ def _prepare(options: Any) -> None:
 @contextmanager
 def _progress_lines() -> Iterator["ProgressCallback"]:
     """A line for each set: documents and bytes so far."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
         TextColumn("{task.fields[documents]:,} documents"),
         TextColumn("{task.fields[megabytes]:,.1f} MB"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=make_console(), refresh_per_second=4) as progress:
+    with make_progress(make_console(), *columns) as progress:
         # the first line is there while the source is opened and a BPE is trained
         tasks = {"train": progress.add_task("train", total=None, documents=0, megabytes=0.0)}
 
