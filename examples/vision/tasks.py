@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from crosslayer.hf.config import host_refusals, make_config
+from crosslayer.losses import cross_entropy
 from crosslayer.train.settings import DataSettings, ModelSettings
-from crosslayer.train.task import Examples, TrainingTask, cross_entropy
+from crosslayer.train.task import Examples, TrainingTask
 from crosslayer.validation import check_option_type, check_positive, did_you_mean
 from examples.vision.data import load_images, load_latents
 from examples.vision.models import make_dit, make_vit

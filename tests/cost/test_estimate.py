@@ -18,10 +18,10 @@ from crosslayer.cost import (
     estimate_cost,
     estimate_costs,
     flop_counter,
-    language_model_loss,
     measure_cost,
 )
 from crosslayer.hf.config import make_config
+from crosslayer.losses import next_token_loss
 
 
 def make_sites(spec: str, layers: int, dim: int, parallel: bool = False):
@@ -160,7 +160,7 @@ def test_estimate_equals_a_real_model(spec, family, dtype):
     assert estimated.connection_parameters == estimated.parameters - prenorm_parameters
     ids = torch.randint(97, (2, 17))
     with flop_counter() as counter:
-        language_model_loss(model, ids)
+        next_token_loss(model, ids)
     # torch's attention checks the positions for packed sequences, a few additions a sequence
     assert 0 <= counter.get_total_flops() - estimated.forward_flops <= 3 * ids.numel()
     assert estimated.activation_bytes == pytest.approx(saved_bytes(model, ids), rel=0.05)
@@ -177,7 +177,7 @@ def saved_bytes(model: nn.Module, ids: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = language_model_loss(model, ids)
+        loss = next_token_loss(model, ids)
     total = sum(size for address, size in saved.items() if address not in addresses)
     del loss
     return total

@@ -16,10 +16,10 @@ from crosslayer.cost import (
     activation_bytes,
     build_on_meta,
     estimate_peak_memory,
-    language_model_loss,
     measure_peak_memory,
 )
 from crosslayer.hf.config import make_config
+from crosslayer.losses import next_token_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 LAYERS, DIM, BATCH, CONTEXT = 24, 2048, 8, 2048
@@ -129,11 +129,11 @@ def test_peak_on_a_gpu(spec, bound):
         if mode:
             recompute.enable_recompute(find_connections(model), mode)
         ids = torch.zeros(8, 1025, dtype=torch.long, device="cuda")
-        language_model_loss(model, ids).backward()  # allocates gradients and workspaces
+        next_token_loss(model, ids).backward()  # allocates gradients and workspaces
         model.zero_grad(set_to_none=False)
         at_rest = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        language_model_loss(model, ids).backward()
+        next_token_loss(model, ids).backward()
         return torch.cuda.max_memory_allocated() - at_rest
 
     assert allocated_bytes(spec, "streams") < bound * allocated_bytes("prenorm", None)

@@ -22,7 +22,6 @@ from .estimate import (
     count_parameters,
     estimate_cost,
     estimate_costs,
-    language_model_loss,
     measure_cost,
 )
 from .flops import flop_counter
@@ -41,7 +40,6 @@ __all__ = [
     "estimate_costs",
     "estimate_peak_memory",
     "flop_counter",
-    "language_model_loss",
     "measure_cost",
     "measure_peak_memory",
 ]

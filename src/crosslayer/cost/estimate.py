@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..connection import find_connections
+from ..losses import next_token_loss
 from ..spec import make
 from ..validation import LARGEST_SIZE, check_positive
 from .flops import flop_counter
@@ -254,14 +254,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return total, in_connections
 
 
-def language_model_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token. tokens: [B T+1]."""
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
 def activation_bytes(
-    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = language_model_loss
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = next_token_loss
 ) -> int:
     """Bytes that the forward pass of one step saves for the backward pass, without parameters.
 

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..connection import find_connections
+from ..losses import next_token_loss
 from ..recompute import enable_recompute
 from ..validation import check_option_type
-from .estimate import build_on_meta, language_model_loss
+from .estimate import build_on_meta
 
 
 class PeakMemory(NamedTuple):
@@ -63,7 +64,7 @@ def estimate_peak_memory(
 
 
 def measure_peak_memory(
-    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = language_model_loss
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] = next_token_loss
 ) -> PeakMemory:
     """Measure the activation memory of one training step on the model's own device.
 

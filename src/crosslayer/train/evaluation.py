@@ -1,5 +1,7 @@
-"""Evaluation on validation sets. The result does not depend on the number of ranks."""
+"""Evaluation on validation sets, and the metrics that follow from it, on any number of ranks."""
 
+import math
+import statistics
 from typing import Any
 
 import torch
@@ -7,8 +9,10 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from ..data.sources import ALL_SETS
+from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
-from .task import TrainingTask
+from .task import Examples, TrainingTask
 
 
 @torch.no_grad()
@@ -50,3 +54,42 @@ def evaluate_examples(
         name: fabric.all_reduce(total, reduce_op="sum").item() / len(indices)
         for name, total in sums.items()
     }
+
+
+def summarise_metrics(
+    examples: Examples, evaluation: dict[str, dict[str, float]]
+) -> dict[str, float]:
+    """Metrics of an evaluation besides the first validation set's loss, like perplexity.
+
+    Those of the second set and later ones carry its name: "pile loss", "pile perplexity". Means
+    over sets, each counting the same, carry the name of their group: "V2 perplexity" is the mean
+    of the perplexities of the sets of V2. Several sets are a group called "mean".
+    """
+    of_sets = {name: _set_metrics(examples, name, values) for name, values in evaluation.items()}
+    metrics = {}
+    for number, (name, values) in enumerate(of_sets.items()):
+        label = f"{name} " if number else ""
+        for key, value in values.items():
+            if number or key != "loss":
+                metrics[label + key] = value
+
+    groups = dict(examples.valid_groups)
+    if len(of_sets) > 1 and ALL_SETS not in of_sets:
+        groups[ALL_SETS] = list(of_sets)
+    for group, names in groups.items():
+        for key in of_sets[names[0]]:
+            mean = statistics.fmean(of_sets[name][key] for name in names)
+            metrics[f"{group} {key}"] = mean
+    return metrics
+
+
+def _set_metrics(examples: Examples, name: str, values: dict[str, float]) -> dict[str, float]:
+    """The metrics of one validation set, and what follows from its loss."""
+    metrics = dict(values)
+    loss = values["loss"]
+    # nobody quotes the perplexity of bytes, whose tokenizer has no definition
+    if examples.tokenizer is not None and examples.tokenizer.definition:
+        metrics["perplexity"] = exp_or_inf(loss)
+    if name in examples.bytes_per_token:
+        metrics["bits/byte"] = loss / math.log(2) / examples.bytes_per_token[name]
+    return metrics

@@ -4,26 +4,23 @@ A `TrainingTask` is an argument of `Trainer`, `build_model` and `Recipe`. The de
 `LANGUAGE_TASK`: predict the next token. examples/vision has others.
 """
 
-import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ..data.prepared import find_tokenizer_name
 from ..data.sampler import ResumableSampler
 from ..data.sources import ALL_SETS, HELD_OUT
-from ..evaluate.windows import exp_or_inf
 from ..files import expand_place
 from ..hf import connect
 from ..hf.config import make_config, make_language_model
 from ..hub import check_model_source
+from ..losses import cross_entropy, next_token_loss
 from ..spec import make
 from ..validation import did_you_mean
 from .pretrained import connect_backbone, open_backbone
@@ -170,37 +167,6 @@ def build_language_model(
     return make_language_model(config, dtype=dtype)
 
 
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of the next token, plus a router's auxiliary losses if the backbone has them.
-
-    tokens: [B T + 1].
-    """
-    output = model(input_ids=tokens[:, :-1], use_cache=False)
-    loss = cross_entropy(output.logits, tokens[:, 1:]).mean()
-    config: Any = getattr(model, "config", None)
-    if getattr(output, "aux_loss", None) is not None:
-        loss = loss + config.router_aux_loss_coef * output.aux_loss
-    z_loss_weight = getattr(config, "router_z_loss_coef", 0.0)
-    if z_loss_weight and output.router_logits:
-        loss = loss + z_loss_weight * router_z_loss(output.router_logits)
-    return loss
-
-
-def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
-    """The mean of logsumexp² over tokens and layers: ST-MoE (arXiv 2202.08906), Eq. 5.
-
-    router_logits: of each layer, [tokens experts].
-    """
-    of_layers = [logits.float().logsumexp(-1).square().mean() for logits in router_logits]
-    return torch.stack(of_layers).mean()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats. logits [B … classes], targets [B …] -> [B …]."""
-    losses = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
-    return losses.view(targets.shape)
-
-
 def evaluate_texts(model: nn.Module, tokens: Tensor, indices: list[int]) -> dict[str, Tensor]:
     """Each sequence's mean cross-entropy. tokens: [B T + 1]."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -300,42 +266,3 @@ def scale_embeddings(backbone: nn.Module, std: float) -> None:
         )
     weight = embeddings.weight
     weight.mul_(std / weight.float().std())
-
-
-def summarise_metrics(
-    examples: Examples, evaluation: dict[str, dict[str, float]]
-) -> dict[str, float]:
-    """Metrics of an evaluation besides the first validation set's loss, like perplexity.
-
-    Those of the second set and later ones carry its name: "pile loss", "pile perplexity". Means
-    over sets, each counting the same, carry the name of their group: "V2 perplexity" is the mean
-    of the perplexities of the sets of V2. Several sets are a group called "mean".
-    """
-    of_sets = {name: _set_metrics(examples, name, values) for name, values in evaluation.items()}
-    metrics = {}
-    for number, (name, values) in enumerate(of_sets.items()):
-        label = f"{name} " if number else ""
-        for key, value in values.items():
-            if number or key != "loss":
-                metrics[label + key] = value
-
-    groups = dict(examples.valid_groups)
-    if len(of_sets) > 1 and ALL_SETS not in of_sets:
-        groups[ALL_SETS] = list(of_sets)
-    for group, names in groups.items():
-        for key in of_sets[names[0]]:
-            mean = statistics.fmean(of_sets[name][key] for name in names)
-            metrics[f"{group} {key}"] = mean
-    return metrics
-
-
-def _set_metrics(examples: Examples, name: str, values: dict[str, float]) -> dict[str, float]:
-    """The metrics of one validation set, and what follows from its loss."""
-    metrics = dict(values)
-    loss = values["loss"]
-    # nobody quotes the perplexity of bytes, whose tokenizer has no definition
-    if examples.tokenizer is not None and examples.tokenizer.definition:
-        metrics["perplexity"] = exp_or_inf(loss)
-    if name in examples.bytes_per_token:
-        metrics["bits/byte"] = loss / math.log(2) / examples.bytes_per_token[name]
-    return metrics

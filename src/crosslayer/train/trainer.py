@@ -32,7 +32,7 @@ from ..methods import code_digest
 from ..optim import zero_connection_updates
 from ..run_folders import DATA_DIGEST
 from ..spec import make
-from .evaluation import evaluate_examples
+from .evaluation import evaluate_examples, summarise_metrics
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
 from .parallel import setup_model
 from .profiling import (
@@ -45,7 +45,7 @@ from .recipe import Arm
 from .run_state import RECENT_STEPS, RunResult, RunState, StepResult
 from .settings import EXECUTION_OPTIONS, Settings
 from .signals import StopSignals
-from .task import LANGUAGE_TASK, Batch, Examples, TrainingTask, summarise_metrics
+from .task import LANGUAGE_TASK, Batch, Examples, TrainingTask
 from .weight_averages import averaged_weights
 
 
