@@ -5,7 +5,6 @@ stream is cut into windows of context + 1 tokens without overlap. In each window
 first are scored. The tokens after the last whole window are not scored.
 """
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from ..validation import check_positive
 from .language_models import check_context, end_tokens
 from .perplexity import TextPerplexity
 from .texts import EncodedText, encode_text
-from .windows import ScoredWindow, exp_or_inf, log_likelihoods
+from .windows import ScoredWindow, log_likelihoods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,13 +66,7 @@ def joined_perplexity(
     tokens = len(rows) * whole.context
     loss = -sum(scores) / tokens
     words = sum(document.words for document in documents)
-    return TextPerplexity(
-        tokens=tokens,
-        loss=loss,
-        perplexity=exp_or_inf(loss),
-        bits_per_byte=loss / math.log(2) / (stream.text_bytes / len(stream)),
-        word_perplexity=exp_or_inf(loss * len(stream) / max(words, 1)),
-    )
+    return TextPerplexity.of_loss(loss, tokens, len(stream), stream.text_bytes, words)
 
 
 def _join(documents: list[EncodedText], separator: int) -> TokenStream:

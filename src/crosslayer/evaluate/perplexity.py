@@ -8,13 +8,12 @@ no BOS; with neither it is not scored, and bytes and words are counted in propor
 that are. Documents are independent. (joined_documents.py joins them.)
 """
 
-import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from .language_models import check_context, find_first_token
 from .texts import EncodedText, encode_text
-from .windows import ScoredWindow, exp_or_inf, log_likelihoods, rolling_windows
+from .windows import ScoredWindow, bits_per_byte, exp_or_inf, log_likelihoods, rolling_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +35,27 @@ class TextPerplexity(NamedTuple):
     perplexity: float
     bits_per_byte: float
     word_perplexity: float
+
+    @classmethod
+    def of_loss(
+        cls, loss: float, tokens: int, text_tokens: int, text_bytes: int, words: int
+    ) -> Self:
+        """What follows from the loss of a text.
+
+        Args:
+            loss: nats a token.
+            tokens: the number of tokens scored.
+            text_tokens: those of the whole text.
+            text_bytes: of the whole text, in UTF-8.
+            words: of the whole text.
+        """
+        return cls(
+            tokens=tokens,
+            loss=loss,
+            perplexity=exp_or_inf(loss),
+            bits_per_byte=bits_per_byte(loss, text_bytes / text_tokens),
+            word_perplexity=exp_or_inf(loss * text_tokens / max(words, 1)),
+        )
 
 
 def text_perplexity(
@@ -79,10 +99,4 @@ def text_perplexity(
     if count == 0:
         raise ValueError("the text has no token to score")
     loss = -sum(log_likelihoods(model, windows, batch_size)) / count
-    return TextPerplexity(
-        tokens=count,
-        loss=loss,
-        perplexity=exp_or_inf(loss),
-        bits_per_byte=loss / math.log(2) / (text_bytes / text_tokens),
-        word_perplexity=exp_or_inf(loss * text_tokens / max(words, 1)),
-    )
+    return TextPerplexity.of_loss(loss, count, text_tokens, text_bytes, words)

@@ -99,7 +99,7 @@ def span_perplexity(
         truncated=sum(len(seen) + len(target) > context + 1 for seen, target in encoded),
         loss=nats / tokens,
         perplexity=exp_or_inf(nats / tokens),
-        loss_by_span=sum(losses) / len(losses),
+        loss_by_span=statistics.fmean(losses),
         loss_by_span_stderr=stderr,
     )
 

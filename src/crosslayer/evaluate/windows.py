@@ -94,6 +94,11 @@ def log_likelihoods(
     return scores
 
 
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """A loss in bits per byte of text. loss: in nats a token."""
+    return loss / math.log(2) / bytes_per_token
+
+
 def exp_or_inf(x: float) -> float:
     # The perplexity of an untrained model's words, or of a diverged run, may be no float.
     return math.inf if x >= 700 else math.exp(x)

@@ -1,6 +1,5 @@
 """Evaluation on validation sets, and the metrics that follow from it, on any number of ranks."""
 
-import math
 import statistics
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ..data.sources import ALL_SETS
-from ..evaluate.windows import exp_or_inf
+from ..evaluate.windows import bits_per_byte, exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from .task import Examples, TrainingTask
 
@@ -91,5 +90,5 @@ def _set_metrics(examples: Examples, name: str, values: dict[str, float]) -> dic
     if examples.tokenizer is not None and examples.tokenizer.definition:
         metrics["perplexity"] = exp_or_inf(loss)
     if name in examples.bytes_per_token:
-        metrics["bits/byte"] = loss / math.log(2) / examples.bytes_per_token[name]
+        metrics["bits/byte"] = bits_per_byte(loss, examples.bytes_per_token[name])
     return metrics
