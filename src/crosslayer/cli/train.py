@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..train.run_state import RunResult, StepResult
     from ..train.settings import Settings
     from ..train.task import Examples
+    from ..train.trainer import Trainer
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
 
@@ -95,36 +96,14 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
 def _train_in_folder(
     recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path
 ) -> int:
-    from ..train.export import export_model
+    from ..train.export import export_trained
     from ..train.parallel import shutdown_distributed
-    from ..train.run import launch_run, train_arm
     from ..train.trainer import RunDiverged, RunStopped
-    from ..train.weight_averages import averaged_weights
 
     console = make_console()
-    settings = recipe.settings(arm)
-    steps = settings.optimization.steps
-    fabric = launch_run(settings, arm, folder)
-    last_step = None
     try:
-        with ProgressBars(console, recipe.task.unit) as bars:
-
-            def show_step(result: "StepResult") -> None:
-                nonlocal last_step
-                last_step = result.step
-                bars.show_step(arm.name, steps, result)
-
-            trainer = train_arm(
-                fabric,
-                settings,
-                arm,
-                seed,
-                examples,
-                recipe.task,
-                folder,
-                show_step,
-            )
-            result = trainer.result()
+        trainer, was_trained = _train_with_bar(recipe, arm, seed, examples, folder, console)
+        result = trainer.result()
     except RunStopped as stop:
         if is_first_rank():
             console.print(f"{stop}. The same command resumes.", soft_wrap=True)
@@ -132,23 +111,38 @@ def _train_in_folder(
     except RunDiverged as error:
         raise ValueError(str(error)) from None
 
-    with averaged_weights(trainer.model, trainer.optimizers):
-        export_model(
-            fabric,
-            trainer.model,
-            folder / MODEL_FOLDER,
-            examples.tokenizer,
-            settings.pretrained_tokenizer,
-        )
-    if fabric.is_global_zero:
-        _write_result(folder, settings, arm, result)
-        notes = _result_notes(result, examples.passes(steps, settings.data.batch))
-        if last_step is None:
-            notes.insert(0, f"{folder}: the run had ended already; nothing was trained.")
+    export_trained(trainer, folder / MODEL_FOLDER)
+    if trainer.fabric.is_global_zero:
+        _write_result(folder, trainer.settings, arm, result)
+        if not was_trained:
+            note = f"{folder}: the run had ended already; nothing was trained."
+            console.print(note, soft_wrap=True)
+        optimization, data = trainer.settings.optimization, trainer.settings.data
+        notes = _result_notes(result, examples.passes(optimization.steps, data.batch))
         for note in [*notes, f"{arm.name}: {_losses_text(result)}. Model: {folder / MODEL_FOLDER}"]:
             console.print(note, soft_wrap=True)
     shutdown_distributed()
     return 0
+
+
+def _train_with_bar(
+    recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path, console: Any
+) -> tuple["Trainer", bool]:
+    """The trainer after its last step, and whether any step was left to do."""
+    from ..train.run import launch_run, train_arm
+
+    settings = recipe.settings(arm)
+    fabric = launch_run(settings, arm, folder)
+    was_trained = False
+    with ProgressBars(console, recipe.task.unit) as bars:
+
+        def show_step(result: "StepResult") -> None:
+            nonlocal was_trained
+            was_trained = True
+            bars.show_step(arm.name, settings.optimization.steps, result)
+
+        trainer = train_arm(fabric, settings, arm, seed, examples, recipe.task, folder, show_step)
+    return trainer, was_trained
 
 
 def _write_result(folder: Path, settings: "Settings", arm: "Arm", result: "RunResult") -> None:

@@ -15,11 +15,10 @@ from ..run_folders import kept_model_name
 from ..spec import make
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
-from .export import export_model
+from .export import export_trained
 from .metrics_log import MetricsLog
 from .run_state import StepResult
 from .trainer import Callback, Trainer
-from .weight_averages import averaged_weights
 
 
 class SaveCheckpoints(Callback):
@@ -82,15 +81,7 @@ class KeepModels(Callback):
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step not in self.steps:
             return
-        path = self.folder / kept_model_name(result.step)
-        with averaged_weights(trainer.model, trainer.optimizers):
-            export_model(
-                trainer.fabric,
-                trainer.model,
-                path,
-                trainer.examples.tokenizer,
-                trainer.settings.pretrained_tokenizer,
-            )
+        export_trained(trainer, self.folder / kept_model_name(result.step))
 
 
 class _LoggingCallback(Callback):

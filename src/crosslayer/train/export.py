@@ -15,6 +15,25 @@ from ..convert.pretrained import copy_tokenizer
 from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
 from ..files import atomic_replace, expand_place
 from .parallel import run_on_rank_zero
+from .trainer import Trainer
+from .weight_averages import averaged_weights
+
+
+def export_trained(trainer: Trainer, folder: Path) -> None:
+    """Write the model of a trainer, with its averaged weights where it keeps these.
+
+    Args:
+        trainer: of a model of transformers.
+        folder: replaced if it exists.
+    """
+    with averaged_weights(trainer.model, trainer.optimizers):
+        export_model(
+            trainer.fabric,
+            trainer.model,
+            folder,
+            trainer.examples.tokenizer,
+            trainer.settings.pretrained_tokenizer,
+        )
 
 
 def export_model(
