@@ -4,9 +4,10 @@ Papers: Multi-Gate Residuals (arXiv 2605.23259, Figure 4), DenseFormer (arXiv 24
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from .scoring import check_scored, score_logits
 
 # Static weights over depth, by method: the name of the parameter.
 DEPTH_WEIGHTS = {DenseFormer: "alpha", Mudd: "a"}
+# makes a context in which the model is without one of its parts
+Removal = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -71,7 +74,6 @@ class PruningCurve:
     losses: list[float]
 
 
-@torch.no_grad()
 def ablate_sublayers(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation:
     """The loss without each sub-layer: one pass over the batches a sub-layer.
 
@@ -80,18 +82,9 @@ def ablate_sublayers(model: nn.Module, batches: Sequence[ModelInputs]) -> Sublay
         batches: with `input_ids`, and an `attention_mask` where some are padded; or with
             `pixel_values` and `labels`.
     """
-    labels = []
-    increases = []
-    with evaluation_mode(model):
-        whole = mean_token_loss(model, batches)
-        for label, module in _removable_sublayers(model):
-            with zero_output(module):
-                increases.append(mean_token_loss(model, batches) - whole)
-            labels.append(label)
-    return SublayerAblation(whole, labels, increases)
+    return _ablate_parts(model, batches, sublayer_removals(model))
 
 
-@torch.no_grad()
 def ablate_blocks(model: nn.Module, batches: Sequence[ModelInputs]) -> BlockAblation:
     """The perplexity without each block: one pass over the batches a block.
 
@@ -99,35 +92,78 @@ def ablate_blocks(model: nn.Module, batches: Sequence[ModelInputs]) -> BlockAbla
         model: a language model of a family that `connect` knows, connected or not.
         batches: with `input_ids`, and an `attention_mask` where some are padded.
     """
-    labels = []
-    increases = []
+    removals = block_removals(model)
+    loss, losses = losses_without(model, batches, [removed for _, removed in removals])
+    perplexity = exp_or_inf(loss)
+    increases = [exp_or_inf(without) - perplexity for without in losses]
+    return BlockAblation(perplexity, [label for label, _ in removals], increases)
+
+
+def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation | None:
+    """The loss without each way of MUDD: the streams it feeds read X_l, as in a plain residual.
+
+    None for a model without ways.
+
+    Args:
+        model: a language model, connected with mudd.
+        batches: with `input_ids`, and an `attention_mask` where some are padded.
+    """
+    removals = way_removals(model)
+    return _ablate_parts(model, batches, removals) if removals else None
+
+
+def _ablate_parts(
+    model: nn.Module, batches: Sequence[ModelInputs], removals: Sequence[tuple[str, Removal]]
+) -> SublayerAblation:
+    loss, losses = losses_without(model, batches, [removed for _, removed in removals])
+    labels = [label for label, _ in removals]
+    return SublayerAblation(loss, labels, [without - loss for without in losses])
+
+
+@torch.no_grad()
+def losses_without(
+    model: nn.Module, batches: Sequence[ModelInputs], removals: Iterable[Removal]
+) -> tuple[float, list[float]]:
+    """The loss, and the loss while each removal is entered: one pass over the batches each.
+
+    Args:
+        model: a language model or a classifier.
+        batches: as in `mean_token_loss`, which says what the losses are.
+        removals: of the model's parts, each entered alone.
+    """
+    losses = []
     with evaluation_mode(model):
-        whole = exp_or_inf(mean_token_loss(model, batches))
-        for label, modules in _removable_blocks(model).items():
-            with ExitStack() as removed:
-                for module in modules:
-                    removed.enter_context(zero_output(module))
-                increases.append(exp_or_inf(mean_token_loss(model, batches)) - whole)
-            labels.append(label)
-    return BlockAblation(whole, labels, increases)
+        whole = mean_token_loss(model, batches)
+        for removed in removals:
+            with removed():
+                losses.append(mean_token_loss(model, batches))
+    return whole, losses
 
 
-def count_blocks(model: nn.Module) -> int:
-    """The number of blocks that `ablate_blocks` removes."""
-    return len(_removable_blocks(model))
+def sublayer_removals(model: nn.Module) -> list[tuple[str, Removal]]:
+    """The sub-layers that can be removed: their labels, and contexts in which they write zero."""
+    found = _removable_sublayers(model)
+    return [(label, partial(_zero_outputs, [module])) for label, module in found]
 
 
-def _removable_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The last modules of each block's two sub-layers, where both can be removed."""
+def block_removals(model: nn.Module) -> list[tuple[str, Removal]]:
+    """The blocks of which both sub-layers can be removed: their labels, and such contexts."""
     blocks: dict[str, list[nn.Module]] = {}
     for label, module in _removable_sublayers(model):
         blocks.setdefault(label.partition(".")[0], []).append(module)
-    return {label: modules for label, modules in blocks.items() if len(modules) == 2}
+    return [
+        (label, partial(_zero_outputs, modules))
+        for label, modules in blocks.items()
+        if len(modules) == 2
+    ]
 
 
-def count_sublayers(model: nn.Module) -> int:
-    """The number of sub-layers that `ablate_sublayers` removes."""
-    return sum(1 for _ in _removable_sublayers(model))
+def way_removals(model: nn.Module) -> list[tuple[str, Removal]]:
+    """MUDD's ways: the streams that each feeds, like "qk", and contexts in which these read X_l."""
+    sites = [site for site in find_connections(model) if isinstance(site, Mudd)]
+    of_sites = [streams_of_ways(site) for site in sites]
+    ways = max(of_sites, key=len, default=[])  # an MLP or the readout may have fewer
+    return [(way, partial(_without_way, sites, way)) for way in ways]
 
 
 def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -150,36 +186,6 @@ def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             site += 1
 
 
-@torch.no_grad()
-def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation:
-    """The loss without each way of MUDD: the streams it feeds read X_l, as in a plain residual.
-
-    Args:
-        model: a language model connected with mudd.
-        batches: with `input_ids`, and an `attention_mask` where some are padded.
-
-    Raises:
-        ValueError: the model is not connected with mudd.
-    """
-    sites = _mudd_sites(model)
-    if not sites:
-        raise ValueError("the model is not connected with mudd, so it has no ways")
-    ways = mudd_ways(model)
-    increases = []
-    with evaluation_mode(model):
-        whole = mean_token_loss(model, batches)
-        for way in ways:
-            with _without_way(sites, way):
-                increases.append(mean_token_loss(model, batches) - whole)
-    return SublayerAblation(whole, ways, increases)
-
-
-def mudd_ways(model: nn.Module) -> list[str]:
-    """The ways of a model's MUDD, each by the streams that it feeds, like "qk"; none without."""
-    of_sites = [streams_of_ways(site) for site in _mudd_sites(model)]
-    return max(of_sites, key=len, default=[])  # an MLP or the readout may have fewer
-
-
 def streams_of_ways(site: Mudd) -> list[str]:
     """The streams that each mixture of a site feeds, in their order."""
     streams = [""] * (0 if site.a is None else len(site.a))
@@ -187,10 +193,6 @@ def streams_of_ways(site: Mudd) -> list[str]:
         if mixture is not None and streams:
             streams[mixture] += stream
     return streams
-
-
-def _mudd_sites(model: nn.Module) -> list[Mudd]:
-    return [site for site in find_connections(model) if isinstance(site, Mudd)]
 
 
 @contextmanager
@@ -210,22 +212,20 @@ def _without_way(sites: Sequence[Mudd], streams: str) -> Iterator[None]:
 @torch.no_grad()
 def prune_depth_weights(
     model: nn.Module, batches: Sequence[ModelInputs], shares: Sequence[float]
-) -> PruningCurve:
+) -> PruningCurve | None:
     """The loss with the smallest weights over depth set to zero, over the whole model.
 
     The weights are DenseFormer's α, or the static part a of MUDD. They are restored afterwards.
+    None for a model without such weights.
 
     Args:
-        model: a language model connected with denseformer or mudd.
+        model: a language model, connected with denseformer or mudd.
         batches: with `input_ids`.
         shares: of weights to set to zero, from 0 to 1.
-
-    Raises:
-        ValueError: the model has no such weights.
     """
     weights = find_depth_weights(model)
     if not weights:
-        raise ValueError("the model has no static weights over depth; denseformer and mudd have")
+        return None
     saved = [weight.clone() for weight in weights]
     magnitudes = torch.cat([weight.abs().flatten() for weight in weights]).sort().values
     losses = []
@@ -274,19 +274,18 @@ def mean_token_loss(model: Any, batches: Iterable[ModelInputs]) -> float:
 
 
 @contextmanager
-def zero_output(module: nn.Module) -> Iterator[None]:
-    """Zeros for the output of a module, or for the first of its outputs."""
+def _zero_outputs(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Zeros for the output of each module, or for the first of its outputs."""
 
     def zero(_: nn.Module, __: Any, outputs: Any) -> Any:
         if isinstance(outputs, tuple | list):
             return (torch.zeros_like(outputs[0]), *outputs[1:])
         return torch.zeros_like(outputs)
 
-    handle = module.register_forward_hook(zero)
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(zero))
         yield
-    finally:
-        handle.remove()
 
 
 def _appended_writes(model: nn.Module) -> set[int]:

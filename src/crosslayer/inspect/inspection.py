@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from ..connection import find_connections, format_spec
 from ..evaluate.language_models import check_causal
 from .ablation import (
-    PruningCurve,
-    SublayerAblation,
     ablate_blocks,
     ablate_sublayers,
     ablate_ways,
-    count_blocks,
-    count_sublayers,
+    block_removals,
     find_depth_weights,
-    mudd_ways,
     prune_depth_weights,
+    sublayer_removals,
+    way_removals,
 )
 from .attention import HeadActivations, measure_head_activations
 from .findings import find_patterns
@@ -88,14 +86,8 @@ class DerivedAnalysis(NamedTuple):
     run: Callable[..., Any]
 
 
-def _ablate_ways(subject: InspectionSubject) -> SublayerAblation | None:
-    if not mudd_ways(subject.model):
-        return None
-    return ablate_ways(subject.model, subject.batches)
-
-
-def _count_ways_passes(subject: InspectionSubject) -> int:
-    ways = mudd_ways(subject.model)
+def _count_way_passes(subject: InspectionSubject) -> int:
+    ways = way_removals(subject.model)
     return 1 + len(ways) if ways else 0
 
 
@@ -109,12 +101,6 @@ def _chosen_layers(subject: InspectionSubject) -> list[int] | None:
 
 def _find_mix_weights(subject: InspectionSubject) -> list[MixWeight]:
     return find_mix_weights(subject.model, subject.batches[:1], _chosen_layers(subject))
-
-
-def _prune_weights(subject: InspectionSubject) -> PruningCurve | None:
-    if not find_depth_weights(subject.model):
-        return None
-    return prune_depth_weights(subject.model, subject.batches, PRUNED_SHARES)
 
 
 # Shares of the smallest weights that are set to zero: as in DenseFormer, closer where it matters.
@@ -137,17 +123,17 @@ SINGLE = {
     "attention": SingleAnalysis(_measure_attention),
     "ablation": SingleAnalysis(
         lambda subject: ablate_sublayers(subject.model, subject.batches),
-        lambda subject: 1 + count_sublayers(subject.model),
+        lambda subject: 1 + len(sublayer_removals(subject.model)),
         scores=True,
     ),
     "ways": SingleAnalysis(
-        _ablate_ways,
-        _count_ways_passes,
+        lambda subject: ablate_ways(subject.model, subject.batches),
+        _count_way_passes,
         scores=True,
     ),
     "blocks": SingleAnalysis(
         lambda subject: ablate_blocks(subject.model, subject.batches),
-        lambda subject: 1 + count_blocks(subject.model),
+        lambda subject: 1 + len(block_removals(subject.model)),
         scores=True,
     ),
     "sources": SingleAnalysis(
@@ -157,7 +143,7 @@ SINGLE = {
         scores=True,
     ),
     "pruning": SingleAnalysis(
-        _prune_weights,
+        lambda subject: prune_depth_weights(subject.model, subject.batches, PRUNED_SHARES),
         lambda subject: len(PRUNED_SHARES) if find_depth_weights(subject.model) else 0,
         scores=True,
     ),

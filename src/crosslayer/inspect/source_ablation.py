@@ -5,8 +5,8 @@ and of MGR's pool, or the weight of a stream in an input for the other methods. 
 and the other weights keep their values: a softmax is not renormalised.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ..connection import Connection, autocast_disabled, find_connections
 from ..connections.denseformer import DenseFormer
 from ..connections.mudd import Mudd
-from ..evaluation_mode import evaluation_mode
-from .ablation import mean_token_loss, streams_of_ways
+from .ablation import Removal, losses_without, streams_of_ways
 from .mixing_summary import MixingAnalysis, SiteMixing, averaged_sources
 from .observation import ModelInputs, SiteVisit, observe_model, site_label
 
@@ -34,7 +33,7 @@ class MixWeight(NamedTuple):
 
     mix: str
     source: str
-    removed: Callable[[], AbstractContextManager[None]]
+    removed: Removal
 
 
 @dataclass
@@ -55,7 +54,6 @@ class SourceAblation:
     increase: Tensor
 
 
-@torch.no_grad()
 def ablate_sources(
     model: nn.Module, batches: Sequence[ModelInputs], layers: Collection[int] | None = None
 ) -> SourceAblation | None:
@@ -76,13 +74,10 @@ def ablate_sources(
     names = dict.fromkeys(weight.source for weight in weights)
     sources = sorted(names, key=lambda name: int(name.replace("_", " ").split()[-1]))
     increase = torch.full((len(mixes), len(sources)), torch.nan, dtype=torch.float64)
-    with evaluation_mode(model):
-        whole = mean_token_loss(model, batches)
-        for weight in weights:
-            with weight.removed():
-                difference = mean_token_loss(model, batches) - whole
-            increase[mixes.index(weight.mix), sources.index(weight.source)] = difference
-    return SourceAblation(whole, mixes, sources, increase)
+    loss, losses = losses_without(model, batches, [weight.removed for weight in weights])
+    for weight, without in zip(weights, losses, strict=True):
+        increase[mixes.index(weight.mix), sources.index(weight.source)] = without - loss
+    return SourceAblation(loss, mixes, sources, increase)
 
 
 def find_mix_weights(
@@ -172,8 +167,5 @@ def _without_part(connection: Connection[Any], part: int) -> Iterator[None]:
             x = x - (read[..., 0, part, :] * visit.written[:, part]).view(x.shape).to(x.dtype)
             return connection.apply_port_norms(x), visit.next_state
 
-    handle = connection.register_forward_hook(read_others)
-    try:
+    with connection.register_forward_hook(read_others):
         yield
-    finally:
-        handle.remove()
