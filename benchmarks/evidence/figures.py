@@ -176,7 +176,7 @@ def _draw_panel(
         else:
             focus_on_end(axes, lines)
         if with_legend:
-            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
     return draw
 
@@ -208,9 +208,8 @@ def _draw_intervals(rows: Sequence[tuple[str, Interval]]) -> DrawPanel:
         axes.set_ylim(-0.7, len(rows) - 0.3)
         mark_level(axes.axvline, 0.0)
         axes.set_xlabel(f"{DIFFERENCE}, 95 % interval")
-        axes.grid(alpha=0.25, axis="x")
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(True, axis="x")
         above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4}
-        axes.legend(frameon=False, fontsize=10, **above)
+        axes.legend(fontsize=10, **above)
 
     return draw

@@ -50,6 +50,10 @@ def render_figure(
         "text.parse_math": False,  # labels are no formulas
         "font.size": 11,
         "axes.titlesize": 12,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "grid.alpha": 0.25,
     }
     files = {}
     with matplotlib.rc_context(style):

@@ -55,6 +55,7 @@ def draw_matrix(
         shown.numpy(), cmap=colours, vmin=low, vmax=limit, aspect="auto", interpolation="nearest"
     )
     axes.set_facecolor("#eeeeee")
+    axes.spines[:].set_visible(True)
     label_ticks(axes.yaxis, rows)
     label_ticks(axes.xaxis, columns, rotation=90)
     axes.set_ylabel(names[0])
@@ -149,9 +150,8 @@ def draw_boxes(
     label_ticks(axes.xaxis, labels, rotation=90)
     axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.set_ylabel(name)
-    axes.grid(alpha=0.25, axis="y")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    axes.grid(True, axis="y")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
 
 
 def positive_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -161,9 +161,8 @@ def positive_limits(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def finish_lines(axes: Any, lines: int) -> None:
-    """A grid, no frame, and a legend where it helps."""
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    """A grid, and a legend where it helps."""
+    axes.grid(True)
     if lines > 1:
         place_legend(axes)
 
@@ -174,10 +173,10 @@ def place_legend(axes: Any) -> None:
     if not 0 < len(labels) <= MOST_LABELS:
         return
     if len(labels) <= MOST_INSIDE and len(max(labels, key=len)) <= LONGEST_INSIDE:
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(fontsize=9)
         return
     labels, font = wrap_labels(labels, 8)
-    style = {"frameon": False, "fontsize": font, "labelspacing": LABEL_SPACING}
+    style = {"fontsize": font, "labelspacing": LABEL_SPACING}
     axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1, 1), **style)
 
 

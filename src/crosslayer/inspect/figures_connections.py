@@ -40,6 +40,7 @@ def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
     axes.pcolormesh(kinds.numpy(), cmap=colours, vmin=0, vmax=2, edgecolors="#dddddd", linewidth=1)
     axes.invert_yaxis()
     axes.set_aspect("equal")
+    axes.spines[:].set_visible(True)
     label_ticks(axes.yaxis, pattern.rows, first=0.5)
     label_ticks(axes.xaxis, pattern.columns, rotation=90, first=0.5)
     axes.set_ylabel("what follows a block")
@@ -47,7 +48,7 @@ def draw_mix_pattern(axes: Any, pattern: MixPattern) -> None:
     kinds_shown = [Patch(color=COLOURS[1], label=f"{pattern.weights} learned weights")]
     if (kinds == 2).any():
         kinds_shown.append(Patch(color=PLAIN_COLOUR, label="passed on unchanged"))
-    axes.legend(handles=kinds_shown, frameon=False, fontsize=9, loc="upper right")
+    axes.legend(handles=kinds_shown, fontsize=9, loc="upper right")
 
 
 def draw_cosines(axes: Any, models: Sequence[tuple[str, CosineSimilarity]], kind: str) -> None:
@@ -84,6 +85,7 @@ def draw_distances(axes: Any, distances: DepthDistances, stream: int | None = No
         shown.numpy(), cmap=POSITIVE_MAP, vmin=0, vmax=0.5, aspect="auto", origin="lower"
     )
     axes.set_facecolor("#eeeeee")
+    axes.spines[:].set_visible(True)
     label_ticks(axes.xaxis, [str(block) for block in range(blocks)])
     label_ticks(axes.yaxis, [str(n) for n in range(1, blocks + 1)])
     axes.set_xlabel("initial block ℓ")

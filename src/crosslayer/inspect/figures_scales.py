@@ -33,7 +33,8 @@ def draw_gate_boxes(axes: Any, gates: Sequence[GateStatistics]) -> None:
     label_ticks(axes.xaxis, [gate.writer for gate in gates], rotation=90, first=1)
     axes.set_xlabel("gates of the output of")
     axes.set_ylabel("gate")
-    axes.grid(alpha=0.25, axis="y")
+    axes.grid(True, axis="y")
+    axes.spines[:].set_visible(True)
 
 
 def draw_gate_histogram(axes: Any, gates: Sequence[GateStatistics]) -> None:

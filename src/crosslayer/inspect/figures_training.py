@@ -94,8 +94,7 @@ def draw_line_series(
             axes.plot(place, height, "v", color=colour, markeredgecolor="white", markersize=9)
     axes.set_xlabel(names[0])
     axes.set_ylabel(names[1])
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True)
     _add_notes(axes, [line for line in lines if line.notes])
     place_legend(axes)
 
@@ -182,5 +181,4 @@ def draw_bars(
     axes.set_ylim(max(len(bars), FEWEST_BARS) - 0.5, -0.5)
     axes.margins(x=0.3)  # for the values
     axes.set_xlabel(name)
-    axes.grid(alpha=0.25, axis="x")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, axis="x")

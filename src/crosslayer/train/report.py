@@ -115,8 +115,7 @@ def render_svg(comparison: Comparison, *plots: Callable[[Any, Comparison], None]
     def draw(plot: Callable[[Any, Comparison], None], axes: Any) -> None:
         plot(axes, comparison)
         axes.set_ylabel(f"validation loss ({loss_unit_of(comparison)})")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        axes.grid(True)
 
     panels = [("", partial(draw, plot)) for plot in plots]
     return render_figure(panels, 6.0, 4.2)["svg"].decode()
@@ -218,7 +217,7 @@ def _has_many_arms(comparison: Comparison) -> bool:
 
 def _add_legend(axes: Any, comparison: Comparison) -> None:
     beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-    axes.legend(frameon=False, fontsize=9, **beside if _has_many_arms(comparison) else {})
+    axes.legend(fontsize=9, **beside if _has_many_arms(comparison) else {})
 
 
 def _speed_unit(comparison: Comparison) -> str:

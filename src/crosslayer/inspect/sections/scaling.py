@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 
+from ...plotting import STYLES
 from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
 from ..run_groups import RunGroup, describe_depth, find_baseline_group, format_size, has_experts
 from ..training_summary import (
@@ -141,7 +142,7 @@ def _depth_panels(runs: TrainingRuns) -> FigurePanels:
             (by_size, _split_by_depth(members), _size_of),
             (by_depth, _split_by_size(members), _depth_of),
         ):
-            for (title, part), style in zip(parts.items(), ("-", "--", ":", "-."), strict=False):
+            for (title, part), style in zip(parts.items(), STYLES, strict=False):
                 part.sort(key=x_of)
                 line = mean_line(part, number, [x_of(group) for group in part], "valid_loss")
                 line.label = f"{label}, {title}"
