@@ -263,6 +263,11 @@ class ParameterInState(PreNorm):
         return (state.h,), Traveller(state.h, gain=self.gain)
 
 
+class ViewInState(ParameterInState):
+    def mix_inputs(self, state):
+        return (state.h,), Traveller(state.h, gain=self.gain[None])
+
+
 class WithPorts(PreNorm):
     def __init__(self, site, dim, norm):
         super().__init__(site, dim, norm, ports=("q", "v") if site.index == 0 else None)
@@ -333,6 +338,7 @@ class WithUnknownAnnotation(PreNorm):
             TypeError,
             "the field 'gain' of its state is a parameter, which FSDP frees",
         ),
+        (ViewInState, TypeError, "the field 'gain' of its state is a view of a parameter"),
         (
             reading(lambda self, state: (state.h, state)),
             TypeError,

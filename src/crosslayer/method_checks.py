@@ -134,8 +134,8 @@ def _check_stream_dtype(connection: Any, state: Any) -> None:
 
 
 def _check_fields(connection: Any, state: Any) -> None:
-    """Raise a TypeError where a field of a state is one of the connection's parameters, or no
-    tensor.
+    """Raise a TypeError where a field of a state is one of the connection's parameters, a view of
+    one, or no tensor.
 
     The embedding may be a parameter too. A law finds parameters within tuples.
     """
@@ -145,11 +145,13 @@ def _check_fields(connection: Any, state: Any) -> None:
                 f"{type(connection).__name__}: the field {field!r} of its state is a "
                 f"{type(value).__name__}; a state contains tensors, tuples of them, and None"
             )
-        if type(value) is nn.Parameter and any(
-            value is own for own in connection._parameters.values()
+        viewed = value._base if isinstance(value, Tensor) and value._is_view() else value
+        if type(viewed) is nn.Parameter and any(
+            viewed is own for own in connection._parameters.values()
         ):
+            found = "a parameter" if viewed is value else "a view of a parameter"
             raise TypeError(
-                f"{type(connection).__name__}: the field {field!r} of its state is a parameter, "
+                f"{type(connection).__name__}: the field {field!r} of its state is {found}, "
                 "which FSDP frees once its block has run; put a clone into the state"
             )
 

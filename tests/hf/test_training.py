@@ -362,6 +362,24 @@ def test_a_replaced_norm_is_used():
     assert torch.equal(output(crosslayer.disconnect(model), "llama"), changed)
 
 
+def test_a_norm_that_was_replaced_after_it_was_copied():
+    """The copies for k and v are compared with the norm that the host has now."""
+    model = connected("llama", "mudd")
+    norm = copy.deepcopy(model.model.layers[1].input_layernorm)
+    norm.weight.data *= 3
+    model.model.layers[1].input_layernorm = norm
+    before = output(model, "llama")
+    with pytest.raises(ValueError, match="does not compute the plain residual"):
+        crosslayer.disconnect(model)
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(output(model, "llama"), before)
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match="DataParallel cannot run a connected model"):
+        connected("llama", "mudd").model._replicate_for_data_parallel()
+
+
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT's, of every RMSNorm
 def test_adapted_norms_have_gradients():
     import peft

@@ -133,11 +133,15 @@ def final_norm(backbone: nn.Module, wiring: ModelWiring) -> Any:
     """The norm before the head: beside the layers, or at the end of the last post-norm layer; None
     where there is neither.
     """
-    if wiring.final is not None:
-        return backbone.get_submodule(wiring.final)
+    path = _final_norm_path(wiring)
+    return None if path is None else backbone.get_submodule(path)
+
+
+def _final_norm_path(wiring: ModelWiring) -> str | None:
     last_norm = wiring.of_layers[-1].last_norm
-    last_layer = f"{wiring.layers}.{len(wiring.of_layers) - 1}"
-    return backbone.get_submodule(f"{last_layer}.{last_norm}") if last_norm else None
+    if wiring.final is not None or not last_norm:
+        return wiring.final
+    return f"{wiring.layers}.{len(wiring.of_layers) - 1}.{last_norm}"
 
 
 def is_connected(backbone: Any) -> bool:
@@ -210,7 +214,7 @@ def _host_norms(
     def norm(port: str) -> nn.Module:
         path = norm_of_port[port]
         if path is not None and port in ("k", "v", "kv"):
-            return copy_norm(owner.get_submodule(path), owner)
+            return copy_norm(owner, path)
         return NormReference(owner, path)
 
     return norm
@@ -218,13 +222,13 @@ def _host_norms(
 
 def _readout_norms(backbone: nn.Module, last_layer: nn.Module, wiring: ModelWiring) -> NormFactory:
     """The norms of the readout: a reference to the host's final norm; copies for more ports."""
-    final = final_norm(backbone, wiring)
+    path = _final_norm_path(wiring)
 
     def norm(port: str) -> nn.Module:
-        if final is not None and port != "out":
-            return copy_norm(final, backbone)
+        if path is not None and port != "out":
+            return copy_norm(backbone, path)
         if wiring.final is not None:
-            return FinalNormReference(backbone, final)
+            return FinalNormReference(backbone, backbone.get_submodule(wiring.final))
         return NormReference(last_layer, wiring.of_layers[-1].last_norm or None)
 
     return norm

@@ -92,6 +92,13 @@ class ConnectedModel:
         if all(module is not readout for module in value.modules()):
             make_readout(value, readout.connection)
 
+    def _replicate_for_data_parallel(self) -> Any:
+        raise ValueError(
+            "nn.DataParallel cannot run a connected model, whose connections know their host's "
+            "modules; use DistributedDataParallel (torchrun), or one device "
+            "(CUDA_VISIBLE_DEVICES=0)"
+        )
+
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """What PEFT calls to add its adapters, however late it is imported."""
         register_with_imported_peft()
@@ -104,8 +111,9 @@ class ConnectedModel:
         for name, norm in modules.items():
             if not isinstance(norm, OwnedNorm):
                 continue
+            host_path = f"{names[norm.owner[0]]}.{norm.host_path}".lstrip(".")
             for key in norm.state_dict():  # type: ignore[attr-defined]
-                host_key = f"{prefix}{names[norm.origin[0]]}.{key}"
+                host_key = f"{prefix}{host_path}.{key}"
                 if host_key in state_dict:
                     # A clone, because `assign=True` makes parameters of the tensors themselves.
                     state_dict.setdefault(f"{prefix}{name}.{key}", state_dict[host_key].clone())
@@ -131,9 +139,9 @@ class ConnectedModel:
         """Copy from the host's norm what the checkpoint lacks, if the checkpoint has the host's
         norm.
         """
-        host_parameters = dict(norm.origin[0].named_parameters())
+        host_norm = norm.host_norm_module()
         missing = [name for name, p in norm.named_parameters() if not _is_loaded(p)]
-        if all(_is_loaded(host_parameters[name]) for name in missing):
+        if all(_is_loaded(getattr(host_norm, name)) for name in missing):
             norm.copy_from_host(missing)
         else:  # The host's norm is not initialised yet: the final norm comes after its submodules.
             super()._init_weights(norm)  # type: ignore[misc]

@@ -93,8 +93,12 @@ class OwnedNorm:
     Where a checkpoint has no weights for it, it takes those of the host's norm.
     """
 
-    origin: ModuleReference  # the host's norm
-    owner: ModuleReference  # the layer or the backbone that has the host's norm
+    owner: ModuleReference  # the layer or the backbone that has the host's norm ...
+    host_path: str  # ... and the norm's name in it
+
+    def host_norm_module(self) -> Any:
+        """The host's norm, looked up at each call, as another may have replaced it."""
+        return find_module(self.owner[0], self.host_path)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,21 +106,22 @@ class OwnedNorm:
 
     @torch.no_grad()
     def copy_from_host(self, names: Iterable[str]) -> None:
+        host_norm = self.host_norm_module()
         for name in names:
-            getattr(self, name).copy_(getattr(self.origin[0], name))
+            getattr(self, name).copy_(getattr(host_norm, name))
 
 
-def copy_norm(host_norm: nn.Module, owner: nn.Module) -> nn.Module:
+def copy_norm(owner: nn.Module, path: str) -> nn.Module:
     """A copy of a host's norm, with separate weights.
 
     Args:
-        host_norm: the norm to copy.
-        owner: the layer or the backbone that has it.
+        owner: the layer or the backbone that has the norm.
+        path: the norm's name in it.
     """
-    norm: Any = copy.deepcopy(host_norm)
+    norm: Any = copy.deepcopy(owner.get_submodule(path))
     swap_class(norm, OwnedNorm)
-    norm.origin = ModuleReference((host_norm,))
     norm.owner = ModuleReference((owner,))
+    norm.host_path = path
     return norm
 
 

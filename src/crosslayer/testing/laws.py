@@ -237,8 +237,10 @@ def test_state_cuts_bitwise(spec, parallel):
         assert all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves), (
             "a state contains tensors, tuples and None"
         )
-        assert not any(isinstance(leaf, nn.Parameter) for leaf in leaves), (
-            "FSDP would free a parameter that travels in the state: put a clone in instead"
+        viewed = [leaf._base if leaf is not None and leaf._is_view() else leaf for leaf in leaves]
+        assert not any(isinstance(tensor, nn.Parameter) for tensor in viewed), (
+            "FSDP would free a parameter that travels in the state, or a view of one: put a clone "
+            "in instead"
         )
         cloned = [leaf if leaf is None else leaf.clone() for leaf in leaves]
         state = tree_unflatten(cloned, structure)
