@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 from benchmarks.evidence.studies import RECIPE, Plan, read_recipe
+from crosslayer.train.rate_search import scaled_name
 
 # of arms; 0 for all others. That of hyper is less than the noise.
 EFFECTS = {"mudd": -0.2, "postnorm": 0.3, "one-way MUDD": -0.1, "hyper": 0.002}
@@ -24,7 +25,7 @@ def write_results(
         if arm.name not in arms:
             continue
         for factor in (0.5, 1, 2, 4):
-            name = arm.name if factor == 1 else f"{arm.name} at {factor:g} × lr"
+            name = scaled_name(arm.name, factor)
             options = dict(arm.options)
             if factor != 1:
                 options["lr"] = 0.004 * factor

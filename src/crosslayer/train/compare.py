@@ -31,7 +31,7 @@ from .comparison_results import (
     load_results,
 )
 from .parallel import apply_recomputation, launch_fabric
-from .rate_search import RATE_FACTORS, best_factor, next_factor, scale_rates, scaled_name
+from .rate_search import best_factor, names_at_rates, next_factor, scale_rates
 from .recipe import Arm, Recipe
 from .run import launch_run, train_arm
 from .run_state import RunResult, StepResult
@@ -72,10 +72,9 @@ class Comparison:
             results: of a results.json.
             folder: where it lies.
         """
-        names = list(results.arms)
-        scaled = {
-            scaled_name(name, factor) for name in names for factor in RATE_FACTORS if factor != 1
-        } & set(names)
+        scaled: set[str] = set()
+        for name in results.arms:
+            scaled |= results.arms.keys() & (names_at_rates(name).keys() - {name})
         arms = [
             Arm(name, row["connection"], paper=row["paper"], options=row["options"])
             for name, row in results.arms.items()
@@ -122,7 +121,7 @@ class Comparison:
 
     def losses_by_rate(self, arm: Arm) -> dict[float, dict[int, float]]:
         """The loss of each seed at each factor of an arm's rates; infinite where it diverged."""
-        factors = {scaled_name(arm.name, factor): factor for factor in RATE_FACTORS}
+        factors = names_at_rates(arm.name)
         losses: dict[float, dict[int, float]] = {}
         for run in self.results.runs:
             if run.arm in factors:
@@ -159,7 +158,7 @@ class Comparison:
 
     def lacks_memory(self, arm: Arm) -> bool:
         """Whether a run of an arm of the recipe did not fit in memory, at any rate."""
-        names = {scaled_name(arm.name, factor) for factor in RATE_FACTORS}
+        names = names_at_rates(arm.name)
         return any(name in names for name, _ in self.without_memory)
 
     def finished_runs(self, arm: Arm) -> dict[int, RunResult]:
@@ -204,8 +203,7 @@ def prepare_comparison(
     for arm in recipe.arms:
         results.arms[arm.name] = _describe_arm(comparison, arm)
         if search_rates:
-            for factor in RATE_FACTORS:
-                examples[scaled_name(arm.name, factor)] = examples[arm.name]
+            examples |= dict.fromkeys(names_at_rates(arm.name), examples[arm.name])
     comparison.read_results()
     return comparison
 

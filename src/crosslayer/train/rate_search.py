@@ -37,6 +37,11 @@ def scaled_name(name: str, factor: float) -> str:
     return name if factor == 1 else f"{name} at {factor:g} × lr"
 
 
+def names_at_rates(name: str) -> dict[str, float]:
+    """All names that a search may give an arm, its own among them, with their factors."""
+    return {scaled_name(name, factor): factor for factor in RATE_FACTORS}
+
+
 def next_factor(losses: dict[float, float]) -> float | None:
     """The factor to try next, or None where both neighbours of the best one have been tried.
 

@@ -12,7 +12,7 @@ from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
 from .optimizers import warmup_steps
-from .rate_search import RATE_FACTORS, best_factor, is_limit, next_factor, scaled_name
+from .rate_search import best_factor, is_limit, names_at_rates, next_factor
 from .recipe import Arm
 from .results_table import (
     TableRow,
@@ -204,7 +204,7 @@ def _code_notes(comparison: Comparison) -> list[str]:
     runs: list[RunResult | DivergedRun] = [*comparison.results.runs, *comparison.results.diverged]
     for arm in comparison.recipe.arms:
         today = code_digest(make(arm.connection).method)
-        names = {scaled_name(arm.name, factor) for factor in RATE_FACTORS}
+        names = names_at_rates(arm.name)
         codes = [run.method_code for run in runs if run.arm in names]
         other = [code for code in codes if code not in ("", today)]
         if other:
