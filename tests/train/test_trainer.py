@@ -473,6 +473,20 @@ def test_changed_data(text, tmp_path):
         run({"data": str(copy), "save_every": 3}, "prenorm", tmp_path / "run")
 
 
+def test_the_first_set_of_the_settings_is_the_result(text, tmp_path):
+    """Also where a run that has ended is given its validation sets in another order."""
+    words = Path(text).read_text()
+    (tmp_path / "lower.txt").write_text(words.lower())
+    (tmp_path / "upper.txt").write_text(words.upper())
+    sets = {name: str(tmp_path / f"{name}.txt") for name in ("lower", "upper")}
+    run({"data": str(text), "valid": sets, "save_every": 3}, "prenorm", tmp_path / "run")
+    turned = {"data": str(text), "valid": dict(reversed(sets.items())), "save_every": 3}
+    result = run(turned, "prenorm", tmp_path / "run")["result"]
+    assert list(result["valid"]) == ["upper", "lower"]
+    assert result["valid_loss"] == result["valid"]["upper"]["loss"]
+    assert "lower loss" in result["metrics"]
+
+
 def test_a_run_that_had_ended(text, tmp_path, capsys):
     small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     command = ["train", f"--data={text}", f"--out={tmp_path / 'run'}", *small]

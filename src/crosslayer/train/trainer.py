@@ -334,7 +334,9 @@ class Trainer:
         """Sizes, losses and speed of the run, with the last evaluation's metrics."""
         if not self.state.curve:
             self.state.curve.append([self.state.step, self.evaluate()])
-        evaluation = self.state.curve[-1][1]
+        last = self.state.curve[-1][1]
+        # A run that has ended may be given its sets in another order.
+        evaluation = {name: last[name] for name in self.examples.valid}
         first = next(iter(evaluation))
         metrics = summarise_metrics(self.examples, evaluation)
         first_step, before = self.state.curve[0]
