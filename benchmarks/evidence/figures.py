@@ -1,6 +1,5 @@
 """The figures of docs/evidence.md. What each shows is data; a digest of it is in its file."""
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 from benchmarks.evidence.claims import add_losses
 from benchmarks.evidence.studies import BASELINE, Study
 from benchmarks.evidence.tables import difference_to_baseline, judge_difference
+from crosslayer.files import short_digest
 from crosslayer.inspect.figures_training import (
     LineSeries,
     draw_line_series,
@@ -58,7 +58,7 @@ class Figure:
     def digest(self) -> str:
         """Identifies what is shown, whatever the version of the library that draws it."""
         text = json.dumps(self.data, default=asdict)
-        return f"<!-- data {hashlib.sha256(text.encode()).hexdigest()[:16]} -->"
+        return f"<!-- data {short_digest(text)} -->"
 
     def render(self) -> bytes:
         """The content of its SVG file, with its digest."""

@@ -1,5 +1,6 @@
 """Files that survive crashes, other processes and other people: writes, locks and JSON."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,11 @@ Kind = TypeVar("Kind", dict[str, Any], list[Any], object)
 
 LOCK_FILE = ".lock"
 JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
+
+
+def short_digest(text: str, length: int = 16) -> str:
+    """The first hexadecimal digits of a text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
 def check_no_file(folder: Path) -> None:

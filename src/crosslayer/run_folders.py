@@ -9,9 +9,11 @@ COMPARISON/results.json             all results so far
 COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`, without result and model
 """
 
-import hashlib
+import json
 import re
 from pathlib import Path
+
+from .files import short_digest
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -23,6 +25,16 @@ RESULTS_FILE = "results.json"
 DATA_DIGEST = "data sha256"  # a key of run.json, and of an arm in results.json
 RUNS_FOLDER = "runs"
 MODELS_FOLDER = "models"
+
+
+def default_folder(command: str, settings: object) -> Path:
+    """The folder of a command without --out, so that the same command resumes.
+
+    Args:
+        command: like "train".
+        settings: what decides the results, as `json.dumps` takes it.
+    """
+    return Path(f"{command}-{short_digest(json.dumps(settings, sort_keys=True), 8)}")
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -62,5 +74,5 @@ def run_folder_name(arm: str, seed: int) -> str:
     """The name of the folder of one run in a comparison's `runs`."""
     readable = re.sub(r"[^\w.()=+-]+", "_", f"{arm}-{seed}")[:80]
     # names may differ in replaced characters alone
-    digest = hashlib.sha256(f"{arm} {seed}".encode()).hexdigest()[:6]
+    digest = short_digest(f"{arm} {seed}", 6)
     return f"{readable}-{digest}"

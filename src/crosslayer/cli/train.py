@@ -1,7 +1,5 @@
 """`crosslayer train`: one arm, at any size, on one process or on all that torchrun started."""
 
-import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +8,7 @@ from ..files import check_no_file, write_json
 from ..run_folders import (
     MODEL_FOLDER,
     RESULT_FILE,
+    default_folder,
     is_comparison_folder,
     is_model_folder,
     is_run_folder,
@@ -82,9 +81,9 @@ def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -
 
     settings = recipe.settings(arm)
     if out is None:
-        identity = json.dumps([settings.identity(), arm.connection, seed], sort_keys=True)
-        out = f"train-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-    folder = Path(out)
+        folder = default_folder("train", [settings.identity(), arm.connection, seed])
+    else:
+        folder = Path(out)
     check_out_folder(folder)
     check_out_of_data(folder, settings.data, recipe.task)
     examples = load_examples(settings, recipe.task)

@@ -6,12 +6,12 @@ for batch in DataLoader(corpus.train, batch_size=8, sampler=sampler):  # [8 257]
     ...
 """
 
-import hashlib
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..files import short_digest
 from ..validation import check_positive
 from .prepared import open_prepared
 from .sources import (
@@ -70,7 +70,7 @@ class Corpus:
         parts = [self.tokenizer.digest]
         for name, windows in [(TRAIN_SET, self.train), *sorted(self.valid.items())]:
             parts.append(f"{name} {windows.tokens.digest}")
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+        return short_digest(" ".join(parts))
 
     @property
     def bytes_per_token(self) -> dict[str, float]:

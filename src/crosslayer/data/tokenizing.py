@@ -3,7 +3,6 @@
 The libraries are `tokenizers` and, for a name on the Hub, `huggingface_hub`.
 """
 
-import hashlib
 import json
 import re
 import reprlib
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import read_json
+from ..files import read_json, short_digest
 from ..hub import can_be_hub_name, download_files
 from ..validation import did_you_mean
 
@@ -50,8 +49,7 @@ class Tokenizer:
     @property
     def digest(self) -> str:
         """Identifies the tokenizer, whatever its name."""
-        identity = f"{self.end} {self.definition or self.name}"
-        return hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return short_digest(f"{self.end} {self.definition or self.name}")
 
     @cached_property
     def model(self) -> Any:

@@ -5,7 +5,6 @@ same comparison, started again in the same folder, does what is missing.
 """
 
 import gc
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import torch
 from ..errors import is_out_of_memory
 from ..files import write_json
 from ..methods import code_digest
-from ..run_folders import DATA_DIGEST, RESULTS_FILE, RUNS_FOLDER, run_folder_name
+from ..run_folders import DATA_DIGEST, RESULTS_FILE, RUNS_FOLDER, default_folder, run_folder_name
 from ..spec import make
 from .checkpoint import list_checkpoints, remove_checkpoint
 from .comparison_results import (
@@ -196,8 +195,7 @@ def prepare_comparison(
     shared = recipe.settings().identity()
     data = {**first.sizes, "sha256": first.digest}
     if folder is None:
-        text = json.dumps({"settings": shared, "data": data}, sort_keys=True)
-        folder = Path(f"compare-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+        folder = default_folder("compare", {"settings": shared, "data": data})
     results = ComparisonResults(describe_environment(), shared, data, recipe.scale, first.entropy)
     comparison = Comparison(recipe, seeds, folder, examples, results, search_rates)
     for arm in recipe.arms:

@@ -1,7 +1,6 @@
 """Where a run's metrics go: metrics.jsonl in its folder, and Fabric's loggers."""
 
 import errno
-import hashlib
 import importlib.util
 import json
 import os
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from lightning.fabric import Fabric
 
-from ..files import parse_json, write_text_atomic
+from ..files import parse_json, short_digest, write_text_atomic
 from ..run_folders import METRICS_FILE
 
 
@@ -34,7 +33,7 @@ def make_loggers(names: Iterable[str], folder: Path, run_name: str) -> list[Any]
 
             folder.mkdir(parents=True, exist_ok=True)
             # a resumed run continues its run at W&B: the id is that of the folder
-            run_id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+            run_id = short_digest(str(folder.resolve()), 12)
             loggers.append(
                 WandbLogger(name=run_name, save_dir=folder, id=run_id, project="crosslayer")
             )
