@@ -51,7 +51,7 @@ def error_of(source) -> str:
 
 
 def test_source_is_parsed_once():
-    for spec, expected in {
+    for place, expected in {
         "stdlib": ("stdlib", "", None, TRAIN_SET),
         "a/b.txt": ("files", "a/b.txt", None, TRAIN_SET),
         "datasets:org/name": ("dataset", "org/name", None, TRAIN_SET),
@@ -59,7 +59,7 @@ def test_source_is_parsed_once():
         "datasets:org/name@test": ("dataset", "org/name", None, "test"),
         "datasets:org/name,cfg@test": ("dataset", "org/name", "cfg", "test"),
     }.items():
-        assert TextSource.parse(spec) == TextSource(spec, *expected)
+        assert TextSource.parse(place) == TextSource(place, *expected)
 
 
 def test_standard_library_is_whole_and_sorted():

@@ -32,9 +32,9 @@ def write_llm_c(file, ids, mark=GPT2, version=None, count=None):
     return str(file)
 
 
-def error_of(spec, **options) -> str:
+def error_of(place, **options) -> str:
     with pytest.raises(ValueError) as error:
-        load_corpus(spec, context=4, **options)
+        load_corpus(place, context=4, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -54,21 +54,21 @@ def test_training_on_ids_is_training_on_their_text(tmp_path, stories, layout):
     ended = [number for ids in stories_ids for number in [*ids, end]]
     begun = [number for ids in stories_ids for number in [end, *ids]]
     if layout == "nanoGPT":
-        spec = write_ids(tmp_path / "train.bin", ended)
+        place = write_ids(tmp_path / "train.bin", ended)
     elif layout == "two files":
         write_llm_c(tmp_path / "ids_train_2.bin", begun[:1001])
         write_llm_c(tmp_path / "ids_train_10.bin", begun[1001:])
         write_ids(tmp_path / "ids_valid_1.bin", [1] * 9)
-        spec = str(tmp_path / "ids_train_*.bin")
+        place = str(tmp_path / "ids_train_*.bin")
     else:
         mark = LLAMA3 if layout == "llm.c 32 bits" else GPT2
-        spec = write_llm_c(tmp_path / "train.bin", begun, mark)
+        place = write_llm_c(tmp_path / "train.bin", begun, mark)
     valid = {"valid": str(tmp_path / "other.jsonl")}
     Path(valid["valid"]).write_text(Path(stories).read_text())
     expected = load_corpus(stories, 16, name, valid)
-    corpus = load_corpus(spec, 16, name, valid)
+    corpus = load_corpus(place, 16, name, valid)
     assert corpus.digest == expected.digest
-    prepared = prepare_corpus(spec, name, tmp_path / "prepared", valid)
+    prepared = prepare_corpus(place, name, tmp_path / "prepared", valid)
     assert load_corpus(str(tmp_path / "prepared"), 16, name).digest == expected.digest
     assert prepared.counts["train"].documents == len(STORIES)
     assert prepared.counts["train"].text_bytes == expected.train.tokens.text_bytes
@@ -91,9 +91,9 @@ def test_a_part_of_the_ids_is_held_out(tmp_path):
     assert np.concatenate([train.ids, held_out.ids]).tolist() == ids.tolist()
 
     many = [number for start in range(1, 101) for number in [0, *[start] * 20]]
-    spec = write_ids(tmp_path / "many.bin", many)
+    place = write_ids(tmp_path / "many.bin", many)
     sets = {name: [] for name in ("train", "held-out")}
-    for name, document in read_sets({"train": spec}, load_tokenizer("bytes")):
+    for name, document in read_sets({"train": place}, load_tokenizer("bytes")):
         assert len(set(document.ids.tolist())) == 1, "a document is whole"
         sets[name].append(int(document.ids[0]))
     assert sorted(sets["train"] + sets["held-out"]) == list(range(1, 101))
@@ -218,8 +218,8 @@ def test_ids_of_gpt2(tmp_path, extra_data):
     file = str(extra_data / "tokenizers" / "gpt2_tokenizer.json")
     text = "A naïve café ☕ <|endoftext|"  # nearly the separator, and so no special token
     (ids,) = load_tokenizer(file).encode([text])
-    spec = write_ids(tmp_path / "train.bin", [*ids, 50256] * 60)
-    corpus = load_corpus(spec, context=8, tokenizer=file)
+    place = write_ids(tmp_path / "train.bin", [*ids, 50256] * 60)
+    corpus = load_corpus(place, context=8, tokenizer=file)
     sets = [corpus.train.tokens, corpus.valid["held-out"].tokens]
     separators = 60 - 2  # none before the first document of a set
     assert sum(stream.text_bytes for stream in sets) == 60 * len(text.encode()) + separators

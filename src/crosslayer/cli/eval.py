@@ -141,8 +141,8 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     device = choose_device(options.device)
     dtype = parse_model_dtype(options.dtype)
     texts: dict[str, list[str | EncodedText]] = {}
-    for spec in options.text:
-        texts |= _read_texts(spec, options)
+    for place in options.text:
+        texts |= _read_texts(place, options)
     spans = {name: read_spans(name) for name in options.spans}
     task_manager = find_tasks(options.tasks, options.include_path) if options.tasks else None
 
@@ -180,18 +180,18 @@ def _write_results(results: dict[str, Any], results_file: Path | None) -> None:
         write_json(results_file, results, default=str)
 
 
-def _read_texts(spec: str, options: Any) -> "dict[str, list[str | EncodedText]]":
+def _read_texts(place: str, options: Any) -> "dict[str, list[str | EncodedText]]":
     """The documents of a source. A folder with several sets has a name for each."""
     from ..convert.pretrained import open_id_tokenizer
     from ..data.sources import read_documents
     from ..data.token_sources import has_token_ids, read_id_sets
     from ..evaluate import describe_documents, describe_stream
 
-    if not has_token_ids(spec):
-        return {spec: [document.text for document in read_documents(spec)]}
+    if not has_token_ids(place):
+        return {place: [document.text for document in read_documents(place)]}
     tokenizer = open_id_tokenizer(options.tokenizer or options.model)
     texts: dict[str, list[str | EncodedText]] = {}
-    for name, stream in read_id_sets(spec, tokenizer).items():
+    for name, stream in read_id_sets(place, tokenizer).items():
         if len(stream) < 2:
             raise ValueError(f"{name}: the text has no token to score")
         if options.documents == "joined":

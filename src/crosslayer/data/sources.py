@@ -43,7 +43,7 @@ class TextSource:
     """Where documents come from, parsed once from what the user wrote.
 
     Args:
-        spec: the string as the user wrote it.
+        place: the string as the user wrote it.
         kind: "stdlib"; "files"; "remote", files by a URL; "dataset", what `load_dataset` finds by
             name; "saved", a folder of `save_to_disk`; "tokens", files of token ids; "prepared", a
             folder of them.
@@ -52,43 +52,43 @@ class TextSource:
         split: of a dataset.
     """
 
-    spec: str
+    place: str
     kind: Literal["stdlib", "files", "remote", "dataset", "saved", "tokens", "prepared"]
     path: str = ""
     config: str | None = None
     split: str = TRAIN_SET
 
     @classmethod
-    def parse(cls, spec: str) -> "TextSource":
-        """The source that `spec` names.
+    def parse(cls, place: str) -> "TextSource":
+        """The source that `place` names.
 
         Raises:
             ValueError: nothing is named, or datasets: without OWNER/NAME.
         """
-        if spec == "stdlib":
-            return cls(spec, "stdlib")
-        path = spec.removeprefix("datasets:")
-        if not spec.strip() or "\0" in spec:
-            raise ValueError(f"{spec!r}: names no source of text")
+        if place == "stdlib":
+            return cls(place, "stdlib")
+        path = place.removeprefix("datasets:")
+        if not place.strip() or "\0" in place:
+            raise ValueError(f"{place!r}: names no source of text")
         if (Path(path) / CORPUS_FILE).is_file():
-            return cls(spec, "prepared", path)
-        if path == spec:
-            return cls(spec, _kind_of_path(path), path)
+            return cls(place, "prepared", path)
+        if path == place:
+            return cls(place, _kind_of_path(path), path)
         if path and Path(path).exists():  # the name of a folder may contain , and @
-            return cls(spec, "saved" if _is_saved(path) else "dataset", path)
+            return cls(place, "saved" if _is_saved(path) else "dataset", path)
         # a name without an owner could be a format of `datasets`, such as pandas, which unpickles
         match = re.fullmatch(r"([^,@]+/[^,@]+)(?:,([^@]+))?(?:@(.+))?", path)
         if not match:
             raise ValueError(
-                f"{spec}: no such folder; expected datasets:OWNER/NAME[,CONFIG][@SPLIT]"
+                f"{place}: no such folder; expected datasets:OWNER/NAME[,CONFIG][@SPLIT]"
             )
         name, config, split = match.groups()
         return cls(
-            spec, "saved" if _is_saved(name) else "dataset", name, config, split or TRAIN_SET
+            place, "saved" if _is_saved(name) else "dataset", name, config, split or TRAIN_SET
         )
 
 
-def read_documents(spec: str) -> Iterator[Document]:
+def read_documents(place: str) -> Iterator[Document]:
     """The documents of a source, without blank ones. A document is the largest thing in memory.
 
     A text file is one document. A line of a .jsonl file, or of a compressed .json file, is a string
@@ -96,35 +96,35 @@ def read_documents(spec: str) -> Iterator[Document]:
     end in .gz or .zst.
 
     Args:
-        spec: as at the top of this file.
+        place: as at the top of this file.
 
     Raises:
         ValueError: the source does not exist, is empty, or is not text. Raised while reading.
     """
-    source = TextSource.parse(spec)
+    source = TextSource.parse(place)
     if source.kind in ("prepared", "tokens"):
-        raise ValueError(f"{spec}: holds token ids, not text")
+        raise ValueError(f"{place}: holds token ids, not text")
     if source.kind == "stdlib":
         documents = _read_stdlib()
     elif source.kind == "files":
-        files = list_text_files(Path(spec))
+        files = list_text_files(Path(place))
         documents = chain.from_iterable(read_file(file, name) for file, name in files)
     elif source.kind == "remote":
-        documents = read_remote(spec)
+        documents = read_remote(place)
     else:
-        documents = read_rows(spec, source.path, lambda: _load_rows(source))
+        documents = read_rows(place, source.path, lambda: _load_rows(source))
     is_empty = True
     for document in documents:
         if document.text.strip():
             is_empty = False
             yield document
     if is_empty:
-        raise ValueError(f"{spec}: empty")
+        raise ValueError(f"{place}: empty")
 
 
-def check_exists(spec: str) -> None:
+def check_exists(place: str) -> None:
     """Raise a ValueError where a source is a file or folder that does not exist."""
-    source = TextSource.parse(spec)
+    source = TextSource.parse(place)
     if source.kind == "tokens":
         list_token_files(source.path)
     elif source.kind == "files" and not Path(source.path).exists():
@@ -140,7 +140,7 @@ def check_sources(sets: dict[str, str]) -> None:
     Raises:
         ValueError: there is no such file or folder, or a file of token ids cannot be one.
     """
-    files = {name: _local_files(spec) for name, spec in sets.items()}
+    files = {name: _local_files(place) for name, place in sets.items()}
     of_training = files.pop(TRAIN_SET)
     for name, of_set in files.items():
         for file in sorted(of_set & of_training):
@@ -149,15 +149,15 @@ def check_sources(sets: dict[str, str]) -> None:
             )
 
 
-def _local_files(spec: str) -> set[Path]:
+def _local_files(place: str) -> set[Path]:
     """The files of a source on this machine, opened where they are token ids."""
-    source = TextSource.parse(spec)
+    source = TextSource.parse(place)
     files: list[Path] = []
     if source.kind == "tokens":
-        check_token_files(spec)
-        files = list_token_files(spec)
+        check_token_files(place)
+        files = list_token_files(place)
     elif source.kind == "files":
-        files = [file for file, _ in list_text_files(Path(spec))]
+        files = [file for file, _ in list_text_files(Path(place))]
     return {file.resolve() for file in files}
 
 
@@ -197,14 +197,14 @@ def read_sets(sets: dict[str, str], tokenizer: Tokenizer) -> Iterator[tuple[str,
         sets: sources by name. Where "train" is alone, a part of it is "held-out".
         tokenizer: of their token ids.
     """
-    for name, spec in sets.items():
-        if TextSource.parse(spec).kind != "tokens":
-            documents = read_documents(spec)
+    for name, place in sets.items():
+        if TextSource.parse(place).kind != "tokens":
+            documents = read_documents(place)
         elif name == TRAIN_SET:
-            documents = read_token_documents(spec, tokenizer)
+            documents = read_token_documents(place, tokenizer)
         else:
-            ids = read_token_ids(spec, tokenizer)
-            documents = iter([Document(Path(spec).name, "", ids)])
+            ids = read_token_ids(place, tokenizer)
+            documents = iter([Document(Path(place).name, "", ids)])
         if _is_held_out(sets):
             yield from split_held_out(documents)
         else:

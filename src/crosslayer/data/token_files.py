@@ -25,7 +25,7 @@ LLM_C_HEADER = 256  # 32-bit numbers
 LLM_C_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's and Llama 3's: version, dtype
 
 
-def list_token_files(spec: str) -> list[Path]:
+def list_token_files(place: str) -> list[Path]:
     """A file of token ids, or those that a pattern with *, ? or [] matches.
 
     They are in the order of their names, where numbers count as numbers.
@@ -33,12 +33,12 @@ def list_token_files(spec: str) -> list[Path]:
     Raises:
         ValueError: there is none.
     """
-    path = Path(spec)
-    if path.exists() or not glob.has_magic(spec):
+    path = Path(place)
+    if path.exists() or not glob.has_magic(place):
         return [file for file, _ in list_text_files(path)]
-    files = [Path(name) for name in glob.glob(spec, recursive=True)]
+    files = [Path(name) for name in glob.glob(place, recursive=True)]
     if not files:
-        raise ValueError(f"{spec}: no file has such a name")
+        raise ValueError(f"{place}: no file has such a name")
     return sorted(files, key=_natural_order)
 
 
@@ -47,16 +47,16 @@ def _natural_order(path: Path) -> list[tuple[str, int]]:
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", str(path))]
 
 
-def read_token_ids(spec: str, tokenizer: Tokenizer) -> np.ndarray:
+def read_token_ids(place: str, tokenizer: Tokenizer) -> np.ndarray:
     """All ids of a source, [tokens].
 
     Raises:
         ValueError: a file has other content than ids of this tokenizer.
     """
-    return _join([_open_ids(file, tokenizer) for file in list_token_files(spec)])
+    return _join([_open_ids(file, tokenizer) for file in list_token_files(place)])
 
 
-def read_token_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
+def read_token_documents(place: str, tokenizer: Tokenizer) -> Iterator[Document]:
     """The documents of a source: what is between two separators, and is not empty.
 
     A document may begin in one file and end in the next one. Its name is that of the file in which
@@ -65,7 +65,7 @@ def read_token_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
     Raises:
         ValueError: a file has other content than ids of this tokenizer.
     """
-    files = list_token_files(spec)
+    files = list_token_files(place)
     begun: list[np.ndarray] = []  # the pieces of a document that has not ended
     is_divided = False
     for file in files:
@@ -84,15 +84,15 @@ def read_token_documents(spec: str, tokenizer: Tokenizer) -> Iterator[Document]:
         begun.append(ids[start:])
     if not is_divided:
         warnings.warn(
-            f"{spec} has no separator of the tokenizer {tokenizer.name}, the id {tokenizer.end}, "
+            f"{place} has no separator of the tokenizer {tokenizer.name}, the id {tokenizer.end}, "
             "so it is one document",
             stacklevel=2,
         )
 
 
-def check_token_files(spec: str) -> None:
+def check_token_files(place: str) -> None:
     """Open every file of a source, so that a wrong one is found before the first is read."""
-    for file in list_token_files(spec):
+    for file in list_token_files(place):
         _map_ids(file)
 
 
