@@ -4,7 +4,7 @@ Paper: MUDDFormer (Xiao et al., 2025), arXiv 2502.12170, Figures 8, 10 and 11.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,15 +107,10 @@ class _HeadRecorder:
 
     @contextmanager
     def attached_to(self, attentions: Iterable[nn.Module]) -> Iterator[None]:
-        handles = [
-            module.register_forward_hook(partial(self._record, layer))
-            for layer, module in enumerate(attentions)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for layer, module in enumerate(attentions):
+                hooks.enter_context(module.register_forward_hook(partial(self._record, layer)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _record(self, layer: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         A = outputs[1] if isinstance(outputs, tuple) and outputs[1:] else None  # [B H T T]

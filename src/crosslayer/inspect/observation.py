@@ -5,7 +5,7 @@ tokens.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from inspect import signature
 from typing import Any, Protocol
@@ -230,12 +230,10 @@ def visited_sites(
         for analysis in analyses:
             analysis.visit_site(site_visit)
 
-    handles = [site.register_forward_pre_hook(visit) for site in find_connections(model)]
-    try:
+    with ExitStack() as hooks:
+        for site in find_connections(model):
+            hooks.enter_context(site.register_forward_pre_hook(visit))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _flatten_tokens(connection: Connection[Any], state: Any, arguments: ModelInputs) -> SiteVisit:

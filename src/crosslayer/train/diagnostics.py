@@ -4,6 +4,7 @@ They cost nothing but in the steps that measure them.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,14 +41,12 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
 
     backbone, wiring = find_backbone(model)
     first_layer = wiring.find_layers(backbone)[0]
-    hooks = [site.register_forward_hook(store_write) for site in sites[1:]]
-    hooks.append(first_layer.register_forward_pre_hook(store_embedding))
-    try:
+    with ExitStack() as hooks:
+        for site in sites[1:]:
+            hooks.enter_context(site.register_forward_hook(store_write))
+        hooks.enter_context(first_layer.register_forward_pre_hook(store_embedding))
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             run()
-    finally:
-        for hook in hooks:
-            hook.remove()
 
     # a method that norms its stream may use norms of the host, so all of the model is needed
     needed = model if any(site.norms_its_stream for site in sites) else nn.ModuleList(sites)
