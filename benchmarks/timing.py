@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from crosslayer.errors import error_in_one_line, error_with_class
+
 Calls = dict[str, Callable[[], Any]]  # the calls of a variant that are timed, by name
 PASSES = ("forward", "forward+backward")
 Name = TypeVar("Name", bound=Hashable)
@@ -164,9 +166,8 @@ def _warm_up(calls: Calls, device: torch.device) -> dict[str, float]:
 
 def describe_error(error: Exception) -> str:
     """An error as one line of at most 160 characters."""
-    words = " ".join(str(error).split()) or "no message"
-    if not isinstance(error, NotMeasured):
-        words = f"{type(error).__name__}: {words}"
+    is_expected = isinstance(error, NotMeasured)
+    words = error_in_one_line(error) if is_expected else error_with_class(error)
     return words if len(words) <= 160 else words[:157] + "..."
 
 

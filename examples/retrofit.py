@@ -25,6 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from crosslayer.errors import error_in_one_line
 from crosslayer.files import read_json, write_json
 from crosslayer.plotting import BLACK, HUES, line_look
 from crosslayer.run_folders import DATA_DIGEST
@@ -302,4 +303,4 @@ if __name__ == "__main__":
     try:
         auto_cli([run, report], as_positional=False, exit_on_error=False)
     except (ValueError, OSError, ArgumentError, RunDiverged) as error:
-        sys.exit(f"retrofit: {' '.join(str(error).split())}")
+        sys.exit(f"retrofit: {error_in_one_line(error)}")

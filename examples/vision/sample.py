@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from crosslayer.cli.console import OneLineParser
+from crosslayer.errors import error_in_one_line
 from crosslayer.files import read_json
 from crosslayer.hf import connect
 from examples.vision.models import make_dit
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         np.savez(options.out, x=x.numpy(), y=np.array(options.classes))
     except (ValueError, OSError) as error:
-        print(f"vision: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"vision: {error_in_one_line(error)}", file=sys.stderr)
         return 1
     print(f"{len(x)} latents: {options.out}")
     return 0

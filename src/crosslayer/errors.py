@@ -19,3 +19,8 @@ def error_in_one_line(error: BaseException) -> str:
         text = f"{error.filename}: {error.strerror}"  # without "[Errno 17]"
     notes = " ".join(f"({note})" for note in getattr(error, "__notes__", ()))
     return " ".join(f"{text} {notes}".split())
+
+
+def error_with_class(error: BaseException) -> str:
+    """An error in one line that begins with its class."""
+    return f"{type(error).__name__}: {error_in_one_line(error)}"

@@ -24,7 +24,7 @@ from typing import Any
 
 from . import connections
 from .connection import Connection
-from .errors import error_in_one_line
+from .errors import error_with_class
 from .validation import did_you_mean
 
 ENTRY_POINT_GROUP = "crosslayer.connections"
@@ -106,9 +106,8 @@ def find_method(name: str) -> type[Connection[Any]]:
     try:
         method = entry_point.load()
     except Exception as error:  # whatever the module's code raises
-        reason = f"{type(error).__name__}: {error_in_one_line(error)}"
         raise ValueError(
-            f"the connection {name!r}, {entry_point.value}, fails ({reason})"
+            f"the connection {name!r}, {entry_point.value}, fails ({error_with_class(error)})"
         ) from error
     try:
         register_connection(name, method)

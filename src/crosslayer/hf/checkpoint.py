@@ -18,7 +18,7 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..connection import Connection
-from ..errors import error_in_one_line
+from ..errors import error_in_one_line, error_with_class
 from ..files import read_json
 from ..hub import check_model_source, download_files
 from ..run_folders import CONFIG_FILE
@@ -130,7 +130,7 @@ def load_complete(cls: Any, folder: Path, **options: Any) -> Any:
     except ModuleNotFoundError:
         raise
     except Exception as error:  # of every kind, where a config's values do not fit together
-        raise ValueError(f"{folder}: {_one_line(error)}") from error
+        raise ValueError(f"{folder}: {_describe_loading_error(error)}") from error
     _check_loading_info(model, info, folder)
     return model
 
@@ -158,7 +158,7 @@ def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[st
             folder, trust_remote_code=False, return_unused_kwargs=True, **options
         )
     except Exception as error:  # transformers raises classes of every kind
-        raise ValueError(f"{folder / CONFIG_FILE}: {_one_line(error)}") from error
+        raise ValueError(f"{folder / CONFIG_FILE}: {_describe_loading_error(error)}") from error
     try:
         check_sizes(config)
     except ValueError as error:
@@ -200,9 +200,10 @@ def find_folder(
     return download_files(str(path), patterns, expected, **download) / subfolder
 
 
-def _one_line(error: Exception) -> str:
-    message = error_in_one_line(error)
-    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
+def _describe_loading_error(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return error_in_one_line(error)
+    return error_with_class(error)
 
 
 def _saved_class(config_dict: dict[str, Any], folder: Path) -> Any:

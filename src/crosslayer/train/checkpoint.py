@@ -113,7 +113,9 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             newest = self.newest()
             remaining = f"the last checkpoint is {newest}" if newest else "there is no other"
-            raise OSError(f"{path} cannot be written ({_one_line(failure)}); {remaining}") from None
+            raise OSError(
+                f"{path} cannot be written ({_describe_cause(failure)}); {remaining}"
+            ) from None
 
     def _write(
         self,
@@ -174,7 +176,7 @@ class Checkpoints:
             if isinstance(cause, Exception) and is_out_of_memory(cause):
                 raise cause from None
             raise ValueError(
-                f"{path}: cannot be read ({_one_line(error)}){self._remedy(path)}"
+                f"{path}: cannot be read ({_describe_cause(error)}){self._remedy(path)}"
             ) from None
         set_state_dict(
             model,
@@ -197,7 +199,7 @@ class Checkpoints:
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}: {CHECKPOINT_INDEX} is damaged ({_one_line(error)}){remedy}"
+                f"{path}: {CHECKPOINT_INDEX} is damaged ({_describe_cause(error)}){remedy}"
             ) from None
         self._check_identity(path, identity)
 
@@ -302,7 +304,7 @@ def _cause_of(error: BaseException) -> BaseException:
     return cause
 
 
-def _one_line(error: BaseException) -> str:
+def _describe_cause(error: BaseException) -> str:
     cause = _cause_of(error)
     text = str(cause)
     if isinstance(cause, OSError) and cause.strerror:
