@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from .method_checks import check_class_attributes, check_mixed, check_state, check_state_class
 from .mixing import MixingWeights
-from .validation import check_positive
+from .validation import HALF_DTYPES, check_positive
 
 # A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only the method
 # that made it looks inside.
@@ -37,7 +37,6 @@ NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of tha
 # The inputs that a method may feed separately, by the port of the sub-layer.
 SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
 SPLIT_PORT_NAMES = frozenset(port for ports in SPLIT_PORTS.values() for port in ports)
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 # What a model computes at initialisation. Scales are those of sub-layers' inputs and of the
 # readout, or of the readout alone: norms remove them, so a model without the norms is not equal.
 PrenormFunction = Literal[

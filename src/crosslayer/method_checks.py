@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .validation import check_option_type
+from .validation import HALF_DTYPES, check_option_type, dtype_name
 
 _CONSTANTS = (
     "Make a constant tensor in mix_inputs, or let it be a parameter with requires_grad_(False)"
@@ -125,10 +125,10 @@ def _check_stream_dtype(connection: Any, state: Any) -> None:
     if connection.stream_dtype != torch.float32:
         return
     for x in tree_leaves(state):
-        if x is not None and x.dtype in (torch.bfloat16, torch.float16):
+        if x is not None and x.dtype in HALF_DTYPES:
             raise ValueError(
                 f"{type(connection).__name__} has stream_dtype='float32', and its state has come "
-                f"in {str(x.dtype).removeprefix('torch.')}: FSDP2's MixedPrecisionPolicy casts it "
+                f"in {dtype_name(x.dtype)}: FSDP2's MixedPrecisionPolicy casts it "
                 "unless cast_forward_inputs=False"
             )
 

@@ -17,7 +17,7 @@ from torch import nn
 from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
 from .method_checks import check_contents, check_options
 from .methods import current_name, find_method
-from .validation import check_option_type, did_you_mean, parse_dtype
+from .validation import check_option_type, did_you_mean, dtype_name, parse_dtype
 
 COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every connection has
 
@@ -152,7 +152,7 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
             raise ValueError(
                 f"{name}: the option {key!r} is given twice, as {spec_options[key]!r} and {value!r}"
             )
-        spec_options[key] = _name_of_dtype(value)
+        spec_options[key] = dtype_name(value) if isinstance(value, torch.dtype) else value
     method = ConnectionSpec(name).method
     own_options = default_options(method)
     check_options(name, own_options, {*COMMON_OPTIONS, "options"})
@@ -175,11 +175,6 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
         if default is inspect.Parameter.empty and key not in spec_options:
             raise ValueError(f"{name} needs the option {key!r}, like {name}({key}=…)")
     return ConnectionSpec(name, spec_options)
-
-
-def _name_of_dtype(value: Any) -> Any:
-    """The name of a dtype of torch, like "float32". Any other value is returned unchanged."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def split_specs(line: str) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 Choice = TypeVar("Choice")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 # The kinds of options' values in words, for errors.
 KIND_NAMES: dict[type, str] = {
     bool: "True or False",
@@ -198,6 +199,11 @@ def check_choice(name: str, given: str, choices: dict[str, Choice]) -> Choice:
 def parse_dtype(name: str, option: str = "dtype") -> torch.dtype:
     """The floating-point dtype called float32, bfloat16 or float16."""
     return check_choice(option, name, DTYPES)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, like "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def did_you_mean(word: object, known_words: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .. import __version__
 from ..files import lock_folder, write_json
 from ..run_folders import RESULTS_FILE
-from ..validation import check_positive
+from ..validation import check_positive, dtype_name
 from .console import (
     add_model_options,
     choose_device,
@@ -157,7 +157,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
         "model": options.model,
         "tokenizer": options.tokenizer or options.model,
         "connection": getattr(model.config, "crosslayer", None),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "context": context,
         "versions": {"crosslayer": __version__, "torch": version("torch")},
         "documents": options.documents,

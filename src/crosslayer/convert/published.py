@@ -16,7 +16,7 @@ from ..hf.host_quirks import ROPE_DTYPES
 from ..hf.weights import WEIGHTS_FILE, FolderWeights
 from ..run_folders import CONFIG_FILE
 from ..spec import is_same_connection
-from ..validation import check_choice, did_you_mean, parse_dtype
+from ..validation import check_choice, did_you_mean, dtype_name, parse_dtype
 from . import muddformer, muddpythia
 from .layout import IDLE_TENSORS, ConfigDict, anchor_shapes, complete_config
 from .rows import (
@@ -134,7 +134,7 @@ def save_published(model: PreTrainedModel, folder: str | Path) -> None:
     header = {
         "architectures": [layout.architecture],
         "model_type": name,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
     }
     content = json.dumps(header | published_config, indent=2)
     (folder / CONFIG_FILE).write_text(content + "\n")

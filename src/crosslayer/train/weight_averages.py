@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ..connection import HALF_DTYPES
 from ..fsdp import sharded_modules
+from ..validation import HALF_DTYPES
 
 AVERAGE_KEY = "average"  # in a parameter's optimizer state
 
