@@ -24,7 +24,7 @@ from benchmarks.evidence.studies import (
     read_recipe,
 )
 from crosslayer.intervals import Interval
-from crosslayer.train.recipe import Arm
+from crosslayer.spec import connection_name
 from crosslayer.train.results_table import (
     NOT_KNOWN,
     format_interval,
@@ -251,7 +251,7 @@ def connection_tables(studies: Mapping[str, Study], connections: Sequence[str]) 
         rows = []
         for arm in read_recipe().arms:
             is_run = any(each and each.runs(arm.name) for each in columns.values())
-            if not is_run or connection_name(arm) != connection:
+            if not is_run or connection_name(arm.connection) != connection:
                 continue
             cells = arm_cells(study, arm.name)
             for column, each in columns.items():
@@ -325,8 +325,3 @@ def _describe_models(study: Study) -> str:
         "finished. The learning rates of the others are still falling then, which makes them look "
         "worse. Speeds are shares of pre-norm's, on one CPU core in float32, without fused kernels."
     )
-
-
-def connection_name(arm: Arm) -> str:
-    """The connection of an arm without its options."""
-    return arm.connection.partition("(")[0]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 Kind = TypeVar("Kind", dict[str, Any], list[Any], object)
 
 LOCK_FILE = ".lock"
+UNFINISHED_SUFFIX = ".part"  # of a file or a folder until it is renamed
 JSON_KIND_NAMES: dict[type, str] = {dict: "an object", list: "a list"}  # in words, for errors
 
 
@@ -29,7 +30,7 @@ def check_no_file(folder: Path) -> None:
 
 def write_text_atomic(path: Path, content: str) -> None:
     """Write `content` to a temporary file beside `path`, then rename it to `path`."""
-    temporary = path.with_name(path.name + ".part")
+    temporary = path.with_name(path.name + UNFINISHED_SUFFIX)
     temporary.write_text(content, "utf8")
     atomic_replace(temporary, path)
 
@@ -66,7 +67,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if not folder.name:
         raise ValueError(f"{folder}: cannot be replaced; name a new folder, like ./corpus")
     _check_empty(folder)
-    work = folder.with_name(f"{folder.name}.part")
+    work = folder.with_name(folder.name + UNFINISHED_SUFFIX)
     with lock_folder(work):
         # `work` is renamed, or removed, with its lock file. A process that opened the file just
         # before then fails, because its folder is gone. Two could hold the lock only if a third

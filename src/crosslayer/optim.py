@@ -36,8 +36,9 @@ def param_groups(
         lr: the model's learning rate.
         weight_decay: the weight decay of the parameters that take it.
         connection_lr_scale: learning rate of the connections' parameters, as a multiple of `lr`.
-        embedding_lr_scale: the same of the embeddings, tied heads included. Their weight decay is
-            divided by it, so that AdamW's decay of a step, which is their product, stays.
+        embedding_lr_scale: learning rate of the embeddings and tied heads, as a multiple of `lr`.
+            Their weight decay is divided by it, so that AdamW's decay a step, the product of the
+            two, stays the same.
 
     Returns:
         Dicts `{name, params, lr, weight_decay, muon}`, one for each name. `muon` marks 2-d matrices

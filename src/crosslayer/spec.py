@@ -177,6 +177,11 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     return ConnectionSpec(name, spec_options)
 
 
+def connection_name(spec: str) -> str:
+    """The name in a spec, without options. It need not be known: a former one is not replaced."""
+    return spec.partition("(")[0]
+
+
 def split_specs(line: str) -> list[str]:
     """The specs in a line, separated by spaces or commas outside parentheses and quotes."""
     specs = [""]

@@ -1,4 +1,4 @@
-"""What `save_pretrained` refuses: a folder that another model than the saved one would come from.
+"""What `save_pretrained` refuses: models that would be loaded from their folder as another model.
 
 A config names the connection of its model. transformers builds a model with its parts, such as an
 encoder. Each part that is a headless model is connected if its config names a connection

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..errors import is_out_of_memory
-from ..files import atomic_replace, read_json, write_json
+from ..files import UNFINISHED_SUFFIX, atomic_replace, read_json, write_json
 from ..run_folders import (
     CHECKPOINT_INDEX,
     DATA_DIGEST,
@@ -38,8 +38,6 @@ from .checkpoint_reader import CheckpointPlanner, CheckpointReader
 from .identity import PLACES_OF_DATA, first_difference
 from .parallel import run_on_rank_zero
 from .run_state import RunState
-
-TEMPORARY_SUFFIX = ".part"
 
 
 class Checkpoints:
@@ -87,7 +85,7 @@ class Checkpoints:
         return [
             path
             for path in list_checkpoints(self.folder)
-            if path.suffix != TEMPORARY_SUFFIX and (path / CHECKPOINT_INDEX).exists()
+            if path.suffix != UNFINISHED_SUFFIX and (path / CHECKPOINT_INDEX).exists()
         ]
 
     def newest(self) -> Path | None:
@@ -104,7 +102,7 @@ class Checkpoints:
             OSError: it cannot be written, on every rank. The checkpoints before it are unchanged.
         """
         path = self.folder / checkpoint_name(state.step)
-        temporary = path.with_suffix(TEMPORARY_SUFFIX)
+        temporary = path.with_suffix(UNFINISHED_SUFFIX)
         try:
             self._write(temporary, model, optimizers, state)
             run_on_rank_zero(self.fabric, lambda: self._complete(temporary, path))
@@ -251,7 +249,7 @@ class Checkpoints:
         complete = self.complete()
         for path in list_checkpoints(self.folder):
             is_old = bool(complete) and path < complete[-1]
-            if path.suffix == TEMPORARY_SUFFIX or (is_old and path not in complete):
+            if path.suffix == UNFINISHED_SUFFIX or (is_old and path not in complete):
                 remove_checkpoint(path)
 
     def _remedy(self, path: Path) -> str:
@@ -265,7 +263,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run's folder, oldest first, with those half written or half deleted."""
     steps: dict[Path, int] = {}
     for path in folder.glob("step-*"):
-        step = step_of_name(path.name.removesuffix(TEMPORARY_SUFFIX))
+        step = step_of_name(path.name.removesuffix(UNFINISHED_SUFFIX))
         # a folder of another name, like a copy that someone made, is not ours
         if step is not None and path.name.startswith(checkpoint_name(step)):
             steps[path] = step
@@ -277,7 +275,7 @@ def remove_checkpoint(path: Path) -> None:
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    unfinished = path.with_suffix(TEMPORARY_SUFFIX)
+    unfinished = path.with_suffix(UNFINISHED_SUFFIX)
     if unfinished != path:
         path.rename(unfinished)
     shutil.rmtree(unfinished)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..files import LOCK_FILE, check_no_file, read_json
+from ..files import LOCK_FILE, UNFINISHED_SUFFIX, check_no_file, read_json
 from ..ops import dispatch
 from ..run_folders import RESULTS_FILE, RUNS_FOLDER
 from ..validation import check_option_type
@@ -134,7 +134,7 @@ def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults 
     check_no_file(folder)
     if not path.exists():
         # what a comparison that was killed before its first result leaves
-        own_names = {RUNS_FOLDER, LOCK_FILE, f"{RESULTS_FILE}.part"}
+        own_names = {RUNS_FOLDER, LOCK_FILE, f"{RESULTS_FILE}{UNFINISHED_SUFFIX}"}
         if folder.exists() and any(file.name not in own_names for file in folder.iterdir()):
             raise ValueError(
                 f"{folder}: not empty and without {RESULTS_FILE}, so not a comparison's; "

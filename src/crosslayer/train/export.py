@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..convert.pretrained import copy_tokenizer
 from ..data.tokenizing import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, byte_tokenizer_json
-from ..files import atomic_replace, expand_place
+from ..files import UNFINISHED_SUFFIX, atomic_replace, expand_place
 from .parallel import run_on_rank_zero
 from .trainer import Trainer
 from .weight_averages import averaged_weights
@@ -60,7 +60,8 @@ def export_model(
     state_dict = get_model_state_dict(model, options=gather)
 
     def write() -> None:
-        temporary, old = (folder.with_name(folder.name + suffix) for suffix in (".part", ".old"))
+        temporary = folder.with_name(folder.name + UNFINISHED_SUFFIX)
+        old = folder.with_name(f"{folder.name}.old")
         shutil.rmtree(temporary, ignore_errors=True)
         is_new = tokenizer is not None and tokenizer_source is None
         if is_new:

@@ -121,8 +121,8 @@ def _has_same_batch(recipe: Recipe, arm: Arm, baseline: Arm) -> bool:
 
 
 def differing_execution(comparison: Comparison, arm: Arm, baseline: Arm | None) -> list[str]:
-    """The options by which runs of an arm and of its baseline were executed otherwise, such as
-    recompute or processes, but for those that the recipe gives one of the two.
+    """The execution options, like recompute, whose values differ among the runs of an arm and of
+    its baseline. Options that the recipe sets for either are left out.
 
     They may change where a comparison is continued, and so can speeds and activations.
     """

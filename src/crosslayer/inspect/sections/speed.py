@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ...spec import all_options, make
+from ...spec import all_options, connection_name, make
 from ..figures_training import LineSeries, draw_line_series
 from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline_group
 from ..training import is_number
@@ -63,7 +63,7 @@ def _option_panels(runs: TrainingRuns) -> FigurePanels:
     options = {group.label: _connection_options(group) for group in groups}
     methods: dict[str, list[RunGroup]] = {}
     for group in groups:
-        methods.setdefault(group.first.connection.partition("(")[0], []).append(group)
+        methods.setdefault(connection_name(group.first.connection), []).append(group)
     panels: FigurePanels = []
     for members in methods.values():
         for name in options[members[0].label]:
