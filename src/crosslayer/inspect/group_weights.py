@@ -57,7 +57,7 @@ class LastWeightsAnalysis:
         depth = connection.site.depth
         if connection.site.index < depth - 1:
             return
-        weights = connection.mixing_weights(visit.state)
+        weights = visit.weights
         if connection.is_readout:
             parts = len(connection.state_parts(visit.state))
             write = per_token_weights(weights.write)[..., parts:].sum(-1)  # [N parts]

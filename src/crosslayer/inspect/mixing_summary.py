@@ -188,7 +188,7 @@ def find_mix_pattern(model: nn.Module) -> MixPattern | None:
 
 
 def per_token_weights(weights: Tensor) -> Tensor:
-    """[out in K] or [1 N out in K] -> [1 | N out in], averaged over channels."""
+    """[out in K] or [N out in K] -> [1 | N out in], averaged over channels."""
     if weights.dim() == 3:
         weights = weights[None]
-    return weights.flatten(0, -4).float().mean(-1)
+    return weights.float().mean(-1)

@@ -97,13 +97,14 @@ class SiteVisit:
 
     @cached_property
     def weights(self) -> MixingWeights:
-        """The read as matrices.
+        """The read as matrices, each [out in K], or [N out in K] where tokens differ.
 
         Raises:
             ValueError: the method's matrices do not fit to its parts.
         """
         weights = self.connection.mixing_weights(self.state)
         columns = self.parts.shape[-2]
+        of_tokens = {}
         for name in ("write", "read", "carry"):
             matrix = getattr(weights, name)
             if matrix.dim() < 3 or matrix.shape[-2] != columns:
@@ -113,7 +114,8 @@ class SiteVisit:
                 )
             if name == "write":  # what the other two mix
                 columns = matrix.shape[-3]
-        return weights
+            of_tokens[name] = matrix.flatten(0, -4) if matrix.dim() > 3 else matrix
+        return weights._replace(**of_tokens)
 
     @cached_property
     def parts(self) -> Tensor:
@@ -128,8 +130,6 @@ class SiteVisit:
     def written(self) -> Tensor:
         """The parts after the pending write and before a norm of the stream, [N parts D]."""
         write = self.weights.write.float()
-        if write.dim() > 3:  # a matrix a token
-            write = write.flatten(0, -4)
         if write.shape[-1] == 1:
             return write[..., 0] @ self.parts
         return torch.einsum("...oik,...ik->...ok", write, self.parts)

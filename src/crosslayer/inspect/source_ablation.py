@@ -162,8 +162,6 @@ def _without_part(connection: Connection[Any], part: int) -> Iterator[None]:
         with autocast_disabled(state):
             x = visit.inputs[0]
             read = visit.weights.read
-            if read.dim() > 3:  # a matrix a token
-                read = read.flatten(0, -4)
             x = x - (read[..., 0, part, :] * visit.written[:, part]).view(x.shape).to(x.dtype)
             return connection.apply_port_norms(x), visit.next_state
 

@@ -211,10 +211,10 @@ class _BatchMap:
         return unit
 
     def _mix(self, weights: Tensor, parts: Tensor) -> Tensor:
-        """[out in K] or [1 N out in K] times [N in sources K] -> [N out sources K]."""
+        """[out in K] or [N out in K] times [N in sources K] -> [N out sources K]."""
         weights = weights.to(parts.dtype)
         if weights.dim() > 3:
-            weights = weights[0, :: self.stride]
+            weights = weights[:: self.stride]
         if weights.shape[-1] == 1:
             return (weights[..., 0] @ parts.flatten(-2)).unflatten(-1, parts.shape[-2:])
         return torch.einsum("...oik,...isk->...osk", weights, parts)
