@@ -5,7 +5,7 @@ rows, weights = case.make_tensors(N=1024, D=512, dtype=torch.float32)
 outs = case.run(reference_ops(), rows, weights)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.results import Row
+from benchmarks.settings import BenchmarkSettings
 from crosslayer import ops
 from crosslayer.norms import NormSpec
 from crosslayer.ops.dispatch import registered_kernels
@@ -335,6 +337,16 @@ OPS = {
     "gate_pool normed": Op(lambda n: gate_case(n, True, 1), STREAMS),
     "sinkhorn": Op(lambda n: sinkhorn_case(n, 20), STREAMS),
 }
+
+
+def each_shape(settings: BenchmarkSettings) -> Iterator[tuple[Case, int, Row]]:
+    """The case, the width and the first columns of every shape that is measured."""
+    for name in settings.ops or OPS:
+        op = OPS[name]
+        for D in settings.dims:
+            for n in (settings.streams or op.counts) if op.counts else [1]:
+                columns = {"op": name, "n": n if op.counts else "", "D": D, "dtype": settings.dtype}
+                yield op.case(n), D, columns
 
 
 def reference_ops() -> SimpleNamespace:

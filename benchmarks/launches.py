@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OPS, kernel_ops
+from benchmarks.cases import Case, each_shape, kernel_ops
 from benchmarks.compilation import HOPPER
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
@@ -33,17 +33,13 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     with nullcontext() if on_gpu else stub_driver():
         for name, run in scale_ops().items():
             yield conditions | {"op": name, "n": 12, "D": 64} | _row(run, leaves, settings.rounds)
-        for name in settings.ops or OPS:
-            op = OPS[name]
-            for D in settings.dims:
-                for n in (settings.streams or op.counts) if op.counts else [1]:
-                    shape = {"op": name, "n": n if op.counts else "", "D": D}
-                    run, leaves = kernel_call(name, n, D, settings)
-                    try:
-                        times = _row(run, leaves, settings.rounds)
-                    except ValueError as error:  # there is no kernel for these sizes
-                        times = {"note": describe_error(error)}
-                    yield conditions | shape | times
+        for case, D, shape in each_shape(settings):
+            run, leaves = kernel_call(case, D, settings)
+            try:
+                times = _row(run, leaves, settings.rounds)
+            except ValueError as error:  # there is no kernel for these sizes
+                times = {"note": describe_error(error)}
+            yield conditions | shape | times
 
 
 def scale_ops() -> dict[str, Callable[..., Tensor]]:
@@ -71,10 +67,9 @@ def scale_ops() -> dict[str, Callable[..., Tensor]]:
 
 
 def kernel_call(
-    name: str, n: int, D: int, settings: BenchmarkSettings
+    case: Case, D: int, settings: BenchmarkSettings
 ) -> tuple[Callable[..., Any], list[Tensor]]:
     """An op's kernel as a function of leaves, and the leaves."""
-    case = OPS[name].case(n)
     op = kernel_ops()
     rows, weights = case.make_tensors(1, D, settings.torch_dtype)
     rows = [x.to(settings.device, settings.torch_dtype) for x in rows]

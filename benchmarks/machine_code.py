@@ -9,7 +9,7 @@ walk a row.
 import math
 from collections.abc import Iterator
 
-from benchmarks.cases import OPS, Case
+from benchmarks.cases import Case, each_shape
 from benchmarks.compilation import CompiledKernel, compile_launches
 from benchmarks.results import Row
 from benchmarks.sass import MachineCode, read_machine_code
@@ -38,18 +38,14 @@ SCHEDULERS = 4
 
 def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
-    for name in settings.ops or OPS:
-        op = OPS[name]
-        for D in settings.dims:
-            for n in (settings.streams or op.counts) if op.counts else [1]:
-                shape = {"op": name, "n": n if op.counts else "", "D": D, "dtype": settings.dtype}
-                try:
-                    kernels = compile_launches(op.case(n), TOKENS, D, settings.torch_dtype)
-                except ValueError as error:
-                    yield shape | {"kernel": "none", "note": describe_error(error)}
-                    continue
-                for kernel in kernels:
-                    yield shape | describe_kernel(kernel, op.case(n), D, settings)
+    for case, D, shape in each_shape(settings):
+        try:
+            kernels = compile_launches(case, TOKENS, D, settings.torch_dtype)
+        except ValueError as error:
+            yield shape | {"kernel": "none", "note": describe_error(error)}
+            continue
+        for kernel in kernels:
+            yield shape | describe_kernel(kernel, case, D, settings)
 
 
 def describe_kernel(kernel: CompiledKernel, case: Case, D: int, settings: BenchmarkSettings) -> Row:

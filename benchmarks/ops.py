@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OPS, Case, kernel_ops, reference_ops
+from benchmarks.cases import Case, each_shape, kernel_ops, reference_ops
 from benchmarks.peers import PEERS, Peer, import_peer
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
@@ -49,14 +49,9 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark."""
     bandwidth = copy_bandwidth(settings.torch_device)
     N = settings.batch * settings.context
-    for name in settings.ops or OPS:
-        op = OPS[name]
-        for D in settings.dims:
-            for n in (settings.streams or op.counts) if op.counts else [1]:
-                shape = {"op": name, "n": n if op.counts else "", "tokens": N, "D": D}
-                shape["dtype"] = settings.dtype
-                for row in measure_op(name, op.case(n), N, D, bandwidth, settings):
-                    yield shape | row
+    for case, D, shape in each_shape(settings):
+        for row in measure_op(shape["op"], case, N, D, bandwidth, settings):
+            yield shape | {"tokens": N} | row
 
 
 def measure_op(
