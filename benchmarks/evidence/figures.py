@@ -35,7 +35,9 @@ VERDICT_MARKS = {
 }
 Curve = list[tuple[float, float]]
 # a run's cost at a step, by the arm's name
-Cost = Callable[[str, int, float], float | None]
+CostAtStep = Callable[[str, int, float], float | None]
+# what follows the lines of a panel
+FinishPanel = Callable[[Any, Sequence[LineSeries]], None]
 
 
 @dataclass
@@ -79,18 +81,18 @@ def study_figures(study: Study) -> dict[str, Figure]:
         of_step = study.seed_step_time(name, seed)
         return None if of_step is None else step * of_step / last_step
 
-    costs: list[tuple[str, Cost]] = [(TOKENS, tokens), (TIME, time)]
+    costs: list[tuple[str, CostAtStep]] = [(TOKENS, tokens), (TIME, time)]
     figures = {}
-    for file, unit, make_lines in (
-        ("curves", LOSS, _loss_lines),
-        ("differences", DIFFERENCE, _difference_lines),
+    for file, unit, make_lines, finish in (
+        ("curves", LOSS, _loss_lines, focus_on_end),
+        ("differences", DIFFERENCE, _difference_lines, _mark_zero),
     ):
         panels = []
         shown = [(name, make_lines(study, cost)) for name, cost in costs]
         shown = [(name, lines) for name, lines in shown if lines]
         for name, lines in shown:
             is_last = name == shown[-1][0]
-            panels.append(("", _draw_panel(lines, (name, unit), file == "differences", is_last)))
+            panels.append(("", _draw_panel(lines, (name, unit), finish, is_last)))
         if panels:
             figures[file] = Figure(shown, panels)
     intervals = _all_differences(study)
@@ -100,12 +102,12 @@ def study_figures(study: Study) -> dict[str, Figure]:
     return figures
 
 
-def _curve(run: RunResult, name: str, cost: Cost) -> Curve:
+def _curve(run: RunResult, name: str, cost: CostAtStep) -> Curve:
     points = [(cost(name, run.seed, step), loss) for step, loss in run.curve]
     return [(place, loss) for place, loss in points if place is not None]
 
 
-def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
+def _loss_lines(study: Study, cost: CostAtStep) -> list[LineSeries]:
     lines = []
     for colour, name in enumerate(MAIN_ARMS):
         curves = [_curve(run, name, cost) for run in study.runs(name).values()]
@@ -115,7 +117,7 @@ def _loss_lines(study: Study, cost: Cost) -> list[LineSeries]:
     return lines
 
 
-def _difference_lines(study: Study, cost: Cost) -> list[LineSeries]:
+def _difference_lines(study: Study, cost: CostAtStep) -> list[LineSeries]:
     """Differences at the places of pre-norm's curve, with 95 % intervals."""
     lines = []
     curves = {
@@ -165,20 +167,21 @@ def _interval_line(name: str, colour: int, x: list[float], intervals: list[Inter
 
 
 def _draw_panel(
-    lines: Sequence[LineSeries], names: tuple[str, str], of_differences: bool, with_legend: bool
+    lines: Sequence[LineSeries], names: tuple[str, str], finish: FinishPanel, with_legend: bool
 ) -> DrawPanel:
     def draw(axes: Any) -> None:
         draw_line_series(axes, lines, names)
         axes.get_legend().remove()
         axes.set_xlim(left=0)
-        if of_differences:
-            mark_level(axes.axhline, 0.0)
-        else:
-            focus_on_end(axes, lines)
+        finish(axes, lines)
         if with_legend:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
     return draw
+
+
+def _mark_zero(axes: Any, lines: Sequence[LineSeries]) -> None:
+    mark_level(axes.axhline, 0.0)
 
 
 def _all_differences(study: Study) -> list[tuple[str, Interval]]:

@@ -1,5 +1,6 @@
 """Figures of sizes and gates."""
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,8 +44,8 @@ def draw_gate_histogram(axes: Any, gates: Sequence[GateStatistics]) -> None:
     shares = 100 * counts / counts.sum()
     edges = gates[0].edges
     axes.stairs(shares.numpy(), edges.numpy(), fill=True, color=COLOURS[0], alpha=0.8)
-    mean = sum(gate.mean for gate in gates) / len(gates)
-    small = sum(gate.below_tenth for gate in gates) / len(gates)
+    mean = statistics.fmean(gate.mean for gate in gates)
+    small = statistics.fmean(gate.below_tenth for gate in gates)
     largest = max(gate.maximum for gate in gates)
     axes.axvline(mean, color=COLOURS[1], label=f"mean {mean:.3f}")
     axes.axvline(

@@ -4,6 +4,8 @@ Paper: Hyper-Connections (Zhu et al., 2024), arXiv 2409.19606, section 4.5 and a
 describes what is seen in its figures and gives no thresholds. Those here are ours.
 """
 
+import math
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +102,7 @@ def _lambda_score(rows: list[Tensor]) -> float:
         quarter = len(row) // 4
         ends = torch.cat([row[:quarter], row[-quarter:]]).mean()
         scores.append((ends / row[quarter:-quarter].mean().clamp_min(1e-30)).item())
-    return sum(scores) / len(scores) if scores else float("nan")
+    return statistics.fmean(scores) if scores else math.nan
 
 
 def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:

@@ -53,7 +53,7 @@ class BlockGradients:
 
 
 class _LensAnalysis:
-    """Reads out at every site of one batch."""
+    """The loss at every site, over the batches that it is shown."""
 
     def __init__(self, model: Any):
         self.head = find_head(model)

@@ -1,6 +1,7 @@
 """Runs of one arm with several seeds, arms of several sizes, and what they are compared with."""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -47,7 +48,7 @@ class RunGroup:
     def mean(self, name: str) -> float:
         """The mean over seeds of a number of the result; NaN where no run has it."""
         values = self.values(name)
-        return sum(values) / len(values) if values else math.nan
+        return statistics.fmean(values) if values else math.nan
 
 
 def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:

@@ -175,6 +175,8 @@ def _make_run(
             raise ValueError(f"{source}: {folder.name} has a damaged curve") from None
         if valid and points:
             curve.valid[next(iter(valid))] = points
+    planned = settings.get("steps")
+    last_step = planned if isinstance(planned, int) else curve.last_step
     return TrainingRun(
         name=str(row.get("arm", folder.name)),
         folder=folder,
@@ -184,15 +186,9 @@ def _make_run(
         settings=settings,
         result=row,
         status=status,
-        tasks=read_task_accuracies(folder, _last_step(curve, settings)),
+        tasks=read_task_accuracies(folder, last_step),
         data_digest=digest,
     )
-
-
-def _last_step(curve: TrainingCurve, settings: dict[str, Any]) -> int:
-    steps = [*curve.steps[-1:], *(points[-1][0] for points in curve.valid.values())]
-    planned = settings.get("steps")
-    return planned if isinstance(planned, int) else max(steps, default=0)
 
 
 def read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints]:

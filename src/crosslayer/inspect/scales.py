@@ -44,9 +44,9 @@ class SiteScales:
         stream_cosine: mean cosine of each two parts, [parts parts].
         stream_change: mean ‖part − part at the site before‖ / ‖part‖, [parts]; None where the site
             before had another number of parts.
-        forward_gain: the largest sum of |weights| over a row of the mean over tokens of the product
-            of all carry matrices so far; None where they are not square.
-        backward_gain: the same over a column.
+        forward_gain: the largest row sum of |P|, where P is the mean over tokens of the product of
+            all carry matrices so far; None where they are not square.
+        backward_gain: the largest column sum of |P|; None likewise.
         gate: of the pending write, where the method has gates.
     """
 
@@ -202,7 +202,9 @@ def find_alarms(sites: list[SiteScales], reads: list[SiteMixing]) -> list[str]:
 def _stream_alarms(sites: list[SiteScales]) -> list[str]:
     alarms = []
     cosine = torch.stack([site.stream_cosine for site in sites]).mean(0)
-    change = torch.stack([_known(site.stream_change) for site in sites]).mean(0)
+    changes = [site.stream_change for site in sites if site.stream_change is not None]
+    assert len(changes) == len(sites)
+    change = torch.stack(changes).mean(0)
     for a in range(len(cosine)):
         for b in range(a):
             if cosine[a, b] > COLLAPSED_COSINE:
@@ -226,8 +228,3 @@ def _unused_streams(reads: list[SiteMixing], streams: int) -> list[str]:
     limit = UNUSED_SHARE * largest.max()
     unused = (largest < limit).nonzero().flatten().tolist()
     return [f"unused stream: {stream}, largest weight {largest[stream]:.4f}" for stream in unused]
-
-
-def _known(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value

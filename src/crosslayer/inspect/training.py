@@ -45,6 +45,12 @@ class TrainingCurve:
     valid: dict[str, CurvePoints] = field(default_factory=dict)
     accuracies: dict[str, CurvePoints] = field(default_factory=dict)
 
+    @property
+    def last_step(self) -> int:
+        """The last step at which a loss was logged; 0 where none was."""
+        valid_steps = [points[-1][0] for points in self.valid.values()]
+        return max([0, *self.steps[-1:], *valid_steps])
+
 
 @dataclass
 class PowerLaw:

@@ -97,21 +97,21 @@ def summarise_training(runs: TrainingRuns) -> list[GroupSummary]:
                 connection=group.first.connection,
                 data=data[group.label],
                 seeds=[run.seed for run in group.runs],
-                parameters=_known(group.mean("parameters")),
-                loss=_known(group.mean("valid_loss")),
+                parameters=_none_unless_finite(group.mean("parameters")),
+                loss=_none_unless_finite(group.mean("valid_loss")),
                 loss_range=(min(losses), max(losses)) if losses else None,
                 spikes=sum(len(find_spikes(run.curve.losses)) for run in group.runs),
                 speedup=speedups[group.label].times if group.label in speedups else None,
-                seconds=_known(group.mean("seconds")),
-                training_speed=_known(group.mean("tokens_per_second")),
-                inference_speed=_known(group.mean("inference_speed")),
-                accuracy=_known(mean_accuracy(group, shared_tasks(runs.groups))),
+                seconds=_none_unless_finite(group.mean("seconds")),
+                training_speed=_none_unless_finite(group.mean("tokens_per_second")),
+                inference_speed=_none_unless_finite(group.mean("inference_speed")),
+                accuracy=_none_unless_finite(mean_accuracy(group, shared_tasks(runs.groups))),
             )
         )
     return summaries
 
 
-def _known(value: float) -> float | None:
+def _none_unless_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -1,6 +1,7 @@
 """Views of finished runs of several sizes: power laws, depth, mixtures of experts, tasks."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -101,7 +102,7 @@ def _gap_panels(scaling: Sequence[ScalingSeries]) -> FigurePanels:
                 continue
             gap = _loss_gaps(group, reference)
             x.append(group.mean("parameters"))
-            gaps.append(sum(gap) / len(gap))
+            gaps.append(statistics.fmean(gap))
             low.append(min(gap))
             high.append(max(gap))
         line.x = x
@@ -205,7 +206,7 @@ def _expert_panels(runs: TrainingRuns) -> FigurePanels:
             label = f"{group.label}\n{'MoE' if with_experts else 'dense'}"
             if baseline is not None and baseline is not group:
                 gaps = _loss_gaps(group, baseline)
-                label += f", ΔL {sum(gaps) / len(gaps):+.4f}"
+                label += f", ΔL {statistics.fmean(gaps):+.4f}"
             losses = group.values("valid_loss")
             ends = (min(losses), max(losses)) if len(losses) > 1 else (math.nan, math.nan)
             bars.append(

@@ -1,5 +1,6 @@
 """Views of training over time: losses, tasks, and what a loss costs."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -49,16 +50,11 @@ def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
     if len(units) > 1:
         return [1.0] * len(groups), "steps"
     longest = max(
-        amount * max(_last_step(run) for run in group.runs)
+        amount * max(run.curve.last_step for run in group.runs)
         for group, (amount, _) in zip(groups, counted, strict=True)
     )
     scale, name = next((pair for pair in NUMBER_NAMES if longest >= pair[0]), (1, ""))
     return [amount / scale for amount, _ in counted], f"{name}{units.pop()}"
-
-
-def _last_step(run: TrainingRun) -> int:
-    points = [points[-1][0] for points in run.curve.valid.values()]
-    return max([0, *run.curve.steps[-1:], *points])
 
 
 def _mean_line(group: RunGroup, number: int, curve: MeanCurve, per_step: float) -> LineSeries:
@@ -225,7 +221,7 @@ def _time_panels(runs: TrainingRuns) -> FigurePanels:
                 run for run in group.runs if valid_name is None or run.curve.valid.get(valid_name)
             ]
             seconds = [run.seconds_at([int(step) for step in curve.x]) for run in runs_of_curve]
-            means = [sum(values) / len(values) for values in zip(*seconds, strict=True)]
+            means = [statistics.fmean(values) for values in zip(*seconds, strict=True)]
             line = _mean_line(group, number, curve, 1.0)
             line.x = means
             if means and means[-1] > 0:
