@@ -1,7 +1,6 @@
 """The two processes of tests/test_parallelism.py, in a module that can be spawned."""
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.testing.tiny_model import perturb_weights
+from crosslayer.testing.two_ranks import gloo_rank
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelism.md"
 SPECS = ("prenorm", "denseformer", "mudd", "hyper", "mhc", "attnres", "mgr")
@@ -285,17 +284,11 @@ def largest_error(found: Gradients, expected: Gradients) -> float:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    errors = {}
-    for way in WAYS:
-        for spec in SPECS:
-            errors[f"{way.__name__} {spec}"] = largest_error(*way(spec, mesh, rank))
-    Path(folder, f"errors-{rank}.json").write_text(json.dumps(errors))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive the interpreter and abort
+    with gloo_rank(rank, folder):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        errors = {}
+        for way in WAYS:
+            for spec in SPECS:
+                errors[f"{way.__name__} {spec}"] = largest_error(*way(spec, mesh, rank))
+        Path(folder, f"errors-{rank}.json").write_text(json.dumps(errors))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.evidence.studies import RECIPE, Plan, read_recipe
 from crosslayer.train.rate_search import scaled_name
+from tests.inspect.planted_runs import run_result
 
 # of arms; 0 for all others. That of hyper is less than the noise.
 EFFECTS = {"mudd": -0.2, "postnorm": 0.3, "one-way MUDD": -0.1, "hyper": 0.002}
@@ -52,23 +53,19 @@ def write_results(
 
 
 def _run(arm: str, connection: str, seed: int, loss: float, curve: list) -> dict:
-    return {
-        "arm": arm,
-        "connection": connection,
-        "seed": seed,
-        "parameters": 2_656_384,
-        "extra_parameters": 0,
-        "valid_loss": loss,
-        "valid": {"wikitext-2": {"loss": loss}},
-        "metrics": {},
-        "tokens_per_second": 3000.0,
-        "activation_bytes": 1,
-        "train_loss": loss,
-        "curve": curve,
-        "skipped": [],
-        "seconds": 170.0,
-        "inference_speed": 100.0,
-    }
+    return run_result(
+        arm,
+        connection,
+        seed,
+        loss,
+        parameters=2_656_384,
+        valid={"wikitext-2": {"loss": loss}},
+        metrics={},
+        tokens_per_second=3000.0,
+        curve=curve,
+        seconds=170.0,
+        inference_speed=100.0,
+    )
 
 
 def write_speeds(file: Path, speeds: dict[str, list[float]]) -> None:

@@ -7,13 +7,13 @@ import os
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.testing.tiny_model import perturb_weights
+from crosslayer.testing.two_ranks import gloo_rank
 from tests.hf.backbones import build, ids
 
 SPECS = ("prenorm", "mudd", "hyper", "mhc", "attnres")
@@ -26,66 +26,54 @@ LOADS: tuple[tuple[str, str, torch.dtype, dict[str, int] | None], ...] = (
 
 
 def train(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    mesh = init_device_mesh("cpu", (2,))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    tokens = ids(4)
-    errors = {}
-    for spec in SPECS:
-        # Connections sharded with their layers, in bf16, or on their own, in float32.
-        for connections_apart in (False, True):
-            model = perturb_weights(crosslayer.connect(build("llama"), spec), 0.05)
-            expected = gradients(model, tokens)
-            for layer in model.model.layers:
-                for connection in layer.connections if connections_apart else ():
-                    if any(True for _ in connection.parameters()):
-                        fully_shard(connection, mesh=mesh)
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
-            sharded = gradients(model, tokens[2 * rank : 2 * rank + 2])
-            errors[f"{spec}-{connections_apart}"] = relative_error(sharded, expected)
-    if rank == 0:
-        with open(f"{folder}/errors.json", "w") as file:
-            json.dump(errors, file)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive the interpreter and abort a finished process.
+    with gloo_rank(rank, folder):
+        mesh = init_device_mesh("cpu", (2,))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        tokens = ids(4)
+        errors = {}
+        for spec in SPECS:
+            # Connections sharded with their layers, in bf16, or on their own, in float32.
+            for connections_apart in (False, True):
+                model = perturb_weights(crosslayer.connect(build("llama"), spec), 0.05)
+                expected = gradients(model, tokens)
+                for layer in model.model.layers:
+                    for connection in layer.connections if connections_apart else ():
+                        if any(True for _ in connection.parameters()):
+                            fully_shard(connection, mesh=mesh)
+                    fully_shard(layer, mesh=mesh, mp_policy=policy)
+                fully_shard(model, mesh=mesh, mp_policy=policy)
+                sharded = gradients(model, tokens[2 * rank : 2 * rank + 2])
+                errors[f"{spec}-{connections_apart}"] = relative_error(sharded, expected)
+        if rank == 0:
+            with open(f"{folder}/errors.json", "w") as file:
+                json.dump(errors, file)
 
 
 def load(rank: int, folder: str) -> None:
     """What transformers shards while it loads, and a hand-written `fully_shard`."""
     from transformers.distributed import DistributedConfig
 
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    expected = torch.load(f"{folder}/expected.pt")
-    errors = {}
-    for name, family, dtype, config in LOADS:
-        options = {} if config is None else {"distributed_config": DistributedConfig(**config)}
-        model = crosslayer.from_pretrained(f"{folder}/{family}", dtype=dtype, **options)
-        if name == "hand":
-            shard_by_hand(model)
-        out = model(ids(), output_hidden_states=True)
-        out.logits.float().square().mean().backward()
-        states = (out.logits, out.hidden_states[2])
-        differences = [
-            (s - e).norm() / e.norm() for s, e in zip(states, expected[family], strict=True)
-        ]
-        errors[name] = max(difference.item() for difference in differences)
-    if rank == 0:
-        with open(f"{folder}/errors.json", "w") as file:
-            json.dump(errors, file)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+    with gloo_rank(rank, folder):
+        expected = torch.load(f"{folder}/expected.pt")
+        errors = {}
+        for name, family, dtype, config in LOADS:
+            options = {} if config is None else {"distributed_config": DistributedConfig(**config)}
+            model = crosslayer.from_pretrained(f"{folder}/{family}", dtype=dtype, **options)
+            if name == "hand":
+                shard_by_hand(model)
+            out = model(ids(), output_hidden_states=True)
+            out.logits.float().square().mean().backward()
+            states = (out.logits, out.hidden_states[2])
+            differences = [
+                (s - e).norm() / e.norm() for s, e in zip(states, expected[family], strict=True)
+            ]
+            errors[name] = max(difference.item() for difference in differences)
+        if rank == 0:
+            with open(f"{folder}/errors.json", "w") as file:
+                json.dump(errors, file)
 
 
 def shard_by_hand(model: torch.nn.Module) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,42 +15,54 @@ from crosslayer.connection import find_connections
 from crosslayer.testing.tiny_model import loss_and_gradients, tiny_gpt, token_ids
 
 
+@contextmanager
+def gloo_rank(rank: int, folder: str) -> Iterator[None]:
+    """One of two processes on CPUs that talk to each other. It ends where the block ends.
+
+    Args:
+        rank: 0 or 1.
+        folder: of a file by which the two find each other.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    yield
+    dist.barrier()  # neither process leaves while the other still talks to it
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the interpreter and abort
+
+
 def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> None:
     """Write what is wrong with each (spec, parallel) to `folder`/errors.json.
 
     The largest error of a gradient, and the names of parameters with other initial values than
     those of a model that was never sharded.
     """
-    torch.set_num_threads(1)
     warnings.simplefilter("error")
     # A pending write is a Linear's output, which is a view. Nothing here writes into it.
     warnings.filterwarnings("ignore", ".*returned a view tensor")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    mesh = init_device_mesh("cpu", (2,))
-    ids = token_ids(4)
-    errors = {}
-    for spec, parallel in cases:
-        model = tiny_gpt(spec, parallel)
-        _, expected = loss_and_gradients(model, ids)
-        model.checkpointing = True
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
-        error = float("inf")
-        if expected.keys() == sharded.keys():
-            differences = [sharded[n].full_tensor() - g for n, g in expected.items()]
-            error = max(difference.abs().max().item() for difference in differences)
-        wrong = reset_sharded_parameters(model, tiny_gpt(spec, parallel, shaken=False))
-        errors[f"{spec}-{parallel}"] = {"gradients": error, "reset parameters": wrong}
-    if rank == 0:
-        with open(f"{folder}/errors.json", "w") as file:
-            json.dump(errors, file)
-    dist.barrier()  # neither process leaves while the other still talks to it
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive the interpreter and abort
+    with gloo_rank(rank, folder):
+        mesh = init_device_mesh("cpu", (2,))
+        ids = token_ids(4)
+        errors = {}
+        for spec, parallel in cases:
+            model = tiny_gpt(spec, parallel)
+            _, expected = loss_and_gradients(model, ids)
+            model.checkpointing = True
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
+            error = float("inf")
+            if expected.keys() == sharded.keys():
+                differences = [sharded[n].full_tensor() - g for n, g in expected.items()]
+                error = max(difference.abs().max().item() for difference in differences)
+            wrong = reset_sharded_parameters(model, tiny_gpt(spec, parallel, shaken=False))
+            errors[f"{spec}-{parallel}"] = {"gradients": error, "reset parameters": wrong}
+        if rank == 0:
+            with open(f"{folder}/errors.json", "w") as file:
+                json.dump(errors, file)
 
 
 def reset_sharded_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
