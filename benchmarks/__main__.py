@@ -34,6 +34,7 @@ from crosslayer.cli.console import (
     silence_libraries,
 )
 from crosslayer.errors import error_in_one_line
+from crosslayer.number_texts import NOT_KNOWN, format_number
 from crosslayer.validation import DTYPES
 
 BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms", "machine_code", "launches")
@@ -137,12 +138,12 @@ def print_rows(name: str, rows: list[Row]) -> None:
 
 def _format_cell(column: str, value: Any) -> str:
     if value is None:
-        return "–"
+        return NOT_KNOWN
     if not isinstance(value, float):
         return str(value)
     if "of " in column:
         return f"{value:.1%}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return format_number(value)
 
 
 if __name__ == "__main__":

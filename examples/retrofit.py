@@ -27,6 +27,8 @@ from typing import Any
 
 from crosslayer.errors import error_in_one_line
 from crosslayer.files import read_json, write_json
+from crosslayer.intervals import mean_and_std
+from crosslayer.number_texts import NOT_KNOWN, format_mean_std, markdown_table
 from crosslayer.plotting import BLACK, HUES, line_look
 from crosslayer.run_folders import DATA_DIGEST
 from crosslayer.train.callbacks import ConnectAtStep
@@ -34,12 +36,6 @@ from crosslayer.train.comparison_results import describe_environment
 from crosslayer.train.identity import first_difference
 from crosslayer.train.parallel import launch_fabric
 from crosslayer.train.recipe import Arm
-from crosslayer.train.results_table import (
-    NOT_KNOWN,
-    format_mean_std,
-    markdown_table,
-    mean_and_std,
-)
 from crosslayer.train.settings import CHANGEABLE_OPTIONS, Settings
 from crosslayer.train.task import LANGUAGE_TASK, Examples, build_model
 from crosslayer.train.trainer import RunDiverged, Trainer

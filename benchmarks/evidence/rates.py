@@ -10,8 +10,8 @@ from benchmarks.evidence.figures import LOSS, MAIN_ARMS, Figure
 from benchmarks.evidence.studies import BASELINE, Part, Study, read_recipe
 from crosslayer.inspect.figures_training import LineSeries, draw_line_series
 from crosslayer.intervals import mean_interval
+from crosslayer.number_texts import NOT_KNOWN, format_interval, markdown_table
 from crosslayer.plotting import DrawPanel
-from crosslayer.train.results_table import NOT_KNOWN, format_interval, markdown_table
 
 SeedLoss = dict[int, float]
 Schedule = tuple[float, float]  # warm-up, learning rate

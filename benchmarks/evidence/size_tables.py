@@ -8,7 +8,7 @@ from benchmarks.evidence.studies import BASELINE, Part, Plan, Study
 from benchmarks.evidence.tables import NOT_RUN, arm_cells, describe_embeddings
 from crosslayer.inspect.training import PowerLaw, estimate_multiplier, fit_power_law
 from crosslayer.inspect.training_summary import FLOPS_PER_PARAMETER
-from crosslayer.train.results_table import NOT_KNOWN, markdown_table
+from crosslayer.number_texts import NOT_KNOWN, markdown_table
 
 
 def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:

@@ -23,16 +23,15 @@ from benchmarks.evidence.studies import (
     read_plans,
     read_recipe,
 )
-from crosslayer.intervals import Interval
-from crosslayer.spec import connection_name
-from crosslayer.train.results_table import (
+from crosslayer.intervals import Interval, mean_and_std
+from crosslayer.number_texts import (
     NOT_KNOWN,
     format_interval,
     format_loss,
     format_mean_std,
     markdown_table,
-    mean_and_std,
 )
+from crosslayer.spec import connection_name
 
 NOT_RUN = "not run yet"
 NO_BREAK = "\N{NO-BREAK SPACE}"

@@ -1,4 +1,6 @@
-"""Means over seeds: of values, with 95 % intervals by Student's t, and of curves, with ranges."""
+"""Means over seeds: of values, with standard deviations or 95 % intervals by Student's t, and of
+curves, with ranges.
+"""
 
 import math
 import statistics
@@ -24,6 +26,19 @@ class Interval(NamedTuple):
     def sign(self) -> int:
         """−1 or 1 where the interval is below or above zero, else 0."""
         return int(self.low > 0) - int(self.high < 0)
+
+
+class MeanStd(NamedTuple):
+    """A mean over seeds and its standard deviation, None for a single seed."""
+
+    mean: float
+    std: float | None
+
+
+def mean_and_std(values: list[float]) -> MeanStd:
+    """Mean and standard deviation of at least one value."""
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return MeanStd(statistics.mean(values), std)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

@@ -25,11 +25,11 @@ from benchmarks.evidence.tables import (
     arm_cells,
     claims_table,
     connection_tables,
-    format_interval,
     judge_difference,
 )
 from crosslayer.inspect.inspection import PRUNED_SHARES
 from crosslayer.intervals import Interval, mean_interval
+from crosslayer.number_texts import format_interval
 from crosslayer.train import rate_search
 from crosslayer.train.compare import Comparison, prepare_comparison
 from crosslayer.train.recipe import load_recipe

@@ -1,6 +1,7 @@
 """The report of `crosslayer inspect`: inspection.json, figures as SVG and PNG, and report.html."""
 
 import html
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 from ..files import write_json, write_text_atomic
 from ..html_pages import render_notes, render_page, render_table
+from ..number_texts import NOT_KNOWN, format_duration, format_number, format_size
 from ..plotting import render_figure
 from .inspection import to_json_value
-from .run_groups import format_duration, format_number, format_size, join_titles, split_by_data
+from .run_groups import join_titles, split_by_data
 from .sections import SECTIONS, Section, TrainingView
 from .sections.section import FigurePanels, InspectedModels
 from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summarise_training
@@ -241,7 +243,7 @@ def _notes_html(models: InspectedModels, training: TrainingReport | None) -> str
 
 
 def _number(value: float) -> str:
-    return "–" if value != value else f"{value:.2f}"
+    return NOT_KNOWN if math.isnan(value) else f"{value:.2f}"
 
 
 def _listed(values: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..number_texts import format_size
 from ..train.identity import PLACES_OF_DATA, distance_to_baseline
 from ..train.settings import ModelSettings
 from .runs import TrainingRun
@@ -16,7 +17,6 @@ SHAPE = ("layers", "dim")  # of a backbone
 # MUDD's MLP widths belong to the method
 BACKBONE = tuple(option.name for option in fields(ModelSettings) if option.name != "reallocate")
 BATCHES = ("context", "batch")
-TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 DATA = tuple(sorted(PLACES_OF_DATA))
 
 
@@ -259,29 +259,3 @@ def has_experts(group: RunGroup) -> bool:
     """Whether the backbone is a mixture of experts."""
     config = group.first.settings.get("model_config", {})
     return any(key.startswith("num_") and "experts" in key for key in config)
-
-
-def format_size(parameters: float) -> str:
-    """Like "405M" or "1.4B"."""
-    if not math.isfinite(parameters):
-        return "?"
-    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if parameters >= factor:
-            return f"{parameters / factor:.3g}{suffix}"
-    return f"{parameters:.0f}"
-
-
-def format_number(value: float) -> str:
-    """Like "18,240" or "9.13"."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def choose_time_unit(seconds: float) -> tuple[float, str]:
-    """The seconds of the largest unit of which there are two at least, and its name."""
-    return next((pair for pair in TIME_UNITS if seconds >= 2 * pair[0]), TIME_UNITS[-1])
-
-
-def format_duration(seconds: float) -> str:
-    """Like "2.8 hours"."""
-    scale, unit = choose_time_unit(seconds)
-    return f"{format_number(seconds / scale)} {unit}"

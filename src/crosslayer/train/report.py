@@ -8,18 +8,17 @@ from typing import Any
 from ..files import write_text_atomic
 from ..html_pages import render_notes, render_page, render_table
 from ..intervals import average_curves
-from ..plotting import COLOURS, HUES, line_look, render_figure
-from .compare import Comparison
-from .report_notes import SAME_RATE, loss_unit_of, report_notes
-from .results_table import (
+from ..number_texts import (
     NOT_KNOWN,
-    TableRow,
     format_interval,
     format_loss,
     format_mean_std,
     markdown_table,
-    result_table,
 )
+from ..plotting import COLOURS, HUES, line_look, render_figure
+from .compare import Comparison
+from .report_notes import SAME_RATE, loss_unit_of, report_notes
+from .results_table import TableRow, result_table
 
 
 def write_report(comparison: Comparison) -> None:

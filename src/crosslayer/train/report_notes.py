@@ -8,6 +8,7 @@ from typing import Any
 
 from ..hf.config import make_config
 from ..methods import code_digest
+from ..number_texts import format_loss
 from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
@@ -18,7 +19,6 @@ from .results_table import (
     TableRow,
     differing_execution,
     find_baseline_arms,
-    format_loss,
     result_table,
 )
 from .run_state import RunResult

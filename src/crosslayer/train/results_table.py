@@ -1,33 +1,14 @@
-"""The table of a comparison: a row an arm, its mean over seeds, and the difference to pre-norm.
+"""The table of a comparison: a row an arm, its mean over seeds, and the difference to pre-norm."""
 
-Below it, the texts of such numbers, and tables in Markdown.
-"""
-
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..intervals import Interval, mean_interval
+from ..intervals import Interval, MeanStd, mean_and_std, mean_interval
 from .compare import Comparison
 from .identity import PLACES_OF_DATA, distance_to_baseline
 from .recipe import Arm, Recipe
-
-NOT_KNOWN = "–"
-
-
-class MeanStd(NamedTuple):
-    """A mean over seeds and its standard deviation, None for a single seed."""
-
-    mean: float
-    std: float | None
-
-
-def mean_and_std(values: list[float]) -> MeanStd:
-    """Mean and standard deviation of at least one value."""
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return MeanStd(statistics.mean(values), std)
 
 
 @dataclass
@@ -158,38 +139,3 @@ def find_baseline_arms(recipe: Recipe, arms: Sequence[Arm]) -> dict[str, Arm | N
         ]
         baselines[name] = plain[min(distances)[1]] if distances else None
     return baselines
-
-
-def format_mean_std(value: MeanStd, form: str) -> str:
-    """Like "2.0811 ± 0.1267"; `form` is the mean's format, like "+.4f"."""
-    text = f"{value.mean:{form}}"
-    if value.std is not None:
-        text += f" ± {value.std:{form.lstrip('+')}}"
-    return text
-
-
-def format_interval(interval: Interval | None) -> str:
-    """Like "-0.0123 (-0.0150 to -0.0096)"; a single seed has no interval."""
-    if interval is None:
-        return NOT_KNOWN
-    if math.isnan(interval.low):
-        return f"{interval.mean:+.4f} (one seed)"
-    return f"{interval.mean:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
-
-
-def format_loss(loss: float | None) -> str:
-    """Like "2.0811", or "diverged"."""
-    if loss is None:
-        return NOT_KNOWN
-    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
-
-
-def markdown_table(
-    columns: Sequence[str], rows: Sequence[dict[str, str]], texts: Sequence[str] | None = None
-) -> str:
-    """A table. texts: the columns that are aligned as text; by default the first."""
-    texts = columns[:1] if texts is None else texts
-    alignments = ["---" if column in texts else "---:" for column in columns]
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, alignments)]
-    lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
-    return "\n".join(lines)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy
 
+from ...number_texts import format_size
 from ...plotting import STYLES
 from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
-from ..run_groups import RunGroup, describe_depth, find_baseline_group, format_size, has_experts
+from ..run_groups import RunGroup, describe_depth, find_baseline_group, has_experts
 from ..training_summary import (
     ScalingSeries,
     TrainingRuns,

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from ...intervals import MeanCurve, average_curves
+from ...number_texts import choose_time_unit, format_duration
 from ..figures_training import (
     LineSeries,
     ValueBar,
@@ -16,8 +17,6 @@ from ..figures_training import (
 )
 from ..run_groups import (
     RunGroup,
-    choose_time_unit,
-    format_duration,
     join_titles,
     split_by_backbone,
     split_by_shape,
