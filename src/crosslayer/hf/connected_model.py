@@ -139,7 +139,7 @@ class ConnectedModel:
         """Copy from the host's norm what the checkpoint lacks, if the checkpoint has the host's
         norm.
         """
-        host_norm = norm.host_norm_module()
+        host_norm = norm.find_host_norm()
         missing = [name for name, p in norm.named_parameters() if not _is_loaded(p)]
         if all(_is_loaded(getattr(host_norm, name)) for name in missing):
             norm.copy_from_host(missing)

@@ -132,7 +132,7 @@ def _max_input_difference(
         # A readout with two norms has one input.
         expected = []
         for x, norm in zip(inputs, connection.norms, strict=False):
-            host_norm = norm.host_norm_module() if isinstance(norm, OwnedNorm) else norm
+            host_norm = norm.find_host_norm() if isinstance(norm, OwnedNorm) else norm
             expected.append(host_norm(h).to(h.dtype))  # as `Connection.apply_port_norms` does
             differences.append((x - expected[-1]).abs().max())
         if is_post_norm:

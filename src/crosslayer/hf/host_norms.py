@@ -96,7 +96,7 @@ class OwnedNorm:
     owner: ModuleReference  # the layer or the backbone that has the host's norm ...
     host_path: str  # ... and the norm's name in it
 
-    def host_norm_module(self) -> Any:
+    def find_host_norm(self) -> Any:
         """The host's norm, looked up at each call, as another may have replaced it."""
         return find_module(self.owner[0], self.host_path)
 
@@ -106,7 +106,7 @@ class OwnedNorm:
 
     @torch.no_grad()
     def copy_from_host(self, names: Iterable[str]) -> None:
-        host_norm = self.host_norm_module()
+        host_norm = self.find_host_norm()
         for name in names:
             getattr(self, name).copy_(getattr(host_norm, name))
 
