@@ -73,6 +73,16 @@ class ChoosingBlock(Block):
         return self.attn(self.norm_1(x), mask, is_causal=mask is None)
 
 
+class DefaultBlock(Block):
+    """An argument that is left out has a default, which is not None."""
+
+    def forward(
+        self, x: Tensor, mask: Any = None, training: bool = False, width: Any = 3
+    ) -> Tensor:
+        x = super().forward(x, mask, training)
+        return x if width is not None else 2 * x
+
+
 class CountingBlock(Block):
     def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
         self.attn.last_length = x.shape[1]
@@ -103,6 +113,7 @@ MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
         (Block, {"training": True}, None),  # an argument of this name, too
         (BranchBlock, {}, None),
         (BranchBlock, {"mask": MASK}, None),
+        (DefaultBlock, {}, None),
         (EarlyBlock, {}, None),
         (EarlyBlock, {"training": True}, r"layer 0 \(EarlyBlock\) is called with training=True"),
         (MaskMakingBlock, {"mask": MASK}, None),

@@ -184,7 +184,7 @@ def make_progress(console: Any, *columns: Any, **options: Any) -> Any:
     """
     from rich.progress import Progress, TextColumn
 
-    # a column has markup of its own, whatever the console says
+    # Without `markup=False` a column takes [words] in brackets for styles, and drops them.
     name = TextColumn("{task.description}", markup=False)
     return Progress(name, *columns, console=console, refresh_per_second=4, **options)
 

@@ -52,14 +52,16 @@ def layer_arguments(layer: nn.Module) -> dict[str, Any]:
 def other_arguments(layer: nn.Module) -> Iterator[tuple[str, bool | None, dict[str, Any]]]:
     """Each argument's name, its value other than in `layer_arguments`, and all arguments with it.
 
-    The other value of a switch is its opposite, and that of any other argument is None.
+    The other value of a switch is its opposite, and that of any other argument is None. One with a
+    default that is not None has no other value, so that it can be left out.
     """
     arguments = layer_arguments(layer)
+    parameters = argument_parameters(layer)
     for name, argument in arguments.items():
         if isinstance(argument, LayerSwitch):
             value = not argument.value
             yield name, value, arguments | {name: LayerSwitch(name, value)}
-        elif name != REST_OF_ARGUMENTS:
+        elif name in parameters and parameters[name].default in (None, inspect.Parameter.empty):
             yield name, None, arguments | {name: None}
 
 
