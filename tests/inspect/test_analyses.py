@@ -41,7 +41,6 @@ from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
 from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights
-from crosslayer.testing.tiny_model import TESTED_VARIANTS as ALL_VARIANTS
 from tests.hf.test_plain_models import GPT
 from tests.inspect.methods import has_mixing_weights
 
@@ -49,7 +48,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:connecting")
 
 IDS = torch.randint(50, (3, 11), generator=torch.Generator().manual_seed(0))
 METHODS = list(filter(has_mixing_weights, DEFAULT_SPECS))
-VARIANTS = list(filter(has_mixing_weights, ALL_VARIANTS))
 PADDED = torch.ones_like(IDS)
 PADDED[1, :4] = 0
 BATCHES = [{"input_ids": IDS, "attention_mask": PADDED}, {"input_ids": IDS[:1, :5]}]
@@ -103,22 +101,14 @@ EMBEDDING = [{"embedding": torch.randn(2, 3, 16, generator=torch.Generator().man
 
 
 @pytest.mark.parametrize(
-    ("spec", "parallel"),
-    [(spec, False) for spec in METHODS]
-    + [pytest.param(spec, False, marks=pytest.mark.slow) for spec in VARIANTS]
-    + [pytest.param(spec, True, marks=pytest.mark.slow) for spec in METHODS],
+    ("spec", "parallel"), [*((spec, False) for spec in METHODS), ("mudd", True), ("mgr", True)]
 )
-def test_the_map_of_the_outputs_is_each_input(spec, parallel):
+def test_the_map_of_a_padded_batch(spec, parallel):
+    """Its error, of every option, is a law in crosslayer.testing."""
     unfolded = unfold_connections(backbone(spec, parallel), BATCHES)
     assert unfolded.error < 2e-5
     assert unfolded.tokens == 34
     assert unfolded.mean.shape == (len(unfolded.inputs), len(unfolded.sources))
-    # no input contains an output that comes after it
-    depth = 3 if parallel else 6
-    assert len(unfolded.sources) == depth + 1
-    for row, label in zip(unfolded.mean, unfolded.inputs, strict=True):
-        if label.startswith("0."):
-            assert row[2:].abs().max() == 0
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -140,7 +130,7 @@ def test_the_written_parts_of_each_token(spec):
             torch.testing.assert_close(result, expected)
 
 
-def test_a_wrong_weight_shows_in_the_error(monkeypatch):
+def test_wrong_weights_are_named(monkeypatch):
     right = MGR.mixing_weights
 
     def wrong(connection, state):
@@ -148,7 +138,8 @@ def test_a_wrong_weight_shows_in_the_error(monkeypatch):
         return weights._replace(read=weights.read * 1.01)
 
     monkeypatch.setattr(MGR, "mixing_weights", wrong)
-    assert unfold_connections(backbone("mgr"), BATCHES).error > 5e-3
+    with pytest.raises(ValueError, match=r"mixing_weights of mgr do not give .*: at 0\.attn"):
+        unfold_connections(backbone("mgr"), BATCHES)
 
 
 def test_weights_of_another_shape_are_named(monkeypatch):

@@ -10,6 +10,7 @@ norm on the stream) have no single number c_kj. The number is then the projectio
 ⟨c_kj ⊙ y_j, y_j⟩ / ‖y_j‖².
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,9 @@ from .observation import SiteVisit, check_observed, input_labels, site_label
 
 # The tokens of a batch that are unfolded where each channel has another map.
 CHANNELWISE_TOKENS = 32
+# Where the map differs more from the inputs than this, times the root of the precision of the
+# model's numbers, it is another method's: 0.003 in float32.
+MOST_ERROR = 10
 
 
 @dataclass
@@ -61,7 +65,10 @@ class UnfoldedMap:
 
 
 class UnfoldingAnalysis:
-    """Follows every source through the reads of each batch. `result` gives the `UnfoldedMap`."""
+    """Follows every source through the reads of each batch. `result` gives the `UnfoldedMap`.
+
+    `visit_site` raises a ValueError where the method's `mixing_weights` are not those of its read.
+    """
 
     def __init__(self) -> None:
         self._maps = RunningMoments()
@@ -85,6 +92,7 @@ class UnfoldingAnalysis:
         batch = self._batch
         assert batch is not None
         rows, error = batch.follow_read(visit)
+        _check_error(error, visit)
         self._error = max(self._error, error)
         self._record_labels(connection, rows.shape[-2])
         if not connection.is_readout:
@@ -232,6 +240,16 @@ class _BatchMap:
             sums = contributions[..., 0] @ self.sources
         x = torch.stack([x.flatten(0, -2)[:: self.stride] for x in inputs], 1).to(sums.dtype)
         return ((sums - x).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)).max().item()
+
+
+def _check_error(error: float, visit: SiteVisit) -> None:
+    """Raise a ValueError where the map is not that of the inputs."""
+    precision = torch.finfo(visit.inputs[0].dtype).eps
+    if error > MOST_ERROR * math.sqrt(precision):
+        raise ValueError(
+            f"mixing_weights of {visit.connection.name} do not give the inputs of its read: at "
+            f"{site_label(visit.connection)} the relative error is {error:.1g}"
+        )
 
 
 def _held_norm(contributions: Tensor, norm: NormSpec) -> Tensor:

@@ -110,6 +110,17 @@ def sublayer(k: int, inputs: tuple[Tensor, ...]) -> Tensor:
     return sum(torch.tanh((i + k + 1) * x.roll(i, -1)) for i, x in enumerate(inputs))
 
 
+class SublayerModule(nn.Module):
+    """`sublayer` as a module of a `Stack`."""
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.k = k
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return sublayer(self.k, inputs)
+
+
 def run(sites: list[crosslayer.Connection], x: Tensor) -> Tensor:
     state = sites[0].init(x)
     for k, site in enumerate(sites[:-1]):
@@ -410,6 +421,23 @@ def test_two_rank_fsdp2(spec, parallel, sharded_errors):
     errors = sharded_errors[f"{spec}-{parallel}"]
     assert errors["gradients"] < 1e-5
     assert errors["reset parameters"] == []
+
+
+@every_option
+def test_mixing_weights_are_those_of_the_read(spec, parallel):
+    """Multiplied over depth, they give every input. A method need not have them."""
+    unfolding = pytest.importorskip("crosslayer.inspect", exc_type=ImportError)
+    if crosslayer.make(spec).method.mixing_weights is crosslayer.Connection.mixing_weights:
+        pytest.skip("the method has no mixing_weights")
+    sublayers = [SublayerModule(k) for k in range(6)]
+    stack = perturb_weights(crosslayer.Stack(spec, sublayers, 6, parallel=parallel))
+    unfolded = unfolding.unfold_connections(stack, [{"embedding": torch.randn(2, 5, 6)}])
+    assert unfolded.error < 2e-5
+    assert len(unfolded.sources) == 7
+    # no input contains an output that comes after it
+    for row, label in zip(unfolded.mean, unfolded.inputs, strict=True):
+        if label.startswith("0."):
+            assert row[2:].abs().max() == 0
 
 
 # ---- parameters
