@@ -419,6 +419,7 @@ def test_two_rank_fsdp2(spec, parallel, sharded_errors):
     if is_of_this_process(spec):
         pytest.skip("other processes know installed methods alone: name it as an entry point")
     errors = sharded_errors[f"{spec}-{parallel}"]
+    assert not errors["exception"], errors["exception"]
     assert errors["gradients"] < 1e-5
     assert errors["reset parameters"] == []
 

@@ -2,17 +2,18 @@
 
 import json
 import os
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from crosslayer.connection import find_connections
-from crosslayer.testing.tiny_model import loss_and_gradients, tiny_gpt, token_ids
+from crosslayer.testing.tiny_model import TinyGPT, loss_and_gradients, tiny_gpt, token_ids
 
 
 @contextmanager
@@ -36,33 +37,44 @@ def gloo_rank(rank: int, folder: str) -> Iterator[None]:
 def shard_and_train(rank: int, folder: str, cases: list[tuple[str, bool]]) -> None:
     """Write what is wrong with each (spec, parallel) to `folder`/errors.json.
 
-    The largest error of a gradient, and the names of parameters with other initial values than
-    those of a model that was never sharded.
+    The traceback of an exception ("" where there was none), the largest error of a gradient, and
+    the names of parameters with other initial values than those of a model that was never sharded.
     """
     warnings.simplefilter("error")
     # A pending write is a Linear's output, which is a view. Nothing here writes into it.
     warnings.filterwarnings("ignore", ".*returned a view tensor")
     with gloo_rank(rank, folder):
         mesh = init_device_mesh("cpu", (2,))
-        ids = token_ids(4)
         errors = {}
         for spec, parallel in cases:
-            model = tiny_gpt(spec, parallel)
-            _, expected = loss_and_gradients(model, ids)
-            model.checkpointing = True
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
-            error = float("inf")
-            if expected.keys() == sharded.keys():
-                differences = [sharded[n].full_tensor() - g for n, g in expected.items()]
-                error = max(difference.abs().max().item() for difference in differences)
-            wrong = reset_sharded_parameters(model, tiny_gpt(spec, parallel, shaken=False))
-            errors[f"{spec}-{parallel}"] = {"gradients": error, "reset parameters": wrong}
+            found = {"exception": "", "gradients": float("inf"), "reset parameters": []}
+            try:
+                model = tiny_gpt(spec, parallel)
+                found["gradients"] = gradient_error(model, mesh)
+                unsharded = tiny_gpt(spec, parallel, shaken=False)
+                found["reset parameters"] = reset_sharded_parameters(model, unsharded)
+            except Exception:  # of one method, while the others go on
+                found["exception"] = traceback.format_exc()
+            errors[f"{spec}-{parallel}"] = found
         if rank == 0:
             with open(f"{folder}/errors.json", "w") as file:
                 json.dump(errors, file)
+
+
+def gradient_error(model: TinyGPT, mesh: DeviceMesh) -> float:
+    """Shard a model; the largest error of a gradient of a batch that both processes share."""
+    ids = token_ids(4)
+    rank = mesh.get_rank()
+    _, expected = loss_and_gradients(model, ids)
+    model.checkpointing = True
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
+    if expected.keys() != sharded.keys():
+        return float("inf")
+    differences = [sharded[n].full_tensor() - g for n, g in expected.items()]
+    return max(difference.abs().max().item() for difference in differences)
 
 
 def reset_sharded_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
