@@ -176,6 +176,14 @@ def test_class_is_abstract_or_final(name):
 
 
 @pytest.mark.parametrize("name", DEFAULT_SPECS)
+def test_class_overrides_no_method_of_a_module(name):
+    """A method called `apply` or `half` would be called by torch, for something else."""
+    method = crosslayer.make(name).method
+    of_module = {key for key in vars(nn.Module) if not key.startswith("__")} - {"extra_repr"}
+    assert not of_module & vars(method).keys(), "rename what has the name of a method of nn.Module"
+
+
+@pytest.mark.parametrize("name", DEFAULT_SPECS)
 def test_the_gate_field_is_declared(name):
     """Fields of the state that stay float32 in a bf16 model are coefficients."""
     make = crosslayer.make(name)
@@ -264,11 +272,13 @@ def test_state_cuts_bitwise(spec, parallel):
 def test_forward_stores_nothing(spec, parallel):
     model = tiny_gpt(spec, parallel)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    pickled = pickle.dumps(model)
     model(token_ids())
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys()
         for key, value in vars(module).items():
             assert value is before[name][key], f"{name}.{key} changed in forward"
+    assert pickle.dumps(model) == pickled, "a container of a module changed in forward"
 
 
 # ---- recomputation and compilation
@@ -685,6 +695,20 @@ def test_an_empty_batch_has_zero_gradients(spec, parallel):
             run(sites, x).sum(), leaves, allow_unused=True, materialize_grads=True
         )
         assert not any(gradient.any() for gradient in gradients)
+
+
+@every_option
+def test_a_zero_token_has_finite_gradients(spec, parallel):
+    """A padding token's embedding is zero, and so may be all that sub-layers write for it."""
+    sites = chain(spec, parallel)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    x[0, 1] = 0
+    leaves = [x.requires_grad_(), *(p for site in sites for p in site.parameters())]
+    y = run(sites, x)
+    assert y.isfinite().all()
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    assert all(g is None or g.isfinite().all() for g in gradients)
 
 
 @every_option
