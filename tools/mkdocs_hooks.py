@@ -20,8 +20,8 @@ TABLE_MARK = "<!-- table of connections -->"
 DOCS = Path(__file__).parent.parent / "docs"
 EVIDENCE = DOCS / "evidence" / "connections.json"
 # the picture of docs/inspect-pictures.md that shows what a connection has learned
-LEARNED = {"denseformer": "mixing", "hyper": "wiring", "mgr": "wiring"}
-WIRING_CAPTION = (
+LEARNED = {"denseformer": "mixing", "hyper": "stream_weights", "mgr": "stream_weights"}
+STREAM_WEIGHTS_CAPTION = (
     "Left and middle: the write and the mixing of streams of hyper. Right: mgr's write. "
 )
 # the labels that begin a line of a docstring
@@ -29,8 +29,9 @@ LABELS = r"Paper|State|Learned parameters[\w -]*|Traffic[^:]*"
 PICTURES_LINK = "[what each picture tells you](../inspect-pictures.md)"
 LEGEND = (
     "B, T and D are sequences, tokens and width; F_k is sub-layer k and y_k its output. "
-    "[Concepts](../concepts.md) explains site, state and pending write. Traffic is the memory that "
-    "one read of a site moves, in elements."
+    "[Concepts](../concepts.md) explains site, state and pending write. The host is the model that "
+    "is connected. Traffic is the number of elements that one read of a site moves to and from "
+    "memory."
 )
 EVIDENCE_LEGEND = (
     "Loss in nats a token, of Llama with embeddings × 50, 8 layers and width 128. The smaller "
@@ -91,7 +92,7 @@ def pictures(name: str) -> str:
         text += f"![Map of {name}](../pictures/connections/{name}.png)\n\n{MAP_CAPTION}\n\n"
     if name in LEARNED:
         picture = f"![Weights of trained models](../pictures/{LEARNED[name]}.png)"
-        caption = WIRING_CAPTION if LEARNED[name] == "wiring" else ""
+        caption = STREAM_WEIGHTS_CAPTION if LEARNED[name] == "stream_weights" else ""
         text += f"{picture}\n\n{caption}What small models learned: {PICTURES_LINK}.\n\n"
     return f"## Picture\n\n{text}" if text else ""
 

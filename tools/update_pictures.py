@@ -31,7 +31,7 @@ RUNS = {
     "one_token": ("hyper",),
     "streams": ("hyper",),
     "mixing": ("denseformer", "mudd"),
-    "wiring": ("hyper", "mgr"),
+    "stream_weights": ("hyper", "mgr"),
     "cosines": ("prenorm", "denseformer", "mudd", "hyper", "mgr"),
     "block_cosines": ("prenorm", "mudd"),
     "embedding": ("prenorm", "denseformer"),

@@ -38,7 +38,8 @@ def parser() -> Any:
         "--seeds",
         type=int,
         default=1,
-        help="runs of each arm; with more than one the report has standard deviations",
+        help="runs of each arm; with more than one the report has standard deviations and 95 %% "
+        "intervals",
     )
     command.add_argument(
         "--search-rates",
@@ -51,7 +52,8 @@ def parser() -> Any:
         "--out",
         type=str,
         default=None,
-        help="folder of results.json and the report; default: compare- and a hash of the settings",
+        help="folder of results.json and the report; default: compare- and a hash of the settings "
+        "and the data",
     )
     add_specs(command, "--arms", "arms of the recipe (default: all of them), or connections")
     add_settings(command)

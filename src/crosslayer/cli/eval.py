@@ -56,7 +56,12 @@ def parser() -> Any:
         default=None,
         help="folder of YAML task files of your own, which may call Python code",
     )
-    add("--limit", type=int | None, default=None, help="only the first documents of each task")
+    add(
+        "--limit",
+        type=int | None,
+        default=None,
+        help="evaluate only this many documents of each task",
+    )
     add(
         "--text",
         nargs="+",
@@ -70,8 +75,8 @@ def parser() -> Any:
         type=Literal["joined", "apart"],
         default="joined",
         help="how --text is split: joined to one stream and cut into windows, as crosslayer train "
-        "measures its validation loss; or apart, each after a first token and with every token "
-        "scored",
+        "measures its validation loss; or apart, each on its own, after BOS or the token that ends "
+        "a text, with every token scored",
     )
     add(
         "--windows",

@@ -63,7 +63,8 @@ def parser() -> Any:
         "--average",
         type=bool,
         default=False,
-        help="take models of the same configuration for seeds: show their mean and deviation",
+        help="treat models of the same configuration as seeds of one arm: show their mean and "
+        "deviation",
     )
     add(
         "--sections",

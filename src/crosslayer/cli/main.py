@@ -103,7 +103,8 @@ def _run_command(arguments: Sequence[str]) -> int:
 
     parser = ArgumentParser(
         prog="crosslayer",
-        description="Residual connections for Transformers: connect, train, compare, convert.",
+        description="Residual connections for Transformers: train, compare, inspect, evaluate, "
+        "convert.",
         exit_on_error=False,
         allow_abbrev=False,
         version=__version__,

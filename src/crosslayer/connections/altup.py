@@ -11,9 +11,10 @@ Paper: Alternating Updates (Baykal et al., 2023), arXiv 2301.13310, Algorithm 1.
 The embedding is repeated and the streams are summed as in the paper's Recycled-AltUp, because the
 model's width is D. P = I and g = 1 at initialisation: the streams are equal copies of the plain
 residual, and the final norm removes the factor K up to its eps.
-State: the prediction's K streams, the one inside the layer, and g of the pending correction.
-Learned parameters: K² + K a layer.
-Traffic: (2K + 4)D elements a token where a layer opens, 4D inside.
+State: the predicted K streams, the stream inside the layer, and g and X̂_j of the pending
+correction.
+Learned parameters: K² + K per layer.
+Traffic: (2K + 4)D elements per token where a layer opens, 4D inside.
 """
 
 from typing import NamedTuple

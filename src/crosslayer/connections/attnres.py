@@ -12,12 +12,13 @@ has one source and so no parameters. w [D] is 0 and g [D] is 1 at initialisation
 average is the plain residual stream divided by the number of sources. The norms remove this factor
 up to their eps, which is visible where embeddings are tiny.
 State: the sources.
-Learned parameters: 2D a sub-layer and 2D for the readout.
-Traffic: (k + 1)D elements a token for full attention, (3k + 4)D backward; 2D more where y joins the
-current block's sum.
+Learned parameters: 2D per sub-layer and 2D for the readout.
+Traffic of sub-layer k: (k + 1)D elements per token for full attention, (3k + 1)D backward; 2D more
+forward where y joins the current block's sum.
 
-The paper reads the completed blocks once for all queries of a block. For this the first site of a
-block would need the queries of the later ones, but a site has only its own parameters.
+The paper reads the completed blocks once for all queries of a block. Here every site reads them
+again: the first site of a block would need the queries of the later sites, but a site has only its
+own parameters.
 """
 
 from typing import NamedTuple

@@ -12,7 +12,7 @@ X_i, which is the plain Transformer. α takes weight decay, as in the authors' c
 not say.
 State: the outputs of all blocks so far.
 Learned parameters: ⌊i/k⌋ + 1 at each averaged depth i, L(L + 3)/2 for k = p = 1.
-Traffic at depth i for k = p = 1: (i + 5)D elements a token, (3i + 5)D backward. A dilation leaves
+Traffic at depth i for k = p = 1: (i + 5)D elements per token, (3i + 5)D backward. A dilation leaves
 1/k of the sources, and a period averages at 1/p of the depths.
 """
 
@@ -42,9 +42,9 @@ from ._dense import (
 class DenseFormer(FusedNormConnection[History]):
     """DenseFormer: every block reads a learned average of the outputs of the blocks before it.
 
-    Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2 and 3.3. A
-    dilation of 4 and a period of 5 lose little there, and are faster by a quarter to a third at
-    inference (Table 1).
+    Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, sections 3, 3.2 and 3.3. In
+    the paper a dilation of 4 and a period of 5 lose little, and are faster by a quarter to a third
+    at inference (Table 1).
 
     Args:
         dilation: k, averages over every k-th block. 1 averages over all blocks.

@@ -12,8 +12,8 @@ Paper: Frac-Connections (Zhu et al., 2025), arXiv 2503.14125, Algorithms 2 and 3
 The stream is as wide as that of a plain residual. W_a = w_b = 0 at initialisation: exactly the
 plain residual.
 State: one stream in m fractions, and beta of the pending write.
-Learned parameters a sub-layer: 2m² + m, and when dynamic (D/m)(2m + 3) + 2 more.
-Traffic: 4D elements a token and site.
+Learned parameters per sub-layer: 2m² + m, and when dynamic (D/m)(2m + 3) + 2 more.
+Traffic: 4D elements per token and site.
 """
 
 import torch

@@ -6,11 +6,11 @@ Paper: Highway Networks (Srivastava et al., 2015), arXiv 1505.00387, equation 3 
 
 W = 0 and b is negative at initialisation, so that g = σ(b) everywhere and most of the stream is
 carried. Every write carries less than the whole stream, so the method neither starts as pre-norm
-nor can represent it. The gate depends on the stream alone, so the read computes it and the state
-has it until the write.
+nor can represent it. The gate depends on the stream alone. So the read computes the gate, and the
+state holds it until the write is applied.
 State: one stream, and the gate of the pending write.
-Learned parameters: D² + D a sub-layer.
-Traffic: 6D elements a token and site.
+Learned parameters: D² + D per sub-layer.
+Traffic: 6D elements per token and site.
 """
 
 from typing import NamedTuple

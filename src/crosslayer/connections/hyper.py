@@ -15,8 +15,8 @@ dynamic part depends on stream s alone. W_a = w_b = 0 and s_a = s_b = 0.01 at
 initialisation: the streams are equal copies of the plain residual, and the readout is n times it,
 a factor that the final norm removes up to its eps.
 State: n streams, and beta of the pending write.
-Learned parameters a sub-layer: n(n+2), and when dynamic D(n+2) + |N| + 2 more.
-Traffic: at least (2n + 2)D elements a token and site.
+Learned parameters per sub-layer: n(n+2), and when dynamic D(n+2) + |N| + 2 more.
+Traffic: at least (2n + 2)D elements per token and site.
 """
 
 import math

@@ -11,12 +11,13 @@ Paper: Multi-Gate Residuals (Zheng et al., 2026), arXiv 2605.23259, Eq. 1-5, 14,
 
 As in Listing 1, RMS has no weight, its eps is 1e-6, and w1, w2 [D] are 0 at initialisation. Eq. 14
 gives b from the number L = S − (n−1) of gated sub-layers:  b = ln(√(L/21) (e³ + 1) − n).
-The gate of write k depends on the streams before it, so the read of sub-layer k computes it and
-the state has it until the write. Every stream is a convex combination of outputs: the method
-neither starts as pre-norm nor can represent it, so a pretrained model must be trained anew.
+The gate of write k depends on the streams before this write. So the read of sub-layer k computes
+the gate, and the state holds it until the write is applied. Every stream is a convex combination of
+outputs: the method neither starts as pre-norm nor can represent it, so a pretrained model must be
+trained anew.
 State: n streams, and β of the pending write.
-Learned parameters: D a sub-layer, and D + n + 1 (or n) more where gated.
-Traffic: (2n + 2)D elements a token and site.
+Learned parameters: D per sub-layer, and D + n + 1 (or n) more where gated.
+Traffic: (2n + 2)D elements per token and site.
 """
 
 import math

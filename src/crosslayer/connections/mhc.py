@@ -16,9 +16,9 @@ option. At initialisation it is pre-norm up to eps: fn = 0, scale 0.01, post 1; 
 diagonal of z_res and −8 off it, and for pre it is 1 at the stream (k−1) mod n of sub-layer k,
 counted from 1, and −1 at the others. fn, base and scale stay float32.
 State: n streams and post of the pending write; with `single_pass` also pre and the pending R.
-Learned parameters: (n²+2n)(nD + 1) + 3 a sub-layer, and n(nD + 1) + 1 for the head, which the
+Learned parameters: (n²+2n)(nD + 1) + 3 per sub-layer, and n(nD + 1) + 1 for the head, which the
 readout has.
-Traffic: at least (2n + 2)D elements a token and site.
+Traffic: at least (2n + 2)D elements per token and site.
 """
 
 import math

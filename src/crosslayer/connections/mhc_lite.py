@@ -14,8 +14,8 @@ Paper: mHC-lite (Yang and Gao, 2026), arXiv 2601.05732.
 At initialisation W = 0, b_res is 0 for the identity and −8 for the others, and pre is as in mHC. It
 starts as pre-norm, because R is a doubly stochastic mixture of equal streams.
 State: n streams, and post of the pending write.
-Learned parameters a sub-layer: nD(2n + n! + 1) + 2n + n! + 3.
-Traffic: at least (2n + 2)D elements a token and site.
+Learned parameters per sub-layer: nD(2n + n! + 1) + 2n + n! + 3.
+Traffic: at least (2n + 2)D elements per token and site.
 """
 
 import math

@@ -11,7 +11,7 @@ equivalent to pre-norm at initialisation: a pretrained pre-norm model that is co
 be trained anew.
 State: one stream.
 Learned parameters: none.
-Traffic: 3D elements a token and site.
+Traffic: 3D elements per token and site.
 """
 
 from typing import Any

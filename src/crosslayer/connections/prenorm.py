@@ -8,7 +8,7 @@ arXiv 2002.04745.
 A parallel block (GPT-J, Pythia) reads the same x twice: x ← x + attn(n1(x)) + mlp(n2(x)).
 State: one stream.
 Learned parameters: none.
-Traffic: 4D elements a token and site.
+Traffic: 4D elements per token and site.
 """
 
 from typing import NamedTuple

@@ -10,7 +10,7 @@ and its final norm after the last write. The norm of d is the method's own; it s
 the final norm where a host is connected. Not equivalent to pre-norm at initialisation.
 State: two streams.
 Learned parameters: one more norm.
-Traffic: 5D elements a token and site.
+Traffic: 5D elements per token and site.
 """
 
 from typing import NamedTuple

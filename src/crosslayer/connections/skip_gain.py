@@ -7,8 +7,8 @@ Paper: DenseFormer (Pagliardini et al., 2024), arXiv 2402.02622, section 4.
 Gains have the learning rate of the model and take weight decay, as in the authors' code; the paper
 does not say.
 State: one stream and the gain of the pending write.
-Learned parameters: 1 a sub-layer.
-Traffic: 4D elements a token and site.
+Learned parameters: 1 per sub-layer.
+Traffic: 4D elements per token and site.
 """
 
 from typing import NamedTuple

@@ -210,9 +210,9 @@ class EngineSettings:
         keep_checkpoints: number of checkpoints kept.
         keep_models: number of models kept of a run, evenly spaced over the steps, the last one
             included; for `crosslayer inspect`.
-        unstable: what a step does whose loss or gradient is not finite, or whose loss is a `spike`:
-            stop the run, or skip the batch. A run of which most of the last 200 steps are skipped
-            stops too.
+        unstable: what happens at a step whose loss or gradient is not finite, or whose loss is a
+            `spike`: stop ends the run, skip leaves out the batch. The run ends too if most of its
+            last 200 steps were left out.
         spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
         log_every: steps between lines of metrics.jsonl.
         diagnostics_every: steps between diagnostics of the connections; 0 for none.
