@@ -127,6 +127,9 @@ def print_numbers(inspection: ModelInspection) -> None:
 
 def draw_runs(runs: Path) -> None:
     """The pictures of docs/inspect-pictures.md."""
+    unknown = RUNS.keys() - {section.name for section in SECTIONS}
+    if unknown:
+        raise ValueError(f"no section of `crosslayer inspect` has the name {', '.join(unknown)}")
     inspections = {}
     for run in sorted({run for names in RUNS.values() for run in names}):
         wanted = {name for name, names in RUNS.items() if run in names}

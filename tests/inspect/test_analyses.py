@@ -469,7 +469,7 @@ def test_planted_sizes_and_alarms():
     assert sites[5].stream_largest[0] > 900
     assert sites[-1].forward_gain == 1
     alarms = find_alarms(sites, summarise_mixing(model, EMBEDDING))
-    assert [alarm for alarm in alarms if "static stream: 1" in alarm]
+    assert [alarm for alarm in alarms if "constant stream: 1" in alarm]
     assert [alarm for alarm in alarms if "unused stream: 1" in alarm]
 
     # a stream that no sub-layer reads is of use where another one takes from it

@@ -112,7 +112,7 @@ def test_the_spread_in_pictures(seeds):
 
 
 def test_a_mixed_bag_is_averaged_by_configuration(seeds):
-    texts = ["static stream: 1", "unused stream: 0"]
+    texts = ["constant stream: 1", "unused stream: 0"]
     models = [
         ModelInspection("a", "hyper", {"alarms": texts[:1]}, []),
         ModelInspection("wide", "hyper", {"alarms": []}, []),

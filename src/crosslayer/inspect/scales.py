@@ -19,7 +19,7 @@ from .observation import SiteVisit, site_label
 # than a constant would.
 COLLAPSED_COSINE = 0.999  # mean cosine of two streams
 UNUSED_SHARE = 0.01  # a stream's weight in reads, of the largest stream's
-STATIC_CHANGE = 0.01  # mean ‖change‖ / ‖stream‖ over all sites
+CONSTANT_CHANGE = 0.01  # mean ‖change‖ / ‖stream‖ over all sites
 SATURATED_GATE = 0.01  # mean distance of a gate from 0 or 1, for gates within [0, 1]
 
 
@@ -182,7 +182,7 @@ def _relative_change(parts: Tensor, before: Tensor) -> Tensor | None:
 
 
 def find_alarms(sites: list[SiteScales], reads: list[SiteMixing]) -> list[str]:
-    """What looks wrong, a line each: collapsed, unused and static streams, saturated gates."""
+    """What looks wrong, a line each: collapsed, unused and constant streams, saturated gates."""
     alarms = []
     if sites[-1].has_streams:
         streams = len(sites[-1].stream_rms)  # streams of MGR are appended at the first sites
@@ -209,8 +209,8 @@ def _stream_alarms(sites: list[SiteScales]) -> list[str]:
         for b in range(a):
             if cosine[a, b] > COLLAPSED_COSINE:
                 alarms.append(f"collapsed streams: {b} and {a}, mean cosine {cosine[a, b]:.4f}")
-        if change[a] < STATIC_CHANGE:
-            alarms.append(f"static stream: {a}, mean change {change[a]:.4f} a site")
+        if change[a] < CONSTANT_CHANGE:
+            alarms.append(f"constant stream: {a}, mean change {change[a]:.4f} a site")
     return alarms
 
 
