@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -13,6 +14,14 @@ def pytest_collection_finish():
     """Garbage is collected less often, and not among the modules: a tenth of the suite's time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+# hypothesis takes some values from the source of whatever modules are imported by then. Without
+# them the examples are the same in every run. Older versions take none.
+with contextlib.suppress(ImportError):
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture

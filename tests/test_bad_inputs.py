@@ -57,7 +57,7 @@ def test_a_connection_is_made_or_refused(spec):
     try:
         made = crosslayer.make(spec)
     except ValueError as error:
-        assert "\n" not in str(error)[:-200] and len(str(error)) < 1000
+        assert "\n" not in str(error) and len(str(error)) < 1000
     else:
         assert crosslayer.make(str(made)) == made
 
@@ -125,7 +125,6 @@ LINES = [
     ('cost --model-config {"hidden_size":null}', {}, "llama refuses these values: StrictData"),
     ('cost --model-config {"num_key_value_heads":3}', {}, "must be a multiple of num_key_value"),
     ('train --model-config {"a":2001-01-01}', {}, "granite has no config key 'a'"),
-    ("train --layers 1000000000", {}, "layers must be at most 10,000, got 1000000000"),
     ("train --lr -1", {}, "lr must be a number of at least 0, got -1.0"),
 ]
 

@@ -22,6 +22,7 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path):
     here, there = context.Pipe()
     holder = context.Process(target=_hold, args=(tmp_path / "run", there))
     holder.start()
+    there.close()  # so that the wait ends if the process does
     assert here.recv() == "held"
     message = f"{tmp_path / 'run'}: in use by process {holder.pid} on "
     with pytest.raises(ValueError, match=re.escape(message)), lock_folder(tmp_path / "run"):

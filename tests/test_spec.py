@@ -287,30 +287,6 @@ def test_a_stack_and_a_connected_model_print_their_connections():
     assert "FinalNormReference(norm)" in repr(model)
 
 
-# ---- Stack
-
-
-@pytest.mark.parametrize("spec", ["prenorm", "hyper"])
-def test_stack_is_the_loop(spec):
-    sublayers = [nn.Linear(8, 8) for _ in range(4)]
-    stack = crosslayer.Stack(spec, sublayers, 8)
-    x = torch.randn(2, 3, 8)
-    sites = stack.connections
-    state = sites[0].init(x)
-    for site, sublayer in zip(sites, sublayers, strict=False):
-        inputs, state = site.read(state)
-        state = site.write(state, sublayer(*inputs))
-    assert torch.equal(stack(x), sites[-1].readout(state))
-    recomputed = crosslayer.Stack(spec, sublayers, 8, recompute="streams")
-    recomputed.load_state_dict(stack.state_dict())
-    assert torch.equal(recomputed(x), stack(x))
-
-
-def test_stack_needs_attention_and_mlp_by_turns():
-    with pytest.raises(ValueError, match=r"attention, MLP, …, an even number .* got 3"):
-        crosslayer.Stack("prenorm", [nn.Linear(8, 8) for _ in range(3)], 8)
-
-
 # ---- a method of one's own
 
 

@@ -312,7 +312,7 @@ def test_command_prints_the_estimate(capsys):
     cost = estimate_cost("hyper", make_config(layers=2, dim=32, heads=2, vocab=97), 2, 16)
     assert f"{cost.model.parameters:,}" in printed
     assert f"{sum(cost.model.site_traffic):g}" in printed
-    assert f"{1e3 * cost.bandwidth_bound_seconds(GPUS['A100']):.2f}" in printed
+    assert f"{1e3 * cost.bandwidth_bound_seconds(GPUS['A100']):.2g}" in printed
 
 
 def test_the_estimate_of_a_tiny_model_is_not_rounded_to_nothing(capsys):

@@ -39,7 +39,7 @@ def test_prepare_and_show(stories, tmp_path, capsys):
         ("prepare {stories} --out {out} --valid.a=x.bin", "x.bin: no such file or folder"),
         ("prepare {stories} --out {stories}", "is a file, expected a new or empty folder"),
         ("prepare {stories} --out .", ".: cannot be replaced; name a new folder"),
-        ("prepare {stories}", "out"),
+        ("prepare {stories}", "missing: out; see"),
         ("show {out}", "out: not a prepared corpus, it has no corpus.json"),
         ("shw {out}", "invalid choice: 'shw'"),
     ],

@@ -368,7 +368,7 @@ def test_control_c(text_file, tmp_path):
         "-m",
         "crosslayer",
         *options(text_file),
-        "--steps=150",
+        "--steps=400",
         "--out",
         str(out),
     ]
@@ -378,6 +378,7 @@ def test_control_c(text_file, tmp_path):
     until = time.time() + 120
     while not (out / "results.json").exists() and time.time() < until:
         time.sleep(0.01)
+    assert (out / "results.json").exists()
     process.send_signal(signal.SIGINT)
     printed, errors = (stream.decode() for stream in process.communicate(timeout=60))
     assert process.returncode == 130 and "Traceback" not in errors
@@ -794,12 +795,10 @@ def test_the_terminal_names_diverged_arms(text_file, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_default_comparison(tmp_path):
-    """The command of the README, with two of its arms: twice what pre-norm takes to train, and as
-    much again at most, whatever the machine.
+    """The command of the README, with two of its arms.
 
     All of them run at a tiny size in tests/test_readme.py.
     """
-    start = time.time()
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-m", "crosslayer", "compare", "--arms", "prenorm", "mudd"],
@@ -809,13 +808,10 @@ def test_the_default_comparison(tmp_path):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    seconds = time.time() - start
     (folder,) = tmp_path.iterdir()
     results = json.loads((folder / "results.json").read_text())
-    settings = results["settings"]
-    tokens = settings["steps"] * settings["batch"] * settings["context"]
-    seconds_of_prenorm = tokens / results["runs"][0]["tokens_per_second"]
-    assert seconds < 2 * 2 * seconds_of_prenorm
+    prenorm, mudd = results["runs"]
+    assert mudd["seconds"] < 3 * prenorm["seconds"]
     bits = {row["arm"]: row["metrics"]["bits/byte"] for row in results["runs"]}
     assert list(bits) == ["prenorm", "mudd"]
     assert all(value < results["entropy"] - 0.5 for value in bits.values())

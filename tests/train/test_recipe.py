@@ -26,7 +26,7 @@ def written(tmp_path, content):
     ("content", "message"),
     [
         ("layer: 3", "unknown option 'layer' (did you mean 'layers'?)"),
-        ("layers: many", "layers"),
+        ("layers: many", "layers must be a whole number, got 'many'"),
         ("layers: 0", "layers must be a whole number of at least 1, got 0"),
         ("- prenorm", "not a recipe, which is a mapping of options and `arms`"),
         ("", "not a recipe"),

@@ -570,6 +570,7 @@ def test_sigterm_saves_and_stops(text, tmp_path):
     until = time.time() + 60
     while not (tmp_path / "Run" / "metrics.jsonl").exists() and time.time() < until:
         time.sleep(0.05)
+    assert (tmp_path / "Run" / "metrics.jsonl").exists()
     process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     (step,) = steps(tmp_path / "Run")

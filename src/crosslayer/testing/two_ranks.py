@@ -73,8 +73,8 @@ def gradient_error(model: TinyGPT, mesh: DeviceMesh) -> float:
     _, sharded = loss_and_gradients(model, ids[2 * rank : 2 * rank + 2])
     if expected.keys() != sharded.keys():
         return float("inf")
-    differences = [sharded[n].full_tensor() - g for n, g in expected.items()]
-    return max(difference.abs().max().item() for difference in differences)
+    errors = [(sharded[n].full_tensor() - g).abs().max() for n, g in expected.items()]
+    return torch.stack(errors).max().item()  # NaN where one is
 
 
 def reset_sharded_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
