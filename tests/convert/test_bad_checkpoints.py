@@ -117,21 +117,25 @@ def _whole_numbers(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+TRUNCATED = "model.safetensors is truncated or not safetensors"
 WEIGHTS = {
-    "cut": (_cut_weights, "model.safetensors"),
-    "pickle": (lambda f: _replace_weights(f, pickle.dumps(Harm())), "model.safetensors"),
+    "cut": (_cut_weights, TRUNCATED),
+    "pickle": (lambda f: _replace_weights(f, pickle.dumps(Harm())), TRUNCATED),
     "only-pickle": (_only_pickle, "pytorch_model.bin is a pickle"),
-    "folder": (_folder_of_weights, "model.safetensors"),
-    "huge-header": (lambda f: _replace_weights(f, b"\xff" * 16), "model.safetensors"),
-    "deep-header": (lambda f: _replace_weights(f, _header(DEEP.encode())), "model.safetensors"),
-    "list-header": (lambda f: _replace_weights(f, _header(b"[]")), "model.safetensors"),
+    "folder": (_folder_of_weights, "model.safetensors: not a file"),
+    "huge-header": (lambda f: _replace_weights(f, b"\xff" * 16), TRUNCATED),
+    "deep-header": (lambda f: _replace_weights(f, _header(DEEP.encode())), TRUNCATED),
+    "list-header": (lambda f: _replace_weights(f, _header(b"[]")), TRUNCATED),
     "whole-numbers": (_whole_numbers, "'norm.weight' is I32"),
-    "deep-index": (lambda f: _write_index(f, DEEP), "index.json"),
-    "list-index": (lambda f: _write_index(f, "[]"), "index.json"),
-    "odd-index": (lambda f: _write_index(f, '{"weight_map": [1]}'), "index.json"),
+    "deep-index": (lambda f: _write_index(f, DEEP), "JSON that is nested too deep"),
+    "list-index": (lambda f: _write_index(f, "[]"), "expected an object of JSON, got list"),
+    "odd-index": (lambda f: _write_index(f, '{"weight_map": [1]}'), "has no weight_map"),
     "odd-map": (lambda f: _write_index(f, '{"weight_map": {"a": ["b"]}}'), "lacks the shard"),
     "up-map": (lambda f: _write_index(f, '{"weight_map": {"a": "../b"}}'), "lacks the shard b"),
-    "up-map-to-itself": (lambda f: _write_index(f, '{"weight_map": {"a": ".."}}'), "index.json"),
+    "up-map-to-itself": (
+        lambda f: _write_index(f, '{"weight_map": {"a": ".."}}'),
+        "lacks the shard ..,",
+    ),
 }
 
 
