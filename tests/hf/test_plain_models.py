@@ -548,6 +548,25 @@ def test_an_attention_is_known_by_its_projections(shared):
     assert ports == (("mlp",) if shared else ("q", "k", "v"))
 
 
+class LoopedAttention(NamedAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = [projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_projections_that_cannot_be_separated_are_named():
+    """`mudd` would mix inputs for q, k and v. Other connections and ways do not."""
+    model = GPT()
+    for block in model.transformer.h:
+        block.attn = LoopedAttention(shared=False)
+    with pytest.warns(UserWarning, match=r"one input for q, k and v \(LoopedAttention does more"):
+        crosslayer.connect(copy.deepcopy(model), "mudd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        crosslayer.connect(copy.deepcopy(model), "hyper")
+        crosslayer.connect(model, "mudd(ways='qkvr')")
+
+
 def test_a_wrapped_model_is_refused():
     with pytest.raises(ValueError, match="connect before DataParallel wraps the model"):
         crosslayer.connect(nn.DataParallel(GPT()), "mudd")

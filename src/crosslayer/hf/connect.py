@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..connection import PRENORM_FUNCTIONS, Connection, find_connections
+from ..connection import PRENORM_FUNCTIONS, SPLIT_PORT_NAMES, Connection, find_connections, plan
 from ..spec import ConnectionSpec, make
 from .adapters import register_with_imported_peft
 from .attach import (
@@ -24,6 +24,7 @@ from .attach import (
 )
 from .families import ModelWiring
 from .mlp_widths import growing_widths, mlp_hidden_width
+from .projections import has_projection_names
 from .registration import register_with_diffusers
 from .sharding import keep_parameters_apart
 from .verification import verify_wiring
@@ -146,6 +147,14 @@ def _connect_backbone(
             "fine-tune it before use",
             stacklevel=3,
         )
+    joint = _joint_attention(backbone, wiring)
+    if joint and _splits_inputs(spec, backbone, wiring):
+        warnings.warn(
+            f"connecting {spec} gives the attention of this model one input for q, k and v ("
+            f"{joint} does more with its input than to call three projections of it); see "
+            '"Separate inputs for q, k and v" in docs/your-model.md',
+            stacklevel=3,
+        )
     layer_drop = getattr(getattr(backbone, "config", None), "layerdrop", 0)
     if layer_drop:
         warnings.warn(
@@ -155,6 +164,25 @@ def _connect_backbone(
             stacklevel=3,
         )
     scale_output_weights(backbone, wiring)
+
+
+def _joint_attention(backbone: Any, wiring: ModelWiring) -> str:
+    """The class of an attention with projections of q, k and v that `connect` cannot separate."""
+    for layer, layer_wiring in zip(wiring.find_layers(backbone), wiring.of_layers, strict=True):
+        for sublayer in layer_wiring.sublayers:
+            attention = layer.get_submodule(sublayer.module)
+            if sublayer.port == "mixer" and has_projection_names(attention):
+                return type(attention).__name__
+    return ""
+
+
+def _splits_inputs(spec: ConnectionSpec, backbone: Any, wiring: ModelWiring) -> bool:
+    """Whether the connection would mix separate inputs for q, k and v in a model of this size."""
+    dim = find_connections(backbone)[0].dim
+    sites = plan(len(wiring.find_layers(backbone)))
+    with torch.device("meta"):
+        connections = [spec(site, dim, lambda port: nn.Identity()) for site in sites]
+    return any(SPLIT_PORT_NAMES.intersection(connection.ports) for connection in connections)
 
 
 @contextmanager

@@ -92,6 +92,11 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], FusedQKV | None]:
     return (), None
 
 
+def has_projection_names(attention: nn.Module) -> bool:
+    """Whether it has modules whose names are those of projections of q, k and v."""
+    return any(all(name in attention._modules for name in names) for names in _QKV)
+
+
 def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...], FusedQKV | None]:
     """`find_projections` where one module gets the input: all projections, or their parent."""
     module = attention.get_submodule(name)
