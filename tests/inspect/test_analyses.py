@@ -135,7 +135,7 @@ def test_wrong_weights_are_named(monkeypatch):
 
     def wrong(connection, state):
         weights = right(connection, state)
-        return weights._replace(read=weights.read * 1.01)
+        return weights._replace(read=weights.read * 1.1)
 
     monkeypatch.setattr(MGR, "mixing_weights", wrong)
     with pytest.raises(ValueError, match=r"mixing_weights of mgr do not give .*: at 0\.attn"):

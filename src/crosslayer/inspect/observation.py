@@ -102,7 +102,8 @@ class SiteVisit:
         Raises:
             ValueError: the method's matrices do not fit to its parts.
         """
-        weights = self.connection.mixing_weights(self.state)
+        with autocast_disabled(self.state):
+            weights = self.connection.mixing_weights(self.state)
         columns = self.parts.shape[-2]
         of_tokens = {}
         for name in ("write", "read", "carry"):
