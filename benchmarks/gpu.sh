@@ -3,17 +3,20 @@
 #
 #   PARTS="correctness ops" benchmarks/gpu.sh                  rows are appended to benchmarks/results/*.csv
 #   PARTS=step SPECS="hyper mhc" LIMIT=120 benchmarks/gpu.sh   some connections, seconds for each of them
+#   PARTS=ops OPTIONS="--dims 2048" benchmarks/gpu.sh          options of `python -m benchmarks`, after the script's own
 #   SMALL=1 OUT=out benchmarks/gpu.sh                          toy sizes on a CPU, kernels in triton's interpreter
 #
 # Missing packages are installed from .carry/*.whl, for this run alone; the campaign does not begin without them. If the
-# kernels are wrong, it stops: no speed is reported for them. It goes on if the tests that had time passed. `step` and `decode` are a command for each connection. What
-# else fails or exceeds its time limit is recorded in $OUT/parts.txt; the rows that it has measured are kept, and the next
-# command runs.
+# kernels are wrong, it stops: no speed is reported for them. It goes on if the tests that had time passed. `compiled` tests
+# connected models with kernels, compiled and under CUDA graphs. `step` and `decode` are a command for each connection, as
+# whole models are compiled. What fails or exceeds its time limit is recorded in $OUT/parts.txt; the rows that it has measured
+# are kept, and the next command runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results} PYTHON=${PYTHON:-python3} SMALL=${SMALL:-}
-PARTS=${PARTS:-correctness ops step decode memory}
-declare -A LIMITS=([correctness]=300 [ops]=120 [step]=100 [decode]=60 [memory]=40) # seconds of a command; warm_up has 50
+PARTS=${PARTS:-correctness compiled ops step decode memory}
+# seconds of a command; `ops` has two and warm_up 50 more
+declare -A LIMITS=([correctness]=300 [compiled]=240 [ops]=480 [step]=280 [decode]=280 [memory]=150)
 mkdir -p "$OUT"
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
@@ -34,43 +37,52 @@ fi
 
 if [ -n "$SMALL" ]; then
   interpreted=(TRITON_INTERPRET=1) tests=(-n 0 -k "${SMALL_TESTS:-test_empty_batch and norm-rms}") kernels=
+  compiled=(-n 0 -k "llama and generate")
   toy=(--device cpu --rounds 3 --seconds 1 --batch 1 --context 8 --dims 16)
   model=(--layers 1 --vocab 32) specs=(prenorm hyper)
   all_ops=("${toy[@]}" --streams 2 --ops add_norm) against_peers=("${all_ops[@]}")
   step=("${toy[@]}" "${model[@]}") decode=("${toy[@]}" "${model[@]}") memory=("${toy[@]}" "${model[@]}" --specs "${specs[@]}")
 else
   interpreted=(TRITON_INTERPRET=0) tests=(-n "${WORKERS:-14}" --dist worksteal -m "") kernels=1
+  compiled=(-n "${WORKERS:-14}" --dist worksteal -m "" -k "generate or autocast")
   specs=(prenorm hyper mhc "attnres(block_size=4)" "denseformer(dilation=4, period=5)" mudd mgr)
   all_ops=(--variants kernel)
   against_peers=(--dims 2048 --variants kernel eager compiled peers --seconds 2)
   step=(--rounds 10) decode=(--seconds 3) memory=()
 fi
 [ -z "${SPECS:-}" ] || read -ra specs <<<"$SPECS"
+read -ra options_given <<<"${OPTIONS:-}"
 
-part() { # name, seconds, command: its output goes to $OUT/NAME.txt, its status to $OUT/parts.txt
+part() { # name, seconds, command: its output goes to $OUT/NAME.txt as it comes, its status to $OUT/parts.txt
   local begin=$SECONDS status=0 words=ok
-  timeout --kill-after=5 "$2" env "${interpreted[@]}" CROSSLAYER_KERNELS=$kernels "${@:3}" >"$temporary/log" 2>&1 ||
-    status=$?
+  timeout --kill-after=5 "$2" env "${interpreted[@]}" CROSSLAYER_KERNELS=$kernels "${@:3}" 2>&1 |
+    tee -a "$OUT/$1.txt" >"$temporary/log"
+  status=${PIPESTATUS[0]}
   case $status in
     0) ;;
     124 | 137) words="out of time" ;;
     *) words="failed ($status)" ;;
   esac
   echo "$1: $words, $((SECONDS - begin)) s" | tee -a "$OUT/parts.txt"
-  cat "$temporary/log" >>"$OUT/$1.txt"
   tail -n 60 "$temporary/log"
   return $status
 }
 
 bench() { # name, share of the part's seconds in %, options
-  part "$1" $((${LIMIT:-${LIMITS[$1]}} * $2 / 100)) "$PYTHON" -m benchmarks "$1" --out "$OUT" "${@:3}"
+  part "$1" $((${LIMIT:-${LIMITS[$1]}} * $2 / 100)) "$PYTHON" -m benchmarks "$1" --out "$OUT" "${@:3}" "${options_given[@]}"
+}
+
+run_tests() { # name, files and options of pytest
+  # Without the variable, cuBLAS of some versions is an error where algorithms are to be deterministic.
+  part "$1" "${LIMIT:-${LIMITS[$1]}}" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -v -p no:cacheprovider \
+    -p no:benchmark -o addopts=--import-mode=importlib -W default "${@:2}"
 }
 
 warm_up() { # fill triton's cache in parallel: each op alone takes one core
   local op ops
   mapfile -t ops < <("$PYTHON" -c 'from benchmarks.cases import OPS; print(*OPS, sep="\n")')
   for op in "${ops[@]}"; do
-    timeout 50 "$PYTHON" -m benchmarks ops --out "$temporary/$op" --ops "$op" "${all_ops[@]}" --batch 5 --rounds 1 >/dev/null 2>&1 &
+    timeout 50 "$PYTHON" -m benchmarks ops --out "$temporary/$op" --ops "$op" "${all_ops[@]}" "${options_given[@]}" --batch 5 --rounds 1 >/dev/null 2>&1 &
   done
   wait
 }
@@ -79,13 +91,13 @@ failed=0
 for name in $PARTS; do
   case $name in
     correctness)
-      part correctness "${LIMIT:-${LIMITS[correctness]}}" "$PYTHON" -m pytest -v -p no:cacheprovider -p no:benchmark \
-        -o addopts=--import-mode=importlib -W default "${tests[@]}" tests/kernels/suite.py
+      run_tests correctness "${tests[@]}" tests/kernels/suite.py
       status=$?
       if { [ $status != 0 ] && [ $status != 124 ] && [ $status != 137 ]; } || grep -q ' FAILED \|^FAILED ' "$OUT/correctness.txt"; then
         echo "stopped: kernels failed" | tee -a "$OUT/parts.txt"
         exit 1
       fi ;;
+    compiled) run_tests compiled "${compiled[@]}" tests/hf/test_gpu.py || failed=1 ;;
     ops)
       [ -n "$SMALL" ] || warm_up
       bench ops 50 "${all_ops[@]}" || failed=1

@@ -127,6 +127,17 @@ def test_accuracy(name, shape, dtype):
     assert_accurate(case, N, D, DTYPES[dtype], DEVICE, draws)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize(("tokens", "processors"), [(301, 1), (20_000, None)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@all_paths
+def test_accuracy_where_a_program_has_many_tokens(case, dtype, tokens, processors, monkeypatch):
+    """Programs walk through tokens and the pieces of a row, and add up gradients of parameters."""
+    if processors is not None:
+        monkeypatch.setattr(launch, "processor_count", lambda like: processors)
+    assert_accurate(case, tokens, min(300, case.widest), DTYPES[dtype], DEVICE)
+
+
 @all_paths
 @pytest.mark.parametrize("dtype", ["bf16"] if INTERPRETED else DTYPES)
 def test_accuracy_of_rows_of_several_blocks(case, dtype):
