@@ -437,12 +437,14 @@ def test_two_rank_fsdp2(spec, parallel, sharded_errors):
 @every_option
 def test_mixing_weights_are_those_of_the_read(spec, parallel):
     """Multiplied over depth, they give every input. A method need not have them."""
-    unfolding = pytest.importorskip("crosslayer.inspect", exc_type=ImportError)
+    pytest.importorskip("transformers")
+    from crosslayer.inspect import unfold_connections
+
     if crosslayer.make(spec).method.mixing_weights is crosslayer.Connection.mixing_weights:
         pytest.skip("the method has no mixing_weights")
     sublayers = [SublayerModule(k) for k in range(6)]
     stack = perturb_weights(crosslayer.Stack(spec, sublayers, 6, parallel=parallel))
-    unfolded = unfolding.unfold_connections(stack, [{"embedding": torch.randn(2, 5, 6)}])
+    unfolded = unfold_connections(stack, [{"embedding": torch.randn(2, 5, 6)}])
     assert unfolded.error < 2e-5
     assert len(unfolded.sources) == 7
     # no input contains an output that comes after it
