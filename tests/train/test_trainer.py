@@ -644,14 +644,17 @@ def test_a_non_finite_validation_loss_fails_a_comparison(text, tmp_path):
     assert compare_and_report(recipe, 1, str(tmp_path / "compared")) == 1
 
 
-def test_a_spike(text):
-    settings = {"data": text, "steps": 30, "spike": 3.0}
-    message = r"prenorm: the loss is 2\d\.\d+ at step 25; there is no checkpoint"
+def test_a_loss_that_rises_too_far(text):
+    settings = {"data": text, "steps": 30, "max_loss_rise": 3.0}
+    message = (
+        r"prenorm: the loss is 2\d\.\d+, 1\d\.\d+ above its running mean \(max_loss_rise=3\), "
+        "at step 25; there is no checkpoint"
+    )
     with pytest.raises(RunDiverged, match=message):
         run(settings, "prenorm", task=failing_task(25, 4.0))
     skipping = run({**settings, "unstable": "skip"}, "prenorm", task=failing_task(25, 4.0))
     assert skipping["result"]["skipped"] == [25]
-    unchecked = run({**settings, "spike": 0.0}, "prenorm", task=failing_task(25, 4.0))
+    unchecked = run({**settings, "max_loss_rise": 0.0}, "prenorm", task=failing_task(25, 4.0))
     assert unchecked["result"]["skipped"] == []
 
 

@@ -18,7 +18,7 @@ from .run_state import RunResult, check_fields
 
 @dataclass
 class DivergedRun:
-    """A run that ended with a loss or a gradient that was not finite, or with a spike.
+    """A run that ended with a loss or a gradient that was not finite, or a loss that rose too far.
 
     The loss is text, as JSON has no NaN. `problem` says what was wrong. `method_code` is that of
     `RunResult`.

@@ -46,7 +46,7 @@ def train_arm(
         on_step: called after every step.
 
     Raises:
-        RunDiverged: the loss or its gradient is non-finite, or the loss spiked.
+        RunDiverged: the loss or its gradient is non-finite, or the loss rose too far.
         RunStopped: Ctrl-C or SIGTERM; the run is saved.
         ValueError: the folder is another run's, its checkpoint is damaged, or `vocab` is too small
             for the data.

@@ -81,21 +81,21 @@ class RunState:
         check_fields(cls, content)
         return cls(**content)
 
-    def accept_loss(self, loss: float, grad_norm: float, spike: float) -> bool:
+    def accept_loss(self, loss: float, grad_norm: float, max_loss_rise: float) -> bool:
         """Add a step's loss to the running mean and the recent losses, unless it is unstable.
 
         Args:
             loss: of the step.
             grad_norm: of the step.
-            spike: how far above the running mean a loss is unstable; 0 for no limit.
+            max_loss_rise: how far above the running mean a loss is unstable; 0 for no limit.
 
         Returns:
-            False where the loss or the gradient is not finite, or the loss is a spike.
+            False where the loss or the gradient is not finite, or the loss rose too far.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return False
         mean = loss if self.running_loss is None else self.running_loss
-        if spike and self.step > 20 and loss > mean + spike:
+        if max_loss_rise and self.step > 20 and loss > mean + max_loss_rise:
             return False
         self.running_loss = 0.95 * mean + 0.05 * loss
         self.recent_losses = [*self.recent_losses, loss][-RECENT_STEPS:]

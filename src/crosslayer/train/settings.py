@@ -210,10 +210,11 @@ class EngineSettings:
         keep_checkpoints: number of checkpoints kept.
         keep_models: number of models kept of a run, evenly spaced over the steps, the last one
             included; for `crosslayer inspect`.
-        unstable: what happens at a step whose loss or gradient is not finite, or whose loss is a
-            `spike`: stop ends the run, skip leaves out the batch. The run ends too if most of its
-            last 200 steps were left out.
-        spike: a loss this far (in nats) above its running mean is a spike; 0 for no such check.
+        unstable: what happens at a step whose loss or gradient is not finite, or whose loss rises
+            by more than `max_loss_rise`: stop ends the run, skip leaves out the batch. The run ends
+            too if most of its last 200 steps were left out.
+        max_loss_rise: how far a step's loss may be above its running mean, in nats; 0 for no
+            limit.
         log_every: steps between lines of metrics.jsonl.
         diagnostics_every: steps between diagnostics of the connections; 0 for none.
         loggers: loggers in addition to metrics.jsonl.
@@ -229,7 +230,7 @@ class EngineSettings:
     keep_checkpoints: int = 2
     keep_models: int = 0
     unstable: Literal["stop", "skip"] = "stop"
-    spike: float = 0.0
+    max_loss_rise: float = 0.0
     log_every: int = 10
     diagnostics_every: int = 0
     loggers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
@@ -244,7 +245,7 @@ class EngineSettings:
         check_non_negative(
             save_every=self.save_every,
             keep_models=self.keep_models,
-            spike=self.spike,
+            max_loss_rise=self.max_loss_rise,
             diagnostics_every=self.diagnostics_every,
         )
         if self.recompute in ("streams", "inversion") and self.compile != "none":
@@ -260,12 +261,12 @@ RATES = ("lr", "muon_lr")  # what a search of the learning rate changes
 
 # options of a recipe that the command line does not have
 YAML_ONLY = frozenset(
-    {"task_options", "betas", "eps", "momentum", "floor", "delay", "spike", "keep_checkpoints"}
-    | {"log_every", "ema", "router_z_loss", "valid_groups"}
+    {"task_options", "betas", "eps", "momentum", "floor", "delay", "keep_checkpoints"}
+    | {"max_loss_rise", "log_every", "ema", "router_z_loss", "valid_groups"}
 )
 # Options that may change when a run is resumed. They change its losses by rounding at most, with
-# two exceptions. `spike` and `unstable` decide whether an unstable step ends the run or is skipped;
-# a run's result names the steps that were skipped. With another `accumulate` the micro-batches are
+# two exceptions. `max_loss_rise` and `unstable` decide whether a step ends the run or is skipped; a
+# run's result names the steps that were skipped. With another `accumulate` the micro-batches are
 # others, and so are dropout's random numbers and the balancing loss of experts.
 CHANGEABLE_OPTIONS = {f.name for f in fields(EngineSettings)} - {"precision"} | {
     "workers",

@@ -50,7 +50,7 @@ from .weight_averages import averaged_weights
 
 
 class RunDiverged(Exception):
-    """A loss is non-finite, or the training loss spikes or has a non-finite gradient.
+    """A loss is non-finite, or the training loss rises too far or has a non-finite gradient.
 
     Args:
         arm: its name.
@@ -218,8 +218,8 @@ class Trainer:
         """Take one step on the next batch.
 
         Raises:
-            RunDiverged: the loss or its gradient is non-finite, or the loss spiked; and `unstable`
-                is "stop", or most of the recent steps were skipped.
+            RunDiverged: the loss or its gradient is non-finite, or the loss rose too far; and
+                `unstable` is "stop", or most of the recent steps were skipped.
         """
         optimization = self.settings.optimization
         engine = self.settings.engine
@@ -243,7 +243,7 @@ class Trainer:
 
         # Update. Every rank has the same mean loss here, so all of them update, skip or stop.
         loss, self.stop_requested = self._all_reduce_loss_and_stop(rank_loss)
-        if self.state.accept_loss(loss, grad_norm, engine.spike):
+        if self.state.accept_loss(loss, grad_norm, engine.max_loss_rise):
             for optimizer in self._fabric_optimizers:
                 optimizer.step()
         else:
@@ -289,9 +289,13 @@ class Trainer:
         Raises:
             RunDiverged: `unstable` is "stop", or most of the recent steps were skipped.
         """
+        limit = self.settings.engine.max_loss_rise
         problem = f"the loss is {loss:.4g}"
         if math.isfinite(loss) and not math.isfinite(grad_norm):
             problem += f" and the norm of its gradient {grad_norm:.4g}"
+        elif math.isfinite(loss) and self.state.running_loss is not None:
+            rise = loss - self.state.running_loss
+            problem += f", {rise:.4g} above its running mean (max_loss_rise={limit:g}),"
         if self.settings.engine.unstable == "stop":
             raise RunDiverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
 
