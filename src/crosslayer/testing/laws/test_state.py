@@ -1,0 +1,124 @@
+"""The state, which goes from site to site: each read depends on it alone."""
+
+import pickle
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from crosslayer.testing.tiny_model import tiny_gpt, token_ids
+
+from .shared import (
+    every_fused,
+    every_method,
+    every_sequential,
+    every_variant,
+    make_connections,
+    run_connections,
+    sublayer_output,
+)
+
+
+@every_method
+def test_every_token_is_alone(spec, parallel):
+    sites = make_connections(spec, parallel)
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
+    order = torch.randperm(6)
+    out = run_connections(sites, x)
+    torch.testing.assert_close(
+        out[:, order], run_connections(sites, x[:, order]), rtol=0, atol=1e-12
+    )
+    # nor does a token see another sequence
+    of_one_token = run_connections(sites, x.reshape(12, 1, 6))
+    torch.testing.assert_close(out, of_one_token.view_as(out), rtol=0, atol=1e-12)
+
+
+@every_method
+def test_two_inputs_by_turns(spec, parallel):
+    """Two inputs that one model reads alternately, site by site, do not see each other."""
+    sites = make_connections(spec, parallel)
+    x = torch.randn(2, 1, 4, 6, dtype=torch.float64)
+    alone = [run_connections(sites, one_input) for one_input in x]
+    states = [sites[0].init(one_input) for one_input in x]
+    for k, site in enumerate(sites[:-1]):
+        for i in range(2):
+            inputs, states[i] = site.read(states[i])
+            states[i] = site.write(states[i], sublayer_output(k, inputs))
+    for state, expected in zip(states, alone, strict=True):
+        assert torch.equal(sites[-1].readout(state), expected)
+
+
+@every_sequential
+def test_causal(spec, parallel):
+    model = tiny_gpt(spec, parallel).double()
+    ids = token_ids()
+    torch.testing.assert_close(model(ids)[:, :4], model(ids[:, :4]), rtol=0, atol=1e-12)
+
+
+@every_sequential
+def test_training_and_evaluation_compute_the_same(spec, parallel):
+    sites = make_connections(spec, parallel)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    outputs = [run_connections([site.train(mode) for site in sites], x) for mode in (True, False)]
+    assert torch.equal(*outputs)
+
+
+@every_variant
+def test_state_cuts_bitwise(spec, parallel):
+    model = tiny_gpt(spec, parallel)
+    ids = token_ids()
+    expected = model(ids)
+    for cut in range(len(model.blocks)):
+        state = model.readout.init(model.embed_tokens(ids))
+        for block in model.blocks[:cut]:
+            state = block(state)
+        assert hasattr(state, "_fields"), "a state is a NamedTuple"
+        leaves, structure = tree_flatten(state)
+        assert all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves), (
+            "a state contains tensors, tuples and None"
+        )
+        viewed = [leaf._base if leaf is not None and leaf._is_view() else leaf for leaf in leaves]
+        assert not any(isinstance(tensor, nn.Parameter) for tensor in viewed), (
+            "FSDP would free a parameter that travels in the state, or a view of one: put a clone "
+            "in instead"
+        )
+        cloned = [leaf if leaf is None else leaf.clone() for leaf in leaves]
+        state = tree_unflatten(cloned, structure)
+        for block in model.blocks[cut:]:
+            state = block(state)
+        assert torch.equal(model.head(model.readout.readout(state)), expected)
+
+
+@every_sequential
+def test_forward_stores_nothing(spec, parallel):
+    model = tiny_gpt(spec, parallel)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    pickled = pickle.dumps(model)
+    model(token_ids())
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+        for key, value in vars(module).items():
+            assert value is before[name][key], f"{name}.{key} changed in forward"
+    assert pickle.dumps(model) == pickled, "a container of a module changed in forward"
+
+
+@every_fused
+def test_fused_norms_are_those_of_the_ports(spec, parallel):
+    """`fused_read` with the ports' norms gives what `read` gives with the norms as modules."""
+    sites = make_connections(spec, parallel)
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
+    state = sites[0].init(x)
+    fused_sites = 0
+    for k, site in enumerate(sites):
+        inputs, state_after = site.read(state)
+        norms = site.fused_norm_specs()
+        if norms:
+            fused_sites += 1
+            assert len(norms) == len(site.ports)
+            fused_inputs, fused_state = site.fused_read(state, norms)
+            fused = [*fused_inputs, *tree_leaves(fused_state)]
+            for a, b in zip(fused, [*inputs, *tree_leaves(state_after)], strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        if k < len(sites) - 1:
+            state = site.write(state_after, sublayer_output(k, inputs))
+    assert fused_sites, "no site fuses its norms"
