@@ -34,6 +34,7 @@ RUN_OPTIONS = (
 )
 # What is appended to a command of README: the first entry that it begins with.
 TINY_OPTIONS = {
+    "crosslayer compare benchmarks": f"{RUN_OPTIONS} --seeds 1 --search-rates false",
     "crosslayer compare": f"{RUN_OPTIONS} --seeds 1",
     "crosslayer train": RUN_OPTIONS,
     "crosslayer generate": "--max-new-tokens 4",
@@ -67,6 +68,8 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copy(ROOT / "LICENSE", folder)
+    (folder / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "evidence_short.yaml", folder / "benchmarks")
     write_published_checkpoint(folder / "MUDDFormer-2.8B")
     fill_hub(folder / "hub", folder / "datasets")
     with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +102,8 @@ def fill_hub(hub_cache: Path, datasets_cache: Path) -> None:
     build("neox-parallel").save_pretrained(pythia)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(pythia)
     save_dataset(datasets_cache, "HuggingFaceFW/fineweb", "sample-10BT", {"train": rows})
+    splits = {"train": rows, "validation": rows[:50]}
+    save_dataset(datasets_cache, "Salesforce/wikitext", "wikitext-2-raw-v1", splits)
     sentences = [{"text": "A connection reads the state and writes it"}] * 3
     save_dataset(datasets_cache, "EleutherAI/lambada_openai", "default", {"test": sentences})
     question = {"goal": "Open a jar", "sol1": "Turn its lid", "sol2": "Sing to it", "label": 0}
