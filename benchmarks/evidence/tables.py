@@ -37,8 +37,9 @@ NOT_RUN = "not run yet"
 NO_BREAK = "\N{NO-BREAK SPACE}"
 VERDICTS = {-1: "better", 1: "worse", 0: "cannot tell"}
 LEAST_DIFFERENCE = 0.01  # nats a token, 1 % of perplexity; an interval inside it is "equal"
+STARTING_RATE = "seed 0, starting rate (vs prenorm)"
 LOSS_COLUMNS = (
-    *("arm", "parameters", "rate", "seed 0, starting rate", "seeds", "loss, own rate"),
+    *("arm", "parameters", "rate", STARTING_RATE, "seeds", "loss, own rate"),
     *("vs prenorm", "verdict"),
 )
 COST_COLUMNS = (
@@ -49,11 +50,11 @@ WITH_UNSCALED = "vs prenorm, unscaled embeddings"
 WHEN_SMALL = "vs prenorm, smaller model, longer warm-up"
 CONNECTION_COLUMNS = (
     *("arm", "loss, own rate", "vs prenorm", WHEN_SMALL, WITH_UNSCALED),
-    *("training", "decoding"),
+    *("training", "forward", "decoding"),
 )
 SUMMARY_COLUMNS = (
     *("connection", "loss", "vs prenorm", WITH_UNSCALED, "with 4 × the tokens", "at equal time"),
-    *("training speed", "decoding speed"),
+    *("training speed", "forward speed", "decoding speed"),
 )
 INITIAL_STD = 0.02  # of Llama's weights
 Cells = dict[str, str]
@@ -73,15 +74,12 @@ def arm_cells(study: Study, name: str) -> Cells:
     runs = study.runs(name)
     if not runs:
         return cells
-    comparison = study.comparison
-    original = next(row for row in comparison.recipe.arms if row.name == name)
-    trials = comparison.rate_trials(original)
     first = next(iter(runs.values()))
     cells["parameters"] = f"{first.parameters:,}"
-    cells["rate"] = f"{comparison.recipe.settings(study.arms[name]).optimization.lr:g}"
+    cells["rate"] = f"{study.comparison.recipe.settings(study.arms[name]).optimization.lr:g}"
     if not study.has_best_rate(name):
         cells["rate"] += " so far"
-    cells["seed 0, starting rate"] = format_loss(trials.get(1.0))
+    cells[STARTING_RATE] = _format_first_trial(study, name)
     final = [run.valid_loss for run in runs.values()]
     cells["seeds"] = str(len(final))
     cells["loss, own rate"] = format_mean_std(mean_and_std(final), ".4f")
@@ -95,6 +93,24 @@ def arm_cells(study: Study, name: str) -> Cells:
     at_equal_time = difference_to_baseline(study, name, "equal time")
     cells["vs prenorm at equal time"] = format_interval(at_equal_time)
     return cells
+
+
+def _format_first_trial(study: Study, name: str) -> str:
+    """The loss of seed 0 at the rate that a search starts from, and its difference to pre-norm's.
+
+    Like "4.5221 (+0.0046)".
+    """
+    original = {row.name: row for row in study.comparison.recipe.arms}
+    losses = {
+        arm: study.comparison.rate_trials(original[arm]).get(1.0)
+        for arm in (name, BASELINE)
+        if arm in original
+    }
+    loss, of_baseline = losses[name], losses.get(BASELINE)
+    text = format_loss(loss)
+    if name != BASELINE and loss is not None and of_baseline is not None:
+        text += f" ({loss - of_baseline:+.4f})"
+    return text
 
 
 def difference_to_baseline(study: Study | None, name: str, at: Measure = "end") -> Interval | None:
@@ -279,6 +295,7 @@ def summary_table(studies: Mapping[str, Study], arms: Sequence[str]) -> str:
             _format_half_width(difference_to_baseline(long_study, name)),
             _format_half_width(difference_to_baseline(study, name, "equal time")),
             _without_interval(cells["training"]),
+            _without_interval(cells["forward"]),
             _without_interval(cells["decoding"]),
         )
         rows.append(dict(zip(SUMMARY_COLUMNS, values, strict=True)))
