@@ -189,11 +189,15 @@ def test_table_of_connections_is_true():
         assert is_prenorm == (starts_as_prenorm == "yes")
 
 
-def test_table_of_results_is_that_of_results_json():
-    from tools.update_results import PAGE, RESULTS, read_comparison, replace_table, results_table
+def test_table_and_figure_of_results_are_those_of_results_json():
+    from tools import update_results
 
-    page = PAGE.read_text("utf8")
-    assert replace_table(page, results_table(read_comparison(RESULTS))) == page
+    page = update_results.PAGE.read_text("utf8")
+    comparison = update_results.read_comparison(update_results.RESULTS)
+    table = update_results.results_table(comparison)
+    assert update_results.replace_table(page, table) == page
+    mark = update_results.data_mark(update_results.RESULTS.read_text("utf8"))
+    assert update_results.FIGURE.read_text("utf8").endswith(mark)
 
 
 def test_readme_is_short_and_its_links_lead_somewhere():

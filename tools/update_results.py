@@ -8,12 +8,14 @@ import re
 import sys
 from pathlib import Path
 
+from crosslayer.files import short_digest
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import read_results
 from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff, render_svg
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results.json"
+FIGURE = ROOT / "docs" / "compare.svg"
 PAGE = ROOT / "docs" / "training.md"
 
 
@@ -28,6 +30,11 @@ def results_table(comparison: Comparison) -> str:
     return "".join(f"{line}\n" for line in report if line.startswith("|"))
 
 
+def data_mark(results: str) -> str:
+    """What the figure's file ends with: a digest of the results that it shows."""
+    return f"<!-- data {short_digest(results)} -->\n"
+
+
 def replace_table(page: str, table: str) -> str:
     """The page with another table of results."""
     return re.sub(r"(<!-- results -->\n)(?:\|.*\n)+", lambda match: match[1] + table, page)
@@ -35,9 +42,10 @@ def replace_table(page: str, table: str) -> str:
 
 def main(file: Path) -> None:
     comparison = read_comparison(file)
-    RESULTS.write_text(file.read_text("utf8"), "utf8")
+    results = file.read_text("utf8")
+    RESULTS.write_text(results, "utf8")
     figure = render_svg(comparison, plot_curves, plot_tradeoff)
-    (ROOT / "docs" / "compare.svg").write_text(figure, "utf8")
+    FIGURE.write_text(figure + data_mark(results), "utf8")
     text = replace_table(PAGE.read_text("utf8"), results_table(comparison))
     PAGE.write_text(text, "utf8")
 
