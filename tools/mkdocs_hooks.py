@@ -20,7 +20,12 @@ TABLE_MARK = "<!-- table of connections -->"
 DOCS = Path(__file__).parent.parent / "docs"
 EVIDENCE = DOCS / "evidence" / "connections.json"
 # the picture of docs/inspect-pictures.md that shows what a connection has learned
-LEARNED = {"denseformer": "mixing", "hyper": "stream_weights", "mgr": "stream_weights"}
+LEARNED = {
+    "denseformer": "mixing",
+    "mudd": "mixing",
+    "hyper": "stream_weights",
+    "mgr": "stream_weights",
+}
 STREAM_WEIGHTS_CAPTION = (
     "Left and middle: the write and the mixing of streams of hyper. Right: mgr's write. "
 )

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from crosslayer.cost import (
 )
 from crosslayer.hf.config import make_config
 from crosslayer.losses import next_token_loss
+
+ROOT = Path(__file__).parents[2]
 
 
 def make_sites(spec: str, layers: int, dim: int, parallel: bool = False):
@@ -280,6 +283,18 @@ def test_backward_traffic_of_dense_sources():
     assert backward_traffic("mudd", 4) == [2, 4, 10, 4, 13, 4, 16, 4, 11]  # 3l + 7
     assert backward_traffic("attnres", 3) == [2, 7, 10, 13, 16, 19, 15]  # 3k + 4
     assert backward_traffic("hyper", 1) == [9, 15, 9]
+
+
+def test_the_traffic_that_the_documentation_states():
+    page = (ROOT / "docs" / "cost.md").read_text("utf8")
+    rows = re.findall(r"^\| (`.*`) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    assert len(rows) > 5
+    for specs, forward, backward in rows:
+        for spec in re.findall(r"`([^`]+)`", specs):
+            sites = make_sites(spec, 24, 8)
+            assert sum(site.memory_traffic() for site in sites) == int(forward.replace(",", ""))
+            moved = sum(site.backward_memory_traffic() for site in sites)
+            assert moved == int(backward.replace(",", "")), spec
 
 
 def test_bandwidth_bound_in_seconds():
