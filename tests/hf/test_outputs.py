@@ -178,6 +178,33 @@ def test_attention_weights(family):
     torch.testing.assert_close(out.attentions[1].sum(-1), torch.ones(2, 4, tokens))
 
 
+def small_encoder(config_class, encoder_class):
+    """An encoder whose layers contain their attention in a module of their own."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
+    config = config_class(vocab_size=97, attn_implementation="eager", **sizes)
+    torch.manual_seed(0)
+    return encoder_class(config).eval()
+
+
+def test_all_outputs_of_an_attention_that_a_layer_returns():
+    """LongT5's layers return `(hidden_states,) + attention_output[1:]`, three or two outputs."""
+    encoder = small_encoder(transformers.LongT5Config, transformers.LongT5EncoderModel)
+    expected = encoder(ids(), output_attentions=True)
+    out = crosslayer.connect(encoder, "prenorm")(ids(), output_attentions=True)
+    assert len(out.attentions) == 3
+    torch.testing.assert_close(out.attentions, expected.attentions)
+
+
+def test_attentions_that_hooks_of_transformers_do_not_see():
+    """T5's hooks are on the module around the attention, which a connected layer does not call."""
+    encoder = crosslayer.connect(
+        small_encoder(transformers.T5Config, transformers.T5EncoderModel), "mudd"
+    )
+    with pytest.raises(ValueError, match="records what T5LayerSelfAttention returns"):
+        encoder(ids(), output_attentions=True)
+    assert encoder(ids(), output_attentions=False).attentions is None
+
+
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_router_logits(family):
     model = connected(family, "mudd")

@@ -55,7 +55,9 @@ class ConnectedModel:
         if is_asked is None:  # which some heads pass
             is_asked = getattr(config, "output_hidden_states", False)
         if not is_asked:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+            self._check_attentions(out)
+            return out
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
             return_dict = getattr(config, "return_dict", True)
@@ -78,7 +80,26 @@ class ConnectedModel:
             out.hidden_states = replace_recorded(self, out.hidden_states, out, recorder)
         else:  # Llama takes a None as False, whatever its config says.
             replace_captured(self, out, recorder)
+        self._check_attentions(out)
         return out if return_dict else out.to_tuple()
+
+    def _check_attentions(self, out: Any) -> None:
+        """Raise a ValueError where transformers has recorded no attentions, as its hooks are on
+        modules that a connected layer does not call.
+        """
+        attentions = getattr(out, "attentions", None)
+        if not isinstance(attentions, tuple) or attentions:
+            return
+        backbone: Any = self
+        layer = self.wiring.find_layers(backbone)[0]
+        for path in self.wiring.of_layers[0].opened_modules:
+            module = layer.get_submodule(path)
+            if module._forward_hooks:
+                raise ValueError(
+                    "output_attentions: transformers records what "
+                    f"{type(module).__name__} returns, and a connected layer calls the modules "
+                    "in it instead; disconnect the model to see its attentions"
+                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Let a module that replaces the final norm read out too, as SGLang's norms must.

@@ -63,13 +63,22 @@ class Sublayer(NamedTuple):
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
 
 
+class ExtraOutput(NamedTuple):
+    """What a layer returns of a sub-layer besides the stream."""
+
+    module: str  # the sub-layer's
+    place: int  # in what it returns
+    and_later: bool = False  # those after it too, however many there are
+
+
 class LayerWiring(NamedTuple):
     """The sub-layers of a layer in order. Those of one site read the same stream, in parallel."""
 
     sites: tuple[tuple[Sublayer, ...], ...]
-    # What the layer returns besides the stream, each as (sub-layer's module, index in what it
-    # returns), or None where the layer returns a None. `extras` is None where it returns no tuple.
-    extras: tuple[tuple[str, int] | None, ...] | None = None
+    # What the layer returns besides the stream, each one output or all outputs of a sub-layer from
+    # an index on, or None where the layer returns a None. `extras` is None where it returns no
+    # tuple.
+    extras: "tuple[ExtraOutput | None, ...] | None" = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
     # Values of the layer's arguments with which its code does something else, so that a call with
     # one of them is refused. None also stands for an argument that is left out.
@@ -84,6 +93,15 @@ class LayerWiring(NamedTuple):
         for sublayer in self.sublayers:
             steps = (sublayer.module, sublayer.norm, *sublayer.after)
             paths += [step for step in steps if isinstance(step, str)]
+        return paths
+
+    @property
+    def opened_modules(self) -> set[str]:
+        """The paths of modules whose modules a connected layer calls, so not they themselves."""
+        paths = set()
+        for sublayer in self.sublayers:
+            names = sublayer.module.split(".")
+            paths |= {".".join(names[:end]) for end in range(1, len(names))}
         return paths
 
     @property

@@ -136,10 +136,11 @@ class ConnectedLayer:
             if source is None:
                 yield None
                 continue
-            outputs = returned[source[0]]
+            outputs = returned[source.module]
             # A module may return its tensor alone where it has no more to tell.
-            if isinstance(outputs, tuple | list) and source[1] < len(outputs):
-                yield outputs[source[1]]
+            if isinstance(outputs, tuple | list):
+                stop = None if source.and_later else source.place + 1
+                yield from outputs[source.place : stop]
 
     def _run_sublayer(
         self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..class_swap import original_class, swapped_class
 from .arguments import LayerArgument, LayerSwitch
+from .families import ExtraOutput
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -38,14 +39,13 @@ class Observer(Protocol):
 
 
 class OtherOutput:
-    """Stands for an output of a module after its first one."""
+    """Stands for an output of a module after its first one, or for all from there on."""
 
-    def __init__(self, path: str, index: int):
-        self.path = path
-        self.index = index
+    def __init__(self, output: ExtraOutput):
+        self.output = output
 
     def __repr__(self) -> str:
-        return f"a further output of {self.path}"
+        return f"a further output of {self.output.module}"
 
 
 class ChangedStreamError(ValueError):
@@ -91,18 +91,26 @@ class _Output(Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return _Outputs(self._as_tuple()[index])
+            outputs = _Outputs(self._as_tuple()[index])
+            if index.stop is None and index.step is None:
+                start = index.start or 0
+                later = OtherOutput(ExtraOutput(self.path, max(start, 1), and_later=True))
+                outputs.iterated = (*self._as_tuple()[start:1], later)
+            return outputs
         return self._as_tuple()[index] if isinstance(index, int) else super().__getitem__(index)
 
     def _as_tuple(self) -> tuple[Any, ...]:
-        others = [OtherOutput(self.path, i) for i in range(1, self.length)]
+        others = [OtherOutput(ExtraOutput(self.path, i)) for i in range(1, self.length)]
         return (self.as_subclass(Tensor), *others)
 
 
 class _Outputs(tuple):
     """Some outputs of a module, which a forward may add to a tuple or to a list."""
 
-    __slots__ = ()
+    iterated: tuple[Any, ...] | None = None  # instead of them, where their number is not known
+
+    def __iter__(self) -> Any:
+        return super().__iter__() if self.iterated is None else iter(self.iterated)
 
     def __radd__(self, first: Any) -> Any:
         return type(first)([*first, *self])

@@ -23,7 +23,7 @@ from .arguments import (
     other_arguments,
     residual_argument,
 )
-from .families import SAME_INPUT
+from .families import SAME_INPUT, ExtraOutput
 from .shadow import OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
@@ -61,7 +61,7 @@ class LayerTrace(NamedTuple):
 
     calls: list[ModuleCall]
     output: StreamSum
-    extras: tuple[tuple[str, int] | None, ...] | None  # as in `LayerWiring`
+    extras: tuple[ExtraOutput | None, ...] | None  # as in `LayerWiring`
     unread_values: tuple[tuple[str, bool | None], ...] = ()  # as in `LayerWiring`
 
 
@@ -337,13 +337,13 @@ def _trace_once(
         seed,
         training,
     )
-    extras: list[tuple[str, int] | None] | None = None
+    extras: list[ExtraOutput | None] | None = None
     if isinstance(output, tuple | list):
         output, *others = output
         extras = []
         for other in others:
             if other is not None and not isinstance(other, OtherOutput):
                 raise ValueError("it returns more than its stream and outputs of its modules")
-            extras.append(None if other is None else (other.path, other.index))
+            extras.append(None if other is None else other.output)
     total = recorder.decompose(output, "what follows the layer")
     return LayerTrace(recorder.calls, total, None if extras is None else tuple(extras))
