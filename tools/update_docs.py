@@ -1,0 +1,21 @@
+"""Writes every table and figure of README and docs/ that comes from committed results or from code.
+
+python -m tools.update_docs
+
+Not docs/families.md, and not docs/inspect-pictures.md and docs/retrofit.md, whose runs are not
+committed.
+"""
+
+from benchmarks.evidence.pages import write_pages
+from benchmarks.evidence.studies import read_studies
+from tools import update_pictures, update_results
+
+
+def main() -> None:
+    write_pages(read_studies())
+    update_results.main(update_results.RESULTS)
+    update_pictures.main([])
+
+
+if __name__ == "__main__":
+    main()
