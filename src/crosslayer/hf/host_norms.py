@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..class_swap import swap_class
 
 
-def find_module(owner: Any, path: str | None) -> Any:
-    """The module at a path, "a.b", as attributes find it: an adapter passes on those of its module.
+def find_attribute(owner: Any, path: str | None) -> Any:
+    """The module or parameter at a path, "a.b", through adapters, which pass on attributes.
 
     The owner itself where there is no path.
     """
@@ -51,7 +51,7 @@ class NormReference(nn.Module):
         self.path = path
 
     def host_norm_module(self) -> Any:
-        return find_module(self.owner[0], self.path) if self.path else nn.Identity()
+        return find_attribute(self.owner[0], self.path) if self.path else nn.Identity()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,7 +98,7 @@ class OwnedNorm:
 
     def find_host_norm(self) -> Any:
         """The host's norm, looked up at each call, as another may have replaced it."""
-        return find_module(self.owner[0], self.host_path)
+        return find_attribute(self.owner[0], self.host_path)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -20,7 +20,7 @@ from .families import (
     LayerWiring,
     Sublayer,
 )
-from .host_norms import find_module
+from .host_norms import find_attribute
 from .projections import describe_sublayer, has_matrix
 from .trace import STREAM_VECTOR, LayerTrace, ModuleCall, StreamSum, same_sum, trace_layer
 
@@ -126,7 +126,7 @@ def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     while vector != STREAM_VECTOR:  # from the last site to the first
         norm = trace.calls[vector - 1]
         stream = min(norm.inputs)
-        ends_with_norm = norm.path and not has_matrix(find_module(layer, norm.path))
+        ends_with_norm = norm.path and not has_matrix(find_attribute(layer, norm.path))
         is_sum = len(norm.inputs) > 1 and norm.inputs[stream] == 1
         if not (ends_with_norm and is_sum and factor == 1):
             raise _NoSumError(
@@ -156,7 +156,7 @@ def _chain_to_stream(layer: nn.Module, trace: LayerTrace, vector: int, stream: i
     while stream not in trace.calls[chain[0] - 1].inputs:
         call = trace.calls[chain[0] - 1]
         if len(call.inputs) != 1:
-            is_dropout = call.dropout or isinstance(find_module(layer, call.path), nn.Dropout)
+            is_dropout = call.dropout or isinstance(find_attribute(layer, call.path), nn.Dropout)
             remedy = (
                 "; apply it to each of them"
                 if is_dropout and call.inputs
@@ -174,20 +174,20 @@ def _check_used_once(layer: nn.Module, trace: LayerTrace, chain: list[int], used
     """
     for vector in used.intersection(chain):
         path = trace.calls[vector - 1].path
-        if path and has_matrix(find_module(layer, path)):
+        if path and has_matrix(find_attribute(layer, path)):
             raise ValueError(f"what {path} returns joins the stream in two ways")
     used.update(chain)
 
 
 def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: float) -> Sublayer:
     calls = [trace.calls[vector - 1] for vector in chain]
-    heavy = [call.path != "" and has_matrix(find_module(layer, call.path)) for call in calls]
+    heavy = [call.path != "" and has_matrix(find_attribute(layer, call.path)) for call in calls]
     if True not in heavy or heavy.index(True) > 1:
         names = ", ".join(call.title for call in calls)
         raise ValueError(f"{names} is no sub-layer with at most one norm before it")
     main = heavy.index(True)
     norm = calls[0].path if main else None
-    if norm is not None and not (norm and isinstance(find_module(layer, norm), nn.Module)):
+    if norm is not None and not (norm and isinstance(find_attribute(layer, norm), nn.Module)):
         raise ValueError(f"{calls[0].title} is no norm, and {calls[1].title} reads it")
     factors = [factor for call in calls[1:] for factor in call.inputs.values()]
     input_scale = factors.pop(0) if main else 1.0

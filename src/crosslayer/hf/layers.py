@@ -26,7 +26,7 @@ from .families import (
     Sublayer,
 )
 from .hidden_states import HiddenState, check_order, check_whole, read_hidden_state
-from .host_norms import FinalNormReference, ModuleReference, find_module
+from .host_norms import FinalNormReference, ModuleReference, find_attribute
 from .qkv import QKVInputs
 
 
@@ -153,7 +153,7 @@ class ConnectedLayer:
         if sublayer.arguments is not None:
             selected = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
             kwargs = dict(sublayer.defaults) | selected
-        returned = _call_as_host(find_module(self, sublayer.module), sublayer, x, kwargs)
+        returned = _call_as_host(find_attribute(self, sublayer.module), sublayer, x, kwargs)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
@@ -161,7 +161,7 @@ class ConnectedLayer:
             if isinstance(step, float):
                 y = nn.functional.dropout(y, step, self.training)
                 continue
-            module = find_module(self, step)
+            module = find_attribute(self, step)
             y = module * y if isinstance(module, Tensor) else module(y)
         if sublayer.scale != 1:
             y = y * sublayer.scale

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..class_swap import original_class
 from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, FusedQKV, Sublayer
-from .host_norms import find_module
+from .host_norms import find_attribute
 
 # Names that transformers gives to the projections of q, k and v, and to those of an MLP.
 _QKV = (
@@ -51,7 +51,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
-    steps = [find_module(layer, step) for step in sublayer.after if isinstance(step, str)]
+    steps = [find_attribute(layer, step) for step in sublayer.after if isinstance(step, str)]
     if any(has_matrix(step) for step in steps):
         output = ""  # It is one of these steps.
     if not is_mlp and any(_has_parameters(step) for step in steps):

@@ -22,7 +22,7 @@ from .arguments import LayerArgument, layer_arguments, name_arguments, residual_
 from .attach import attach_connections
 from .families import LayerWiring, ModelWiring, Sublayer, own_connection
 from .hidden_states import HiddenState
-from .host_norms import find_module
+from .host_norms import find_attribute
 from .layer_recognition import paths_around, recognise_layer
 from .recognition import layer_kind
 from .shadow import (
@@ -152,7 +152,7 @@ def _run_connected(
     hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
     hidden_state = backbone.norm.connection.hidden_state(hidden.state)
     if wiring.last_norm:
-        hidden_state = find_module(shadow, wiring.last_norm)(hidden_state)
+        hidden_state = find_attribute(shadow, wiring.last_norm)(hidden_state)
     return hidden_state
 
 

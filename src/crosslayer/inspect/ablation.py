@@ -21,7 +21,7 @@ from ..connections.mudd import Mudd
 from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
-from ..hf.host_norms import find_module
+from ..hf.host_norms import find_attribute
 from .observation import ModelInputs, port_label
 from .scoring import check_scored, score_logits
 
@@ -180,7 +180,7 @@ def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 for step in sublayer.after:
                     # ViT's attention and MLP pass the same dropout. BEiT's scales are parameters.
                     if isinstance(step, str) and steps[step] == 1:
-                        is_module = isinstance(find_module(layer, step), nn.Module)
+                        is_module = isinstance(find_attribute(layer, step), nn.Module)
                         path = step if is_module else path
                 yield f"{number}.{port_label(sublayer.port)}", layer.get_submodule(path)
             site += 1
