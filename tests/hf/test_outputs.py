@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import crosslayer
 from crosslayer.testing.tiny_model import perturb_weights
@@ -203,6 +204,71 @@ def test_attentions_that_hooks_of_transformers_do_not_see():
     with pytest.raises(ValueError, match="records what T5LayerSelfAttention returns"):
         encoder(ids(), output_attentions=True)
     assert encoder(ids(), output_attentions=False).attentions is None
+    encoder.set_attn_implementation("sdpa")  # which has no weights to record, connected or not
+    assert encoder(ids(), output_attentions=True).attentions == ()
+
+
+class SeveralOutputs(nn.Linear):
+    """A sub-layer that returns its tensor and `count - 1` further ones."""
+
+    count = 2
+
+    def forward(self, x):
+        return tuple(super(SeveralOutputs, self).forward(x) * (i + 1) for i in range(self.count))
+
+
+FURTHER_OUTPUTS = {
+    "slice": lambda h, a, m: (h,) + a[1:],  # noqa: RUF005
+    "two slices": lambda h, a, m: (h,) + (a[1:] + m[1:]),
+    "from the third": lambda h, a, m: (h, *a[2:]),
+    "to the third": lambda h, a, m: (h, *a[1:3], None),
+    "backwards": lambda h, a, m: (h,) + a[1:][::-1],  # noqa: RUF005
+    "starred": lambda h, a, m: (h, *(lambda first, *rest: rest)(*m)),
+    "from the last": lambda h, a, m: (h, a[-1]),
+}
+
+
+@pytest.mark.parametrize("form", FURTHER_OUTPUTS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_further_outputs_that_a_layer_returns(form, count, monkeypatch):
+    monkeypatch.setattr(SeveralOutputs, "count", count)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn_norm, self.mlp_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+            self.attn, self.mlp = SeveralOutputs(8, 8), SeveralOutputs(8, 8)
+
+        def forward(self, x):
+            a = self.attn(self.attn_norm(x))
+            h = x + a[0]
+            m = self.mlp(self.mlp_norm(h))
+            return FURTHER_OUTPUTS[form](h + m[0], a, m)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+            self.norm = nn.RMSNorm(8)
+
+        def forward(self, x):
+            others = []
+            for layer in self.layers:
+                x, *further = layer(x)
+                others += further
+            return self.norm(x), others
+
+    model = Model()
+    x = torch.randn(2, 5, 8)
+    expected, expected_others = model(x)
+    if form == "from the last":
+        with pytest.raises(ValueError, match="counts the outputs of attn from the last one"):
+            crosslayer.connect(model, "prenorm")
+        return
+    out, others = crosslayer.connect(model, "prenorm")(x)
+    torch.testing.assert_close(out, expected)
+    assert len(others) == len(expected_others)
+    assert all(a is b or torch.allclose(a, b) for a, b in zip(others, expected_others, strict=True))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])

@@ -88,7 +88,9 @@ class ConnectedModel:
         modules that a connected layer does not call.
         """
         attentions = getattr(out, "attentions", None)
-        if not isinstance(attentions, tuple) or attentions:
+        config = getattr(self, "config", None)
+        has_weights = getattr(config, "_attn_implementation", "eager") == "eager"
+        if not has_weights or not isinstance(attentions, tuple) or attentions:
             return
         backbone: Any = self
         layer = self.wiring.find_layers(backbone)[0]

@@ -20,6 +20,8 @@ from .arguments import LayerArgument, LayerSwitch
 from .families import ExtraOutput
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+# Outputs of a stand-in whose caller does not unpack them into names: more than any module has.
+MOST_OUTPUTS = 16
 
 
 class Observer(Protocol):
@@ -39,7 +41,7 @@ class Observer(Protocol):
 
 
 class OtherOutput:
-    """Stands for an output of a module after its first one, or for all from there on."""
+    """Stands for an output of a module after its first one."""
 
     def __init__(self, output: ExtraOutput):
         self.output = output
@@ -73,7 +75,7 @@ class StandIn:
             return answer
         output: Any = answer.as_subclass(_Output)
         output.path = self.path
-        output.length = self.lengths.get(self.path, 2)
+        output.length = self.lengths.get(self.path, MOST_OUTPUTS)
         return output
 
 
@@ -90,14 +92,16 @@ class _Output(Tensor):
         return iter(self._as_tuple())
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            outputs = _Outputs(self._as_tuple()[index])
-            if index.stop is None and index.step is None:
-                start = index.start or 0
-                later = OtherOutput(ExtraOutput(self.path, max(start, 1), and_later=True))
-                outputs.iterated = (*self._as_tuple()[start:1], later)
-            return outputs
-        return self._as_tuple()[index] if isinstance(index, int) else super().__getitem__(index)
+        if not isinstance(index, slice | int):
+            return super().__getitem__(index)
+        bounds = (index.start, index.stop) if isinstance(index, slice) else (index,)
+        if self.length == MOST_OUTPUTS and any(bound is not None and bound < 0 for bound in bounds):
+            raise ValueError(
+                f"its own code counts the outputs of {self.path} from the last one, and their "
+                "number may differ"
+            )
+        outputs = self._as_tuple()[index]
+        return _Outputs(outputs) if isinstance(index, slice) else outputs
 
     def _as_tuple(self) -> tuple[Any, ...]:
         others = [OtherOutput(ExtraOutput(self.path, i)) for i in range(1, self.length)]
@@ -107,10 +111,7 @@ class _Output(Tensor):
 class _Outputs(tuple):
     """Some outputs of a module, which a forward may add to a tuple or to a list."""
 
-    iterated: tuple[Any, ...] | None = None  # instead of them, where their number is not known
-
-    def __iter__(self) -> Any:
-        return super().__iter__() if self.iterated is None else iter(self.iterated)
+    __slots__ = ()
 
     def __radd__(self, first: Any) -> Any:
         return type(first)([*first, *self])
@@ -294,7 +295,8 @@ def make_shadow(
     Args:
         module: a layer or a backbone.
         observer: answers the calls of the stand-ins.
-        lengths: into how many names a stand-in's output is unpacked, by path; 2 for any other.
+        lengths: into how many names a stand-in's output is unpacked, by path; any other has
+            `MOST_OUTPUTS`.
         replaced: paths of the modules that stand-ins replace; None for all.
         opened, seed, training: as in `run_layer_shadow`.
     """

@@ -6,7 +6,7 @@ factors, whatever the code looks like.
 """
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from .arguments import (
     residual_argument,
 )
 from .families import SAME_INPUT, ExtraOutput
-from .shadow import OtherOutput, SeveralStreamsError, run_layer_shadow
+from .shadow import MOST_OUTPUTS, OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
 # Sequences and tokens of a trace, and the size of its values. What a layer does depends on neither
@@ -337,13 +337,27 @@ def _trace_once(
         seed,
         training,
     )
-    extras: list[ExtraOutput | None] | None = None
+    extras: tuple[ExtraOutput | None, ...] | None = None
     if isinstance(output, tuple | list):
         output, *others = output
-        extras = []
-        for other in others:
-            if other is not None and not isinstance(other, OtherOutput):
-                raise ValueError("it returns more than its stream and outputs of its modules")
-            extras.append(None if other is None else other.output)
+        extras = _join_last_outputs(others)
     total = recorder.decompose(output, "what follows the layer")
-    return LayerTrace(recorder.calls, total, None if extras is None else tuple(extras))
+    return LayerTrace(recorder.calls, total, extras)
+
+
+def _join_last_outputs(others: Sequence[Any]) -> tuple[ExtraOutput | None, ...]:
+    """What a layer returns besides its stream, with the last outputs of a module as one entry."""
+    extras: list[ExtraOutput | None] = []
+    for other in reversed(others):
+        if other is None:
+            extras.append(None)
+            continue
+        if not isinstance(other, OtherOutput):
+            raise ValueError("it returns more than its stream and outputs of its modules")
+        output = other.output._replace(and_later=other.output.place == MOST_OUTPUTS - 1)
+        following = extras[-1] if extras else None
+        if following == output._replace(place=output.place + 1, and_later=True):
+            extras.pop()
+            output = output._replace(and_later=True)
+        extras.append(output)
+    return tuple(reversed(extras))
