@@ -87,10 +87,10 @@ def fill_page(page: str, sections: Mapping[str, str]) -> str:
     if sorted(marks) != sorted(sections):
         raise ValueError(f"the page has the parts {marks}, expected {list(sections)}")
     for name, text in sections.items():
-        pattern = rf"(<!-- evidence: {re.escape(name)} -->\n).*?(<!-- /evidence -->)"
-        page = re.sub(
-            pattern, lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page, flags=re.S
-        )
+        start, end = f"<!-- evidence: {name} -->\n", "<!-- /evidence -->"
+        before, _, rest = page.partition(start)
+        _, _, after = rest.partition(end)
+        page = f"{before}{start}\n{text}\n\n{end}{after}"
     return page
 
 

@@ -111,5 +111,5 @@ def _multiplier_cell(law: PowerLaw, study: Study, name: str) -> str:
 def _compute_and_losses(study: Study, name: str) -> tuple[list[float], list[float]]:
     """The compute of each run of an arm, and its loss."""
     runs = study.runs(name).values()
-    computes = [FLOPS_PER_PARAMETER * run.parameters * study.tokens for run in runs]
+    computes = [float(FLOPS_PER_PARAMETER * run.parameters * study.tokens) for run in runs]
     return computes, [run.valid_loss for run in runs]

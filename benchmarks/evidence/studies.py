@@ -18,6 +18,7 @@ from crosslayer.run_folders import RESULTS_FILE
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import (
     ComparisonResults,
+    DivergedRun,
     join_environments,
     read_results,
 )
@@ -305,7 +306,8 @@ def merge_results(parts: dict[str, ComparisonResults]) -> ComparisonResults:
         for arm, row in part.arms.items():
             if merged.arms.setdefault(arm, row) != row:
                 raise ValueError(f"{name}: the arm {arm!r} has other options in another file")
-        for run in (*part.runs, *part.diverged):
+        runs: list[RunResult | DivergedRun] = [*part.runs, *part.diverged]
+        for run in runs:
             owner = owners.setdefault((run.arm, run.seed), name)
             if owner != name:
                 raise ValueError(f"{name} and {owner} both have {run.arm!r}, seed {run.seed}")
