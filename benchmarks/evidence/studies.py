@@ -38,7 +38,8 @@ LONG_STUDY = "long"  # the same for four times the tokens
 SMALL_STUDY = "warm-small"  # most of these in a smaller model, with a longer warm-up
 UNSCALED = "unscaled-"  # before the name of a study: with Llama's own embeddings
 SEEDS = 3
-# Where the data are may differ between machines. What they are is known by their digest.
+# Where the data are may differ between machines. What they are is known by their digest, and whose
+# study it is by the names of the validation sets.
 LOCAL_OPTIONS = ("data", "valid")
 # Of a part, that hold for each of its studies.
 PLAN_KEYS = ("arms", "seeds", "search_rates", "same_speed", "paired")
@@ -330,7 +331,8 @@ def take_over(comparison: Path, folder: Path = RESULTS) -> Path:
     for plan in read_plans().values():
         settings = plan.settings()
         local = {name: settings[name] for name in LOCAL_OPTIONS}
-        if settings == results.settings | local:
+        same_texts = settings["valid"].keys() == results.settings["valid"].keys()
+        if same_texts and settings == results.settings | local:
             results.settings |= local
             file = folder / f"{plan.name}.{comparison.name}.json"
             folder.mkdir(parents=True, exist_ok=True)

@@ -298,7 +298,7 @@ def test_every_planned_study_starts(tmp_path):
         file.write_text("the quick brown fox. " * 400)
     for plan in read_plans().values():
         data = {"data": str(text), "valid": {"text": str(valid)}, "tokenizer": "bytes"}
-        recipe = load_recipe(RECIPE, **plan.options, **data)
+        recipe = load_recipe(RECIPE, **(plan.options | data))
         recipe.arms = [arm for arm in recipe.arms if arm.name in (plan.arms or ARMS)]
         folder = tmp_path / plan.name
         comparison = prepare_comparison(recipe, plan.seeds, folder, plan.search_rates)
