@@ -56,6 +56,16 @@ def planted(tmp_path_factory):
     return read_studies(folder / "docs", folder / "arms.csv")
 
 
+def test_a_study_is_known_by_its_validation_sets(tmp_path):
+    """Of two plans that differ in their text alone. Where the text lies does not matter."""
+    sizes = {"layers": 6, "dim": 96, "steps": 140, "lr": 8e-3, "warmup": 0.3}
+    novels = {"data": "elsewhere.jsonl", "valid": {"novels": "elsewhere-valid.jsonl"}}
+    of_novels = write_results(tmp_path / "a", ["prenorm"], 1, **sizes, **novels)
+    assert take_over(of_novels, tmp_path / "docs").name == "warm-small-novels.a.json"
+    of_wikitext = write_results(tmp_path / "b", ["prenorm"], 1, **sizes)
+    assert take_over(of_wikitext, tmp_path / "docs").name == "warm-small.b.json"
+
+
 def table_row(text: str, first: str) -> list[str]:
     line = next(line for line in text.splitlines() if line.startswith(f"| {first} |"))
     return [cell.strip() for cell in line.strip("|").split("|")]

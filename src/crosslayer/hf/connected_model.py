@@ -88,10 +88,11 @@ class ConnectedModel:
         modules that a connected layer does not call.
         """
         attentions = getattr(out, "attentions", None)
-        config = getattr(self, "config", None)
-        has_weights = getattr(config, "_attn_implementation", "eager") == "eager"
-        if not has_weights or not isinstance(attentions, tuple) or attentions:
+        if not isinstance(attentions, tuple) or attentions:
             return
+        config = getattr(self, "config", None)
+        if getattr(config, "_attn_implementation", "eager") != "eager":
+            return  # The others have no weights, connected or not.
         backbone: Any = self
         layer = self.wiring.find_layers(backbone)[0]
         for path in self.wiring.of_layers[0].opened_modules:

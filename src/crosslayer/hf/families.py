@@ -78,7 +78,7 @@ class LayerWiring(NamedTuple):
     # What the layer returns besides the stream, each one output or all outputs of a sub-layer from
     # an index on, or None where the layer returns a None. `extras` is None where it returns no
     # tuple.
-    extras: "tuple[ExtraOutput | None, ...] | None" = None
+    extras: tuple[ExtraOutput | None, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
     # Values of the layer's arguments with which its code does something else, so that a call with
     # one of them is refused. None also stands for an argument that is left out.

@@ -86,6 +86,7 @@ def sublayer_output(k: int, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def run_connections(sites: list[crosslayer.Connection], x: Tensor) -> Tensor:
+    """The readout of the connections around `sublayer_output`, from an embedding x [B T D]."""
     state = sites[0].init(x)
     for k, site in enumerate(sites[:-1]):
         inputs, state = site.read(state)
