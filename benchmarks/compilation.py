@@ -4,6 +4,7 @@ for kernel in compile_launches(width_connection_case(n=4), N=16, D=2048, dtype=t
     print(kernel.name, kernel.num_warps, kernel.binary.metadata.shared)
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class CompiledKernel(NamedTuple):
         constants: the constexpr arguments.
         num_warps: warps of a program.
         binary: what `triton.compile` returned.
+        seconds: how long triton took; hardly any where its cache has the kernel.
     """
 
     name: str
@@ -38,6 +40,7 @@ class CompiledKernel(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     binary: Any
+    seconds: float
 
 
 def compile_launches(
@@ -144,8 +147,10 @@ def _compile_kernel(
     source = ASTSource(kernel, signature.types, signature.constants, signature.divisible)
     options = launch.compiler_options(num_warps, num_stages, max_registers)
     target = GPUTarget("cuda", capability, 32)
+    begin = time.perf_counter()
     binary = triton.compile(source, target=target, options=options)
-    return CompiledKernel(kernel.__name__, grid, constants, num_warps, binary)
+    seconds = time.perf_counter() - begin
+    return CompiledKernel(kernel.__name__, grid, constants, num_warps, binary, seconds)
 
 
 def _triton_type(argument: Any) -> Any:
