@@ -9,10 +9,11 @@ decode        one token with a static cache
 memory        peak activation memory of a training step, stored or recomputed
 arms          every arm of a recipe: a training step, a forward pass, decoding
 machine_code  kernels compiled for a GPU, which need not be here: waits and a model of their speed
+compile_time  how many kernels a model compiles, and how long that takes
 launches      Python's time for a call of each op, which needs no GPU
 
-All but ops, machine_code and launches compare with pre-norm in the same process. Each row is
-appended to OUT/NAME.csv as soon as it is measured.
+chain, step, decode, memory and arms compare with pre-norm in the same process. Each row is appended
+to OUT/NAME.csv as soon as it is measured.
 """
 
 import argparse
@@ -37,7 +38,10 @@ from crosslayer.errors import error_in_one_line
 from crosslayer.number_texts import NOT_KNOWN, format_number
 from crosslayer.validation import DTYPES
 
-BENCHMARKS = ("ops", "chain", "step", "decode", "memory", "arms", "machine_code", "launches")
+BENCHMARKS = (
+    *("ops", "chain", "step", "decode", "memory", "arms"),
+    *("machine_code", "compile_time", "launches"),
+)
 RESULTS = Path(__file__).parent / "results"
 # columns with the same value in every row; they are in the title of the printed table
 TITLE_COLUMNS = ("device", "threads", "layers", "tokens", "dtype", "cache", "copy GB/s")

@@ -5,7 +5,7 @@ and without this the compiler would fuse over depth. Norms are left out, because
 the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,14 +49,22 @@ copy_sublayer.register_autograd(
 
 
 class ConnectionChain(nn.Module):
-    """All sites of a model, around sub-layers that copy: [B T D] -> [B T D]."""
+    """All sites of a model, around sub-layers that copy: [B T D] -> [B T D].
 
-    def __init__(self, spec: str, dim: int, layers: int):
+    Args:
+        spec: of the connections.
+        dim: the width D.
+        layers: each has two sub-layers.
+        norm: makes the norm of an input, given the width.
+    """
+
+    def __init__(
+        self, spec: str, dim: int, layers: int, norm: Callable[[int], nn.Module] = nn.Identity
+    ):
         super().__init__()
         make_connection = crosslayer.make(spec)
         self.sites: Any = nn.ModuleList(
-            make_connection(site, dim, lambda port: nn.Identity())
-            for site in crosslayer.plan(layers)
+            make_connection(site, dim, lambda port: norm(dim)) for site in crosslayer.plan(layers)
         )
 
     def forward(self, x: Tensor) -> Tensor:

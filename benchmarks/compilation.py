@@ -5,7 +5,7 @@ for kernel in compile_launches(width_connection_case(n=4), N=16, D=2048, dtype=t
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -55,23 +55,46 @@ def compile_launches(
         dtype: of the rows.
         capability: of the GPU, 90 for Hopper.
     """
-    compiled: list[CompiledKernel] = []
-
-    def compile_launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        compiled.append(_compile_kernel(capability, kernel, grid, *args, **options))
-
-    with replaced_launches(compile_launch):
+    with recorded_launches() as launches:
         run_forward_and_backward(case, N, D, dtype)
-    return compiled
+    return [compile_launch(launch, capability) for launch in launches.values()]
+
+
+class Launch(NamedTuple):
+    """The arguments of `launch.launch_kernel`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
 
 
 @contextmanager
-def replaced_launches(launch_kernel: Callable[..., None]) -> Iterator[None]:
-    """Call this instead of `launch.launch_kernel`."""
+def recorded_launches() -> Iterator[dict[str, Launch]]:
+    """Launches run nothing within. The dict gets the first launch of each binary that they need."""
     from crosslayer.kernels import launch
 
-    with mock.patch.object(launch, "launch_kernel", launch_kernel):
-        yield
+    launches: dict[str, Launch] = {}
+
+    def record_launch(
+        kernel: Any,
+        grid: tuple[int, ...],
+        *args: Any,
+        num_warps: int,
+        num_stages: int = 3,
+        max_registers: int | None = None,
+        **constants: Any,
+    ) -> None:
+        options = (num_warps, num_stages, max_registers)
+        signature = launch_signature(kernel, args, constants)
+        key = f"{kernel.__name__} {signature} {options}"
+        launches.setdefault(key, Launch(kernel, grid, args, constants, *options))
+
+    with mock.patch.object(launch, "launch_kernel", record_launch):
+        yield launches
 
 
 def run_forward_and_backward(case: Case, N: int, D: int, dtype: torch.dtype) -> None:
@@ -127,30 +150,24 @@ def _is_one(argument: Any, parameter: Any) -> bool:
     return type(argument) is int and argument == 1 and not parameter.do_not_specialize
 
 
-def _compile_kernel(
-    capability: int,
-    kernel: Any,
-    grid: tuple[int, ...],
-    *args: Any,
-    num_warps: int,
-    num_stages: int = 3,
-    max_registers: int | None = None,
-    **constants: Any,
-) -> CompiledKernel:
+def compile_launch(launch: Launch, capability: int = HOPPER) -> CompiledKernel:
+    """The kernel of a launch, as triton compiles it for a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from crosslayer.kernels import launch
+    from crosslayer.kernels.launch import compiler_options
 
-    signature = launch_signature(kernel, args, constants)
-    source = ASTSource(kernel, signature.types, signature.constants, signature.divisible)
-    options = launch.compiler_options(num_warps, num_stages, max_registers)
+    types, constants, divisible = launch_signature(launch.kernel, launch.args, launch.constants)
+    source = ASTSource(launch.kernel, types, constants, divisible)
+    options = compiler_options(launch.num_warps, launch.num_stages, launch.max_registers)
     target = GPUTarget("cuda", capability, 32)
     begin = time.perf_counter()
     binary = triton.compile(source, target=target, options=options)
     seconds = time.perf_counter() - begin
-    return CompiledKernel(kernel.__name__, grid, constants, num_warps, binary, seconds)
+    return CompiledKernel(
+        launch.kernel.__name__, launch.grid, launch.constants, launch.num_warps, binary, seconds
+    )
 
 
 def _triton_type(argument: Any) -> Any:

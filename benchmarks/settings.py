@@ -38,6 +38,14 @@ CPU_SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 MACHINE_CODE_SIZES: dict[str, Any] = {**GPU_SIZES, "dims": [2048, 4096]}
+COMPILE_TIME_SIZES: dict[str, Any] = {
+    "specs": CHAIN_SPECS,
+    "layers": 24,
+    "batch": 1,
+    "context": 2,
+    "dims": [2048],
+    "dtype": "bfloat16",
+}
 LAUNCH_SIZES: dict[str, Any] = {
     "layers": 1,
     "batch": 1,
@@ -61,6 +69,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},
         "arms": GPU_SIZES,
         "machine_code": MACHINE_CODE_SIZES,
+        "compile_time": COMPILE_TIME_SIZES,
         "launches": LAUNCH_SIZES,
     },
     "cpu": {
@@ -77,6 +86,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "arms": {**CPU_SIZES, "seconds": 7.0},
         "memory": {**GPU_SIZES, "specs": MEMORY_SPECS},  # on the meta device
         "machine_code": MACHINE_CODE_SIZES,
+        "compile_time": COMPILE_TIME_SIZES,
         "launches": LAUNCH_SIZES,
     },
 }

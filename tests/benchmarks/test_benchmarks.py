@@ -42,6 +42,7 @@ OPTIONS = {  # benchmark -> its options besides TOY
     "decode": {**SPECS, "variants": ["eager"]},
     "memory": SPECS,
     "machine_code": {"ops": ["add_norm"]},
+    "compile_time": SPECS,
     "launches": {"ops": ["add_norm", "write_norm_project joint"], "streams": [8]},
     "arms": {"recipe": str(Path(__file__).parent / "toy.yaml")},
 }

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import crosslayer
 from benchmarks.cases import (
     Case,
     attention_case,
@@ -15,10 +14,10 @@ from benchmarks.cases import (
     project_case,
     width_connection_case,
 )
-from benchmarks.compilation import compile_launches, launch_signature, replaced_launches
+from benchmarks.chain import ConnectionChain
+from benchmarks.compilation import compile_launches
+from benchmarks.compile_time import model_launches
 from benchmarks.sass import read_machine_code
-from crosslayer.ops import dispatch
-from tests.support import chain
 
 pytest.importorskip("triton")
 
@@ -87,9 +86,9 @@ def test_loads_do_not_wait_for_sums(name):
 @pytest.mark.parametrize(
     ("spec", "most"), [("mudd", 20), ("attnres", 11), ("attnres(block_size=4)", 7)]
 )
-def test_number_of_compiled_kernels(spec, most, monkeypatch):
+def test_number_of_compiled_kernels(spec, most):
     """24 layers compile a kernel for each bucket of sources; another number of tokens, none."""
-    first, *others = compiled_kernels(spec, [(2, 8), (1, 3), (1, 1)], monkeypatch)
+    first, *others = kernel_names(spec, [(2, 8), (1, 3), (1, 1)])
     assert len(first) <= most
     assert others == [first] * 2
 
@@ -97,28 +96,12 @@ def test_number_of_compiled_kernels(spec, most, monkeypatch):
 def test_number_of_kernels_compiled_to_decode(monkeypatch):
     """Programs share a row of each generator. What joins them is compiled for powers of two."""
     monkeypatch.setattr("crosslayer.kernels.launch.split_count", share_rows)
-    (names,) = compiled_kernels("mudd", [(1, 1)], monkeypatch, D=256)
+    (names,) = kernel_names("mudd", [(1, 1)], dim=256)
     assert names.count("join_splits") <= 6
 
 
-def compiled_kernels(spec, sizes, monkeypatch, D=chain.D) -> list[list[str]]:
-    """The names of the kernels compiled so far after each batch [batch, tokens] of 24 layers."""
-    compiled = {}
-
-    def record_launch(
-        kernel, grid, *args, num_warps, num_stages=3, max_registers=None, **constants
-    ):
-        types, constants, _ = launch_signature(kernel, args, constants)
-        options = (num_warps, num_stages, max_registers)
-        compiled[kernel.__name__, str(types), str(constants), options] = kernel.__name__
-
-    make = crosslayer.make(spec)
-    sites = nn.ModuleList(make(site, D, lambda port: nn.RMSNorm(D)) for site in crosslayer.plan(24))
-    monkeypatch.setattr(dispatch, "kernel_devices", ("cpu",))
-    names = []
-    with replaced_launches(record_launch):
-        for batch, tokens in sizes:
-            x = torch.randn(batch, tokens, D, requires_grad=True)
-            chain.run(sites, x).sum().backward()
-            names.append(list(compiled.values()))
-    return names
+def kernel_names(spec: str, sizes: list[tuple[int, int]], dim: int = 32) -> list[list[str]]:
+    """The kernels compiled so far after each batch [batch, tokens] of 24 layers."""
+    chain = ConnectionChain(spec, dim, 24, norm=nn.RMSNorm)
+    so_far = model_launches(chain, [(*size, dim) for size in sizes])
+    return [[launch.kernel.__name__ for launch in launches] for launches in so_far]
