@@ -84,7 +84,7 @@ def test_loads_do_not_wait_for_sums(name):
 
 
 @pytest.mark.parametrize(
-    ("spec", "most"), [("mudd", 20), ("attnres", 11), ("attnres(block_size=4)", 7)]
+    ("spec", "most"), [("mudd", 24), ("attnres", 11), ("attnres(block_size=4)", 7)]
 )
 def test_number_of_compiled_kernels(spec, most):
     """24 layers compile a kernel for each bucket of sources; another number of tokens, none."""
@@ -96,12 +96,12 @@ def test_number_of_compiled_kernels(spec, most):
 def test_number_of_kernels_compiled_to_decode(monkeypatch):
     """Programs share a row of each generator. What joins them is compiled for powers of two."""
     monkeypatch.setattr("crosslayer.kernels.launch.split_count", share_rows)
-    (names,) = kernel_names("mudd", [(1, 1)], dim=256)
+    (names,) = kernel_names("mudd", [(1, 1)])
     assert names.count("join_splits") <= 6
 
 
-def kernel_names(spec: str, sizes: list[tuple[int, int]], dim: int = 32) -> list[list[str]]:
-    """The kernels compiled so far after each batch [batch, tokens] of 24 layers."""
-    chain = ConnectionChain(spec, dim, 24, norm=nn.RMSNorm)
-    so_far = model_launches(chain, [(*size, dim) for size in sizes])
+def kernel_names(spec: str, sizes: list[tuple[int, int]]) -> list[list[str]]:
+    """The kernels compiled so far after each batch [batch, tokens] of 24 layers in bfloat16."""
+    chain = ConnectionChain(spec, 256, 24, norm=nn.RMSNorm).bfloat16()
+    so_far = model_launches(chain, [(*size, 256) for size in sizes], torch.bfloat16)
     return [[launch.kernel.__name__ for launch in launches] for launches in so_far]
