@@ -18,7 +18,7 @@ def _hold(folder, connection):
 
 
 def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # a new interpreter imports torch for seconds
     here, there = context.Pipe()
     holder = context.Process(target=_hold, args=(tmp_path / "run", there))
     holder.start()

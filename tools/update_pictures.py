@@ -80,7 +80,7 @@ def draw_connection(name: str) -> bytes:
         )
         for title, m in maps.items()
     ]
-    return render_figure(panels)["png"]
+    return render_figure(panels, suffixes=["png"])["png"]
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def draw_runs(runs: Path) -> None:
     for section in SECTIONS:
         panels = section.panels([inspections[run] for run in RUNS.get(section.name, ())])
         if panels:
-            png = render_figure(panels)["png"]
+            png = render_figure(panels, suffixes=["png"])["png"]
             save_picture(section.name, png)
 
 

@@ -13,6 +13,7 @@ STYLES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
 TITLE_WIDTH = 46  # characters in a line of a panel's title
 AXIS_WIDTH = 36  # in a line of an axis's name
+METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {}}  # the same file each day
 
 DrawPanel = Callable[[Any], None]  # draws on the axes of one panel
 
@@ -30,14 +31,18 @@ def line_look(number: int) -> dict[str, str]:
 
 
 def render_figure(
-    panels: Sequence[tuple[str, DrawPanel]], width: float = 5.2, height: float = 4.4
+    panels: Sequence[tuple[str, DrawPanel]],
+    width: float = 5.2,
+    height: float = 4.4,
+    suffixes: Sequence[str] = ("svg",),
 ) -> dict[str, bytes]:
-    """A figure of panels in rows of three, or of two where they are four, as SVG and PNG.
+    """A figure of panels in rows of three, or of two where they are four.
 
     Args:
         panels: a title and a function that draws, each.
         width: of a panel, in inches.
         height: of a panel, in inches.
+        suffixes: of the wanted files, "svg" or "png".
 
     Returns:
         File contents by suffix.
@@ -69,11 +74,11 @@ def render_figure(
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # laid out now, once for both files
-        for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
+        figure.set_layout_engine("none")  # laid out now, once for all files
+        for suffix in suffixes:
             file = io.BytesIO()
-            figure.savefig(file, format=suffix, metadata=metadata, dpi=110)
+            figure.savefig(file, format=suffix, metadata=METADATA[suffix], dpi=110)
             files[suffix] = file.getvalue()
-    # without its prologue, it can be a part of a page too
-    files["svg"] = b"".join(files["svg"].partition(b"<svg")[1:])
+    if "svg" in files:  # without its prologue, it can be a part of a page too
+        files["svg"] = b"".join(files["svg"].partition(b"<svg")[1:])
     return files

@@ -25,7 +25,6 @@ from crosslayer.kernels import launch
 from crosslayer.norms import NormSpec
 from crosslayer.ops import dispatch
 from crosslayer.testing.tiny_model import perturb_weights
-from tests.hf.backbones import build
 from tests.kernels.accuracy import assert_accurate
 from tests.kernels.cases import CASES, PATHS
 from tests.kernels.interpreter import (
@@ -441,13 +440,18 @@ def test_a_norm_with_a_hook_is_called(monkeypatch):
     assert calls == [1]
 
 
+def build_llama(**sizes):
+    """Most of this file needs no transformers, whose import takes longer than the tests."""
+    from tests.hf.backbones import build
+
+    return build("llama", **sizes).to(DEVICE)
+
+
 @pytest.mark.parametrize("spec", [*list(LAUNCHED)[:5], "mhc(streams=2, iterations=3)"])
 def test_whole_model(spec, monkeypatch):
     """A host's step is the same with kernels as without, and compiles to one graph."""
     torch.manual_seed(0)
-    model = perturb_weights(crosslayer.connect(build("llama", num_hidden_layers=2), spec)).to(
-        DEVICE
-    )
+    model = perturb_weights(crosslayer.connect(build_llama(num_hidden_layers=2), spec))
     tokens = torch.randint(97, (1, 4), device=DEVICE)
 
     def step(model):
@@ -466,7 +470,7 @@ def test_whole_model(spec, monkeypatch):
 
 def test_disconnect_with_kernels(monkeypatch):
     switch_kernels_on(monkeypatch)
-    crosslayer.disconnect(crosslayer.connect(build("llama").to(DEVICE), "mudd"))
+    crosslayer.disconnect(crosslayer.connect(build_llama(), "mudd"))
 
 
 @all_cases

@@ -106,7 +106,7 @@ def write_report(
     for section, panels in drawn:
         if not panels:
             continue
-        files = render_figure(panels)
+        files = render_figure(panels, suffixes=("svg", "png"))
         for suffix, data in files.items():
             (pictures / f"{section.name}.{suffix}").write_bytes(data)
         body += f"<h2>{html.escape(section.title)}</h2>\n<p>{html.escape(section.text)}</p>\n"

@@ -6,7 +6,7 @@ but `YAML_ONLY`).
 
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, NamedTuple, Self, get_type_hints
+from typing import Any, Literal, NamedTuple, Self, get_origin, get_type_hints
 
 from ..data.prepared import find_tokenizer_name
 from ..files import expand_place
@@ -362,12 +362,21 @@ def parse_options(options: dict[str, Any]) -> dict[str, Any]:
     types = _option_types()
     parsed: dict[str, Any] = {}
     for name, value in options.items():
-        try:
-            parsed |= _option_parser().parse_object({name: value}, defaults=False).as_dict()
-        except Exception:  # argparse's, in the words of its types
-            raise ValueError(describe_wrong_value(name, value, types[name])) from None
+        if _may_be_converted(value, types[name]):
+            try:
+                parsed |= _option_parser().parse_object({name: value}, defaults=False).as_dict()
+            except Exception:  # argparse's, in the words of its types
+                raise ValueError(describe_wrong_value(name, value, types[name])) from None
+        else:
+            parsed[name] = value
         check_option_type(name, parsed[name], types[name])  # the parser lets None and NaN pass
     return parsed
+
+
+def _may_be_converted(value: Any, annotation: Any) -> bool:
+    """Whether the parser, which takes a millisecond, could return another value than this."""
+    is_word = get_origin(annotation) is Literal
+    return not (value is None or is_word or type(value) is annotation)
 
 
 @cache

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.methods import ENTRY_POINT_GROUP
-from crosslayer.testing import two_ranks
 from crosslayer.testing.tiny_model import equal_tensors, loss_and_gradients, tiny_gpt, token_ids
 
 from .shared import every_compiled, every_method, every_option, every_sequential, is_own
@@ -134,9 +133,11 @@ def sharded_errors(request, tmp_path_factory):
         for item in request.session.items
         if getattr(item, "originalname", "") == "test_two_rank_fsdp2"
     ]
+    from crosslayer.testing.two_ranks import shard_and_train  # FSDP takes seconds to import
+
     selected = [case for case in collected if not is_of_this_process(case[0])]
     folder = str(tmp_path_factory.mktemp("fsdp"))
-    torch.multiprocessing.spawn(two_ranks.shard_and_train, (folder, selected), nprocs=2)
+    torch.multiprocessing.spawn(shard_and_train, (folder, selected), nprocs=2)
     with open(f"{folder}/errors.json") as file:
         return json.load(file)
 
