@@ -5,7 +5,7 @@ for kernel in compile_launches(width_connection_case(n=4), N=16, D=2048, dtype=t
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,6 +31,7 @@ class CompiledKernel(NamedTuple):
         grid: numbers of programs.
         constants: the constexpr arguments.
         num_warps: warps of a program.
+        launches: of this binary.
         binary: what `triton.compile` returned.
         seconds: of a processor that triton took; hardly any where its cache has the kernel.
     """
@@ -39,6 +40,7 @@ class CompiledKernel(NamedTuple):
     grid: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int
+    launches: int
     binary: Any
     seconds: float
 
@@ -46,7 +48,7 @@ class CompiledKernel(NamedTuple):
 def compile_launches(
     case: Case, N: int, D: int, dtype: torch.dtype, capability: int = HOPPER
 ) -> list[CompiledKernel]:
-    """The kernels of an op's forward and backward, in the order of their launches.
+    """The kernels of an op's forward and backward, in the order of their first launches.
 
     Args:
         case: the op's inputs.
@@ -57,7 +59,7 @@ def compile_launches(
     """
     with recorded_launches() as launches:
         run_forward_and_backward(case, N, D, dtype)
-    return [compile_launch(launch, capability) for launch in launches.values()]
+    return [compile_binary(same, capability) for same in launches.values()]
 
 
 class Launch(NamedTuple):
@@ -73,11 +75,11 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def recorded_launches() -> Iterator[dict[str, Launch]]:
-    """Launches run nothing within. The dict gets the first launch of each binary that they need."""
+def recorded_launches() -> Iterator[dict[str, list[Launch]]]:
+    """Launches run nothing within. The dict gets those of each binary that they need."""
     from crosslayer.kernels import launch
 
-    launches: dict[str, Launch] = {}
+    launches: dict[str, list[Launch]] = {}
 
     def record_launch(
         kernel: Any,
@@ -91,7 +93,8 @@ def recorded_launches() -> Iterator[dict[str, Launch]]:
         options = (num_warps, num_stages, max_registers)
         signature = launch_signature(kernel, args, constants)
         key = f"{kernel.__name__} {signature} {options}"
-        launches.setdefault(key, Launch(kernel, grid, args, constants, *options))
+        same = launches.setdefault(key, [])
+        same.append(Launch(kernel, grid, args, constants, *options))
 
     with mock.patch.object(launch, "launch_kernel", record_launch):
         yield launches
@@ -150,14 +153,15 @@ def _is_one(argument: Any, parameter: Any) -> bool:
     return type(argument) is int and argument == 1 and not parameter.do_not_specialize
 
 
-def compile_launch(launch: Launch, capability: int = HOPPER) -> CompiledKernel:
-    """The kernel of a launch, as triton compiles it for a GPU."""
+def compile_binary(launches: Sequence[Launch], capability: int = HOPPER) -> CompiledKernel:
+    """The kernel of launches that need one binary, as triton compiles it for a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from crosslayer.kernels.launch import compiler_options
 
+    launch = launches[0]
     types, constants, divisible = launch_signature(launch.kernel, launch.args, launch.constants)
     source = ASTSource(launch.kernel, types, constants, divisible)
     options = compiler_options(launch.num_warps, launch.num_stages, launch.max_registers)
@@ -166,7 +170,13 @@ def compile_launch(launch: Launch, capability: int = HOPPER) -> CompiledKernel:
     binary = triton.compile(source, target=target, options=options)
     seconds = _processor_seconds() - begin
     return CompiledKernel(
-        launch.kernel.__name__, launch.grid, launch.constants, launch.num_warps, binary, seconds
+        name=launch.kernel.__name__,
+        grid=launch.grid,
+        constants=launch.constants,
+        num_warps=launch.num_warps,
+        launches=len(launches),
+        binary=binary,
+        seconds=seconds,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.chain import ConnectionChain
-from benchmarks.compilation import Launch, compile_launch, recorded_launches
+from benchmarks.compilation import Launch, compile_binary, recorded_launches
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
 from crosslayer.ops import dispatch
@@ -31,7 +31,7 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
             launches = model_launches(chain, [shape], settings.torch_dtype)[0]
             with knobs.compilation.scope():
                 knobs.compilation.always_compile = True
-                kernels = [compile_launch(launch) for launch in launches]
+                kernels = [compile_binary([launch]) for launch in launches]
             yield {
                 "connection": spec,
                 "layers": settings.layers,
@@ -56,5 +56,5 @@ def model_launches(
         for shape in shapes:
             x = torch.randn(shape, dtype=dtype, requires_grad=True)
             chain(x).sum().backward()
-            so_far.append(list(launches.values()))
+            so_far.append([same[0] for same in launches.values()])
     return so_far

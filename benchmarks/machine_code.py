@@ -9,7 +9,7 @@ walk a row.
 import math
 from collections.abc import Iterator
 
-from benchmarks.cases import Case, each_shape
+from benchmarks.cases import each_shape
 from benchmarks.compilation import CompiledKernel, compile_launches
 from benchmarks.results import Row
 from benchmarks.sass import MachineCode, read_machine_code
@@ -52,15 +52,16 @@ def _measured_rows(settings: BenchmarkSettings) -> Iterator[Row]:
         except ValueError as error:
             yield shape | {"kernel": "none", "note": describe_error(error)}
             continue
+        forward, backward = case.memory_traffic_bytes(2**20, D, settings.torch_dtype.itemsize)
         for kernel in kernels:
-            yield shape | describe_kernel(kernel, case, D, settings)
+            bytes_moved = backward if kernel.name.endswith("_backward") else forward
+            launches = sum(other.launches for other in kernels if other.name == kernel.name)
+            yield shape | describe_kernel(kernel, bytes_moved / launches / 2**20)
 
 
-def describe_kernel(kernel: CompiledKernel, case: Case, D: int, settings: BenchmarkSettings) -> Row:
-    """The columns of one kernel."""
+def describe_kernel(kernel: CompiledKernel, token_bytes: float) -> Row:
+    """The columns of one kernel, whose launch must move so many bytes a token."""
     code = read_machine_code(kernel.binary)
-    forward, backward = case.memory_traffic_bytes(2**20, D, settings.torch_dtype.itemsize)
-    token_bytes = (backward if kernel.name.endswith("_backward") else forward) / 2**20
     blocks = blocks_per_processor(code.registers, kernel.num_warps, kernel.binary.metadata.shared)
     return {
         "kernel": kernel.name,

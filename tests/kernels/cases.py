@@ -29,6 +29,8 @@ CASES = {
     "attention-1": attention_case(1),
     "attention-2": attention_case(2),
     "attention-5": attention_case(5),
+    "attention-18": attention_case(18),
+    "attention-18-rms": attention_case(18, parameters=1),
     "attention-3-rms": attention_case(3, parameters=1),
     "attention-2-layer": attention_case(2, parameters=2),
     "streams-2": width_connection_case(2),

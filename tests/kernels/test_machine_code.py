@@ -84,7 +84,7 @@ def test_loads_do_not_wait_for_sums(name):
 
 
 @pytest.mark.parametrize(
-    ("spec", "most"), [("mudd", 24), ("attnres", 11), ("attnres(block_size=4)", 7)]
+    ("spec", "most"), [("mudd", 24), ("attnres", 13), ("attnres(block_size=4)", 7)]
 )
 def test_number_of_compiled_kernels(spec, most):
     """24 layers compile a kernel for each bucket of sources; another number of tokens, none."""

@@ -5,15 +5,17 @@ reads L·D, writes D elements a token: the softmax is updated by a group of sour
 
 backward:   a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
 dX_l = dX'_l + p_l dout + dz_l r_l (q − z_l r_l X_l/D),   dq = Σ_tokens Σ_l dz_l r_l X_l
-reads (2L + 1)·D, writes L·D; saves r and z, 2L numbers a token
+reads (2L + 1)·D, writes L·D; saves r, z and log Σ_l exp z_l, 2L + 1 numbers a token
 
 dX'_l is the gradient of the source passed on (`ops.mix`), which is not read where autograd left it
 undefined.
 
-The backward begins with out, which is not saved: with a fused norm, dout is the gradient of the
-normed output, and the norm's backward needs all of out. Then Σ_j p_j a_j = ⟨dout, out⟩, and the
-gradients of a group of sources are computed at once. From 9 sources on, the rows are read twice,
-the second time from cache.
+The backward begins with out: with a fused norm, dout is the gradient of the normed output, and the
+norm's backward needs all of out. Then Σ_j p_j a_j = ⟨dout, out⟩, and the gradients of a group of
+sources are computed at once. Up to 16 sources, out is not saved but computed again; from 9 on, the
+rows are read twice, the second time from cache. For more, out is saved, and a launch computes the
+gradients of 16 sources at most: triton takes a time to compile that grows with the cube of their
+number, minutes for 49.
 """
 
 from collections.abc import Sequence
@@ -47,6 +49,9 @@ from .library_op import LibraryOp
 from .row_sums import repeat_conversion, row_sum, sum_rows
 from .sources import bucket_size, load_numbers, load_rows, pad_sources
 
+# Sources of which one launch computes the gradients.
+MOST_GRADIENTS = 16
+
 
 def depth_attention(
     X: tuple[Tensor, ...], q: Tensor, eps: float = 1e-6, norm: NormSpec | None = None
@@ -69,9 +74,30 @@ def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0)
         size: bytes an element.
         parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
     """
-    forward = N * D * (L + 1) * size + 4 * D * (1 + parameters)
-    backward = N * D * (3 * L + 1) * size + 8 * D + norm_backward_bytes(D, parameters)
+    saved = 0
+    if _saves_output(L):
+        saved = N * D * (size if parameters else 4)
+    forward = N * D * (L + 1) * size + saved + 4 * D * (1 + parameters)
+    launches = len(_gradient_launches(L))
+    backward = (
+        N * D * (3 * L + launches) * size
+        + launches * saved
+        + 8 * D
+        + norm_backward_bytes(D, parameters)
+    )
     return forward, backward
+
+
+def _saves_output(L: int) -> bool:
+    """Whether the backward pass reads out, and does not compute it again."""
+    return L > MOST_GRADIENTS
+
+
+def _gradient_launches(L: int) -> list[tuple[int, int]]:
+    """The first source and the one after the last, of each launch of the backward pass."""
+    launches = launch.ceil_div(L, MOST_GRADIENTS)
+    size = launch.ceil_div(L, launches)
+    return [(first, min(first + size, L)) for first in range(0, L, size)]
 
 
 # What follows is in functions, because triton joins what a branch assigns to what had the name
@@ -105,7 +131,7 @@ def _attend(
 
 @triton.jit
 def _attend_back(
-    rows, passed, X, later, dX, query, dquery, z, rstd, dout_t, top, mass, mean, t,
+    rows, passed, X, later, dX, query, dquery, z, rstd, dout_t, level, mean,
     first: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr, count, row, d, D,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -114,8 +140,8 @@ def _attend_back(
         passed = load_rows(later, first, GROUP, count, row, d, D)
     if not KEPT:  # once more, from cache
         rows = load_rows(X, first, GROUP, count, row, d, D)
-    r_group = load_numbers(rstd + t * count, first, GROUP, count, 0.0)
-    scores = load_numbers(z + t * count, first, GROUP, count, -float("inf"))
+    r_group = load_numbers(rstd, first, GROUP, count, 0.0)
+    scores = load_numbers(z, first, GROUP, count, -float("inf"))
     products = ()
     for i in tl.static_range(GROUP):
         x = repeat_conversion(rows[first * KEPT + i])
@@ -123,7 +149,7 @@ def _attend_back(
     a = sum_rows(products, BLOCK)
     for i in tl.static_range(GROUP):
         x = repeat_conversion(rows[first * KEPT + i])
-        p = tl.exp(scores[i] - top) / mass
+        p = tl.exp(scores[i] - level)
         u = p * (row_sum(a, i) - mean) * r_group[i]
         dx = p * dout_t + u * (query - (scores[i] * r_group[i] / D) * x)
         if later[first + i] is not None:
@@ -136,7 +162,7 @@ def _attend_back(
 
 @triton.jit(do_not_specialize=["N", "count"])
 def depth_attention_forward(
-    X, q, weight, bias, out, z, rstd, N, D, count, eps, norm_eps,
+    X, q, weight, bias, out, saved, z, rstd, level, N, D, count, eps, norm_eps,
     L: tl.constexpr, GROUP: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
@@ -154,59 +180,63 @@ def depth_attention_forward(
                     BLOCK,
                 )  # fmt: skip
         mean = mean / mass
+        tl.store(level + t, top + tl.log(mass))
+        if saved is not None:
+            tl.store(saved + row, mean.to(saved.dtype.element_ty), mask=d < D)
         if weight is not None:
             mean, _ = normalise_row(mean, d, D, norm_eps, CENTRED)
             mean = mean * w + b
         tl.store(out + t * D + d, mean.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["N", "count"])
+@triton.jit(do_not_specialize=["N", "count", "begin", "total"])
 def depth_attention_backward(
-    X, q, weight, z, rstd, dout, later, dX, dq, dweight, dbias, N, D, count, norm_eps,
-    L: tl.constexpr, LOADED: tl.constexpr, GROUP: tl.constexpr, CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    X, q, weight, saved, z, rstd, level, dout, later, dX, dq, dweight, dbias, N, D, count, begin,
+    total, norm_eps, L: tl.constexpr, LOADED: tl.constexpr, GROUP: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The gradients of `count` of `total` sources, from `begin` on. saved: out before its norm."""
     d = tl.arange(0, BLOCK)
     query = tl.load(q + d, mask=d < D, other=0.0)
     dquery = tl.zeros([BLOCK], tl.float32)
     if weight is not None:
         w, _ = load_affine(weight, None, d, D)
+    if dweight is not None:
         dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         row = t * D + d
         passed = load_rows(later, 0, GROUP, count, row, d, D)
         dout_t = tl.load(dout + row, mask=d < D, other=0.0).to(tl.float32)
-        top, mass, out = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
-        for first in tl.static_range(0, L, LOADED):
-            rows = load_rows(X, first, LOADED, count, row, d, D)
-            scores = load_numbers(z + t * count, first, LOADED, count, -float("inf"))
-            higher = top
-            for i in tl.static_range(LOADED):
-                higher = tl.maximum(higher, scores[i])
-            fade = tl.exp(top - higher)
-            top, mass, out = higher, mass * fade, out * fade
-            for i in tl.static_range(LOADED):
-                p = tl.exp(scores[i] - top)
-                mass += p
-                out += p * rows[i].to(tl.float32)
-        out = out / mass
+        top = tl.load(level + t)
+        own_z, own_rstd = z + t * total + begin, rstd + t * total + begin
+        rows = ()
+        if saved is not None:
+            out = tl.load(saved + row, mask=d < D, other=0.0).to(tl.float32)
+        else:
+            out = tl.zeros([BLOCK], tl.float32)
+            for first in tl.static_range(0, L, LOADED):
+                rows = load_rows(X, first, LOADED, count, row, d, D)
+                scores = load_numbers(own_z, first, LOADED, count, -float("inf"))
+                for i in tl.static_range(LOADED):
+                    out += tl.exp(scores[i] - top) * rows[i].to(tl.float32)
         if weight is not None:
             normed, gradients = norm_rows_backward(
                 (out,), (dout_t,), (w,), d, D, norm_eps, CENTRED, BLOCK
             )
-            dw += dout_t * normed[0]
-            db += dout_t
+            if dweight is not None:
+                dw += dout_t * normed[0]
+                db += dout_t
             dout_t = gradients[0]
         mean = row_sum(sum_rows((dout_t * out,), BLOCK), 0)  # summed as a_l is
         for first in tl.static_range(0, L, GROUP):
             if first == 0 or first < count:
                 dquery = _attend_back(
-                    rows, passed, X, later, dX, query, dquery, z, rstd, dout_t, top, mass, mean, t,
-                    first, GROUP, L == LOADED, count, row, d, D, BLOCK,
+                    rows, passed, X, later, dX, query, dquery, own_z, own_rstd, dout_t, top, mean,
+                    first, GROUP, saved is None and L == LOADED, count, row, d, D, BLOCK,
                 )  # fmt: skip
     tl.store(dq + tl.program_id(0).to(tl.int64) * D + d, dquery, mask=d < D)
-    if weight is not None:
+    if dweight is not None:
         store_affine_gradients(dw, db, dweight, dbias, d, D)
 
 
@@ -218,26 +248,35 @@ def _depth_attention(
     affine: Sequence[Tensor],
     norm_eps: float,
     centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """out; z, rstd and log Σ_l exp z_l; out before its norm, where the backward reads it."""
     X = [x.contiguous() for x in X]
     q = q.contiguous()
     affine = [p.contiguous() for p in affine]
-    out, z, rstd = _empty_outputs(X, q)
+    out, z, rstd, level, saved = _empty_outputs(X, q, affine)
     N, D = launch.token_count(X[0]), X[0].shape[-1]
     block = launch.block_size(D)
     launch.launch_kernel(
         depth_attention_forward, (launch.program_count(N, q),),
-        pad_sources(X), q, *weight_and_bias(affine), out, z, rstd, N, D, len(X), eps, norm_eps,
+        pad_sources(X), q, *weight_and_bias(affine), out, *_first_or_none(saved), z, rstd, level,
+        N, D, len(X), eps, norm_eps,
         L=bucket_size(len(X)), GROUP=min(8, bucket_size(len(X))), CENTRED=centred, BLOCK=block,
         num_warps=launch.warp_count(block),
     )  # fmt: skip
-    return out, z, rstd
+    return out, z, rstd, level, saved
 
 
 @_depth_attention.register_fake
-def _empty_outputs(X: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    lead, L = X[0].shape[:-1], len(X)
-    return X[0].new_empty(X[0].shape), q.new_empty(*lead, L), q.new_empty(*lead, L)
+def _empty_outputs(
+    X: Sequence[Tensor], q: Tensor, affine: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    shape, L = X[0].shape, len(X)
+    z, rstd = q.new_empty(*shape[:-1], L), q.new_empty(*shape[:-1], L)
+    saved = []
+    if _saves_output(L):
+        # A norm's backward makes dout orthogonal to out. Without one, ⟨dout, out⟩ counts.
+        saved.append((X[0] if affine else q).new_empty(shape))
+    return X[0].new_empty(shape), z, rstd, q.new_empty(shape[:-1]), saved
 
 
 @LibraryOp
@@ -246,8 +285,10 @@ def _depth_attention_backward(
     later: Sequence[Tensor | None],
     X: Sequence[Tensor],
     q: Tensor,
+    saved: Sequence[Tensor],
     z: Tensor,
     rstd: Tensor,
+    level: Tensor,
     affine: Sequence[Tensor],
     norm_eps: float,
     centred: bool,
@@ -259,18 +300,27 @@ def _depth_attention_backward(
     N, D = launch.token_count(X[0]), X[0].shape[-1]
     block = launch.block_size(D)
     programs = launch.program_count(N, q)
+    launches = _gradient_launches(len(X))
     dX = [torch.empty_like(x) for x in X]
-    dq = launch.empty_partial_sums(q, programs, D)
+    dq = launch.empty_partial_sums(q, len(launches), programs, D)
     daffine = empty_affine_partial_sums(affine, programs)
-    bucket = bucket_size(len(X))
-    launch.launch_kernel(
-        depth_attention_backward, (programs,),
-        pad_sources(X), q, weight_and_bias(affine)[0], z, rstd, dout, pad_sources(later),
-        pad_sources(dX), dq, *weight_and_bias(daffine), N, D, len(X), norm_eps,
-        L=bucket, LOADED=min(8, bucket), GROUP=4, CENTRED=centred, BLOCK=block,
-        num_warps=launch.warp_count(block),
-    )  # fmt: skip
-    return dX, launch.add_partial_sums(dq, 0), add_affine_partial_sums(daffine, affine)
+    for (begin, end), dq_part in zip(launches, dq, strict=True):
+        bucket = bucket_size(end - begin)
+        launch.launch_kernel(
+            depth_attention_backward, (programs,),
+            pad_sources(X[begin:end]), q, weight_and_bias(affine)[0], *_first_or_none(saved), z,
+            rstd, level, dout, pad_sources(later[begin:end]), pad_sources(dX[begin:end]), dq_part,
+            *weight_and_bias(daffine if begin == 0 else []), N, D, end - begin, begin, len(X),
+            norm_eps,
+            L=bucket, LOADED=min(8, bucket), GROUP=4, CENTRED=centred, BLOCK=block,
+            num_warps=launch.warp_count(block),
+        )  # fmt: skip
+    return dX, launch.add_partial_sums(dq, 0, 1), add_affine_partial_sums(daffine, affine)
+
+
+def _first_or_none(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The only tensor of a list, or None for an empty one, as a kernel takes it."""
+    return list(tensors) or [None]
 
 
 @_depth_attention_backward.register_fake
@@ -297,15 +347,16 @@ class _DepthAttention(Function):
         # One *args: see `ops.mix._DepthMix`.
         ctx, q, eps, norm_eps, centred, L, *tensors = args
         X, affine = tensors[:L], tensors[L:]
-        out, z, rstd = _depth_attention(X, q, eps, affine, norm_eps, centred)
+        out, z, rstd, level, saved = _depth_attention(X, q, eps, affine, norm_eps, centred)
         ctx.eps, ctx.norm_eps, ctx.centred, ctx.L = eps, norm_eps, centred, L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
-        ctx.save_for_backward(q, z, rstd, *tensors)
+        ctx.save_for_backward(q, z, rstd, level, *tensors, *saved)
         return out, *X
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *later: Tensor | None) -> tuple[Any, ...]:
-        q, z, rstd, *tensors = ctx.saved_tensors
+        q, z, rstd, level, *tensors = ctx.saved_tensors
+        saved = [tensors.pop()] if _saves_output(ctx.L) else []
         options = (ctx.norm_eps, ctx.centred)
         if torch.is_grad_enabled():  # create_graph
             inputs = (q, ctx.eps, *options, ctx.L, *tensors)
@@ -313,5 +364,7 @@ class _DepthAttention(Function):
         X, affine = tensors[: ctx.L], tensors[ctx.L :]
         if dout is None:
             return None, None, None, None, None, *later, *[None] * len(affine)
-        dX, dq, daffine = _depth_attention_backward(dout, later, X, q, z, rstd, affine, *options)
+        dX, dq, daffine = _depth_attention_backward(
+            dout, later, X, q, saved, z, rstd, level, affine, *options
+        )
         return dq, None, None, None, None, *dX, *daffine
