@@ -16,7 +16,7 @@ from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
 from crosslayer.ops import dispatch
 
-COLUMNS = ("connection", "layers", "D", "dtype", "kernels", "compile seconds")
+COLUMNS = ("connection", "layers", "D", "dtype", "compiled kernels", "compile seconds")
 
 
 def measure(settings: BenchmarkSettings) -> Iterator[Row]:
@@ -37,7 +37,7 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
                 "layers": settings.layers,
                 "D": D,
                 "dtype": settings.dtype,
-                "kernels": len(kernels),
+                "compiled kernels": len(kernels),
                 "compile seconds": sum(kernel.seconds for kernel in kernels),
             }
 

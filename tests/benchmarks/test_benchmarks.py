@@ -98,6 +98,7 @@ def test_rows_are_appended_to_a_file_of_the_same_columns_only(tmp_path):
 def test_committed_results_have_todays_columns():
     for name in command_line.BENCHMARKS:
         module = command_line.import_module(f"benchmarks.{name}")
+        assert not set(CONDITIONS) & set(module.COLUMNS), "two columns of one name"
         file = ROOT / "benchmarks" / "results" / f"{name}.csv"
         if not file.exists():  # nothing has been measured yet
             continue
