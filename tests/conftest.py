@@ -10,6 +10,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 
+# Minutes each. They begin first, so that no process works on one of them when the others are done.
+LONGEST = (
+    "test_two_ranks_equal_one",
+    "test_killed_at_random_moments",
+    "test_connections_in_the_interpreter",
+    "test_compiles_for_gpus",
+    "test_compiled",
+    "test_every_command",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: getattr(item, "originalname", "") not in LONGEST)
+
+
 def pytest_collection_finish():
     """Garbage is collected less often, and not among the modules: a tenth of the suite's time."""
     gc.freeze()

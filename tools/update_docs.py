@@ -1,4 +1,4 @@
-"""Writes every table and figure of README and docs/ that comes from committed results or from code.
+"""Writes every table and figure of README, docs/ and benchmarks/ that comes from results or code.
 
 python -m tools.update_docs
 
@@ -8,13 +8,14 @@ committed.
 
 from benchmarks.evidence.pages import write_pages
 from benchmarks.evidence.studies import read_studies
-from tools import update_pictures, update_results
+from tools import update_benchmarks, update_pictures, update_results
 
 
 def main() -> None:
     write_pages(read_studies())
     update_results.main(update_results.RESULTS)
     update_pictures.main([])
+    update_benchmarks.main()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from benchmarks import __main__ as command_line
 from benchmarks.cases import OPS, kernel_ops, reference_ops
 from benchmarks.chain import ConnectionChain, copy_sublayer
+from benchmarks.evidence.pages import fill_page
 from benchmarks.paired import time_with_prenorm
 from benchmarks.peers import PEERS, DenseFormer
 from benchmarks.results import CONDITIONS, check_columns
@@ -21,6 +22,7 @@ from benchmarks.settings import BenchmarkSettings
 from benchmarks.timing import Timer, Timings, time_interleaved
 from crosslayer.ops import dispatch
 from tests.kernels.cases import CASES
+from tools import update_benchmarks
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -104,6 +106,11 @@ def test_committed_results_have_todays_columns():
             continue
         check_columns(file, module.COLUMNS)
         assert all(row["commit"] and row["command"] for row in read_rows(file))
+
+
+def test_the_page_has_the_tables_of_the_results():
+    page = update_benchmarks.PAGE.read_text("utf8")
+    assert fill_page(page, update_benchmarks.page_sections()) == page
 
 
 def test_variants_are_interleaved():
