@@ -5,7 +5,7 @@ reads L·D, writes D elements a token: the softmax is updated by a group of sour
 
 backward:   a_l = ⟨dout, X_l⟩,   dz_l = p_l (a_l − Σ_j p_j a_j)
 dX_l = dX'_l + p_l dout + dz_l r_l (q − z_l r_l X_l/D),   dq = Σ_tokens Σ_l dz_l r_l X_l
-reads (2L + 1)·D, writes L·D; saves r, z and log Σ_l exp z_l, 2L + 1 numbers a token
+reads (2L + 1)·D, writes L·D; saves r, z and lse = log Σ_l exp z_l, 2L + 1 numbers a token
 
 dX'_l is the gradient of the source passed on (`ops.mix`), which is not read where autograd left it
 undefined.
@@ -131,7 +131,7 @@ def _attend(
 
 @triton.jit
 def _attend_back(
-    rows, passed, X, later, dX, query, dquery, z, rstd, dout_t, level, mean,
+    rows, passed, X, later, dX, query, dquery, z, rstd, dout_t, log_sum, mean,
     first: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr, count, row, d, D,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def _attend_back(
     a = sum_rows(products, BLOCK)
     for i in tl.static_range(GROUP):
         x = repeat_conversion(rows[first * KEPT + i])
-        p = tl.exp(scores[i] - level)
+        p = tl.exp(scores[i] - log_sum)
         u = p * (row_sum(a, i) - mean) * r_group[i]
         dx = p * dout_t + u * (query - (scores[i] * r_group[i] / D) * x)
         if later[first + i] is not None:
@@ -162,7 +162,7 @@ def _attend_back(
 
 @triton.jit(do_not_specialize=["N", "count"])
 def depth_attention_forward(
-    X, q, weight, bias, out, saved, z, rstd, level, N, D, count, eps, norm_eps,
+    X, q, weight, bias, out, saved, z, rstd, lse, N, D, count, eps, norm_eps,
     L: tl.constexpr, GROUP: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
@@ -180,7 +180,7 @@ def depth_attention_forward(
                     BLOCK,
                 )  # fmt: skip
         mean = mean / mass
-        tl.store(level + t, top + tl.log(mass))
+        tl.store(lse + t, top + tl.log(mass))
         if saved is not None:
             tl.store(saved + row, mean.to(saved.dtype.element_ty), mask=d < D)
         if weight is not None:
@@ -191,7 +191,7 @@ def depth_attention_forward(
 
 @triton.jit(do_not_specialize=["N", "count", "begin", "total"])
 def depth_attention_backward(
-    X, q, weight, saved, z, rstd, level, dout, later, dX, dq, dweight, dbias, N, D, count, begin,
+    X, q, weight, saved, z, rstd, lse, dout, later, dX, dq, dweight, dbias, N, D, count, begin,
     total, norm_eps, L: tl.constexpr, LOADED: tl.constexpr, GROUP: tl.constexpr,
     CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +208,7 @@ def depth_attention_backward(
         row = t * D + d
         passed = load_rows(later, 0, GROUP, count, row, d, D)
         dout_t = tl.load(dout + row, mask=d < D, other=0.0).to(tl.float32)
-        top = tl.load(level + t)
+        log_sum = tl.load(lse + t)
         own_z, own_rstd = z + t * total + begin, rstd + t * total + begin
         rows = ()
         if saved is not None:
@@ -219,7 +219,7 @@ def depth_attention_backward(
                 rows = load_rows(X, first, LOADED, count, row, d, D)
                 scores = load_numbers(own_z, first, LOADED, count, -float("inf"))
                 for i in tl.static_range(LOADED):
-                    out += tl.exp(scores[i] - top) * rows[i].to(tl.float32)
+                    out += tl.exp(scores[i] - log_sum) * rows[i].to(tl.float32)
         if weight is not None:
             normed, gradients = norm_rows_backward(
                 (out,), (dout_t,), (w,), d, D, norm_eps, CENTRED, BLOCK
@@ -232,8 +232,8 @@ def depth_attention_backward(
         for first in tl.static_range(0, L, GROUP):
             if first == 0 or first < count:
                 dquery = _attend_back(
-                    rows, passed, X, later, dX, query, dquery, own_z, own_rstd, dout_t, top, mean,
-                    first, GROUP, saved is None and L == LOADED, count, row, d, D, BLOCK,
+                    rows, passed, X, later, dX, query, dquery, own_z, own_rstd, dout_t, log_sum,
+                    mean, first, GROUP, saved is None and L == LOADED, count, row, d, D, BLOCK,
                 )  # fmt: skip
     tl.store(dq + tl.program_id(0).to(tl.int64) * D + d, dquery, mask=d < D)
     if dweight is not None:
@@ -249,21 +249,21 @@ def _depth_attention(
     norm_eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """out; z, rstd and log Σ_l exp z_l; out before its norm, where the backward reads it."""
+    """out; z, rstd and lse; out before its norm, where the backward reads it."""
     X = [x.contiguous() for x in X]
     q = q.contiguous()
     affine = [p.contiguous() for p in affine]
-    out, z, rstd, level, saved = _empty_outputs(X, q, affine)
+    out, z, rstd, lse, saved = _empty_outputs(X, q, affine)
     N, D = launch.token_count(X[0]), X[0].shape[-1]
     block = launch.block_size(D)
     launch.launch_kernel(
         depth_attention_forward, (launch.program_count(N, q),),
-        pad_sources(X), q, *weight_and_bias(affine), out, *_first_or_none(saved), z, rstd, level,
+        pad_sources(X), q, *weight_and_bias(affine), out, *_first_or_none(saved), z, rstd, lse,
         N, D, len(X), eps, norm_eps,
         L=bucket_size(len(X)), GROUP=min(8, bucket_size(len(X))), CENTRED=centred, BLOCK=block,
         num_warps=launch.warp_count(block),
     )  # fmt: skip
-    return out, z, rstd, level, saved
+    return out, z, rstd, lse, saved
 
 
 @_depth_attention.register_fake
@@ -288,7 +288,7 @@ def _depth_attention_backward(
     saved: Sequence[Tensor],
     z: Tensor,
     rstd: Tensor,
-    level: Tensor,
+    lse: Tensor,
     affine: Sequence[Tensor],
     norm_eps: float,
     centred: bool,
@@ -309,7 +309,7 @@ def _depth_attention_backward(
         launch.launch_kernel(
             depth_attention_backward, (programs,),
             pad_sources(X[begin:end]), q, weight_and_bias(affine)[0], *_first_or_none(saved), z,
-            rstd, level, dout, pad_sources(later[begin:end]), pad_sources(dX[begin:end]), dq_part,
+            rstd, lse, dout, pad_sources(later[begin:end]), pad_sources(dX[begin:end]), dq_part,
             *weight_and_bias(daffine if begin == 0 else []), N, D, end - begin, begin, len(X),
             norm_eps,
             L=bucket, LOADED=min(8, bucket), GROUP=4, CENTRED=centred, BLOCK=block,
@@ -347,15 +347,15 @@ class _DepthAttention(Function):
         # One *args: see `ops.mix._DepthMix`.
         ctx, q, eps, norm_eps, centred, L, *tensors = args
         X, affine = tensors[:L], tensors[L:]
-        out, z, rstd, level, saved = _depth_attention(X, q, eps, affine, norm_eps, centred)
+        out, z, rstd, lse, saved = _depth_attention(X, q, eps, affine, norm_eps, centred)
         ctx.eps, ctx.norm_eps, ctx.centred, ctx.L = eps, norm_eps, centred, L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
-        ctx.save_for_backward(q, z, rstd, level, *tensors, *saved)
+        ctx.save_for_backward(q, z, rstd, lse, *tensors, *saved)
         return out, *X
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *later: Tensor | None) -> tuple[Any, ...]:
-        q, z, rstd, level, *tensors = ctx.saved_tensors
+        q, z, rstd, lse, *tensors = ctx.saved_tensors
         saved = [tensors.pop()] if _saves_output(ctx.L) else []
         options = (ctx.norm_eps, ctx.centred)
         if torch.is_grad_enabled():  # create_graph
@@ -365,6 +365,6 @@ class _DepthAttention(Function):
         if dout is None:
             return None, None, None, None, None, *later, *[None] * len(affine)
         dX, dq, daffine = _depth_attention_backward(
-            dout, later, X, q, saved, z, rstd, level, affine, *options
+            dout, later, X, q, saved, z, rstd, lse, affine, *options
         )
         return dq, None, None, None, None, *dX, *daffine
