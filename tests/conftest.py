@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-
 # Minutes each. They begin first, so that no process works on one of them when the others are done.
 LONGEST = (
     "test_two_ranks_equal_one",

@@ -32,9 +32,9 @@ def kernel_table(rows: Iterable[Row]) -> str:
     """The kernels that miss a target: ranges over D, norms and versions of triton."""
     groups: dict[tuple[str, str, int], list[Row]] = defaultdict(list)
     for row in rows:
-        kernel, _, direction = row["kernel"].rpartition("_")
+        direction = row["kernel"].rpartition("_")[2]
         if direction not in ("forward", "backward"):
-            kernel, direction = row["kernel"], "both"
+            direction = "both"  # a part of either
         op = row["op"].removesuffix(" normed")
         groups[op, direction, int(row["n"] or 1)].append(row)
     lines = []
