@@ -395,7 +395,7 @@ def test_long_names_stay_within_the_figure(tmp_path, monkeypatch):
             assert min(box.x0, box.y0) >= 0, view.name
             assert box.x1 <= width, view.name
             assert box.y1 <= height, view.name
-    assert len(drawn) == 2 * 5
+    assert len(drawn) == 5
 
 
 def test_points_and_their_notes_can_be_told_apart():
