@@ -4,6 +4,7 @@ for kernel in compile_launches(width_connection_case(n=4), N=16, D=2048, dtype=t
     print(kernel.name, kernel.num_warps, kernel.binary.metadata.shared)
 """
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,24 +81,29 @@ def recorded_launches() -> Iterator[dict[str, list[Launch]]]:
     from crosslayer.kernels import launch
 
     launches: dict[str, list[Launch]] = {}
+    signature = inspect.signature(launch.launch_kernel)
 
-    def record_launch(
-        kernel: Any,
-        grid: tuple[int, ...],
-        *args: Any,
-        num_warps: int,
-        num_stages: int = 3,
-        max_registers: int | None = None,
-        **constants: Any,
-    ) -> None:
-        options = (num_warps, num_stages, max_registers)
-        signature = launch_signature(kernel, args, constants)
-        key = f"{kernel.__name__} {signature} {options}"
-        same = launches.setdefault(key, [])
-        same.append(Launch(kernel, grid, args, constants, *options))
+    def record_launch(*args: Any, **options: Any) -> None:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        recorded = Launch(**bound.arguments)
+        types = launch_signature(recorded.kernel, recorded.args, recorded.constants)
+        compiled_with = (recorded.num_warps, recorded.num_stages, recorded.max_registers)
+        key = f"{recorded.kernel.__name__} {types} {compiled_with}"
+        launches.setdefault(key, []).append(recorded)
 
     with mock.patch.object(launch, "launch_kernel", record_launch):
         yield launches
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """triton compiles every kernel within, whatever it has compiled before."""
+    from triton import knobs
+
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        yield
 
 
 def run_forward_and_backward(case: Case, N: int, D: int, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.chain import ConnectionChain
-from benchmarks.compilation import Launch, compile_binary, recorded_launches
+from benchmarks.compilation import Launch, compile_binary, recorded_launches, without_cache
 from benchmarks.results import Row
 from benchmarks.settings import BenchmarkSettings
 from crosslayer.ops import dispatch
@@ -21,16 +21,13 @@ COLUMNS = ("connection", "layers", "D", "dtype", "compiled kernels", "compile se
 
 def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark. triton's cache is not read."""
-    from triton import knobs
-
     for spec in settings.specs:
         for D in settings.dims:
             chain = ConnectionChain(spec, D, settings.layers, norm=nn.RMSNorm)
             chain.to(settings.torch_dtype)
             shape = (settings.batch, settings.context, D)
             launches = model_launches(chain, [shape], settings.torch_dtype)[0]
-            with knobs.compilation.scope():
-                knobs.compilation.always_compile = True
+            with without_cache():
                 kernels = [compile_binary([launch]) for launch in launches]
             yield {
                 "connection": spec,
@@ -43,9 +40,7 @@ def measure(settings: BenchmarkSettings) -> Iterator[Row]:
 
 
 def model_launches(
-    chain: ConnectionChain,
-    shapes: list[tuple[int, int, int]],
-    dtype: torch.dtype = torch.float32,
+    chain: ConnectionChain, shapes: list[tuple[int, int, int]], dtype: torch.dtype
 ) -> list[list[Launch]]:
     """One launch of each binary that is needed so far, after each batch [batch, tokens, D]."""
     so_far = []

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from benchmarks.cases import each_shape
-from benchmarks.compilation import CompiledKernel, compile_launches
+from benchmarks.compilation import CompiledKernel, compile_launches, without_cache
 from benchmarks.results import Row
 from benchmarks.sass import MachineCode, read_machine_code
 from benchmarks.settings import BenchmarkSettings
@@ -38,10 +38,7 @@ SCHEDULERS = 4
 
 def measure(settings: BenchmarkSettings) -> Iterator[Row]:
     """The rows of the benchmark. triton's cache is not read, so it compiles every kernel."""
-    from triton import knobs
-
-    with knobs.compilation.scope():
-        knobs.compilation.always_compile = True
+    with without_cache():
         yield from _measured_rows(settings)
 
 

@@ -15,6 +15,7 @@ LONGEST = (
     "test_killed_at_random_moments",
     "test_connections_in_the_interpreter",
     "test_compiles_for_gpus",
+    "test_gpu_campaign_at_toy_size",
     "test_compiled",
     "test_every_command",
 )

@@ -16,14 +16,14 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 PAGE = FOLDER / "README.md"
 # What a kernel should have at most, by the columns of machine_code.csv.
 TARGETS = {"load rounds": 2, "barriers": 12, "spilled bytes": 0}
-# The columns of the table of kernels, and those of machine_code.csv that they show.
+# The columns of the table of kernels: those of machine_code.csv that they show, and their formats.
 KERNEL_COLUMNS = {
-    "registers": "registers",
-    "waits for memory": "load rounds",
-    "waits for other warps": "barriers",
-    "spilled bytes": "spilled bytes",
-    "programs an SM": "blocks an SM",
-    "modelled of copy": "modelled of copy",
+    "registers": ("registers", ".0f"),
+    "waits for memory": ("load rounds", ".0f"),
+    "waits for other warps": ("barriers", ".0f"),
+    "spilled bytes": ("spilled bytes", ".0f"),
+    "programs an SM": ("blocks an SM", ".0f"),
+    "modelled of copy": ("modelled of copy", ".0%"),
 }
 SHAPE_COLUMNS = ("op", "pass", "sources or streams")
 
@@ -41,17 +41,16 @@ def kernel_table(rows: Iterable[Row]) -> str:
     for key, group in groups.items():
         if any(int(row[name]) > most for row in group for name, most in TARGETS.items()):
             shape = dict(zip(SHAPE_COLUMNS, map(str, key), strict=True))
-            ranges = {title: value_range(group, name) for title, name in KERNEL_COLUMNS.items()}
+            ranges = {title: value_range(group, *c) for title, c in KERNEL_COLUMNS.items()}
             lines.append(shape | ranges)
     return markdown_table([*SHAPE_COLUMNS, *KERNEL_COLUMNS], lines, SHAPE_COLUMNS[:2])
 
 
-def value_range(rows: Sequence[Row], name: str) -> str:
+def value_range(rows: Sequence[Row], name: str, form: str) -> str:
     """The least and the largest value of a column, like "4 to 13"."""
     values = [float(row[name]) for row in rows if row[name] != NOT_MEASURED]
     if not values:
         return NOT_KNOWN
-    form = ".0%" if name == "modelled of copy" else ",.0f"
     return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values))))
 
 

@@ -74,6 +74,7 @@ PATHS = (
     "gate-2-rms",
     "attention-2",
     "attention-2-layer",
+    "attention-18-rms",
     "streams-2",
     "streams-4-layer",
     "sinkhorn-4",
