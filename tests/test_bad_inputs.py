@@ -36,6 +36,10 @@ def generated(number: int):
     )
 
 
+# A comparison that is not refused trains several models.
+CASES = dict.fromkeys(SCENES, 60) | {"compare": 30}
+
+
 def check_cases(name: str, number: int, inputs, root) -> None:
     """Run generated cases of a scene."""
     count = 0
@@ -66,7 +70,7 @@ def test_a_connection_is_made_or_refused(spec):
 @pytest.mark.parametrize("name", SCENES)
 def test_every_command(name, inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    check_cases(name, 60, inputs, tmp_path)
+    check_cases(name, CASES[name], inputs, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,16 @@ PATHS = (
     "norm-rms",
     "norm-layer",
 )
+# What takes most of a program's registers and shared memory.
+LARGEST = (
+    "mix-4-of-5",
+    "gate-8",
+    "streams-8",
+    "project-16-each",
+    "hyper-4-layer-none",
+    "single-pass-4",
+    "sinkhorn-16",
+)
 # A case for each kernel: what a run of the fast tests interprets.
 FAST = (
     "mix-4-of-3-rms",

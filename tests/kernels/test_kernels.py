@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.cases import CASES, FAST, PATHS
+from tests.kernels.cases import CASES, FAST, LARGEST, PATHS
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -73,7 +73,7 @@ def test_connections_in_the_interpreter():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "cases"),
-    [(80, "bfloat16", tuple(CASES)), (90, "float32", PATHS), (100, "float16", PATHS)],
+    [(80, "bfloat16", PATHS + LARGEST), (90, "float32", PATHS), (100, "float16", PATHS)],
     ids=["80", "90", "100"],
 )
 def test_compiles_for_gpus(capability, dtype, cases, tmp_path):

@@ -795,13 +795,13 @@ def test_the_terminal_names_diverged_arms(text_file, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_default_comparison(tmp_path):
-    """The command of the README, with two of its arms.
+    """The command of the README, with two of its arms and half of its steps.
 
     All of them run at a tiny size in tests/test_readme.py.
     """
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "-m", "crosslayer", "compare", "--arms", "prenorm", "mudd"],
+        [sys.executable, "-m", "crosslayer", "compare", "--steps=80", "--arms", "prenorm", "mudd"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -815,8 +815,7 @@ def test_the_default_comparison(tmp_path):
     bits = {row["arm"]: row["metrics"]["bits/byte"] for row in results["runs"]}
     assert list(bits) == ["prenorm", "mudd"]
     assert all(value < results["entropy"] - 0.5 for value in bits.values())
-    assert abs(bits["mudd"] - bits["prenorm"]) < 0.1  # they differ by 0.05
-    print(done.stdout)
+    assert abs(bits["mudd"] - bits["prenorm"]) < 0.1  # they differ by 0.03
 
 
 def test_ctrl_c_has_no_traceback(monkeypatch, capsys):

@@ -22,7 +22,7 @@ BOTH = (
     ("mudd", {"accumulate": 2, "recompute": "layers"}),
     ("hyper", {"recompute": "reads", "diagnostics_every": 4}),
     ("mgr", {"optimizer": "muon", "delay": 5}),
-    ("mudd", {"compile": "layers"}),
+    ("denseformer", {"compile": "layers"}),
     ("hyper", {"precision": "bf16-mixed"}),
 )
 # a method of each other kind of state (the law on FSDP2 has every method), and what FSDP's own
