@@ -56,15 +56,18 @@ def value_range(rows: Sequence[Row], name: str, form: str) -> str:
 
 def compile_table(rows: Iterable[Row]) -> str:
     """How many kernels a model compiles, and the seconds with each version of triton."""
-    seconds: dict[str, dict[str, str]] = defaultdict(dict)
+    seconds: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for row in rows:
         version = "triton " + ".".join(row["triton"].split(".")[:2])
-        line = seconds[row["connection"]]
+        line = seconds[row["connection"], row["layers"]]
         line["kernels"] = row["compiled kernels"]
         line[version] = f"{float(row['compile seconds']):.0f} s"
     versions = sorted({version for line in seconds.values() for version in line} - {"kernels"})
-    lines = [{"connection": f"`{name}`", **line} for name, line in seconds.items()]
-    return markdown_table(["connection", "kernels", *versions], lines)
+    lines = [
+        {"connection": f"`{name}`", "layers": layers, **line}
+        for (name, layers), line in seconds.items()
+    ]
+    return markdown_table(["connection", "layers", "kernels", *versions], lines)
 
 
 def page_sections() -> dict[str, str]:

@@ -27,7 +27,6 @@ MOST_OUTPUTS = 16
 class Observer(Protocol):
     """What answers the calls of a shadow's modules."""
 
-    lengths: dict[str, int]  # set after a run: of the outputs that were unpacked, by module
     parameters: dict[str, Tensor | None]  # set before a run: those of the layer's own, by name
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -145,6 +144,7 @@ def run_layer_shadow(
     layer: nn.Module,
     make_observer: Callable[[], Any],
     arguments: Mapping[str, Any],
+    lengths: dict[str, int],
     opened: Collection[str] = (),
     seed: int = 0,
     training: bool = False,
@@ -156,6 +156,8 @@ def run_layer_shadow(
         make_observer: makes an `Observer`. The forward is run again where it unpacks a stand-in's
             output into another number of names than expected.
         arguments: of the forward besides the stream, by name.
+        lengths: into how many names stand-ins' outputs are unpacked, by path. A run adds what it
+            finds, so the next one with the same dict need not be run again.
         opened: paths of the modules that run their own code, with stand-ins for their modules.
         seed: of the values of parameters and buffers.
         training: as in `nn.Module`, of the layer and of those opened.
@@ -176,7 +178,7 @@ def run_layer_shadow(
 
     make = partial(make_shadow, layer, opened=opened, seed=seed, training=training)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        return _run_until_unpacked(layer, make, make_observer, run)
+        return _run_until_unpacked(layer, make, make_observer, run, lengths)
 
 
 def run_backbone_shadow(
@@ -206,7 +208,7 @@ def run_backbone_shadow(
 
     make = partial(make_shadow, backbone, replaced=replaced)
     with torch.inference_mode(False):
-        return _run_until_unpacked(backbone, make, make_observer, run)
+        return _run_until_unpacked(backbone, make, make_observer, run, {})
 
 
 def _run_until_unpacked(
@@ -214,12 +216,12 @@ def _run_until_unpacked(
     make: Callable[[Any, dict[str, int]], Any],
     make_observer: Callable[[], Any],
     run: Callable[[Any, Any, Any], Any],
+    lengths: dict[str, int],
 ) -> tuple[Any, Any]:
     """Run until each stand-in's output is unpacked into as many names as the forward has.
 
     run: gets the shadow, its observer and the class's forward.
     """
-    lengths: dict[str, int] = {}
     forward: Any = original_class(module).forward  # type: ignore[attr-defined]
     while True:
         observer = make_observer()
@@ -238,7 +240,6 @@ def _run_until_unpacked(
                 lengths[path] = int(expected[1])
                 continue
             raise ValueError(_describe_failure(error)) from error
-        observer.lengths = lengths
         return observer, output
 
 

@@ -5,9 +5,11 @@ module, and the layer's output, is then decomposed over these vectors. This tell
 factors, whatever the code looks like.
 """
 
+import pickle
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -68,7 +70,6 @@ class LayerTrace(NamedTuple):
 class _Recorder:
     """Answers every call with a random vector."""
 
-    lengths: dict[str, int]
     parameters: dict[str, Tensor | None]
 
     def __init__(self, width: int, seed: int = 0):
@@ -76,7 +77,8 @@ class _Recorder:
         self.width = width
         self.shape, self.size = SHAPES_AND_SIZES[min(seed, 1)]
         self.calls: list[ModuleCall] = []
-        self.vectors: list[Tensor] = []  # zeros for an output times a single number
+        # Flat. Zeros stand for an output times a single number.
+        self.vectors: list[numpy.ndarray] = []
         self.single_products: dict[tuple[int, str], int] = {}  # vector and parameter -> vector
         self.stream = self._next_vector()
 
@@ -109,18 +111,21 @@ class _Recorder:
             stand_in = isinstance(x, LayerArgument | OtherOutput)
             got = repr(x) if stand_in else f"a {type(x).__name__}"
             raise ValueError(f"{where} gets {got}, and not the stream")
-        scaled = self._scaled_outputs() if x.requires_grad else []
-        products = [product for _, product in scaled]
-        basis = torch.stack([vector.flatten() for vector in self.vectors + products], 1)
         is_scaled = x.requires_grad
-        x = x.detach().double().flatten()
-        if len(x) != len(basis):
+        scaled = self._scaled_outputs() if is_scaled else []
+        basis = numpy.stack([*self.vectors, *(product for _, product in scaled)], axis=1)
+        # numpy, because each call of torch goes through the modes that watch the forward.
+        values = x.detach().double().flatten().numpy()
+        if len(values) != len(basis):
             raise ValueError(f"{where} gets a tensor whose shape is not the stream's")
-        factors = torch.linalg.lstsq(basis, x[:, None], driver="gelsd").solution.flatten()
-        if (basis @ factors - x).abs().max() > _TOLERANCE * x.abs().max():
+        no_sum = f"{where} gets no sum of the stream and of modules' outputs"
+        if not numpy.isfinite(values).all():
+            raise ValueError(no_sum)
+        factors = numpy.linalg.lstsq(basis, values)[0]
+        if abs(basis @ factors - values).max() > _TOLERANCE * abs(values).max():
             if is_scaled:
                 raise ValueError(f"the layer scales what {where} gets by its own parameters")
-            raise ValueError(f"{where} gets no sum of the stream and of modules' outputs")
+            raise ValueError(no_sum)
         found = {}
         known = len(self.vectors)
         for number, factor in enumerate(factors.tolist()):
@@ -135,7 +140,7 @@ class _Recorder:
             found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
         return found
 
-    def _add_product(self, call: ModuleCall, product: Tensor) -> int:
+    def _add_product(self, call: ModuleCall, product: numpy.ndarray) -> int:
         self.calls.append(call)
         self.vectors.append(product)
         return len(self.calls)
@@ -158,11 +163,11 @@ class _Recorder:
         """
         if (number, name) not in self.single_products:
             call = ModuleCall(name, {number: 1.0}, {})
-            zeros = torch.zeros_like(self.vectors[0])
+            zeros = numpy.zeros_like(self.vectors[0])
             self.single_products[number, name] = self._add_product(call, zeros)
         return self.single_products[number, name]
 
-    def _scaled_outputs(self) -> list[tuple[ModuleCall, Tensor]]:
+    def _scaled_outputs(self) -> list[tuple[ModuleCall, numpy.ndarray]]:
         """Each output times each of the layer's own parameters, such as a learned scale, but those
         that were found before.
         """
@@ -172,17 +177,19 @@ class _Recorder:
                 continue
             if parameter.numel() != self.width or self.width == 1:
                 continue
+            # One row for each token.
+            scales = numpy.tile(parameter.detach().flatten().numpy(), self.shape[0] * self.shape[1])
             for vector in range(1, len(self.vectors)):
                 call = ModuleCall(name, {vector: 1.0}, {})
                 if call not in self.calls:
-                    scaled.append((call, self.vectors[vector] * parameter.detach()))
+                    scaled.append((call, self.vectors[vector] * scales))
         return scaled
 
     def _next_vector(self) -> Tensor:
         shape = (*self.shape, self.width)
         vector = self.size * torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        self.vectors.append(vector)
-        return vector.clone()  # A forward may change it in place.
+        self.vectors.append(vector.flatten().numpy().copy())  # A forward may change it in place.
+        return vector
 
 
 def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> LayerTrace:
@@ -199,9 +206,10 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
             depends on the values of the layer's own parameters or buffers, or on training.
     """
     paths = set(opened)
+    trace_once = partial(_trace_once, layer, width, paths, {})
     while True:
         try:
-            trace = _trace_once(layer, width, paths)
+            trace = trace_once()
             break
         except SeveralStreamsError as error:
             if error.path in paths or not any(
@@ -210,19 +218,19 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
                 raise
             paths.add(error.path)
     for seed in (1, 2):
-        _check_other_values(layer, width, paths, trace, seed)
-    _check_training(layer, width, paths, trace)
-    return trace._replace(unread_values=tuple(_unread_values(layer, width, paths, trace)))
+        _check_other_values(trace_once, trace, seed)
+    _check_training(layer, trace_once, trace)
+    return trace._replace(unread_values=tuple(_unread_values(layer, trace_once, trace)))
 
 
 def _unread_values(
-    layer: nn.Module, width: int, opened: Collection[str], trace: LayerTrace
+    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace
 ) -> Iterator[tuple[str, bool | None]]:
     """The values of arguments with which the layer does something else than in its trace."""
     for name, value, arguments in other_arguments(layer):
         given = {f"the argument {name!r}": repr(None)} if value is None else {}
         try:
-            other = _trace_once(layer, width, opened, arguments=arguments)
+            other = trace_once(arguments=arguments)
             is_same = _same_calls(trace, other) and all(
                 _same_arguments(layer.get_submodule(x.path), x.arguments, y.arguments, given)
                 for x, y in zip(trace.calls, other.calls, strict=True)
@@ -250,13 +258,13 @@ def _same_arguments(
 
 
 def _check_other_values(
-    layer: nn.Module, width: int, opened: Collection[str], trace: LayerTrace, seed: int
+    trace_once: Callable[..., LayerTrace], trace: LayerTrace, seed: int
 ) -> None:
     """Raise a ValueError where a layer's sums depend on its own parameters and buffers, or on the
     length of the sequence.
     """
     try:
-        is_same = _same_calls(trace, _trace_once(layer, width, opened, seed))
+        is_same = _same_calls(trace, trace_once(seed=seed))
     except ValueError:
         is_same = False
     if not is_same:
@@ -267,12 +275,12 @@ def _check_other_values(
 
 
 def _check_training(
-    layer: nn.Module, width: int, opened: Collection[str], trace: LayerTrace
+    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace
 ) -> None:
     """Raise a ValueError where a layer's own code does something else in training."""
     with _restored_random_states(layer) as has_changed:
         try:
-            in_training = _trace_once(layer, width, opened, training=True)
+            in_training = trace_once(training=True)
             is_same = not has_changed() and _same_calls(trace, in_training)
         except ValueError:
             is_same = False
@@ -296,8 +304,10 @@ def _restored_random_states(layer: nn.Module) -> Iterator[Callable[[], bool]]:
     def has_changed() -> bool:
         pairs = zip(generators, states, strict=True)
         is_same = all(torch.equal(generator.get_state(), state) for generator, state in pairs)
-        numpy_now = numpy.random.get_state(legacy=False)
-        return not is_same or random.getstate() != of_python or str(numpy_now) != str(of_numpy)
+        if not is_same or random.getstate() != of_python:
+            return True
+        # Bytes, as dicts with an array cannot be compared.
+        return pickle.dumps(numpy.random.get_state(legacy=False)) != pickle.dumps(of_numpy)
 
     try:
         yield has_changed
@@ -324,15 +334,20 @@ def _trace_once(
     layer: nn.Module,
     width: int,
     opened: Collection[str],
+    lengths: dict[str, int],
     seed: int = 0,
     training: bool = False,
     arguments: dict[str, Any] | None = None,
 ) -> LayerTrace:
-    """`trace_layer` with one set of values for the layer's arguments, parameters and buffers."""
+    """`trace_layer` with one set of values for the layer's arguments, parameters and buffers.
+
+    lengths: as in `run_layer_shadow`, of all traces of the layer.
+    """
     recorder, output = run_layer_shadow(
         layer,
         lambda: _Recorder(width, seed),
         layer_arguments(layer) if arguments is None else arguments,
+        lengths,
         opened,
         seed,
         training,

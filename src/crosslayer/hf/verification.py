@@ -86,7 +86,6 @@ def _check_projections(wiring: LayerWiring) -> None:
 class _Functions:
     """Answers the calls of a layer's modules with smooth functions of their inputs."""
 
-    lengths: dict[str, int]
     parameters: dict[str, Tensor | None]
 
     def __init__(self, width: int):
@@ -111,12 +110,13 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     """The largest relative difference of output and gradient; infinite for other arguments."""
     arguments = layer_arguments(layer)
     opened = {outer for path in wiring.modules for outer in paths_around(path)}
-    host, expected = run_layer_shadow(layer, lambda: _Functions(width), arguments, opened)
+    lengths: dict[str, int] = {}
+    host, expected = run_layer_shadow(layer, lambda: _Functions(width), arguments, lengths, opened)
     if isinstance(expected, tuple | list):
         expected = expected[0]
     expected = expected.as_subclass(Tensor)
     functions = _Functions(width)
-    shadow = make_shadow(layer, functions, host.lengths, opened=opened)
+    shadow = make_shadow(layer, functions, lengths, opened=opened)
     actual = _run_connected(shadow, wiring, functions, arguments)
     for path, received in host.arguments.items():
         received_connected = functions.arguments.get(path, {})
@@ -178,7 +178,6 @@ class _Travelling(Tensor):
 class _Handover:
     """Answers the calls of a backbone's layers and final norm, and checks what they get."""
 
-    lengths: dict[str, int]
     parameters: dict[str, Tensor | None]
 
     def __init__(self, wiring: ModelWiring):
