@@ -64,7 +64,7 @@ def compile_table(rows: Iterable[Row]) -> str:
         line[version] = f"{float(row['compile seconds']):.0f} s"
     versions = sorted({version for line in seconds.values() for version in line} - {"kernels"})
     lines = [
-        {"connection": f"`{name}`", "layers": layers, **line}
+        {"connection": f"`{name}`", "layers": layers, **dict.fromkeys(versions, NOT_KNOWN), **line}
         for (name, layers), line in seconds.items()
     ]
     return markdown_table(["connection", "layers", "kernels", *versions], lines)
