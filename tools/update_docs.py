@@ -2,13 +2,12 @@
 
 python -m tools.update_docs
 
-Not docs/families.md, and not docs/inspect-pictures.md and docs/retrofit.md, whose runs are not
-committed.
+Not docs/families.md, and not docs/inspect-pictures.md, whose runs are not committed.
 """
 
 from benchmarks.evidence.pages import write_pages
 from benchmarks.evidence.studies import read_studies
-from tools import update_benchmarks, update_pictures, update_results
+from tools import update_benchmarks, update_pictures, update_results, update_retrofit
 
 
 def main() -> None:
@@ -16,6 +15,7 @@ def main() -> None:
     update_results.main(update_results.RESULTS)
     update_pictures.main([])
     update_benchmarks.main()
+    update_retrofit.main()
 
 
 if __name__ == "__main__":
