@@ -166,9 +166,13 @@ def test_bad_keywords():
             "stream_dtype must be one of float32, bfloat16, float16, got 'int8'",
         ),
         ("mgr(gate='soft')", "gate must be one of 'competitive', 'independent', got 'soft'"),
+        (
+            "mgr(eq14='literal')",
+            "eq14='literal' and gate='competitive' exclude each other: eq14 would change nothing",
+        ),
         ("mgr(eq14='litteral')", r"got 'litteral' \(did you mean 'literal'\?\)"),
         ("mhc(order='src')", "order must be one of 'src last', 'dst last', got 'src'"),
-        ("mgr(eq14='literal', bias=1)", "bias and eq14 exclude each other"),
+        ("mgr(gate='independent', eq14='literal', bias=1)", "bias and eq14 exclude each other"),
         ("mgr(streams=6)", "Eq. 14 has no bias for 6 streams and 1 gated sub-layers"),
     ],
 )

@@ -337,8 +337,8 @@ def _describe_models(study: Study) -> str:
         f"{factor * INITIAL_STD:g}. Unscaled embeddings start at Llama's own, {INITIAL_STD:g}. "
         "Each connection has its own best learning rate, found with seed 0 among rates a factor of "
         "2 apart. Loss in nats a token, the mean of three or five seeds. The columns between loss "
-        "and speed are differences to pre-norm with 95 % intervals. –: not run. At equal time: at "
-        "the moment when the fastest connection has finished. The learning rates of the others are "
-        "still falling then, which makes them look worse. "
+        "and speed are differences to pre-norm with 95 % intervals. –: not run. At equal time: the "
+        "losses at the time when the fastest connection has finished. The learning rates of the "
+        "others are still falling then, which makes them look worse. "
         "Speeds are multiples of pre-norm's, on one CPU core in float32, without fused kernels."
     )

@@ -16,7 +16,6 @@ Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
@@ -147,7 +146,8 @@ class Connection(nn.Module, Generic[StateT]):
         parts_are_streams: its `state_parts` are n streams, which persist over depth.
         part_label: the label of part i of `state_parts` in pictures, like "X_{}", with i in the
             place of {}. Streams have "stream {}".
-        weighs_channels: its `mixing_weights` differ between channels, or contain norms.
+        weighs_channels: its `mixing_weights` differ between channels or fractions, or contain
+            norms, so they cannot be multiplied over depth as one number a part.
         fractions: the number of equal slices of the width that are mixed separately. Each slice
             is one part in `mixing_weights`.
         output_scale: factor of the initial weights of the sub-layers' output projections. `connect`
@@ -391,8 +391,10 @@ def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:
     """
     if site.is_readout:
         return ports
-    choices = [[(port,), SPLIT_PORTS.get(port, (port,))] for port in site.ports]
-    allowed = list(dict.fromkeys(sum(choice, ()) for choice in itertools.product(*choices)))
+    allowed: list[tuple[str, ...]] = [()]
+    for port in site.ports:
+        choices = dict.fromkeys([(port,), SPLIT_PORTS.get(port, (port,))])
+        allowed = [before + choice for before in allowed for choice in choices]
     if ports not in allowed:
         raise ValueError(f"ports must be {' or '.join(map(str, allowed))}, got {ports!r}")
     return ports

@@ -1,7 +1,8 @@
 """Fusing the norm of a sub-layer's input into the op before it, where kernels run.
 
 Only methods whose last op has a kernel or sums streams need this file: they are a
-`FusedNormConnection`. Every other connection is a plain `Connection` and never meets it.
+`FusedNormConnection`. Every other connection is a plain `Connection`. Post-norm and ResiDual, whose
+streams pass the sub-layers' norms, take only the description of a norm from here.
 """
 
 from typing import Any, ClassVar, Generic

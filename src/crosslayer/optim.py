@@ -108,7 +108,7 @@ def _embedding_ids(model: nn.Module) -> set[int]:
 
 
 def _layers_in(module: nn.Module) -> list[nn.Module]:
-    """The layers of a list, or of a dict with numbers as keys; none of any other module.
+    """The layers of a list, a sequence or a dict with numbers as keys; none of any other module.
 
     Layers have modules. A list of only linear maps may be of output heads. An nn.Sequential may end
     with a head, and one with an embedding is a model.

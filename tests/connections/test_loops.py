@@ -599,6 +599,7 @@ def exceeds(L: int, n: int) -> float:
 @example(case=Case(layers=4), n=4, gate="competitive", eq14="text")
 @example(case=Case(layers=4), n=1, gate="independent", eq14="literal")
 def test_mgr(case, n, gate, eq14):
+    assume(gate == "independent" or eq14 == "text")
     gated = case.layers * (1 if case.parallel else 2) - (n - 1)
     assume(gated < 1 or exceeds(gated, n) > 0)
     check(f"mgr(streams={n}, gate={gate!r}, eq14={eq14!r})", mgr(n, gate), case)

@@ -32,7 +32,7 @@ from ..fused_norms import FusedNormConnection
 from ..mixing import MixingWeights, identity_weights, join_columns
 from ..norms import NormSpec, apply_norm, upcast
 from ..ops import depth_attention, depth_scores, gate_pool, gate_streams
-from ..validation import check_positive
+from ..validation import check_idle_options, check_positive
 
 Gate = Literal["competitive", "independent"]
 Eq14 = Literal["text", "literal"]
@@ -69,8 +69,7 @@ class MGR(FusedNormConnection[Gated]):
         gate: "competitive": the streams and a forget gate share one softmax;
             "independent": each stream has a sigmoid.
         eq14: n in Eq. 14 for independent gates. "text" has n = 1, which gives the bias −3 that the
-            paper's text asks for; "literal" has n as the formula is printed. Competitive gates
-            ignore it.
+            paper's text asks for; "literal" has n as the formula is printed.
         bias: b, in place of Eq. 14's. The equation has none for many streams and few sub-layers.
     """
 
@@ -79,7 +78,7 @@ class MGR(FusedNormConnection[Gated]):
     initial_function = "other"
     test_variants = (
         "mgr(gate='independent')",
-        "mgr(streams=2, eq14='literal')",
+        "mgr(streams=2, gate='independent', eq14='literal')",
         "mgr(streams=3, bias=2.0)",
     )
 
@@ -95,6 +94,8 @@ class MGR(FusedNormConnection[Gated]):
     ):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
+        if gate == "competitive":
+            check_idle_options("gate='competitive'", eq14=(eq14, "text"))
         if bias is not None and eq14 != "text":
             raise ValueError(
                 "bias and eq14 exclude each other: the bias is not that of Eq. 14 then"

@@ -91,9 +91,9 @@ class TextSource:
 def read_documents(place: str) -> Iterator[Document]:
     """The documents of a source, without blank ones. A document is the largest thing in memory.
 
-    A text file is one document. A line of a .jsonl file, or of a compressed .json file, is a string
-    or an object with a field "text". A .parquet file or a dataset has a column "text". Files may
-    end in .gz or .zst.
+    A text file is one document. A line of a .jsonl or .json file is a string or an object with a
+    field "text". A .parquet file or a dataset has a column "text". Files may end in .gz or .zst. In
+    a folder, .json files that are not compressed are skipped.
 
     Args:
         place: as at the top of this file.

@@ -65,8 +65,7 @@ def log_likelihoods(
         batch_size: windows that the model sees at once.
 
     Raises:
-        ValueError: the batch size is below 1, the model is not causal, or its logits are not
-            finite.
+        ValueError: the batch size is below 1, the model is not causal, or its logits have a NaN.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -90,7 +89,7 @@ def log_likelihoods(
                 of_target = log_probabilities[row, positions].gather(-1, target[:, None])
                 scores[i] = of_target.sum().item()
     if any(math.isnan(score) for score in scores):
-        raise ValueError("the model's logits are not finite: a weight may be NaN")
+        raise ValueError("the model's logits have a NaN: one of its weights may be NaN")
     return scores
 
 

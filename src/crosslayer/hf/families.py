@@ -37,7 +37,10 @@ ArgumentSources = tuple[tuple[str, str], ...]
 
 
 class Sublayer(NamedTuple):
-    """An attention, an MLP or another mixer: names of modules within its layer."""
+    """An attention, an MLP or another mixer: names of modules within its layer.
+
+    Those of a parallel block share a site.
+    """
 
     module: str
     norm: str | None  # before it; None where the family norms outputs only

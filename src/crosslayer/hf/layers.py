@@ -1,8 +1,9 @@
 """What the layers and the final norm of a host become when `connect` connects it.
 
-`connect` swaps the classes of three kinds of module (see `class_swap`): each layer becomes a
-`ConnectedLayer`, the final norm the `ReadoutNorm`, and the backbone a `ConnectedModel` (see
-`connected_model`). Between layers the connection's state travels as the host's `hidden_states`.
+`connect` swaps the classes of modules (see `class_swap`). Each layer becomes a `ConnectedLayer`,
+the final norm the `ReadoutNorm`, and the backbone a `ConnectedModel` (see `connected_model`).
+Attentions are swapped in `qkv`, norms in `host_norms`, and what some families do besides in
+`host_quirks`. Between layers the connection's state travels as the host's `hidden_states`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -11,7 +11,8 @@ weights there, and report the others as unexpected.
 
 Importing `crosslayer.hf` calls `register_with_transformers`. It registers the saved model types
 with `AutoConfig`, and patches five methods for which transformers has no registration. diffusers
-gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model.
+gets one patch, if it is imported already or as soon as crosslayer meets a diffusers model. PEFT's
+are in `adapters`.
 """
 
 import functools

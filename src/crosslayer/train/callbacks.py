@@ -63,8 +63,8 @@ class SaveCheckpoints(Callback):
 class KeepModels(Callback):
     """Saves the model after evenly spaced steps, the last one included, as step-000400 and so on.
 
-    Call it before `SaveCheckpoints`: a run that is killed between the two repeats the step, and
-    saves the same model again.
+    It comes before `SaveCheckpoints` in the list of callbacks: a run that is killed between the two
+    repeats the step, and saves the same model again.
 
     Args:
         folder: of the models.
