@@ -121,7 +121,7 @@ class _Recorder:
         no_sum = f"{where} gets no sum of the stream and of modules' outputs"
         if not numpy.isfinite(values).all():
             raise ValueError(no_sum)
-        factors = numpy.linalg.lstsq(basis, values)[0]
+        factors = numpy.linalg.lstsq(basis, values, rcond=None)[0]
         if abs(basis @ factors - values).max() > _TOLERANCE * abs(values).max():
             if is_scaled:
                 raise ValueError(f"the layer scales what {where} gets by its own parameters")
