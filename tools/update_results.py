@@ -10,7 +10,7 @@ from pathlib import Path
 
 from crosslayer.files import short_digest
 from crosslayer.train.compare import Comparison
-from crosslayer.train.comparison_results import read_results
+from crosslayer.train.comparison_results import read_comparison_results
 from crosslayer.train.report import markdown_report, plot_curves, plot_tradeoff, render_svg
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "training.md"
 
 def read_comparison(file: Path) -> Comparison:
     """The comparison that wrote a results.json."""
-    return Comparison.from_results(read_results(file), file.parent)
+    return Comparison.from_results(read_comparison_results(file), file.parent)
 
 
 def results_table(comparison: Comparison) -> str:

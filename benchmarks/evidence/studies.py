@@ -14,13 +14,13 @@ import yaml
 from benchmarks.results import read_rows
 from crosslayer.files import write_json
 from crosslayer.inspect.training import loss_at_cost
-from crosslayer.run_folders import RESULTS_FILE
+from crosslayer.run_folders import COMPARISON_RESULTS_FILE
 from crosslayer.train.compare import Comparison
 from crosslayer.train.comparison_results import (
     ComparisonResults,
     DivergedRun,
     join_environments,
-    read_results,
+    read_comparison_results,
 )
 from crosslayer.train.rate_search import best_factor, is_limit, next_factor
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
@@ -260,7 +260,7 @@ def read_studies(folder: Path = RESULTS, speeds: Path = SPEEDS) -> dict[str, Stu
 
 
 def _read_results(file: Path) -> ComparisonResults:
-    results = read_results(file)
+    results = read_comparison_results(file)
     for name, value in Settings.from_options().identity().items():
         if value is None:  # an option that is younger than some results
             results.settings.setdefault(name, None)
@@ -327,7 +327,7 @@ def take_over(comparison: Path, folder: Path = RESULTS) -> Path:
     Raises:
         ValueError: it is not a study of studies.yaml.
     """
-    results = _read_results(comparison / RESULTS_FILE)
+    results = _read_results(comparison / COMPARISON_RESULTS_FILE)
     for plan in read_plans().values():
         settings = plan.settings()
         local = {name: settings[name] for name in LOCAL_OPTIONS}

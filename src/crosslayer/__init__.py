@@ -10,9 +10,9 @@ from .spec import ConnectionSpec, make
 from .stack import Stack
 
 if TYPE_CHECKING:
-    from .hf.checkpoint import from_pretrained
     from .hf.connect import connect
     from .hf.disconnect import disconnect
+    from .hf.loading import from_pretrained
 
 __version__ = "0.2.0.dev0"
 __all__ = [

@@ -9,9 +9,9 @@ from .errors import error_in_one_line
 from .run_folders import (
     CHECKPOINT_INDEX,
     CONFIG_FILE,
-    MODEL_FOLDER,
-    MODELS_FOLDER,
+    KEPT_MODELS_FOLDER,
     RUNS_FOLDER,
+    TRAINED_MODEL_FOLDER,
     is_comparison_folder,
     is_model_folder,
     step_of_name,
@@ -80,15 +80,15 @@ def download_files(
 def _check_no_training_run(folder: Path) -> None:
     if is_model_folder(folder) or (folder / "tokenizer.json").exists():
         return
-    model = folder / MODEL_FOLDER
+    model = folder / TRAINED_MODEL_FOLDER
     if is_model_folder(model):
         raise ValueError(f"{folder} holds a training run; its model is {model}")
     if is_comparison_folder(folder):
         raise ValueError(
             f"{folder} holds a comparison; if it was run with --keep-models, its models are in "
-            f"{folder / RUNS_FOLDER / 'ARM' / MODELS_FOLDER}"
+            f"{folder / RUNS_FOLDER / 'ARM' / KEPT_MODELS_FOLDER}"
         )
-    kept = [file.parent for file in folder.glob(f"{MODELS_FOLDER}/step-*/{CONFIG_FILE}")]
+    kept = [file.parent for file in folder.glob(f"{KEPT_MODELS_FOLDER}/step-*/{CONFIG_FILE}")]
     if kept:
         last = max(kept, key=lambda path: step_of_name(path.name) or 0)
         raise ValueError(f"{folder} holds a training run; the last model kept is {last}")

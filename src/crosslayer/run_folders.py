@@ -7,6 +7,7 @@ RUN/step-00000100/                  a checkpoint
 RUN/models/step-000100/             a model that was kept
 COMPARISON/results.json             all results so far
 COMPARISON/runs/ARM-SEED-DIGEST/    a run of `compare`, without result and model
+FOLDER/evaluation.json              what `eval --out FOLDER` measured; FOLDER may lie in a run's
 """
 
 import json
@@ -17,14 +18,15 @@ from .files import short_digest
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
-RESULT_FILE = "result.json"
-MODEL_FOLDER = "model"
+RUN_RESULT_FILE = "result.json"
+TRAINED_MODEL_FOLDER = "model"
 CONFIG_FILE = "config.json"  # of a model
 CHECKPOINT_INDEX = "checkpoint.json"  # of a complete checkpoint
-RESULTS_FILE = "results.json"
+COMPARISON_RESULTS_FILE = "results.json"
 DATA_DIGEST = "data sha256"  # a key of run.json, and of an arm in results.json
 RUNS_FOLDER = "runs"
-MODELS_FOLDER = "models"
+EVALUATION_FILE = "evaluation.json"
+KEPT_MODELS_FOLDER = "models"
 
 
 def default_folder(command: str, settings: object) -> Path:
@@ -43,15 +45,15 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is that of one run, which may also hold the results of `crosslayer eval`."""
-    has_log = (folder / METRICS_FILE).is_file() or (folder / RESULT_FILE).is_file()
+    """Whether a folder is that of one run."""
+    has_log = (folder / METRICS_FILE).is_file() or (folder / RUN_RESULT_FILE).is_file()
     return has_log and not is_model_folder(folder)
 
 
 def is_comparison_folder(folder: Path) -> bool:
     """Whether a folder is that of a comparison."""
-    has_runs = (folder / RESULTS_FILE).is_file() or (folder / RUNS_FOLDER).is_dir()
-    return has_runs and not is_run_folder(folder) and not is_model_folder(folder)
+    has_runs = (folder / COMPARISON_RESULTS_FILE).is_file() or (folder / RUNS_FOLDER).is_dir()
+    return has_runs and not is_model_folder(folder)
 
 
 def checkpoint_name(step: int) -> str:

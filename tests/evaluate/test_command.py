@@ -1,4 +1,4 @@
-"""`crosslayer eval` from the command line: tables, results.json, and one line for each error."""
+"""`crosslayer eval` from the command line: tables, evaluation.json, and one line for each error."""
 
 import json
 from pathlib import Path
@@ -47,9 +47,9 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     arguments += ["--spans", spans, "--out", tmp_path / "out"]
     code, printed, _ = run_command(capsys, *arguments)
     assert code == 0
-    for shown in ("bits_per_byte", "loss_by_span", "local_choice", "acc_norm", "results.json"):
+    for shown in ("bits_per_byte", "loss_by_span", "local_choice", "acc_norm", "evaluation.json"):
         assert shown in printed
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert results["connection"] == "mudd(dilation=2)"
     assert results["tasks"]["n-samples"]["local_choice"]["effective"] == 4
     assert results["spans"][str(spans)]["spans"] == 3
@@ -58,7 +58,7 @@ def test_tasks_text_and_spans(folder, include_path, tmp_path, capsys):
     assert results["text"][str(text)] == pytest.approx(expected._asdict(), rel=1e-6)
     # a finished evaluation is never overwritten
     code, _, error = run_command(capsys, *arguments)
-    assert code == 1 and "results.json exists already; choose another folder" in error
+    assert code == 1 and "evaluation.json exists already; choose another folder" in error
 
 
 def test_one_span(folder, tmp_path, capsys):
@@ -68,7 +68,7 @@ def test_one_span(folder, tmp_path, capsys):
         capsys, folder / "model", "--spans", tmp_path / "span.jsonl", "--out", tmp_path / "out"
     )
     assert code == 0 and "not known" in printed
-    (result,) = json.loads((tmp_path / "out" / "results.json").read_text())["spans"].values()
+    (result,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["spans"].values()
     assert result["loss_by_span_stderr"] is None
 
 
@@ -78,7 +78,7 @@ def test_results_of_tasks_are_kept_when_a_text_fails(folder, include_path, tmp_p
     arguments += ["--limit", 2, "--text", tmp_path / "short.txt", "--out", tmp_path / "out"]
     code, _, error = run_command(capsys, *arguments)
     assert code == 1 and "the text has no token to score" in error
-    assert "tasks" in json.loads((tmp_path / "out" / "results.json").read_text())
+    assert "tasks" in json.loads((tmp_path / "out" / "evaluation.json").read_text())
 
 
 @pytest.mark.parametrize("documents", ["joined", "apart"])
@@ -93,7 +93,7 @@ def test_token_ids_are_scored_as_their_text(folder, tmp_path, capsys, documents)
     arguments = [folder / "model", "--documents", documents, "--context", 16, "--out", tmp_path]
     files = [rows, tmp_path / "val.bin", tmp_path / "prepared"]
     assert run_command(capsys, *arguments, "--text", *files)[0] == 0
-    results = json.loads((tmp_path / "results.json").read_text())["text"]
+    results = json.loads((tmp_path / "evaluation.json").read_text())["text"]
     assert [Path(name).name for name in results] == ["texts.jsonl", "val.bin", "prepared@stories"]
     of_text, *of_ids = results.values()
     assert of_ids == [of_text, of_text] and of_text["tokens"] > 40
@@ -109,7 +109,7 @@ def test_ids_of_a_tokenizer_that_was_saved_again(folder, tmp_path, capsys):
     np.array([*TEXT.encode(), 0] * 2, "<u2").tofile(tmp_path / "val.bin")
     arguments = [tmp_path / "bytes", "--text", tmp_path / "val.bin", "--tokenizer", "bytes"]
     assert run_command(capsys, *arguments, "--out", tmp_path)[0] == 0
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "evaluation.json").read_text())
     assert results["tokenizer"] == "bytes"
 
 
@@ -124,13 +124,13 @@ def test_a_folder_in_use_is_refused(folder, tmp_path, capsys):
     with lock_folder(tmp_path / "out"):
         code, _, error = run_command(capsys, *arguments)
     assert code == 1 and f"{tmp_path / 'out'}: in use by process" in error
-    assert not (tmp_path / "out" / "results.json").exists()
+    assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
 def test_dtype_and_context(folder, tmp_path, capsys):
     arguments = [folder / "model", "--text", folder / "text.txt", "--dtype", "bfloat16"]
     assert run_command(capsys, *arguments, "--context", 16, "--out", tmp_path)[0] == 0
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "evaluation.json").read_text())
     assert (results["dtype"], results["context"]) == ("bfloat16", 16)
 
 
@@ -261,7 +261,7 @@ def test_eval_reads_what_train_ends_with(family, tokenizer, tmp_path, capsys):
     for out, windows in (("same", ["--windows", 24]), ("all", [])):  # train evaluates 12 · 2
         arguments = [tmp_path / "model", "--text", valid, "--out", tmp_path / out, *windows]
         assert run_command(capsys, *arguments)[0] == 0
-        results = json.loads((tmp_path / out / "results.json").read_text())
+        results = json.loads((tmp_path / out / "evaluation.json").read_text())
         measured[out] = results["text"][str(valid)]
     same, of_all = measured["same"], measured["all"]
     assert same["loss"] == pytest.approx(trained["valid_loss"], rel=1e-6)

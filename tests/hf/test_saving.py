@@ -24,7 +24,7 @@ from transformers import (
 
 import crosslayer
 from crosslayer import Connection
-from crosslayer.hf.checkpoint import read_config
+from crosslayer.hf.loading import read_config
 from crosslayer.testing.tiny_model import perturb_weights
 from tests.hf.backbones import (
     KINDS,

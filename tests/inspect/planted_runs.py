@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 from crosslayer.run_folders import (
+    COMPARISON_RESULTS_FILE,
     DATA_DIGEST,
     METRICS_FILE,
-    RESULTS_FILE,
     RUNS_FOLDER,
     run_folder_name,
 )
@@ -103,5 +103,5 @@ def write_comparison(
             write_metrics(run, lambda step: loss_of(step) + 0.01 * seed)
             result = run_result(name, connection, seed, loss_of(1000) + 0.01 * seed, **arm)
             content["runs"].append(result)
-    (folder / RESULTS_FILE).write_text(json.dumps(content))
+    (folder / COMPARISON_RESULTS_FILE).write_text(json.dumps(content))
     return folder

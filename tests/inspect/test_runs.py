@@ -16,7 +16,7 @@ from crosslayer.inspect.runs import read_runs
 from crosslayer.inspect.sections import SECTIONS, TRAINING_VIEWS
 from crosslayer.inspect.training import loss_at_cost
 from crosslayer.inspect.training_summary import (
-    TrainingRuns,
+    GroupedRuns,
     measure_scaling,
     measure_speedups,
     smooth_runs,
@@ -25,8 +25,8 @@ from crosslayer.inspect.training_summary import (
 from crosslayer.plotting import render_figure
 from crosslayer.run_folders import (
     METRICS_FILE,
-    RESULT_FILE,
     RUN_FILE,
+    RUN_RESULT_FILE,
     RUNS_FOLDER,
     is_comparison_folder,
     is_run_folder,
@@ -50,7 +50,7 @@ def read_groups(*folders):
 
 def draw(groups):
     """The titles of the panels of every view that the groups can feed."""
-    runs = TrainingRuns(groups)
+    runs = GroupedRuns(groups)
     drawn = {view.name: view.draw_panels(runs) for view in TRAINING_VIEWS}
     return {name: [title for title, _ in panels] for name, panels in drawn.items() if panels}
 
@@ -75,7 +75,7 @@ def test_a_comparison_s_runs_are_means_over_seeds(comparison):
         ("Transformer", 3),
         ("DHC×4", 3),
     ]
-    plain, fast = summarise_training(TrainingRuns(groups))
+    plain, fast = summarise_training(GroupedRuns(groups))
     assert plain.loss == pytest.approx(falling_loss(1000) + 0.01)
     assert plain.loss_range == pytest.approx((falling_loss(1000), falling_loss(1000) + 0.02))
     assert fast.speedup == pytest.approx(1.8, abs=0.01)
@@ -88,7 +88,7 @@ def test_a_run_that_is_given_twice_is_one_seed(comparison, tmp_path):
     plain, fast = groups = read_groups(comparison, tmp_path / "copy")
     assert [run.seed for run in plain.runs] == [0, 1, 2]
     assert [run.folder.parts[-3] for run in fast.duplicates] == ["copy"] * 3
-    notes = draw_views(TrainingRuns(groups), []).notes
+    notes = draw_views(GroupedRuns(groups), []).notes
     assert len(notes) == 6
     assert "is left out: Transformer has a run with the same seed" in notes[0]
 
@@ -98,7 +98,7 @@ def test_a_relative_folder_has_no_stray_slash(tmp_path, monkeypatch):
     for name in ("a", "b"):
         write_metrics(Path(name))
         result = run_result("mudd", "mudd", 0, 2.0, settings={"data": name})
-        (Path(name) / RESULT_FILE).write_text(json.dumps(result))
+        (Path(name) / RUN_RESULT_FILE).write_text(json.dumps(result))
     assert [group.label for group in read_groups(Path("a"), Path("b"))] == [
         "mudd in a",
         "mudd in b",
@@ -117,8 +117,8 @@ def test_a_planted_spike_is_counted_in_its_run(comparison, tmp_path):
             row["loss"] = math.nan  # a skipped batch, before a mean is known
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     groups = read_groups(copy)
-    assert [summary.spikes for summary in summarise_training(TrainingRuns(groups))] == [2, 0]
-    ((_, view),) = TRAINING_VIEWS[0].draw_panels(TrainingRuns(groups))
+    assert [summary.spikes for summary in summarise_training(GroupedRuns(groups))] == [2, 0]
+    ((_, view),) = TRAINING_VIEWS[0].draw_panels(GroupedRuns(groups))
     assert [line.label for line in view.keywords["lines"]] == ["Transformer (2 spikes)", "DHC×4"]
     assert [round(step, 3) for step, _ in view.keywords["lines"][0].marks] == [0.03, 0.8]
 
@@ -168,15 +168,17 @@ def test_the_planted_multiplier_is_found(scaling):
     groups = read_groups(*scaling)
     plain, mudd = measure_scaling(groups)
     assert (plain.label, mudd.label) == ("Transformer++", "MUDDFormer")
-    assert plain.law.b == pytest.approx(0.05)
+    assert plain.power_law.b == pytest.approx(0.05)
     assert plain.multiplier is None
     assert mudd.multiplier.value == pytest.approx(1.89)
     assert mudd.multiplier.high - mudd.multiplier.low < 1e-6
     drawn = draw(groups)
     assert drawn["sizes"] == ["loss and power laws", "gaps", "compute multiplier"]
     assert len(drawn["losses"]) == 1
-    lines = dict(TRAINING_VIEWS[7].draw_panels(TrainingRuns(groups)))["gaps"].keywords["lines"]
-    assert lines[0].y[0] == pytest.approx(mudd.law.predict(4e8) - plain.law.predict(4e8))
+    lines = dict(TRAINING_VIEWS[7].draw_panels(GroupedRuns(groups)))["gaps"].keywords["lines"]
+    assert lines[0].y[0] == pytest.approx(
+        mudd.power_law.predict(4e8) - plain.power_law.predict(4e8)
+    )
     assert [one.is_main for one in (plain, mudd)] == [True, False]
 
 
@@ -215,7 +217,7 @@ def test_the_picture_of_a_speedup_is_of_the_curves_that_give_it(tmp_path):
     groups = read_groups(folder, write_comparison(tmp_path / "faster", FAST))
     (speedup,) = measure_speedups(groups, 0.99).values()
     view = next(view for view in TRAINING_VIEWS if view.name == "speedups")
-    (_, panel), *_ = view.draw_panels(TrainingRuns(groups))
+    (_, panel), *_ = view.draw_panels(GroupedRuns(groups))
     names = panel.keywords["names"]
     line = next(line for line in panel.keywords["lines"] if line.marks)
     assert names[1] == "loss on held-out" and f"{speedup.times:.2f}" in line.label
@@ -237,7 +239,7 @@ def test_gaps_are_those_to_pre_norm_where_its_loss_does_not_fall(tmp_path):
             "prenorm": {"connection": "prenorm", "loss_of": flat, "parameters": size},
         }
         folders.append(write_comparison(tmp_path / f"{size:g}", arms, dim=int(size / 1e5)))
-    panels = dict(TRAINING_VIEWS[7].draw_panels(TrainingRuns(read_groups(*folders))))
+    panels = dict(TRAINING_VIEWS[7].draw_panels(GroupedRuns(read_groups(*folders))))
     assert panels["gaps"].keywords["names"][1].endswith("minus that of prenorm (nats)")
 
 
@@ -254,7 +256,7 @@ def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
     groups = read_groups(write_comparison(tmp_path / "search", arms))
     assert speedups_of(groups) == {"hyper": pytest.approx(1.8 / 1.2, abs=0.01)}
     # runs of equal size are points: no line says how the loss changes with size
-    (_, speeds), *_ = TRAINING_VIEWS[5].draw_panels(TrainingRuns(groups))
+    (_, speeds), *_ = TRAINING_VIEWS[5].draw_panels(GroupedRuns(groups))
     assert [(line.label, line.line) for line in speeds.keywords["lines"]] == [
         ("prenorm", False),
         ("hyper", True),
@@ -316,7 +318,7 @@ def test_losses_on_different_data_are_apart(tmp_path):
         return [title for title, _ in split_by_data(groups_of(*options))]
 
     groups = groups_of({"tokenizer": "bytes"}, {"tokenizer": "bpe:300"})
-    report = draw_views(TrainingRuns(groups), TRAINING_VIEWS)
+    report = draw_views(GroupedRuns(groups), TRAINING_VIEWS)
     titles = ["tokenizer bytes", "tokenizer bpe:300"]
     assert [summary.data for summary in report.groups] == titles
     assert [summary.speedup for summary in report.groups] == [None, None]
@@ -341,7 +343,7 @@ def test_losses_on_different_data_are_apart(tmp_path):
     assert [title for title, _ in split_by_data(groups)] == titles
 
     other_heads = groups_of({}, {"heads": 8})
-    assert summarise_training(TrainingRuns(other_heads))[1].speedup is None
+    assert summarise_training(GroupedRuns(other_heads))[1].speedup is None
 
 
 def test_experts_options_and_tasks_have_views(tmp_path):
@@ -357,7 +359,7 @@ def test_experts_options_and_tasks_have_views(tmp_path):
     folder = write_comparison(tmp_path / "many", arms)
     for run in (folder / RUNS_FOLDER).iterdir():
         for step in (500, 1000):
-            results = run / "eval" / f"step-{step}" / "results.json"
+            results = run / "eval" / f"step-{step}" / "evaluation.json"
             results.parent.mkdir(parents=True)
             accuracy = {"sciq": {"acc,none": step / 2000, "acc_stderr,none": 0.1}}
             content = {"model": "a/model", "tasks": {"results": accuracy}}
@@ -372,7 +374,7 @@ def test_experts_options_and_tasks_have_views(tmp_path):
         for measure in ("validation perplexity", "training speed")
     ]
     assert {"experts", "task_sizes"} <= drawn.keys()
-    (_, bars), *_ = TRAINING_VIEWS[9].draw_panels(TrainingRuns(groups))
+    (_, bars), *_ = TRAINING_VIEWS[9].draw_panels(GroupedRuns(groups))
     assert bars.keywords["bars"][1].label == "dense MUDD\ndense, ΔL -0.0596"
 
 
@@ -386,7 +388,7 @@ def test_long_names_stay_within_the_figure(tmp_path, monkeypatch):
         }
         for number in range(9)
     }
-    runs = TrainingRuns(read_groups(write_comparison(tmp_path / "many", arms)))
+    runs = GroupedRuns(read_groups(write_comparison(tmp_path / "many", arms)))
     for view in TRAINING_VIEWS:
         panels = view.draw_panels(runs)
         if panels:
@@ -476,13 +478,15 @@ def test_results_of_eval_make_no_comparison(tmp_path):
     results = json.dumps({"tasks": {"results": {"sciq": {"acc_norm,none": 0.5}}}})
     run, model = tmp_path / "run", tmp_path / "model"
     write_metrics(run)
-    (run / "results.json").write_text(results)
+    (run / "evaluation.json").write_text(results)
     (only,) = read_runs(run)
     assert only.tasks == {"sciq": [(1000, 0.5)]}
     model.mkdir()
-    for name in ("results.json", "config.json"):
+    for name in ("evaluation.json", "config.json"):
         (model / name).write_text(results)
-    assert not is_run_folder(model) and not is_comparison_folder(model)
+    for folder in (run, model):
+        assert not is_comparison_folder(folder)
+    assert is_run_folder(run) and not is_run_folder(model)
 
 
 def test_damaged_results_are_one_line(tmp_path, comparison):

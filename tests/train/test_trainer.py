@@ -500,7 +500,7 @@ def test_a_run_that_had_ended(text, tmp_path, capsys):
     command = ["train", f"--data={text}", f"--out={tmp_path / 'run'}", *small]
     assert main(command) == 0
     assert "had ended already" not in capsys.readouterr().out
-    results = tmp_path / "run" / "results.json"
+    results = tmp_path / "run" / "evaluation.json"
     results.write_text("{}")  # of crosslayer eval
     assert main(command) == 0
     assert "the run had ended already; nothing was trained" in capsys.readouterr().out

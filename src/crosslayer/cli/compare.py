@@ -87,7 +87,7 @@ def compare_and_report(
 def _run_and_report(comparison: "Comparison") -> int:
     from ..train.compare import run_comparison
     from ..train.parallel import shutdown_distributed
-    from ..train.report import table_cells, table_columns, write_report
+    from ..train.report import table_cells, table_columns, write_comparison_report
     from ..train.report_notes import run_notes, scope_notes
 
     console = make_console()
@@ -109,7 +109,7 @@ def _run_and_report(comparison: "Comparison") -> int:
         for note in run_notes(comparison):
             console.print(note)
         return code or 1
-    write_report(comparison)
+    write_comparison_report(comparison)
     table = make_table("crosslayer compare", table_columns(comparison))
     for row in rows:
         table.add_row(*row)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import __version__
 from ..files import lock_folder, write_json
-from ..run_folders import RESULTS_FILE
+from ..run_folders import EVALUATION_FILE
 from ..validation import check_positive, dtype_name
 from .console import (
     add_model_options,
@@ -104,7 +104,7 @@ def parser() -> Any:
         "--out",
         type=str,
         default=None,
-        help=f"folder for {RESULTS_FILE}; default: only print the results",
+        help=f"folder for {EVALUATION_FILE}; default: only print the results",
     )
     return command
 
@@ -141,7 +141,7 @@ def _evaluate(options: Any, held: ExitStack) -> int:
     from ..evaluate.language_models import check_context
 
     # What can be wrong without the tokenizer is found before the model is loaded.
-    results_file = None if options.out is None else Path(options.out) / RESULTS_FILE
+    results_file = None if options.out is None else Path(options.out) / EVALUATION_FILE
     _check_options(options, results_file)
     device = choose_device(options.device)
     dtype = parse_model_dtype(options.dtype)

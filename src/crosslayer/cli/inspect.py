@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import lock_folder
-from ..run_folders import MODEL_FOLDER, is_comparison_folder, is_run_folder
+from ..run_folders import TRAINED_MODEL_FOLDER, is_comparison_folder, is_run_folder
 from ..validation import check_positive, did_you_mean
 from .console import (
     InspectionBar,
@@ -95,7 +95,7 @@ def parser() -> Any:
 
 def run(options: Any) -> int:
     silence_libraries()
-    from ..inspect.report import REPORT_FILE, write_report
+    from ..inspect.report import REPORT_FILE, write_inspection_report
 
     check_positive(sequences=options.sequences, batch_size=options.batch_size)
     if not 0 <= options.running_mean < 1:
@@ -121,7 +121,7 @@ def run(options: Any) -> int:
             count = sum(len(group.seeds) for group in training.groups)
             setup = f"{count} {'run' if count == 1 else 'runs'}. {setup}"
         with console.status("drawing"):
-            report = write_report(inspections, folder, setup, sections, training)
+            report = write_inspection_report(inspections, folder, setup, sections, training)
     not_drawn = _sections_not_drawn(options, sections, inspections)
     _print_remarks(inspections, not_drawn, training, console)
     console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
@@ -170,8 +170,8 @@ def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:
             models[name] = source
             continue
         runs.append(folder)
-        if (folder / MODEL_FOLDER).is_dir():
-            models[name] = str(folder / MODEL_FOLDER)
+        if (folder / TRAINED_MODEL_FOLDER).is_dir():
+            models[name] = str(folder / TRAINED_MODEL_FOLDER)
     return models, runs
 
 
@@ -210,12 +210,12 @@ def _read_training(
     from ..inspect.report import draw_views
     from ..inspect.run_groups import group_runs
     from ..inspect.runs import read_runs
-    from ..inspect.training_summary import TrainingRuns
+    from ..inspect.training_summary import GroupedRuns
 
     runs = [run for folder in folders for run in read_runs(folder)]
     if not runs:
         raise ValueError(f"{', '.join(map(str, folders))}: no run has logged anything yet")
-    return draw_views(TrainingRuns(group_runs(runs), decay), views)
+    return draw_views(GroupedRuns(group_runs(runs), decay), views)
 
 
 def _inspect_models(
@@ -261,7 +261,7 @@ def _open_subject(source: str, options: Any, device: Any) -> "InspectionSubject"
     )
     from ..data.sources import read_documents
     from ..data.token_sources import has_token_ids, read_id_documents
-    from ..hf.checkpoint import find_folder
+    from ..hf.loading import find_folder
     from ..inspect.subjects import check_layer, choose_context, image_subject, text_subject
 
     dtype = parse_model_dtype(options.dtype)
@@ -296,7 +296,7 @@ def _short_names(sources: list[str]) -> list[str]:
     names = {}
     for source in sources:
         path = Path(source)
-        names[source] = path.parent.name if path.name == MODEL_FOLDER else path.name
+        names[source] = path.parent.name if path.name == TRAINED_MODEL_FOLDER else path.name
     if len(set(names.values())) < len(names):
         folders = [Path(source).parts[:-1] for source in names]
         levels = zip(*folders, strict=False)

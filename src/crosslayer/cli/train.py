@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import check_no_file, write_json
 from ..run_folders import (
-    MODEL_FOLDER,
-    RESULT_FILE,
+    RUN_RESULT_FILE,
+    TRAINED_MODEL_FOLDER,
     default_folder,
     is_comparison_folder,
     is_model_folder,
@@ -110,7 +110,7 @@ def _train_in_folder(
     except RunDiverged as error:
         raise ValueError(str(error)) from None
 
-    export_trained(trainer, folder / MODEL_FOLDER)
+    export_trained(trainer, folder / TRAINED_MODEL_FOLDER)
     if trainer.fabric.is_global_zero:
         _write_result(folder, trainer.settings, arm, result)
         if not was_trained:
@@ -118,7 +118,10 @@ def _train_in_folder(
             console.print(note, soft_wrap=True)
         optimization, data = trainer.settings.optimization, trainer.settings.data
         notes = _result_notes(result, examples.passes(optimization.steps, data.batch))
-        for note in [*notes, f"{arm.name}: {_losses_text(result)}. Model: {folder / MODEL_FOLDER}"]:
+        for note in [
+            *notes,
+            f"{arm.name}: {_losses_text(result)}. Model: {folder / TRAINED_MODEL_FOLDER}",
+        ]:
             console.print(note, soft_wrap=True)
     shutdown_distributed()
     return 0
@@ -153,7 +156,7 @@ def _write_result(folder: Path, settings: "Settings", arm: "Arm", result: "RunRe
         "paper": arm.paper,
         **asdict(result),
     }
-    write_json(folder / RESULT_FILE, content)
+    write_json(folder / RUN_RESULT_FILE, content)
 
 
 def _result_notes(result: "RunResult", passes: float) -> list[str]:
@@ -182,7 +185,7 @@ def _losses_text(result: "RunResult") -> str:
 def check_out_folder(folder: Path) -> None:
     """Refuse a folder where a comparison, or a model of another origin, would be overwritten."""
     check_no_file(folder)
-    has_other_model = (folder / MODEL_FOLDER).exists() and not is_run_folder(folder)
+    has_other_model = (folder / TRAINED_MODEL_FOLDER).exists() and not is_run_folder(folder)
     if is_model_folder(folder):
         raise ValueError(f"{folder}: is a model's folder; choose another --out")
     if is_comparison_folder(folder) or has_other_model:

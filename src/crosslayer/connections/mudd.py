@@ -57,6 +57,7 @@ from ._dense import (
     replace_blocks,
     weights_inside_block,
 )
+from ._streams import shared_write
 
 Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
@@ -285,8 +286,7 @@ class Mudd(FusedNormConnection[History]):
             return h, self.a
         W1 = self.W1 if self.weigh is None else self.weigh[:, None] * self.W1
         # h is one stream.
-        Y = None if y is None else y[..., None, :]
-        H, z = write_norm_project(h[..., None, :], Y, None, W1, self.eps)
+        H, z = write_norm_project(h[..., None, :], shared_write(y), None, W1, self.eps)
         hidden = F.gelu(z[..., 0, :], approximate=self.gelu_approximation)
         generated = project_tall(hidden, self.W2)
         return H[..., 0, :], generated.unflatten(-1, self.a.shape) + self.a

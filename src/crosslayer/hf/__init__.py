@@ -9,9 +9,9 @@ that runs its class's `forward` with stand-ins for the modules that it calls (se
 Importing this package registers connected models with transformers (see `registration`).
 """
 
-from .checkpoint import from_pretrained
 from .connect import connect
 from .disconnect import disconnect
+from .loading import from_pretrained
 from .registration import SavedConfig, register_with_transformers
 
 __all__ = ["SavedConfig", "connect", "disconnect", "from_pretrained"]

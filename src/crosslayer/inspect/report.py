@@ -15,7 +15,7 @@ from .inspection import to_json_value
 from .run_groups import join_titles, split_by_data
 from .sections import SECTIONS, Section, TrainingView
 from .sections.section import FigurePanels, InspectedModels
-from .training_summary import GroupSummary, TrainingRuns, measure_scaling, summarise_training
+from .training_summary import GroupedRuns, GroupSummary, measure_scaling, summarise_training
 
 JSON_FILE = "inspection.json"
 REPORT_FILE = "report.html"
@@ -41,14 +41,14 @@ class TrainingReport:
     notes: list[str]
 
 
-def draw_views(runs: TrainingRuns, views: Sequence[TrainingView]) -> TrainingReport:
+def draw_views(runs: GroupedRuns, views: Sequence[TrainingView]) -> TrainingReport:
     """The views of training that the runs can feed."""
     scaling = {}
     parts = split_by_data(runs.groups)
     for title, part in parts:
         for series in measure_scaling(part):
-            if series.law is not None:
-                found = {"law": series.law, "multiplier": series.multiplier}
+            if series.power_law is not None:
+                found = {"power_law": series.power_law, "multiplier": series.multiplier}
                 scaling[join_titles(series.label, title)] = found
     notes = []
     if len(parts) > 1:
@@ -73,7 +73,7 @@ def draw_views(runs: TrainingRuns, views: Sequence[TrainingView]) -> TrainingRep
     return report
 
 
-def write_report(
+def write_inspection_report(
     models: InspectedModels,
     folder: Path,
     setup: str,

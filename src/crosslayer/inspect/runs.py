@@ -12,17 +12,18 @@ import numpy
 
 from ..files import read_json
 from ..run_folders import (
+    COMPARISON_RESULTS_FILE,
     DATA_DIGEST,
+    EVALUATION_FILE,
     METRICS_FILE,
-    RESULT_FILE,
-    RESULTS_FILE,
     RUN_FILE,
+    RUN_RESULT_FILE,
     RUNS_FOLDER,
     is_comparison_folder,
     is_run_folder,
     run_folder_name,
 )
-from ..train.comparison_results import read_results
+from ..train.comparison_results import read_comparison_results
 from .training import CurvePoints, TrainingCurve, read_training_curve
 
 
@@ -101,14 +102,14 @@ def read_runs(folder: Path) -> list[TrainingRun]:
     if not is_comparison_folder(folder):
         raise ValueError(
             f"{folder}: neither a run's folder, with {METRICS_FILE}, nor a comparison's, with "
-            f"{RESULTS_FILE}"
+            f"{COMPARISON_RESULTS_FILE}"
         )
     return _read_comparison(folder)
 
 
 def _read_single_run(folder: Path) -> TrainingRun:
     """A run of `train`, or one of `compare` whose comparison has no results yet."""
-    path = folder / RESULT_FILE
+    path = folder / RUN_RESULT_FILE
     identity: dict[str, Any] = {}
     if (folder / RUN_FILE).is_file():
         identity = read_json(folder / RUN_FILE, dict)
@@ -124,11 +125,11 @@ def _read_single_run(folder: Path) -> TrainingRun:
 
 def _read_comparison(folder: Path) -> list[TrainingRun]:
     """Every run that has a folder or a result, in the order of the arms."""
-    path = folder / RESULTS_FILE
+    path = folder / COMPARISON_RESULTS_FILE
     if not path.is_file():  # none has finished yet
         folders = sorted((folder / RUNS_FOLDER).iterdir())
         return [_read_single_run(run) for run in folders if (run / METRICS_FILE).is_file()]
-    results = read_results(path)
+    results = read_comparison_results(path)
     finished = {(run.arm, run.seed): asdict(run) for run in results.runs}
     diverged = {(run.arm, run.seed): asdict(run) for run in results.diverged}
     runs = []
@@ -195,7 +196,7 @@ def read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints]
     """Accuracies of tasks, from what `crosslayer eval --out` wrote to folders within a run's.
 
     Its step is the number after "step" in the name of the evaluated model, or else the last one in
-    the path of the results: `RUN/eval/step-1000/results.json`.
+    the path of the results: `RUN/eval/step-1000/evaluation.json`.
 
     Args:
         folder: of the run.
@@ -208,7 +209,7 @@ def read_task_accuracies(folder: Path, last_step: int) -> dict[str, CurvePoints]
         ValueError: a file is damaged.
     """
     tasks: dict[str, dict[int, float]] = {}
-    places = (RESULTS_FILE, f"*/{RESULTS_FILE}", f"*/*/{RESULTS_FILE}")
+    places = (EVALUATION_FILE, f"*/{EVALUATION_FILE}", f"*/*/{EVALUATION_FILE}")
     for path in [path for place in places for path in sorted(folder.glob(place))]:
         content = read_json(path, dict)
         of_tasks = content.get("tasks", {})

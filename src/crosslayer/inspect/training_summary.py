@@ -33,7 +33,7 @@ FEWEST_POINTS = 3  # of a validation curve that says where a loss is reached
 
 
 @dataclass
-class TrainingRuns:
+class GroupedRuns:
     """What the views of training are given.
 
     Attributes:
@@ -80,7 +80,7 @@ class GroupSummary:
     accuracy: float | None
 
 
-def summarise_training(runs: TrainingRuns) -> list[GroupSummary]:
+def summarise_training(runs: GroupedRuns) -> list[GroupSummary]:
     """The numbers of every group."""
     speedups: dict[str, Speedup] = {}
     data: dict[str, str] = {}
@@ -262,7 +262,7 @@ class ScalingSeries:
         label: of the series.
         groups: by size; finished ones alone.
         is_main: whether the others are compared with it.
-        law: of the loss over parameters; None with one size.
+        power_law: of the loss over parameters; None with one size.
         multiplier: of compute over the main series; None for that itself, or where its law says
             nothing.
     """
@@ -270,7 +270,7 @@ class ScalingSeries:
     label: str
     groups: list[RunGroup]
     is_main: bool = False
-    law: PowerLaw | None = None
+    power_law: PowerLaw | None = None
     multiplier: ComputeMultiplier | None = None
 
 
@@ -291,7 +291,7 @@ def measure_scaling(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
         for label, members in gathered.items()
     ]
     for one in series:
-        one.law = _fit_runs(one, run_size)
+        one.power_law = _fit_runs(one, run_size)
     main = find_main_series([group for one in series for group in one.groups])
     reference = next(one for one in series if one.label == main)
     reference.is_main = True

@@ -19,7 +19,13 @@ import torch
 from ..errors import is_out_of_memory
 from ..files import write_json
 from ..methods import code_digest
-from ..run_folders import DATA_DIGEST, RESULTS_FILE, RUNS_FOLDER, default_folder, run_folder_name
+from ..run_folders import (
+    COMPARISON_RESULTS_FILE,
+    DATA_DIGEST,
+    RUNS_FOLDER,
+    default_folder,
+    run_folder_name,
+)
 from ..spec import make
 from .checkpoint import list_checkpoints, remove_checkpoint
 from .comparison_results import (
@@ -27,7 +33,7 @@ from .comparison_results import (
     DivergedRun,
     describe_environment,
     join_environments,
-    load_results,
+    load_matching_results,
 )
 from .parallel import apply_recomputation, launch_fabric
 from .rate_search import best_factor, names_at_rates, next_factor, scale_rates
@@ -83,13 +89,13 @@ class Comparison:
         seeds = 1 + max(of_runs, default=0)
         return cls(Recipe(arms, results.settings), seeds, folder, {}, results, bool(scaled))
 
-    def read_results(self) -> None:
+    def resume_results(self) -> None:
         """Take over the runs of the folder's results.json, if it has one.
 
         Raises:
             ValueError: the folder is not a comparison's, or that of another one.
         """
-        previous = load_results(self.folder, self.results)
+        previous = load_matching_results(self.folder, self.results)
         if previous is not None:
             self.results.arms = {**previous.arms, **self.results.arms}
             self.results.runs = previous.runs
@@ -202,7 +208,7 @@ def prepare_comparison(
         results.arms[arm.name] = _describe_arm(comparison, arm)
         if search_rates:
             examples |= dict.fromkeys(names_at_rates(arm.name), examples[arm.name])
-    comparison.read_results()
+    comparison.resume_results()
     return comparison
 
 
@@ -307,7 +313,7 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
     fabric = launch_fabric(comparison.recipe.settings().engine)
     if fabric.is_global_zero:
         comparison.folder.mkdir(parents=True, exist_ok=True)
-        comparison.read_results()  # another process may have finished runs before this one's lock
+        comparison.resume_results()  # another process may have finished runs before this one's lock
         _remove_checkpoints(comparison)
     comparison.results = fabric.broadcast(comparison.results)
     with StopSignals():  # a signal between two runs stops the second
@@ -333,7 +339,7 @@ def run_comparison(comparison: Comparison, on_step: Callable[[Arm, int, StepResu
             else:
                 comparison.results.diverged.append(result)
             if fabric.is_global_zero:
-                write_json(comparison.folder / RESULTS_FILE, asdict(comparison.results))
+                write_json(comparison.folder / COMPARISON_RESULTS_FILE, asdict(comparison.results))
                 _remove_checkpoints(comparison)
             fabric.barrier()
 

@@ -10,7 +10,7 @@ import torch
 from .. import __version__
 from ..files import LOCK_FILE, UNFINISHED_SUFFIX, check_no_file, read_json
 from ..ops import dispatch
-from ..run_folders import RESULTS_FILE, RUNS_FOLDER
+from ..run_folders import COMPARISON_RESULTS_FILE, RUNS_FOLDER
 from ..validation import check_option_type
 from .identity import PLACES_OF_DATA, first_difference
 from .run_state import RunResult, check_fields
@@ -110,7 +110,7 @@ def join_environments(before: dict[str, str], now: dict[str, str]) -> dict[str, 
     return joined
 
 
-def read_results(file: Path) -> ComparisonResults:
+def read_comparison_results(file: Path) -> ComparisonResults:
     """The content of a results.json.
 
     Raises:
@@ -123,26 +123,26 @@ def read_results(file: Path) -> ComparisonResults:
         raise ValueError(f"{file}: not a comparison's results (damaged?)") from error
 
 
-def load_results(folder: Path, current: ComparisonResults) -> ComparisonResults | None:
+def load_matching_results(folder: Path, current: ComparisonResults) -> ComparisonResults | None:
     """The results of a folder, or None if it has none.
 
     Raises:
         ValueError: the folder is not a comparison's, or that of a comparison with other settings or
             data.
     """
-    path = folder / RESULTS_FILE
+    path = folder / COMPARISON_RESULTS_FILE
     check_no_file(folder)
     if not path.exists():
         # what a comparison that was killed before its first result leaves
-        own_names = {RUNS_FOLDER, LOCK_FILE, f"{RESULTS_FILE}{UNFINISHED_SUFFIX}"}
+        own_names = {RUNS_FOLDER, LOCK_FILE, f"{COMPARISON_RESULTS_FILE}{UNFINISHED_SUFFIX}"}
         if folder.exists() and any(file.name not in own_names for file in folder.iterdir()):
             raise ValueError(
-                f"{folder}: not empty and without {RESULTS_FILE}, so not a comparison's; "
-                "choose another --out"
+                f"{folder}: not empty and without {COMPARISON_RESULTS_FILE}, so not a "
+                "comparison's; choose another --out"
             )
         return None
     try:
-        previous = read_results(path)
+        previous = read_comparison_results(path)
     except ValueError as error:
         raise ValueError(f"{error}; move it away or choose another --out") from None
     differences = [

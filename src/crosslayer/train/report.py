@@ -21,7 +21,7 @@ from .report_notes import SAME_RATE, loss_unit_of, report_notes
 from .results_table import TableRow, result_table
 
 
-def write_report(comparison: Comparison) -> None:
+def write_comparison_report(comparison: Comparison) -> None:
     """Write report.md and report.html to the comparison's folder."""
     write_text_atomic(comparison.folder / "report.md", markdown_report(comparison))
     write_text_atomic(comparison.folder / "report.html", html_report(comparison))

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from ..run_folders import MODELS_FOLDER
+from ..run_folders import KEPT_MODELS_FOLDER
 from .callbacks import KeepModels, LogDiagnostics, LogMetrics, OnStep, SaveCheckpoints
 from .metrics_log import close_loggers, make_loggers
 from .parallel import launch_fabric
@@ -63,7 +63,7 @@ def train_arm(
         saving = SaveCheckpoints(folder, engine.save_every, engine.keep_checkpoints)
         saving.resume(trainer)
         if engine.keep_models > 0:
-            callbacks.append(KeepModels(folder / MODELS_FOLDER, engine.keep_models))
+            callbacks.append(KeepModels(folder / KEPT_MODELS_FOLDER, engine.keep_models))
         callbacks.append(saving)
     try:
         trainer.fit(callbacks)

@@ -13,8 +13,8 @@ from ...plotting import STYLES
 from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
 from ..run_groups import RunGroup, describe_depth, find_baseline_group, has_experts
 from ..training_summary import (
+    GroupedRuns,
     ScalingSeries,
-    TrainingRuns,
     mean_accuracy,
     measure_scaling,
     shared_tasks,
@@ -34,9 +34,9 @@ SIMILAR_SIZE = 0.15  # the largest relative difference of sizes that are compare
 
 
 @split_data
-def _size_panels(runs: TrainingRuns) -> FigurePanels:
+def _size_panels(runs: GroupedRuns) -> FigurePanels:
     scaling = measure_scaling(runs.groups)
-    if not any(series.law for series in scaling):
+    if not any(series.power_law for series in scaling):
         return []
     lines = []
     for number, series in enumerate(scaling):
@@ -64,9 +64,9 @@ def _law_lines(series: ScalingSeries, number: int) -> list[LineSeries]:
     )
     points.colour = number
     points.line = False
-    if series.law is None:
+    if series.power_law is None:
         return [points]
-    law = series.law
+    law = series.power_law
     points.label += f": exponent {law.b:.3g}"
     x = numpy.geomspace(points.x[0] / 1.1, points.x[-1] * 1.1, 60).tolist()
     return [points, LineSeries("", number, x, [law.predict(size) for size in x], style="-")]
@@ -132,7 +132,7 @@ def _loss_gaps(group: RunGroup, reference: RunGroup) -> list[float]:
 
 
 @split_data
-def _depth_panels(runs: TrainingRuns) -> FigurePanels:
+def _depth_panels(runs: GroupedRuns) -> FigurePanels:
     groups = [group for group in finished_groups(runs) if not has_experts(group)]
     if len({describe_depth(group) for group in groups}) < 2:
         return []
@@ -194,7 +194,7 @@ def _split_by_size(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
 
 
 @split_data
-def _expert_panels(runs: TrainingRuns) -> FigurePanels:
+def _expert_panels(runs: GroupedRuns) -> FigurePanels:
     groups = finished_groups(runs)
     if len({has_experts(group) for group in groups}) < 2:
         return []
@@ -219,7 +219,7 @@ def _expert_panels(runs: TrainingRuns) -> FigurePanels:
     return [("dense and mixtures of experts", draw)]
 
 
-def _task_size_panels(runs: TrainingRuns) -> FigurePanels:
+def _task_size_panels(runs: GroupedRuns) -> FigurePanels:
     tasks = shared_tasks(runs.groups)
     groups = [g for g in runs.groups if math.isfinite(mean_accuracy(g, tasks))]
     if len(groups) < 2:

@@ -9,7 +9,7 @@ from ...spec import all_options, connection_name, make
 from ..figures_training import LineSeries, draw_line_series
 from ..run_groups import RunGroup, backbone_of, describe_depth, find_baseline_group
 from ..training import is_number
-from ..training_summary import TrainingRuns
+from ..training_summary import GroupedRuns
 from .section import FigurePanels
 from .view import TrainingView, finished_groups, loss_measure, mean_line, series_lines, split_data
 
@@ -21,7 +21,7 @@ SPEEDS = (
 
 
 @split_data
-def _speed_panels(runs: TrainingRuns) -> FigurePanels:
+def _speed_panels(runs: GroupedRuns) -> FigurePanels:
     groups = finished_groups(runs)
     if len(groups) < 2:
         return []
@@ -57,7 +57,7 @@ def _connection_options(group: RunGroup) -> dict[str, Any]:
 
 
 @split_data
-def _option_panels(runs: TrainingRuns) -> FigurePanels:
+def _option_panels(runs: GroupedRuns) -> FigurePanels:
     """Loss and speeds against each option of a method in which groups of one backbone differ."""
     groups = finished_groups(runs)
     options = {group.label: _connection_options(group) for group in groups}

@@ -24,7 +24,7 @@ from ..run_groups import (
 from ..runs import TrainingRun
 from ..training import CurvePoints, find_spikes, loss_at_cost
 from ..training_summary import (
-    TrainingRuns,
+    GroupedRuns,
     compared_set,
     loss_curves,
     loss_name,
@@ -56,7 +56,7 @@ def _count_axis(groups: Sequence[RunGroup]) -> tuple[list[float], str]:
     return [amount / scale for amount, _ in counted], f"{name}{units.pop()}"
 
 
-def _mean_line(group: RunGroup, number: int, curve: MeanCurve, per_step: float) -> LineSeries:
+def _mean_curve_line(group: RunGroup, number: int, curve: MeanCurve, per_step: float) -> LineSeries:
     """A group's mean over seeds, with its range where there are several seeds."""
     several = len(group.runs) > 1
     return LineSeries(
@@ -81,7 +81,7 @@ def _parts_to_draw(groups: Sequence[RunGroup]) -> list[tuple[str, list[RunGroup]
 
 
 @split_data
-def _loss_panels(runs: TrainingRuns) -> FigurePanels:
+def _loss_panels(runs: GroupedRuns) -> FigurePanels:
     groups = [group for group in runs.groups if any(run.curve.steps for run in group.runs)]
     if not groups:
         return []
@@ -103,7 +103,7 @@ def _loss_panels(runs: TrainingRuns) -> FigurePanels:
 def _line_with_spikes(
     group: RunGroup, number: int, curve: MeanCurve, per_step: float
 ) -> LineSeries:
-    line = _mean_line(group, number, curve, per_step)
+    line = _mean_curve_line(group, number, curve, per_step)
     marks = []
     for run in group.runs:
         for place in find_spikes(run.curve.losses):
@@ -135,7 +135,7 @@ def _curve_panels(
             for number, group in enumerate(part):
                 curve = average_curves([points_of(run).get(name, []) for run in group.runs])
                 if curve.x:
-                    lines.append(_mean_line(group, number, curve, per_step[number]))
+                    lines.append(_mean_curve_line(group, number, curve, per_step[number]))
             if lines:
                 panel = partial(draw, lines=lines, names=(axis, y_name))
                 panels.append((join_titles(name, title), panel))
@@ -143,23 +143,23 @@ def _curve_panels(
 
 
 @split_data
-def _valid_panels(runs: TrainingRuns) -> FigurePanels:
+def _valid_panels(runs: GroupedRuns) -> FigurePanels:
     return _curve_panels(
         runs.groups, lambda run: run.curve.valid, "validation loss (nats)", _draw_curves
     )
 
 
 @split_data
-def _accuracy_panels(runs: TrainingRuns) -> FigurePanels:
+def _accuracy_panels(runs: GroupedRuns) -> FigurePanels:
     return _curve_panels(runs.groups, lambda run: run.curve.accuracies, "accuracy")
 
 
-def _task_panels(runs: TrainingRuns) -> FigurePanels:
+def _task_panels(runs: GroupedRuns) -> FigurePanels:
     return [*_accuracy_panels(runs), *_curve_panels(runs.groups, lambda run: run.tasks, "accuracy")]
 
 
 @split_data
-def _speedup_panels(runs: TrainingRuns) -> FigurePanels:
+def _speedup_panels(runs: GroupedRuns) -> FigurePanels:
     panels: FigurePanels = []
     bars = []
     for title, part in split_by_backbone(runs.groups):
@@ -173,9 +173,9 @@ def _speedup_panels(runs: TrainingRuns) -> FigurePanels:
         for number, (group, curve) in enumerate(zip(part, curves, strict=True)):
             speedup = speedups.get(group.label)
             if speedup is None:
-                lines.append(_mean_line(group, number, curve, per_step[number]))
+                lines.append(_mean_curve_line(group, number, curve, per_step[number]))
                 continue
-            line = _mean_line(group, number, speedup.curve, per_step[number])
+            line = _mean_curve_line(group, number, speedup.curve, per_step[number])
             line.label += f": {speedup.times:.2f}\N{NO-BREAK SPACE}×"
             line.marks = [(speedup.step * per_step[number], speedup.loss)]
             lines.append(line)
@@ -209,7 +209,7 @@ def _draw_with_levels(
 
 
 @split_data
-def _time_panels(runs: TrainingRuns) -> FigurePanels:
+def _time_panels(runs: GroupedRuns) -> FigurePanels:
     panels: FigurePanels = []
     for title, part in split_by_shape(runs.groups):
         valid_name = compared_set(part)
@@ -221,7 +221,7 @@ def _time_panels(runs: TrainingRuns) -> FigurePanels:
             ]
             seconds = [run.seconds_at([int(step) for step in curve.x]) for run in runs_of_curve]
             means = [statistics.fmean(values) for values in zip(*seconds, strict=True)]
-            line = _mean_line(group, number, curve, 1.0)
+            line = _mean_curve_line(group, number, curve, 1.0)
             line.x = means
             if means and means[-1] > 0:
                 lines.append(line)

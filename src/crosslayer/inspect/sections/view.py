@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..figures_training import LineSeries
 from ..run_groups import RunGroup, join_titles, split_by_data
-from ..training_summary import TrainingRuns
+from ..training_summary import GroupedRuns
 from .section import FigurePanels, ReportPicture
 
 
@@ -20,15 +20,15 @@ class TrainingView(ReportPicture):
     """
 
     needs: str
-    draw_panels: Callable[[TrainingRuns], FigurePanels]
+    draw_panels: Callable[[GroupedRuns], FigurePanels]
 
 
 def split_data(
-    draw_panels: Callable[[TrainingRuns], FigurePanels],
-) -> Callable[[TrainingRuns], FigurePanels]:
+    draw_panels: Callable[[GroupedRuns], FigurePanels],
+) -> Callable[[GroupedRuns], FigurePanels]:
     """The panels of runs with the same data, one after another: losses on others say nothing."""
 
-    def draw_parts(runs: TrainingRuns) -> FigurePanels:
+    def draw_parts(runs: GroupedRuns) -> FigurePanels:
         panels: FigurePanels = []
         for title, part in split_by_data(runs.groups):
             for name, panel in draw_panels(replace(runs, groups=part)):
@@ -38,7 +38,7 @@ def split_data(
     return draw_parts
 
 
-def finished_groups(runs: TrainingRuns) -> list[RunGroup]:
+def finished_groups(runs: GroupedRuns) -> list[RunGroup]:
     """The groups with a final loss."""
     return [group for group in runs.groups if group.values("valid_loss")]
 
