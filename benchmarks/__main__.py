@@ -27,13 +27,8 @@ from typing import Any
 from benchmarks.cases import OPS
 from benchmarks.results import Row, append_row, check_columns, describe_conditions, read_rows
 from benchmarks.settings import VARIANTS, BenchmarkSettings
-from crosslayer.cli.console import (
-    OneLineParser,
-    make_console,
-    make_table,
-    print_table,
-    silence_libraries,
-)
+from crosslayer.cli.console import make_console, make_table, print_table, silence_libraries
+from crosslayer.cli.options import OneLineParser
 from crosslayer.errors import error_in_one_line
 from crosslayer.number_texts import NOT_KNOWN, format_number
 from crosslayer.validation import DTYPES

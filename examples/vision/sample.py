@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crosslayer.cli.console import OneLineParser
+from crosslayer.cli.options import OneLineParser
 from crosslayer.errors import error_in_one_line
 from crosslayer.files import read_json
 from crosslayer.hf import connect

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from crosslayer.cli.console import OneLineParser
+from crosslayer.cli.options import OneLineParser
 
 INSTALL = "pip install -e '.[train]' pillow diffusers"  # the README's
 

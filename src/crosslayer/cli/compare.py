@@ -5,19 +5,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import (
-    DEFAULT_SPECS,
     ProgressBars,
-    add_recipe,
-    add_settings,
-    add_specs,
     hold_folder,
     is_first_rank,
     make_console,
-    make_parser,
     make_table,
     print_table,
-    recipe_from_options,
     silence_libraries,
+)
+from .options import (
+    DEFAULT_SPECS,
+    add_recipe,
+    add_settings,
+    add_specs,
+    make_parser,
+    recipe_from_options,
 )
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from typing import Any
 
 from ..files import new_folder
 from ..validation import parse_dtype
-from .console import make_parser, silence_libraries
+from .console import silence_libraries
+from .options import make_parser
 
 
 def parser() -> Any:

@@ -4,15 +4,8 @@ import inspect
 from typing import Any
 
 from ..validation import check_choice
-from .console import (
-    add_specs,
-    make_console,
-    make_parser,
-    make_table,
-    parse_specs,
-    print_table,
-    silence_libraries,
-)
+from .console import make_console, make_table, print_table, silence_libraries
+from .options import add_specs, make_parser, parse_specs
 
 COLUMNS = (
     "connection",

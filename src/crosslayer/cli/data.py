@@ -4,14 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .console import (
-    make_console,
-    make_parser,
-    make_progress,
-    make_table,
-    print_table,
-    silence_libraries,
-)
+from .console import make_console, make_progress, make_table, print_table, silence_libraries
+from .options import make_parser
 
 if TYPE_CHECKING:
     from ..data.token_streams import ProgressCallback, StreamCounts

@@ -11,16 +11,8 @@ from .. import __version__
 from ..files import lock_folder, write_json
 from ..run_folders import EVALUATION_FILE
 from ..validation import check_positive, dtype_name
-from .console import (
-    add_model_options,
-    choose_device,
-    make_console,
-    make_parser,
-    make_table,
-    parse_model_dtype,
-    print_table,
-    silence_libraries,
-)
+from .console import make_console, make_table, print_table, silence_libraries
+from .options import add_model_options, choose_device, make_parser, parse_model_dtype
 
 if TYPE_CHECKING:
     from ..evaluate import EncodedText

@@ -4,13 +4,8 @@ import sys
 from typing import Any
 
 from ..validation import check_non_negative, check_positive
-from .console import (
-    add_model_options,
-    choose_device,
-    make_parser,
-    parse_model_dtype,
-    silence_libraries,
-)
+from .console import silence_libraries
+from .options import add_model_options, choose_device, make_parser, parse_model_dtype
 
 
 def parser() -> Any:

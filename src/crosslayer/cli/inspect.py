@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..files import lock_folder
 from ..run_folders import TRAINED_MODEL_FOLDER, is_comparison_folder, is_run_folder
 from ..validation import check_positive, did_you_mean
-from .console import (
-    InspectionBar,
-    add_model_options,
-    choose_device,
-    make_console,
-    make_parser,
-    parse_model_dtype,
-    silence_libraries,
-)
+from .console import InspectionBar, make_console, silence_libraries
+from .options import add_model_options, choose_device, make_parser, parse_model_dtype
 
 if TYPE_CHECKING:
     from ..inspect.inspection import InspectionSubject, ModelInspection

@@ -15,7 +15,7 @@ from .. import __version__, cli
 from ..errors import error_in_one_line, is_out_of_memory
 from ..validation import describe_wrong_value, did_you_mean
 
-HELPERS = ("main", "console")
+HELPERS = ("main", "console", "options")
 MESSAGE_LENGTH = 1000
 # How to write an option of several values, by its type.
 SYNTAX_HINTS = {dict: "; write {}.NAME=VALUE", list: "; write {}+=VALUE for each"}

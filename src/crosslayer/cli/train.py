@@ -14,17 +14,8 @@ from ..run_folders import (
     is_run_folder,
 )
 from ..validation import did_you_mean
-from .console import (
-    ProgressBars,
-    add_recipe,
-    add_settings,
-    hold_folder,
-    is_first_rank,
-    make_console,
-    make_parser,
-    recipe_from_options,
-    silence_libraries,
-)
+from .console import ProgressBars, hold_folder, is_first_rank, make_console, silence_libraries
+from .options import add_recipe, add_settings, make_parser, recipe_from_options
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
