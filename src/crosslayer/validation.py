@@ -4,6 +4,7 @@ Each raises a ValueError of one line: what was expected, what was given, the rem
 """
 
 import difflib
+import inspect
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -57,15 +58,17 @@ def check_non_negative(**options: float) -> None:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
 
 
-def check_idle_options(cause: str, **options: tuple[Any, Any]) -> None:
+def check_idle_options(method: type, cause: str, **options: Any) -> None:
     """Raise a ValueError for an option that would change nothing.
 
     Args:
+        method: the class whose `__init__` has the options' defaults.
         cause: the option that makes it so, like "dynamic=False".
-        options: the value and the default of each option that is idle then.
+        options: the value of each option that is idle then; its default is allowed.
     """
-    for name, (value, default) in options.items():
-        if value != default:
+    parameters = inspect.signature(method).parameters
+    for name, value in options.items():
+        if value != parameters[name].default:
             raise ValueError(
                 f"{name}={value!r} and {cause} exclude each other: {name} would change nothing; "
                 "leave it out"

@@ -65,7 +65,7 @@ class Frac(Connection[Streams]):
         if dim % fractions:
             raise ValueError(f"fractions must divide the width {dim}, got {fractions}")
         if not dynamic:
-            check_idle_options("dynamic=False", tanh=(tanh, True))
+            check_idle_options(Frac, "dynamic=False", tanh=tanh)
         self.m = fractions
         self.fractions = fractions
         self.weighs_channels = True

@@ -120,7 +120,7 @@ class Hyper(FusedNormConnection[Streams]):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
         if not dynamic:
-            check_idle_options("dynamic=False", tanh=(tanh, True), stats=(stats, "layernorm"))
+            check_idle_options(Hyper, "dynamic=False", tanh=tanh, stats=stats)
         if matrix is not None and beta != 1.0:
             raise ValueError(
                 "matrix and beta exclude each other: the first row of the matrix is beta"

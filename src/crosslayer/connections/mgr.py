@@ -95,7 +95,7 @@ class MGR(FusedNormConnection[Gated]):
         super().__init__(site, dim, norm)
         check_positive(streams=streams)
         if gate == "competitive":
-            check_idle_options("gate='competitive'", eq14=(eq14, "text"))
+            check_idle_options(MGR, "gate='competitive'", eq14=eq14)
         if bias is not None and eq14 != "text":
             raise ValueError(
                 "bias and eq14 exclude each other: the bias is not that of Eq. 14 then"

@@ -126,12 +126,8 @@ class MHC(FusedNormConnection[Manifold]):
                 "the readout of a single pass uses the last pre"
             )
         if residual == "identity":
-            check_idle_options(
-                "residual='identity'",
-                iterations=(iterations, 20),
-                orientation=(orientation, "src dst"),
-                order=(order, "src last"),
-            )
+            idle = {"iterations": iterations, "orientation": orientation, "order": order}
+            check_idle_options(MHC, "residual='identity'", **idle)
         self.n = streams
         self.iterations = iterations
         self.source_is_column = orientation == "dst src"

@@ -155,12 +155,8 @@ class Mudd(FusedNormConnection[History]):
             check_positive(window=window)
         check_non_negative(eps=eps)
         if not dynamic:
-            check_idle_options(
-                "dynamic=False",
-                round64=(round64, False),
-                expand_last=(expand_last, False),
-                gelu=(gelu, "erf"),
-            )
+            idle = {"round64": round64, "expand_last": expand_last, "gelu": gelu}
+            check_idle_options(Mudd, "dynamic=False", **idle)
         form = NORMED_FORMS[normed]
         if form.norms_sources and (dilation, period) != (1, 1):
             raise ValueError(
