@@ -1,7 +1,7 @@
 """Hooks of mkdocs: a page for every connection from its docstrings, and a table of all.
 
 A page shows the connection's pictures (tools/update_pictures.py) and its rows of the evidence
-(`python -m benchmarks.evidence`), where there are any.
+(`python -m benchmarks.evidence`), where there are any. The first page has sections of README.md.
 """
 
 import inspect
@@ -17,7 +17,9 @@ import crosslayer
 from crosslayer.connection import InitialFunction
 
 TABLE_MARK = "<!-- table of connections -->"
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 EVIDENCE = DOCS / "evidence" / "connections.json"
 # the picture of docs/inspect-pictures.md that shows what a connection has learned
 LEARNED = {
@@ -70,8 +72,17 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the table of connections."""
-    return markdown.replace(TABLE_MARK, connections_table())
+    """Fill in the table of connections, and sections of README.md."""
+    page = markdown.replace(TABLE_MARK, connections_table())
+    return re.sub(r"<!-- README\.md: (.*) -->", lambda mark: readme_section(mark[1]), page)
+
+
+def readme_section(title: str) -> str:
+    """The text below a heading of README.md, up to the next one, with the links of a page."""
+    _, heading, rest = README.read_text("utf8").partition(f"# {title}\n")
+    assert heading, f"README.md has no section {title!r}"
+    section = re.split(r"^## ", rest, maxsplit=1, flags=re.M)[0]
+    return section.strip().replace("](docs/", "](")
 
 
 def connection_page(name: str) -> str:

@@ -64,7 +64,7 @@ def evidence_sections(studies: Mapping[str, Study]) -> dict[str, str]:
 
 
 def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:
-    """The text of each marked part of a first page, by its name."""
+    """The text of each marked part of README.md, by its name."""
     arms = [BASELINE, "postnorm", "resi_dual", *(arm for arm in MAIN_ARMS if arm != BASELINE)]
     return {"In short": summary_table(studies, arms)}
 
@@ -72,7 +72,6 @@ def summary_sections(studies: Mapping[str, Study]) -> dict[str, str]:
 # The pages with marked parts, and what gives their texts.
 PAGES = {
     ROOT / "docs" / "evidence.md": evidence_sections,
-    ROOT / "docs" / "index.md": summary_sections,
     ROOT / "README.md": summary_sections,
 }
 
