@@ -37,7 +37,7 @@ def generated(number: int):
 
 
 # A comparison that is not refused trains several models.
-CASES = dict.fromkeys(SCENES, 60) | {"compare": 30}
+CASES = dict.fromkeys(SCENES, 40) | {"compare": 20}
 
 
 def check_cases(name: str, number: int, inputs, root) -> None:
