@@ -455,6 +455,12 @@ class ConstantBlock(SwitchedBlock):
         return x + self.mlp(self.ln_2(x))
 
 
+class ComparingBlock(Block):
+    def forward(self, x: Tensor, mode: str = "full") -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x if mode == "attention" else x + self.mlp(self.ln_2(x))
+
+
 class TwoWayBlock(Block):
     def __init__(self):
         super().__init__()
@@ -497,11 +503,35 @@ def test_the_width_may_be_known_by_the_embeddings_alone():
         (ListedBlock, "layer 0 is a ListedBlock, whose modules the model runs and adds up itself"),
         (ConstantBlock, "it gives attn an argument that it makes itself, doubled=True"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
+        (ComparingBlock, "a layer compares the argument 'mode' with 'attention'"),
     ],
 )
 def test_blocks_that_are_refused_by_name(block, message):
     with pytest.raises(ValueError, match=message):
         crosslayer.connect(model_of(block), "mudd")
+
+
+class SkippingBlock(Block):
+    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x)) if whole else x
+
+
+@pytest.mark.parametrize("switch", [False, 0, np.False_, torch.tensor(False)])
+def test_a_switch_is_what_it_is_in_an_if(switch):
+    model = crosslayer.connect(model_of(SkippingBlock), "mudd")
+    layer, x = model.transformer.h[0], torch.randn(1, 3, DIM)
+    layer(x, whole=1)
+    with pytest.raises(ValueError, match="whole=False"):
+        layer(x, whole=switch)
+
+
+def test_a_list_of_embeddings_is_none_of_layers():
+    plain = GPT().eval()
+    tables = nn.ModuleList(nn.Embedding(4, DIM) for _ in plain.transformer.h)
+    plain.transformer = nn.ModuleDict({"tables": tables, **plain.transformer})
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(make_ids()), plain(make_ids()))
 
 
 @pytest.mark.parametrize("attention", [SwitchedAttention, OptionsAttention])
@@ -546,6 +576,26 @@ def test_an_attention_is_known_by_its_projections(shared):
     crosslayer.connect(model, "mudd")
     ports = model.transformer.h[1].connections[0].ports
     assert ports == (("mlp",) if shared else ("q", "k", "v"))
+
+
+class HelpedAttention(NamedAttention):
+    def first(self, x: Tensor) -> Tensor:
+        return x[:1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        y = self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return y + self.first(x)[0].mean()
+
+
+def test_a_method_that_uses_the_input_has_one_input():
+    plain = GPT()
+    for block in plain.transformer.h:
+        block.attn = HelpedAttention(shared=False)
+    plain.eval()
+    with pytest.warns(UserWarning, match="one input for q, k and v"):
+        model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(make_ids()), plain(make_ids()))
 
 
 class LoopedAttention(NamedAttention):

@@ -19,6 +19,14 @@ class LayerArgument:
     def __repr__(self) -> str:
         return f"the argument {self.name!r}"
 
+    # A layer that compares an argument, like `if step == 0:`, may do something else with another.
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, LayerArgument):
+            return self is other
+        raise TypeError(f"a layer compares {self!r} with {other!r}")
+
+    __hash__ = object.__hash__
+
 
 class LayerSwitch(LayerArgument):
     """Stands for an argument of a layer that is True or False."""

@@ -85,7 +85,9 @@ def check_whole(hidden: Any) -> None:
     """Raise a StreamUseError for a hidden state that the host has taken apart."""
     if isinstance(hidden, tuple) and not isinstance(hidden, HiddenState):
         raise StreamUseError(
-            "an element of it", "; if it calls torch.utils.checkpoint, use_reentrant must be False"
+            "an element of it",
+            "; if it calls torch.utils.checkpoint, use_reentrant must be False; if it asks whether "
+            "a layer's output is a tuple, it must not: the state is one",
         )
 
 

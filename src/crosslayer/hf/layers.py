@@ -71,7 +71,7 @@ class ConnectedLayer:
         hidden_states = kwargs.pop(names[0])
         number = self.connections[0].site.layer
         for name, value in self.wiring.unread_values:
-            if kwargs.get(name) is value:
+            if _is_switched_to(kwargs.get(name), value):
                 raise ValueError(_describe_unread(type(self).__name__, number, name, value))
         check_order(hidden_states, number)
         is_first = isinstance(hidden_states, Tensor)
@@ -167,6 +167,13 @@ class ConnectedLayer:
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), returned
+
+
+def _is_switched_to(given: Any, value: bool | None) -> bool:
+    """Whether an argument has a value; 0 and a tensor of False are False, as in `if` of a layer."""
+    if value is None or given is None:
+        return given is value
+    return bool(given) == value
 
 
 def _describe_unread(layer: str, number: int, name: str, value: bool | None) -> str:

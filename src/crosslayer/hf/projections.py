@@ -81,7 +81,11 @@ def find_projections(attention: Any) -> tuple[tuple[str, ...], FusedQKV | None]:
         attention does more with its input than to project it.
     """
     called = _calls_of_input(original_class(attention)) or set()
-    called = {name for name in called if name in attention._modules}  # Some are of other variants.
+    own = {name for name in called if name in attention._modules}
+    # The others are modules of other variants, or methods, which use the input as one tensor.
+    if any(callable(getattr(attention, name, None)) for name in called - own):
+        return (), None
+    called = own
     _check_rows_of_users(original_class(attention).__name__, called)
     if len(called) == 1:
         return _find_joint_projections(attention, called.pop())

@@ -169,6 +169,8 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
             else "build it with crosslayer.Stack"
         )
         raise NoLayersError(f"it has no list of layers; {remedy}")
+    # a list of embeddings is none of layers
+    found = [place for place in found if any(True for _ in place.layers[0].children())] or found
     count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(place.layers) == count]
     candidates = of_count or found
@@ -256,8 +258,10 @@ def _stream_width(
     norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
     if final is not None:
         norms.insert(0, owner.get_submodule(final))
-    weights = [p for norm in norms for p in norm.parameters() if p.dim() == 1]
-    width = weights[0].shape[0] if weights else getattr(config, "hidden_size", None)
+    # a norm may have vectors of one number too, like DyT's alpha
+    lengths = [[len(p) for p in norm.parameters() if p.dim() == 1] for norm in norms]
+    widths = [max(of_norm) for of_norm in lengths if of_norm]
+    width = widths[0] if widths else getattr(config, "hidden_size", None)
     if isinstance(width, int):
         return width
     embeddings = [m.embedding_dim for m in backbone.modules() if isinstance(m, nn.Embedding)]
