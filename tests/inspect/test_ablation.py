@@ -10,7 +10,14 @@ from crosslayer import methods
 from crosslayer.connection import find_connections, float32_parameter
 from crosslayer.connections.prenorm import PreNorm
 from crosslayer.inspect import source_ablation
-from crosslayer.inspect.ablation import ablate_blocks, find_depth_weights, mean_token_loss
+from crosslayer.inspect.ablation import (
+    ablate_blocks,
+    ablate_sublayers,
+    find_depth_weights,
+    mean_token_loss,
+)
+from crosslayer.inspect.attention import measure_head_activations
+from crosslayer.inspect.lens import measure_site_losses
 from crosslayer.inspect.mixing_summary import find_mix_pattern
 from crosslayer.inspect.singular_values import measure_singular_values
 from crosslayer.inspect.source_ablation import ablate_sources, find_mix_weights
@@ -36,6 +43,34 @@ def test_without_the_source_that_carries_all():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert ablate_sources(model, BATCHES, layers=[2]).mixes == ["2.attn"]
     assert ablate_sources(language_model(None), BATCHES) is None
+
+
+def test_a_module_of_two_layers_is_not_removed():
+    model = language_model(None)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    assert ablate_sublayers(model, BATCHES).labels == ["0.attn", "1.attn"]
+
+
+def test_labels_of_next_tokens_are_shifted():
+    model = language_model("mudd")
+    ids = torch.randint(64, (2, 9))
+    labels = ids.clone()
+    labels[0, 3] = labels[1, :5] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    with torch.no_grad():
+        assert mean_token_loss(model, [batch]) == pytest.approx(
+            model(**batch).loss.item(), abs=1e-6
+        )
+    assert len(measure_site_losses(model, [batch]).labels) == 5
+    assert measure_head_activations(model, [batch]).active.shape == (2,)
+
+
+def test_head_activations_of_no_token_are_one_line():
+    padded = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    padded["attention_mask"] = torch.zeros_like(padded["input_ids"])
+    for batches in ([], [padded]):
+        with pytest.raises(ValueError, match="the batches have no token"):
+            measure_head_activations(language_model(None), batches)
 
 
 def test_without_one_source_of_one_way_or_stream():

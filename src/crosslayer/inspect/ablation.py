@@ -166,8 +166,18 @@ def way_removals(model: nn.Module) -> list[tuple[str, Removal]]:
     return [(way, partial(_without_way, sites, way)) for way in ways]
 
 
-def _removable_sublayers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The label of each sub-layer, and the last module that its output alone passes."""
+def _removable_sublayers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The label of each sub-layer, and the last module that its output alone passes.
+
+    Without modules that two layers share: neither can be removed alone.
+    """
+    found = list(_find_outputs(model))
+    uses = Counter(id(module) for _, module in found)
+    return [(label, module) for label, module in found if uses[id(module)] == 1]
+
+
+def _find_outputs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`_removable_sublayers`, with shared modules."""
     backbone, wiring = find_backbone(model)
     appended = _appended_writes(model)
     site = 0

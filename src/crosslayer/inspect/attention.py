@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from .moments import RunningMoments
-from .observation import ModelInputs
+from .observation import ModelInputs, model_arguments
 
 # Tokens of the first sequence whose patterns are kept.
 PATTERN_TOKENS = 32
@@ -80,11 +80,14 @@ def measure_head_activations(
                 raise ValueError("active heads are defined for texts alone")
             ids = batch["input_ids"].to(device)
             mask = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
+            if not mask.any():
+                continue
             recorder.mask = mask
             # Positions count from the first token that is not padding.
             recorder.is_sink = (mask.cumsum(-1) <= 2) | torch.isin(ids, sinks)
-            backbone(**{key: value.to(device) for key, value in batch.items()})
-    assert recorder.patterns is not None
+            backbone(**model_arguments(batch, device))
+    if recorder.patterns is None:
+        raise ValueError("the batches have no token")
     active = torch.stack([moments.mean for moments in recorder.active])
     return HeadActivations(active, pattern_layer, recorder.patterns)
 

@@ -25,8 +25,9 @@ from .findings import find_patterns
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
-from .observation import LABELS, ModelInputs, SiteVisit, observe_model, plain_connection
+from .observation import ModelInputs, SiteVisit, observe_model, plain_connection
 from .scales import ScaleAnalysis, find_alarms
+from .scoring import has_next_tokens
 from .similarity import CosineAnalysis, DistanceAnalysis
 from .singular_values import measure_singular_values
 from .source_ablation import MixWeight, ablate_sources, find_mix_weights
@@ -302,7 +303,7 @@ def _run_single(
 
 
 def _is_scored_by_next_token(batches: Sequence[ModelInputs]) -> bool:
-    return any("input_ids" in batch and LABELS not in batch for batch in batches)
+    return any(has_next_tokens(batch) for batch in batches)
 
 
 def _count_batches(

@@ -1,11 +1,13 @@
 """What a model is scored by: the next token of a text, or the class of an image.
 
-A batch with `labels`, a class each, is scored by these; one with `input_ids` by its next tokens.
+A batch with `labels`, a class each, is scored by these; one with `input_ids` by its next tokens, or
+by the `labels` of these, as transformers' language models are.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .observation import LABELS, ModelInputs, model_arguments
@@ -21,16 +23,23 @@ def score_targets(batch: ModelInputs) -> Tensor:
     Raises:
         ValueError: the batch has neither labels nor input_ids.
     """
-    if LABELS in batch:
+    if LABELS in batch and not has_next_tokens(batch):
         return batch[LABELS][:, None]
     if "input_ids" not in batch:
         raise ValueError("there is no loss: the classes are not those of the model's classifier")
     ids = batch["input_ids"]
+    if LABELS in batch:
+        return F.pad(batch[LABELS][:, 1:], (0, 1), value=NO_TARGET)
     mask = batch.get("attention_mask", torch.ones_like(ids))
     targets = torch.full_like(ids, NO_TARGET)
     has_next = (mask[:, :-1] * mask[:, 1:]).bool()
     targets[:, :-1] = torch.where(has_next, ids[:, 1:], NO_TARGET)
     return targets
+
+
+def has_next_tokens(batch: ModelInputs) -> bool:
+    """Whether a batch is scored by its next tokens, and not by a class for each example."""
+    return "input_ids" in batch and (LABELS not in batch or batch[LABELS].dim() == 2)
 
 
 def score_logits(model: Any, batch: ModelInputs) -> tuple[Tensor, Tensor]:
@@ -61,7 +70,8 @@ def find_head(model: Any) -> nn.Module:
     Raises:
         ValueError: the model has none.
     """
-    head = model.get_output_embeddings()
+    of_tokens = getattr(model, "get_output_embeddings", lambda: None)
+    head = of_tokens()
     if head is None:
         head = getattr(model, "classifier", None)
     if not isinstance(head, nn.Module):
