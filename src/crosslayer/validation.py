@@ -6,6 +6,7 @@ Each raises a ValueError of one line: what was expected, what was given, the rem
 import difflib
 import inspect
 import math
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from types import NoneType, UnionType
@@ -30,6 +31,7 @@ KIND_NAMES: dict[type, str] = {
     NoneType: "None",
 }
 LARGEST_SIZE = 2**31 - 1  # of an option
+LARGEST_SEED = 2**63 - 1
 MAX_LAYERS = 10_000
 MAX_PLAIN_VALUES = 100_000  # in one file or option: no recipe has as many
 MAX_PLAIN_DEPTH = 50
@@ -56,6 +58,17 @@ def check_non_negative(**options: float) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether a text has half of a surrogate pair, as from a JSON escape: it is no Unicode text."""
+    return re.search("[\ud800-\udfff]", text) is not None
+
+
+def check_seed(seed: int) -> None:
+    """Raise a ValueError for a seed that torch's generator does not take."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {seed}")
 
 
 def check_idle_options(method: type, cause: str, **options: Any) -> None:

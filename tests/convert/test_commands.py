@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -163,6 +164,17 @@ def test_generation_ends_at_the_tokenizers_end(folder, capsys):
     assert generate(capsys, folder, "hello", "--max-new-tokens", 12) == "\n"
 
 
+def test_an_end_that_the_tokenizer_appends_is_no_part_of_the_prompt(folder, capsys):
+    expected = generate(capsys, folder, "hello", "--max-new-tokens", 12)
+    letters = letter_tokenizer()
+    end = "z"
+    letters.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, letters.token_to_id(end))]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
+    assert generate(capsys, folder, "hello", "--max-new-tokens", 12) == expected
+
+
 def test_another_tokenizer(connected, folder, capsys):
     code, _, error = run_command(capsys, "generate", connected, "hello")
     assert (
@@ -215,6 +227,11 @@ ERRORS = [
         "temperature must be a number of at least",
     ),
     (["generate", "FOLDER", "x", "--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
+    (
+        ["generate", "FOLDER", "x", "--temperature", "1e-30"],
+        "temperature must be 0 or at least 1e-06, got 1e-30",
+    ),
+    (["generate", "FOLDER", "x", "--seed", "-1"], "seed must be from 0 to 9223372036854775807"),
     (["generate", "FOLDER", "x", "--max-new-tokens", "0"], "max_new_tokens must be a whole number"),
     (
         ["generate", "FOLDER", "x", "--max-new-token", "3"],

@@ -323,3 +323,9 @@ def test_a_dataset_without_a_name():
     # a name without an owner could be a format of the library, like pandas, which reads pickles
     for source in ("datasets:", "datasets:pandas", "datasets:json@train"):
         assert "expected datasets:OWNER/NAME[,CONFIG][@SPLIT]" in error_of(source)
+
+
+def test_a_path_of_two_colons_is_one_line(tmp_path):
+    (tmp_path / "a::b.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"a::b\.txt: a path with :: cannot be read; rename it"):
+        list(read_documents(str(tmp_path / "a::b.txt")))

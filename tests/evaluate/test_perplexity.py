@@ -9,10 +9,12 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
 from crosslayer.evaluate import Span, read_spans, span_perplexity, text_perplexity
+from crosslayer.evaluate.language_models import check_causal
 from crosslayer.evaluate.windows import (
     ScoredWindow,
     exp_or_inf,
@@ -164,6 +166,19 @@ def test_one_span_has_no_standard_error(model):
     assert result.loss_by_span_stderr is None and result.loss_by_span == result.loss
 
 
+def test_a_target_that_joins_its_context_is_no_span(model):
+    joining = byte_tokenizer()
+    joining.backend_tokenizer.normalizer = normalizers.Replace("hat", "h")
+    spans = [Span("h", "at"), SPANS[0]]
+    assert span_perplexity(model, joining, spans) == span_perplexity(model, joining, spans[1:])
+
+
+@pytest.mark.parametrize("context", [1, 3])
+def test_a_model_of_few_positions_is_asked_whether_it_is_causal(context):
+    config = GPT2Config(vocab_size=16, n_positions=context, n_embd=8, n_layer=1, n_head=2)
+    check_causal(GPT2LMHeadModel(config))
+
+
 def test_training_mode_is_restored(model):
     model.train()
     text_perplexity(model, byte_tokenizer(), [SHORT])
@@ -197,6 +212,7 @@ def test_span_files(keys, tmp_path):
     [
         ('{"context": "a", "target": "b"}\n{"context": "a"}\n', "line 2 needs .* it has context"),
         ('{"context": "a", "target": ""}\n', 'line 1 needs a "context"'),
+        ('{"context": "\\ud800", "target": "b"}\n', "line 1 has half of a surrogate pair"),
         ("[1, 2]\n", "line 1: expected an object of JSON, got list"),
         ('{"context": \n', "line 1: not JSON"),
         ("\n", "empty"),

@@ -21,6 +21,7 @@ import crosslayer
 from crosslayer.cli.main import main
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
+from crosslayer.files import write_json
 from crosslayer.methods import code_digest
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.comparison_results import DivergedRun, describe_environment
@@ -450,6 +451,39 @@ def test_bad_input_is_one_line(text_file, tmp_path, extra, message, capsys):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("betas: [0.9, 1.5]", "the arm 'b': Invalid beta parameter at index 1: 1.5"),
+        ("accumulate: 3", "the arm 'b': batch must be a multiple of accumulate, got 2 for 3"),
+        ("{ema: 0.9, precision: bf16-true}", "the arm 'b': ema needs float32 weights"),
+    ],
+)
+def test_an_arm_that_cannot_be_trained_says_so_first(text_file, tmp_path, capsys, option, message):
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    arm = option.strip("{}")
+    recipe.write_text(f"arms: [prenorm, {{name: b, connection: mudd, {arm}}}]")
+    assert main(["compare", str(recipe), *options(text_file)[1:], "--out", str(out)]) == 1
+    assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_what_an_arm_may_change_later(text_file, tmp_path):
+    """How it is executed, and everything while it has no run."""
+
+    def prepare(**arm):
+        arms = [Arm.from_row("prenorm"), Arm.from_row({"connection": "mudd", "name": "b", **arm})]
+        return prepare_comparison(Recipe(arms, TINY | {"data": text_file}), 1, tmp_path / "out")
+
+    first = prepare(lr=1e-3, accumulate=2)
+    (tmp_path / "out").mkdir()
+    write_json(tmp_path / "out" / "results.json", asdict(first.results))
+    prepare(lr=2e-3)
+    run_comparison(first, lambda *_: None)
+    prepare(lr=1e-3, accumulate=1)
+    with pytest.raises(ValueError, match=r"the arm b with lr = 0.001; here it is 0.002"):
+        prepare(lr=2e-3, accumulate=2)
+
+
 def test_the_folder_of_another_run(text_file, tmp_path, capsys):
     out = tmp_path / "out"
     command = [*options(text_file), "--arms", "prenorm", "--out", str(out)]
@@ -537,7 +571,9 @@ def test_an_arm_with_data_of_its_own(text_file, tmp_path):
         return prepare_comparison(Recipe(arms, TINY | {"data": text_file}), 1, out)
 
     out.mkdir()
-    (out / "results.json").write_text(json.dumps(asdict(prepare(own).results)))
+    first = prepare(own).results
+    first.diverged.append(DivergedRun("other", 0, 7, "9.5"))
+    (out / "results.json").write_text(json.dumps(asdict(first)))
     moved = own.rename(tmp_path / "moved.txt")
     prepare(moved)
     moved.write_text("the quick wizards. " * 800)

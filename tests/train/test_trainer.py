@@ -610,6 +610,19 @@ def test_a_non_finite_loss_stops_or_is_skipped(text, tmp_path, value):
     assert run(settings, "prenorm")["losses"][:7] == skipping["losses"][:7]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_before_the_first_accepted_step_changes_nothing(text, tmp_path, optimizer):
+    settings = {"data": text, "steps": 4, "unstable": "skip", "ema": 0.5, "optimizer": optimizer}
+    whole = run(settings, "prenorm", task=failing_task(1, math.nan))
+    assert whole["result"]["skipped"] == [1]
+    saving = settings | {"save_every": 1}
+    task = failing_task(1, math.nan)
+    assert run(saving, "prenorm", tmp_path / "saved", task=task)["weights"] == whole["weights"]
+    run(saving, "prenorm", tmp_path / "left", stop=2, task=failing_task(1, math.nan))
+    assert steps(tmp_path / "left") == [1]
+    assert run(saving, "prenorm", tmp_path / "left")["weights"] == whole["weights"]
+
+
 def test_a_run_that_skips_most_steps_fails(text, tmp_path):
     task = LANGUAGE_TASK._replace(
         loss=lambda model, batch: next_token_loss(model, batch) * math.nan
@@ -739,13 +752,14 @@ def test_what_is_in_the_way_is_left_as_it_is(text, tmp_path, capsys):
     assert not (tmp_path / "run").exists(), "what is wrong with the data leaves nothing"
 
 
-def test_accumulation_is_the_whole_batch(text):
+def test_accumulation_is_the_whole_batch(text, tmp_path):
     whole, parts = (run({"data": text, "accumulate": n}, "mudd") for n in (1, 4))
     assert max(abs(a - b) for a, b in zip(whole["losses"], parts["losses"], strict=True)) < 2e-5
     with pytest.raises(
         ValueError, match="batch must be a multiple of ranks × accumulate, got 4 for 3"
     ):
-        run({"data": text, "accumulate": 3}, "mudd")
+        run({"data": text, "accumulate": 3}, "mudd", tmp_path)
+    assert not (tmp_path / "run.json").exists(), "the folder is free for the right options"
 
 
 @pytest.mark.parametrize("recompute", ["reads", "streams", "layers"])

@@ -114,6 +114,8 @@ def _check_options(options: Any, results_file: Path | None) -> None:
         raise ValueError("eval runs in one process; start it without torchrun")
     if options.windows is not None:
         check_positive(windows=options.windows)
+        if not options.text:
+            raise ValueError("--windows is for --text; leave it out")
         if options.documents == "apart":
             raise ValueError(
                 "--windows is for joined documents; --documents apart scores every token"

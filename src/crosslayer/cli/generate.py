@@ -3,9 +3,11 @@
 import sys
 from typing import Any
 
-from ..validation import check_non_negative, check_positive
+from ..validation import check_non_negative, check_positive, check_seed, has_surrogate
 from .console import silence_libraries
 from .options import add_model_options, choose_device, make_parser, parse_model_dtype
+
+LOWEST_TEMPERATURE = 1e-6  # what is divided by a lower one may overflow
 
 
 def parser() -> Any:
@@ -41,6 +43,11 @@ def run(options: Any) -> int:
 
     check_positive(max_new_tokens=options.max_new_tokens)
     check_non_negative(temperature=options.temperature)
+    if 0 < options.temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 or at least {LOWEST_TEMPERATURE}, got {options.temperature}"
+        )
+    check_seed(options.seed)
     if not 0 < options.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {options.top_p}")
     device = choose_device(options.device)
@@ -61,13 +68,12 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    from ..evaluate.language_models import end_tokens
+    from ..evaluate.language_models import encode_without_end, end_tokens
 
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
+    if has_surrogate(prompt):
         raise ValueError("the prompt is not UTF-8 text")
-    inputs = tokenizer(prompt, return_tensors="pt")
-    # A prompt without tokens gives an empty tensor of floats.
-    ids = inputs["input_ids"].long().to(model.device)
+    # in float64 an empty list would be a tensor of floats
+    ids = torch.tensor([encode_without_end(tokenizer, prompt)], dtype=torch.long).to(model.device)
     if ids.numel() == 0:
         raise ValueError("the prompt has no tokens")
     new_tokens = _tokens_that_fit(model, ids.shape[1], options.max_new_tokens)

@@ -13,7 +13,7 @@ from ..run_folders import (
     is_model_folder,
     is_run_folder,
 )
-from ..validation import did_you_mean
+from ..validation import check_seed, did_you_mean
 from .console import ProgressBars, hold_folder, is_first_rank, make_console, silence_libraries
 from .options import add_recipe, add_settings, make_parser, recipe_from_options
 
@@ -63,7 +63,9 @@ def run(options: Any) -> int:
     silence_libraries()
     recipe = recipe_from_options(options, [options.get("arm") or "prenorm"])
     arm = choose_arm(recipe, options.get("arm"))
-    return train_and_export(recipe, arm, options.get("seed", 0), options.get("out"))
+    seed = options.get("seed", 0)
+    check_seed(seed)
+    return train_and_export(recipe, arm, seed, options.get("out"))
 
 
 def train_and_export(recipe: "Recipe", arm: "Arm", seed: int, out: str | None) -> int:

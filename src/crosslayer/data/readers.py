@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import error_in_one_line
 from ..files import parse_json
 from ..hub import NO_NETWORK
-from ..validation import did_you_mean
+from ..validation import did_you_mean, has_surrogate
 
 SUFFIXES = (
     ".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js",
@@ -74,6 +74,8 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
 
 def read_file(file: Path, name: str) -> Iterator[Document]:
     """The documents of a file. Each file is a separate dataset, so that an error names it."""
+    if "::" in str(file):
+        raise ValueError(f"{file}: a path with :: cannot be read; rename it")
     if file.suffix.lower() == ".zst":
         _check_zstd(file)
     return _read_pattern(str(file), name, escape(str(file)))  # the library takes a pattern
@@ -198,7 +200,7 @@ def _text_column(subject: str, name: str, rows: Iterable[dict[str, Any]]) -> Ite
             )
         text = row["text"]
         # a surrogate from a JSON escape cannot be written as UTF-8
-        if not isinstance(text, str) or re.search("[\ud800-\udfff]", text):
+        if not isinstance(text, str) or has_surrogate(text):
             found = reprlib.repr(text)
             raise ValueError(
                 f"{subject}: row {number} of its column text is {found}, not Unicode text"

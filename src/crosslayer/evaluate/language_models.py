@@ -17,7 +17,10 @@ def check_causal(model: "PreTrainedModel") -> None:
     Two short inputs that differ in their last token tell.
     """
     vocab = model.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(4, device=model.device).repeat(2, 1) % vocab
+    length = min(4, context_limit(model) or 4)
+    if length < 2:
+        return  # there is no token after another
+    ids = torch.arange(length, device=model.device).repeat(2, 1) % vocab
     ids[1, -1] = (ids[1, -1] + 1) % vocab
     with evaluation_mode(model):
         logits = model(ids, use_cache=False).logits[:, :-1].float()
@@ -49,6 +52,19 @@ def check_context(model: "PreTrainedModel", context: int | None) -> int:
     if context < 2:
         raise ValueError(f"context must be at least 2, got {context}")
     return context
+
+
+def encode_without_end(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """The tokens of a text, with those that the tokenizer puts before it and none after it."""
+    tokens = tokenizer.encode(text)
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    added = len(tokens) - len(plain)
+    for before in range(added + 1):
+        if tokens[before : before + len(plain)] == plain:
+            return tokens[: before + len(plain)]
+    while tokens and tokens[-1] in tokenizer.all_special_ids:  # a text changes its own tokens
+        tokens = tokens[:-1]
+    return tokens
 
 
 def find_first_token(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> int | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import parse_json
-from .language_models import check_context, find_first_token
+from ..validation import has_surrogate
+from .language_models import check_context, encode_without_end, find_first_token
 from .windows import ScoredWindow, exp_or_inf, log_likelihoods, split_window
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class SpanPerplexity(NamedTuple):
     """Losses of target spans.
 
     Args:
-        spans: the number of spans.
+        spans: the number of spans with a token to score. A target that the tokenizer joins to the
+            last token of its context has none.
         tokens: the number of target tokens scored.
         truncated: spans whose context and target are longer than the model's context.
         loss: nats a target token, all tokens weighted equally.
@@ -94,7 +96,7 @@ def span_perplexity(
     if len(losses) > 1:
         stderr = statistics.stdev(losses) / math.sqrt(len(losses))
     return SpanPerplexity(
-        spans=len(spans),
+        spans=len(losses),
         tokens=tokens,
         truncated=sum(len(seen) + len(target) > context + 1 for seen, target in encoded),
         loss=nats / tokens,
@@ -141,27 +143,17 @@ def _encode_span(
         if first_token is not None:
             return ScoredWindow([first_token], tokens)
         return ScoredWindow(tokens[:1], tokens[1:])
-    context_tokens = _encode_without_end(tokenizer, context)
-    tokens = _encode_without_end(tokenizer, span.context + span.target)
+    context_tokens = encode_without_end(tokenizer, context)
+    tokens = encode_without_end(tokenizer, span.context + span.target)
     return ScoredWindow(context_tokens, tokens[len(context_tokens) :])
-
-
-def _encode_without_end(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The tokens of a text, with those that the tokenizer puts before it and none after it."""
-    tokens = tokenizer.encode(text)
-    plain = tokenizer.encode(text, add_special_tokens=False)
-    added = len(tokens) - len(plain)
-    for before in range(added + 1):
-        if tokens[before : before + len(plain)] == plain:
-            return tokens[: before + len(plain)]
-    while tokens and tokens[-1] in tokenizer.all_special_ids:  # a text changes its own tokens
-        tokens = tokens[:-1]
-    return tokens
 
 
 def _parse_span(record: dict[str, object], place: str) -> Span:
     context = next((record[key] for key in CONTEXT_KEYS if key in record), None)
     target = next((record[key] for key in TARGET_KEYS if key in record), None)
+    texts = [text for text in (context, target) if isinstance(text, str)]
+    if any(has_surrogate(text) for text in texts):
+        raise ValueError(f"{place} has half of a surrogate pair, which is no text")
     if not isinstance(context, str) or not isinstance(target, str) or not target:
         raise ValueError(
             f'{place} needs a "context" (or "input") and a non-empty "target", both text; '

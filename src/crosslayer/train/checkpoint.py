@@ -182,6 +182,8 @@ class Checkpoints:
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optimizer"],
         )
+        if len(state.skipped) == state.step:
+            _clear_states(optimizers)  # no step was accepted yet
         return state
 
     def _read_index(self, path: Path) -> RunState:
@@ -283,8 +285,16 @@ def remove_checkpoint(path: Path) -> None:
 
 def _state_dict(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """By parameter name, so that any number of ranks can load it."""
+    without_step = [optimizer for optimizer in optimizers if not optimizer.state]
     model_state, optimizer_state = get_state_dict(model, optimizers)
+    # torch fills an empty state by a step with gradients of zero, which AdamW would count
+    _clear_states(without_step)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _clear_states(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.state.clear()
 
 
 def _crc32(file: Path) -> int:

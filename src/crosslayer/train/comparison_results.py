@@ -14,6 +14,7 @@ from ..run_folders import COMPARISON_RESULTS_FILE, RUNS_FOLDER
 from ..validation import check_option_type
 from .identity import PLACES_OF_DATA, first_difference
 from .run_state import RunResult, check_fields
+from .settings import CHANGEABLE_OPTIONS
 
 
 @dataclass
@@ -150,12 +151,14 @@ def load_matching_results(folder: Path, current: ComparisonResults) -> Compariso
         # where the data are the same, they may have been moved
         first_difference(previous.settings, current.settings, PLACES_OF_DATA),
     ]
+    # an arm without a run may be another one now
+    with_runs = {run.arm for run in previous.runs} | {run.arm for run in previous.diverged}
     for name, arm in current.arms.items():
-        if name in previous.arms:
+        if name in previous.arms and name in with_runs:
             before = previous.arms[name]
             difference = first_difference(before, arm, {"options"})
             difference = difference or first_difference(
-                before["options"], arm["options"], PLACES_OF_DATA
+                before["options"], arm["options"], PLACES_OF_DATA | CHANGEABLE_OPTIONS
             )
             differences.append(difference and f"the arm {name} {difference}")
     for difference in differences:

@@ -4,7 +4,7 @@ import errno
 import importlib.util
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,16 +14,22 @@ from ..files import parse_json, short_digest, write_text_atomic
 from ..run_folders import METRICS_FILE
 
 
-def make_loggers(names: Iterable[str], folder: Path, run_name: str) -> list[Any]:
+def check_loggers(names: Collection[str]) -> None:
+    """Raise a ValueError for a logger whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"{name} is not installed; pip install {name}")
+
+
+def make_loggers(names: Collection[str], folder: Path, run_name: str) -> list[Any]:
     """Fabric's loggers called tensorboard and wandb.
 
     Raises:
         ValueError: the logger's package is not installed.
     """
+    check_loggers(names)
     loggers: list[Any] = []
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is not installed; pip install {name}")
         if name == "tensorboard":
             from lightning.fabric.loggers import TensorBoardLogger
 

@@ -98,6 +98,10 @@ class Trainer:
         seed: of the order of the examples and of dropout.
         task: loss and evaluation.
 
+    Raises:
+        ValueError: the ranks and micro-batches cannot share the batch equally, or the options of
+            the optimizer do not fit the model.
+
     Attributes:
         model: the module that owns the parameters.
         module: the same, compiled, sharded and wrapped by Fabric: the one to call.
@@ -142,6 +146,12 @@ class Trainer:
         self._durations: list[float] = []
         self._signals = StopSignals()
         self.optimizers: list[torch.optim.Optimizer] = []
+        shares = fabric.world_size * engine.accumulate
+        if data.batch % shares:
+            raise ValueError(
+                f"batch must be a multiple of ranks × accumulate, got {data.batch} for {shares}"
+            )
+        self._micro_batch = data.batch // shares
         self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
@@ -381,23 +391,14 @@ class Trainer:
         }
 
     def training_batches(self, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches, endless, from the first one after step `step`.
-
-        Raises:
-            ValueError: the ranks and micro-batches cannot share the batch equally.
-        """
+        """This rank's micro-batches, endless, from the first one after step `step`."""
         data = self.settings.data
         ranks = self.fabric.world_size
-        shares = ranks * self.settings.engine.accumulate
-        if data.batch % shares:
-            raise ValueError(
-                f"batch must be a multiple of ranks × accumulate, got {data.batch} for {shares}"
-            )
         sampler = self.examples.sampler(
             len(self.examples.train), self.seed, data.batch, self.fabric.global_rank, ranks, step
         )
         loader = DataLoader(
-            self.examples.train, data.batch // shares, sampler=sampler, num_workers=data.workers
+            self.examples.train, self._micro_batch, sampler=sampler, num_workers=data.workers
         )
         return (self.fabric.to_device(batch) for batch in loader)
 
