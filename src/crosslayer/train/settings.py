@@ -112,6 +112,8 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_positive(context=self.context, batch=self.batch, eval_batches=self.eval_batches)
+        if self.context < 2:
+            raise ValueError("context must be at least 2: a token and the one to predict, got 1")
         check_non_negative(workers=self.workers)
 
 
@@ -155,7 +157,7 @@ class OptimizationSettings:
     eps: float = 1e-8
     momentum: float = 0.95
     clip: float = 1.0
-    warmup: float = 0.1
+    warmup: float = 0.3
     decay: Literal["cosine", "linear"] = "cosine"
     decay_ratio: float | None = None
     floor: float = 0.1
