@@ -691,6 +691,38 @@ def test_a_scale_that_no_norm_removes_is_said(spec):
     assert any("no norm beside the layers removes that" in text for text in said) != is_same
 
 
+class DynamicTanhNorm(nn.Module):
+    """A norm without statistics, which keeps a part of the scale of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.weight = nn.Parameter(torch.rand(DIM) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.tanh(self.alpha * x)
+
+
+@pytest.mark.parametrize("place", ["final norm", "first norm of each layer"])
+@pytest.mark.parametrize("spec", ["mudd", "hyper", "attnres"])
+def test_a_norm_that_keeps_scale_is_said(spec, place):
+    model = GPT().eval()
+    if place == "final norm":
+        model.transformer.ln_f = DynamicTanhNorm()
+    nn.init.uniform_(model.transformer.ln_f.weight, 0.5, 1.5)
+    for block in model.transformer.h:
+        if place == "first norm of each layer":
+            block.ln_1 = DynamicTanhNorm()
+    expected = model(make_ids())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        crosslayer.connect(model, spec)
+    is_same = torch.allclose(model(make_ids()), expected, atol=1e-4)
+    assert is_same == (spec == "mudd" or (spec == "hyper" and place != "final norm"))
+    said = [str(warning.message) for warning in caught]
+    assert any("one of them keeps the scale" in text for text in said) != is_same
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["prenorm", "mudd", "hyper"])
 def test_blocks_that_are_checkpointed_compile_to_one_graph(spec):

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -132,12 +132,19 @@ def _connect_backbone(
         register_with_diffusers()
     elif model is not backbone and (_has_config_of(model, backbone) or _has_head(model)):
         _unshare_config(model)
+    final = final_norm(backbone, wiring)
+    final_keeps_scale = final is not None and _keeps_scale(final, wiring.dim)
+    first_norms = _norms_of_first_layer(backbone, wiring)
+    inputs_keep_scale = any(_keeps_scale(norm, wiring.dim) for norm in first_norms)
     attach_connections(backbone, wiring, spec, mlp_widths)
     set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     for part in (backbone, model):
         keep_parameters_apart(part)
     register_with_imported_peft()  # It may have put adapters into the model.
-    reasons = [inequivalence_reason(c, wiring) for c in find_connections(backbone)]
+    connections = find_connections(backbone)
+    reasons = [
+        inequivalence_reason(c, wiring, final_keeps_scale, inputs_keep_scale) for c in connections
+    ]
     if mlp_widths is not None:
         reasons.append("reallocate replaces the weights of its MLPs")
     reason = next(filter(None, reasons), "")
@@ -244,8 +251,46 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
         weight.mul_(scale)
 
 
-def inequivalence_reason(connection: Connection[Any], wiring: ModelWiring) -> str:
-    """Why connecting changes what a model computes; empty where it does not."""
+def _norms_of_first_layer(backbone: Any, wiring: ModelWiring) -> list[nn.Module]:
+    """Those before its sub-layers."""
+    first_layer = wiring.find_layers(backbone)[0]
+    paths = {sublayer.norm for sublayer in wiring.of_layers[0].sublayers if sublayer.norm}
+    return [first_layer.get_submodule(path) for path in sorted(paths)]
+
+
+@torch.no_grad()
+def _keeps_scale(norm: nn.Module, dim: int) -> bool:
+    """Whether what a norm returns grows with its input, as BatchNorm's and DyT's does.
+
+    A copy of it is tried. False where that cannot be: on the meta device, or where a norm gets more
+    than its input.
+    """
+    if any(parameter.is_meta for parameter in norm.parameters()):
+        return False  # its weights may be offloaded, and a copy would have all of the model's
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
+    try:
+        tried = copy.deepcopy(norm).to("cpu", torch.float64).eval()
+        once, thrice = tried(x), tried(3 * x)
+        return not torch.allclose(once, thrice, rtol=1e-2, atol=1e-2 * once.abs().max().item())
+    except Exception:
+        return False
+
+
+def inequivalence_reason(
+    connection: Connection[Any],
+    wiring: ModelWiring,
+    final_keeps_scale: bool,
+    inputs_keep_scale: bool,
+) -> str:
+    """Why connecting changes what a model computes; empty where it does not.
+
+    Args:
+        connection: of the model.
+        wiring: of its layers.
+        final_keeps_scale: whether the final norm does not remove the scale of its input.
+        inputs_keep_scale: whether a norm before a sub-layer does not.
+    """
     if connection.output_scale != 1:
         return "output_scale multiplies weights of the model"
     if wiring.is_post_norm:
@@ -261,21 +306,29 @@ def inequivalence_reason(connection: Connection[Any], wiring: ModelWiring) -> st
         return "it scales the hidden state, and no norm beside the layers removes that"
     if scales_inputs and not wiring.norms_inputs:
         return "it scales the inputs of sub-layers, and this family has no norm there"
+    if (scales_readout and final_keeps_scale) or (scales_inputs and inputs_keep_scale):
+        return "it scales what norms get, and one of them keeps the scale of its input"
     return ""
 
 
 def looks_pretrained(backbone: Any, wiring: ModelWiring) -> bool:
-    """Whether the final norm has left its initial value; without one, a norm of the first layer.
+    """Whether the final norm has left its initial value; without its weight, a norm of the first
+    layer.
 
     Where no norm has a weight: whether the model was loaded from somewhere.
     """
     final = final_norm(backbone, wiring)
-    norms = wiring.find_layers(backbone)[0].modules() if final is None else [final]
-    weights = [getattr(norm, "weight", None) for norm in norms]
-    vectors = [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 1]
+    vectors = _norm_weights([] if final is None else [final])
+    vectors = vectors or _norm_weights(wiring.find_layers(backbone)[0].modules())
     if not vectors:
         return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
     return any(not vector.is_meta and bool((vector != vector[0]).any()) for vector in vectors)
+
+
+def _norm_weights(norms: Iterable[nn.Module]) -> list[Tensor]:
+    """The weights of those modules whose weight is a vector."""
+    weights = [getattr(norm, "weight", None) for norm in norms]
+    return [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 1]
 
 
 def _unshare_config(model: Any) -> None:
