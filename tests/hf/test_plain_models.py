@@ -503,7 +503,7 @@ def test_the_width_may_be_known_by_the_embeddings_alone():
         (ListedBlock, "layer 0 is a ListedBlock, whose modules the model runs and adds up itself"),
         (ConstantBlock, "it gives attn an argument that it makes itself, doubled=True"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
-        (ComparingBlock, "a layer compares the argument 'mode' with 'attention'"),
+        (ComparingBlock, "its own code compares the argument 'mode' with 'attention'"),
     ],
 )
 def test_blocks_that_are_refused_by_name(block, message):

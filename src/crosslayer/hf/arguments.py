@@ -23,7 +23,7 @@ class LayerArgument:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LayerArgument):
             return self is other
-        raise TypeError(f"a layer compares {self!r} with {other!r}")
+        raise ValueError(f"its own code compares {self!r} with {other!r}")
 
     __hash__ = object.__hash__
 
