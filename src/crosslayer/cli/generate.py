@@ -72,7 +72,7 @@ def _print_continuation(model: Any, tokenizer: Any, prompt: str, options: Any) -
 
     if has_surrogate(prompt):
         raise ValueError("the prompt is not UTF-8 text")
-    # in float64 an empty list would be a tensor of floats
+    # without a dtype an empty list gives a tensor of floats
     ids = torch.tensor([encode_without_end(tokenizer, prompt)], dtype=torch.long).to(model.device)
     if ids.numel() == 0:
         raise ValueError("the prompt has no tokens")

@@ -42,7 +42,7 @@ class SublayerAblation:
         loss: of the whole model, nats a token.
         labels: of the sub-layers, or of MUDD's ways. Sub-layers whose output becomes a new stream
             (the first n − 1 of MGR) are left out: a stream of zeros is no model without the
-            sub-layer.
+            sub-layer. Modules that two layers share are left out too.
         increase: log(perplexity without / perplexity with) of each, nats a token.
     """
 
