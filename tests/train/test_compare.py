@@ -456,13 +456,12 @@ def test_bad_input_is_one_line(text_file, tmp_path, extra, message, capsys):
     [
         ("betas: [0.9, 1.5]", "the arm 'b': Invalid beta parameter at index 1: 1.5"),
         ("accumulate: 3", "the arm 'b': batch must be a multiple of accumulate, got 2 for 3"),
-        ("{ema: 0.9, precision: bf16-true}", "the arm 'b': ema needs float32 weights"),
+        ("ema: 0.9, precision: bf16-true", "the arm 'b': ema needs float32 weights"),
     ],
 )
 def test_an_arm_that_cannot_be_trained_says_so_first(text_file, tmp_path, capsys, option, message):
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
-    arm = option.strip("{}")
-    recipe.write_text(f"arms: [prenorm, {{name: b, connection: mudd, {arm}}}]")
+    recipe.write_text(f"arms: [prenorm, {{name: b, connection: mudd, {option}}}]")
     assert main(["compare", str(recipe), *options(text_file)[1:], "--out", str(out)]) == 1
     assert message in capsys.readouterr().err and not out.exists()
 

@@ -31,6 +31,9 @@ from .verification import verify_wiring
 
 Model = TypeVar("Model", bound=nn.Module)
 
+# of methods that scale the stream, which a norm removes
+SCALING_FUNCTIONS = ("prenorm up to scales", "prenorm up to scale of readout")
+
 
 def connect(
     model: Model, spec: str | ConnectionSpec, reallocate: bool = False, verify: bool = True
@@ -132,10 +135,12 @@ def _connect_backbone(
         register_with_diffusers()
     elif model is not backbone and (_has_config_of(model, backbone) or _has_head(model)):
         _unshare_config(model)
-    final = final_norm(backbone, wiring)
-    final_keeps_scale = final is not None and _keeps_scale(final, wiring.dim)
-    first_norms = _norms_of_first_layer(backbone, wiring)
-    inputs_keep_scale = any(_keeps_scale(norm, wiring.dim) for norm in first_norms)
+    final_keeps_scale = inputs_keep_scale = False
+    if spec.method.initial_function in SCALING_FUNCTIONS:
+        final = final_norm(backbone, wiring)
+        final_keeps_scale = final is not None and _keeps_scale(final, wiring.dim)
+        first_norms = _norms_of_first_layer(backbone, wiring)
+        inputs_keep_scale = any(_keeps_scale(norm, wiring.dim) for norm in first_norms)
     attach_connections(backbone, wiring, spec, mlp_widths)
     set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
     for part in (backbone, model):
@@ -299,9 +304,7 @@ def inequivalence_reason(
     if connection.initial_function not in PRENORM_FUNCTIONS:
         return "not equivalent to pre-norm at initialisation"
     scales_inputs = connection.initial_function == "prenorm up to scales"
-    scales_readout = (
-        scales_inputs or connection.initial_function == "prenorm up to scale of readout"
-    )
+    scales_readout = connection.initial_function in SCALING_FUNCTIONS
     if scales_readout and wiring.final is None:
         return "it scales the hidden state, and no norm beside the layers removes that"
     if scales_inputs and not wiring.norms_inputs:
