@@ -271,7 +271,7 @@ def run_campaign(out: Path, **variables: str) -> subprocess.CompletedProcess[str
 def test_gpu_campaign_at_toy_size(tmp_path):
     """Correctness, then the benchmarks."""
     pytest.importorskip("triton")
-    ran = run_campaign(tmp_path, LIMIT="200")
+    ran = run_campaign(tmp_path, LIMIT="200", SPECS="hyper")
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert "failed" not in (tmp_path / "parts.txt").read_text()
     assert "passed" in (tmp_path / "correctness.txt").read_text()

@@ -73,10 +73,11 @@ def test_connections_in_the_interpreter():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "cases"),
-    [(80, "bfloat16", PATHS + LARGEST), (90, "float32", PATHS), (100, "float16", PATHS)],
-    ids=["80", "90", "100"],
+    [(80, "bfloat16", PATHS + LARGEST), (100, "float32", PATHS)],
+    ids=["80", "100"],
 )
 def test_compiles_for_gpus(capability, dtype, cases, tmp_path):
+    """`test_machine_code.py` compiles most of them for 90."""
     run_python(
         str(HERE / "ptx.py"),
         str(capability),

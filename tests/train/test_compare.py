@@ -368,7 +368,7 @@ def test_control_c(text_file, tmp_path):
         "-m",
         "crosslayer",
         *options(text_file),
-        "--steps=400",
+        "--steps=150",
         "--out",
         str(out),
     ]

@@ -20,14 +20,13 @@ HERE = Path(__file__).parent
 BOTH = (
     ("mudd", {"accumulate": 2, "recompute": "layers"}),
     ("mgr", {"optimizer": "muon", "delay": 5}),
-    ("denseformer", {"compile": "layers"}),
     ("hyper", {"precision": "bf16-mixed"}),
 )
 # a method of each other kind of state (the law on FSDP2 has every method), and what FSDP's own
 # gathering of weights could change
 FSDP = (
     ("resi_dual", {}),
-    ("mgr", {}),
+    ("denseformer", {"compile": "layers"}),
     ("hyper", {"recompute": "reads", "diagnostics_every": 4}),
     ("mudd", {"recompute": "streams", "diagnostics_every": 4, "layers": 5}),
     ("mgr", {"recompute": "inversion", "layers": 5}),
