@@ -760,6 +760,16 @@ def test_shared_and_compiled_layers_are_refused():
     crosslayer.connect(model, "mudd")
 
 
+def test_a_list_with_places_without_a_module_is_none_of_layers():
+    """As x-transformers has it, beside its layers and before them."""
+    model = FactorModel(FACTORS["dropout"])
+    layers = model.layers
+    del model.layers
+    model.adaptive = nn.ModuleList([None] * len(layers))
+    model.layers = layers
+    crosslayer.connect(model, "mudd")
+
+
 def test_a_layer_that_counts_its_runs_is_refused_and_left_as_it_was():
 
     def count(block: Any, y: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def _check_list_of_layers(owner: nn.Module, path: str) -> None:
         raise ValueError(SHARED_LAYERS)
     parent, _, name = path.rpartition(".")
     children: dict[str, Any] = dict(owner.get_submodule(parent).named_children())
-    lists = {key: child for key, child in children.items() if _is_list(child)}
+    lists = {key: child for key, child in children.items() if _lists_modules(child)}
     alike = [key for key, child in lists.items() if len(child) == len(lists[name])]
     if len(alike) > 1:
         raise ValueError(f"its sub-layers are in separate lists, {', '.join(alike)}, not in layers")
@@ -210,10 +210,10 @@ def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
         for name, child in children:
             if isinstance(child, PreTrainedModel):
                 owners.append((child, child, ""))
+            elif _lists_modules(child):
+                found.append(_ListPlace(owner, name, model, prefix + name))
             elif not _is_list(child):
                 owners.append((child, model, f"{prefix}{name}."))
-            elif len(child):
-                found.append(_ListPlace(owner, name, model, prefix + name))
     return found
 
 
@@ -221,6 +221,11 @@ def _is_list(module: Any) -> bool:
     if isinstance(module, nn.ModuleDict):
         return has_numbered_layers(module)
     return isinstance(module, nn.ModuleList)
+
+
+def _lists_modules(module: Any) -> bool:
+    """Whether a module is a list with modules in all its places. Some libraries put None there."""
+    return _is_list(module) and len(module) > 0 and None not in list_layers(module)
 
 
 def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
