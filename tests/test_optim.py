@@ -1,5 +1,7 @@
 """Parameter groups: weight decay, learning rates, and what Muon may orthogonalise."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.nn.utils.parametrize import register_parametrization
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.optim import layer_matrices, zero_connection_updates
-from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights, tiny_gpt
+from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights, tiny_gpt, token_ids
 from tests.hf.all_families import build_model
 from tests.hf.backbones import ids, llama, vit
 
@@ -67,6 +69,15 @@ def test_parametrized_parameters_are_their_connections():
     assert group_names[id(dynamic)] == "connection with weight decay"
     assert group_names[id(static)] == "connection"
     assert not {id(dynamic), id(static)} & {id(p) for p in layer_matrices(model)}
+
+
+def test_parametrized_parameters_stay_in_float32():
+    model = perturb_weights(tiny_gpt("hyper"))
+    plain = copy.deepcopy(model).bfloat16()
+    for connection in find_connections(model)[:-1]:
+        register_parametrization(connection, "static_alpha", nn.Identity())
+    assert torch.equal(model.bfloat16()(token_ids()), plain(token_ids()))
+    assert find_connections(model)[0].parametrizations.static_alpha.original.dtype is torch.float32
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -222,7 +222,7 @@ NO_FUNCTION = r"^norm must be a function that makes a norm, like nn.RMSNorm, got
 
 
 def stack_of_two(**options) -> crosslayer.Stack:
-    return crosslayer.Stack("prenorm", [nn.Linear(8, 8), nn.Linear(8, 8)], 8, **options)
+    return crosslayer.Stack("prenorm", [nn.Linear(8, 8), nn.Linear(8, 8)], **{"dim": 8, **options})
 
 
 def write_twice(spec: str) -> None:
@@ -259,6 +259,20 @@ def write_twice(spec: str) -> None:
             r"^embedding must be \[B T 8\], got \[2, 16, 64\]$",
         ),
         (lambda: stack_of_two()(torch.zeros(2, 8)), r"must be \[B T 8\], got \[2, 8\]$"),
+        (lambda: stack_of_two(parallel="no"), "^parallel must be True or False, got 'no'$"),
+        (lambda: stack_of_two(dim=-8), "^dim must be a whole number of at least 1, got -8$"),
+        (
+            lambda: crosslayer.Stack("mudd", nn.Linear(8, 8), 8),
+            "^Stack: sublayers must be a list of modules, got Linear",
+        ),
+        (lambda: crosslayer.connect(stack_of_two(), "mudd"), "^the model has a crosslayer.Stack"),
+        (lambda: crosslayer.disconnect(None), "^disconnect takes a model, got a NoneType$"),
+        (lambda: crosslayer.from_pretrained(None), "^path must be .*, got None$"),
+        (lambda: crosslayer.use_kernels("off"), "^enabled must be True or False .*, got 'off'$"),
+        (
+            lambda: crosslayer.param_groups(nn.Linear(8, 8), -1, 0.1),
+            "^lr must be a number of at least 0, got -1$",
+        ),
     ],
 )
 def test_wrong_arguments(call, message):

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .method_checks import check_class_attributes, check_mixed, check_state, check_state_class
 from .mixing import MixingWeights
-from .validation import HALF_DTYPES, check_positive
+from .validation import HALF_DTYPES, check_option_type, check_positive
 
 # A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only the method
 # that made it looks inside.
@@ -87,6 +87,7 @@ def plan(layers: int, parallel: bool = False) -> list[Site]:
         One site for each sub-layer, and the readout.
     """
     check_positive(layers=layers)
+    check_option_type("parallel", parallel, bool)
     ports_of_layer = [("attn", "mlp")] if parallel else [("attn",), ("mlp",)]
     return plan_layers([ports_of_layer] * layers)
 
@@ -375,8 +376,9 @@ class Connection(nn.Module, Generic[StateT]):
             return t.to(new.device, torch.float32) if new.dtype in HALF_DTYPES else new
 
         if recurse:
-            for child in self.children():
-                child._apply(fn)
+            for name, child in self.named_children():
+                # torch.nn.utils.parametrize moves own parameters into this child
+                child._apply(apply_in_float32 if name == "parametrizations" else fn)
         return super()._apply(apply_in_float32, recurse=False)
 
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from types import TracebackType
 
 from .ops import dispatch
+from .validation import check_option_type
 
 
 class use_kernels:
@@ -23,10 +24,12 @@ class use_kernels:
             CROSSLAYER_KERNELS=1 and triton is installed, otherwise off.
 
     Raises:
+        ValueError: `enabled` is something else.
         ModuleNotFoundError: `enabled` is True and triton is not installed.
     """
 
     def __init__(self, enabled: bool | None = True):
+        check_option_type("enabled", enabled, bool | None)
         if enabled is None:
             enabled = (
                 os.environ.get("CROSSLAYER_KERNELS") == "1" and find_spec("triton") is not None

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .connection import find_connections
+from .validation import check_non_negative
 
 # Parameters of two dimensions that are no linear maps: the logarithm of the decay of Mamba's state
 _LOGARITHMS = ("A_log",)
@@ -45,7 +46,16 @@ def param_groups(
         of the backbone's layers, whose updates an optimizer like Muon may orthogonalise. It
         excludes embeddings, output heads and connection parameters, which are no linear maps
         between activations.
+
+    Raises:
+        ValueError: a rate, a decay or a scale is not a number of at least 0.
     """
+    check_non_negative(
+        lr=lr,
+        weight_decay=weight_decay,
+        connection_lr_scale=connection_lr_scale,
+        embedding_lr_scale=embedding_lr_scale,
+    )
     muon_ids = {id(parameter) for parameter in layer_matrices(model)}
     embedding_ids = _embedding_ids(model)
     decays = _connection_decays(model)

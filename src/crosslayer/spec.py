@@ -17,7 +17,7 @@ from torch import nn
 from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
 from .method_checks import check_contents, check_options
 from .methods import current_name, find_method
-from .validation import check_option_type, did_you_mean, dtype_name, parse_dtype
+from .validation import check_option_type, check_positive, did_you_mean, dtype_name, parse_dtype
 
 COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every connection has
 
@@ -55,6 +55,7 @@ class ConnectionSpec:
         """
         if not isinstance(site, Site):
             raise ValueError(f"site must come from crosslayer.plan, got {site!r}")
+        check_positive(dim=dim)
         check_norm_factory(norm)
         if isinstance(norm, type):
             raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .connection import Connection, plan
 from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .spec import ConnectionSpec, check_norm_factory, make
-from .validation import check_option_type
+from .validation import check_option_type, check_positive
 
 
 class Stack(nn.Module):
@@ -50,8 +50,15 @@ class Stack(nn.Module):
         recompute: RecomputeMode | None = None,
     ):
         super().__init__()
+        check_positive(dim=dim)
+        check_option_type("parallel", parallel, bool)
         self.dim = dim
-        self.sublayers = nn.ModuleList(sublayers)
+        modules = list(sublayers) if isinstance(sublayers, Iterable) else []
+        if not isinstance(sublayers, Iterable) or not all(
+            isinstance(m, nn.Module) for m in modules
+        ):
+            raise ValueError(f"Stack: sublayers must be a list of modules, got {sublayers!r}")
+        self.sublayers = nn.ModuleList(modules)
         count = len(self.sublayers)
         if count == 0:
             raise ValueError("Stack: sublayers must be attention and MLP of a layer or more, got 0")

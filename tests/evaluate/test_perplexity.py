@@ -1,5 +1,6 @@
 """Perplexity of texts and of target spans against loops that score one window at a time."""
 
+import codecs
 import copy
 import gzip
 import math
@@ -205,6 +206,8 @@ def test_span_files(keys, tmp_path):
     compressed = tmp_path / "spans.jsonl.gz"
     compressed.write_bytes(gzip.compress(file.read_bytes()))
     assert read_spans(file) == read_spans(compressed) == SPANS
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # as Windows begins a file
+    assert read_spans(file) == SPANS
 
 
 @pytest.mark.parametrize(

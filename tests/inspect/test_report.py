@@ -7,7 +7,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from crosslayer.cli.inspect import _short_names
 from crosslayer.cli.main import main
@@ -63,6 +69,19 @@ def test_ablation_is_the_loss_of_a_model_with_zero_weights():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.zero_()
     assert ablation.increase[3] == pytest.approx(mean_token_loss(model, BATCHES) - whole, abs=1e-6)
+
+
+def test_ablation_of_an_attention_that_adds_the_stream_itself():
+    """BLOOM's, without a connection. The weights of its output are zeroed by hand here."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=64, hidden_size=24, n_layer=2, n_head=2, initializer_range=0.3)
+    model = BloomForCausalLM(config)
+    ablation = ablate_sublayers(model, BATCHES)
+    with torch.no_grad():
+        for parameter in model.transformer.h[1].self_attention.dense.parameters():
+            parameter.zero_()
+    without = mean_token_loss(model, BATCHES)
+    assert ablation.increase[2] == pytest.approx(without - ablation.loss, abs=1e-6)
 
 
 def test_loss_is_that_of_the_tokens_without_padding():

@@ -119,7 +119,7 @@ def read_spans(file: str | Path) -> list[Span]:
     spans = []
     try:
         open_text = gzip.open if path.suffix == ".gz" else open
-        with open_text(path, "rt", encoding="utf8") as lines:
+        with open_text(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"{path}: line {number}"

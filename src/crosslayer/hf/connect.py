@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..connection import PRENORM_FUNCTIONS, SPLIT_PORT_NAMES, Connection, find_connections, plan
 from ..spec import ConnectionSpec, make
+from ..stack import Stack
 from .adapters import register_with_imported_peft
 from .attach import (
     attach_connections,
@@ -71,6 +72,8 @@ def connect(
             "AutoModelForCausalLM.from_pretrained"
         )
     _check_not_wrapped(model)
+    if any(isinstance(module, Stack) for module in model.modules()):
+        raise ValueError("the model has a crosslayer.Stack; give the connection to the Stack")
     spec = make(spec)
     backbone, wiring = find_backbone(model)
     if is_connected(backbone):

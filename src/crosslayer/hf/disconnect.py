@@ -48,6 +48,8 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
         ValueError: the model is not connected, several of its parts are, or the host model computes
             another function. The model is then unchanged.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"disconnect takes a model, got a {type(model).__name__}")
     backbone, wiring = find_backbone(model)
     _check_plain_model_exists(model, backbone)
     layers = wiring.find_layers(backbone)

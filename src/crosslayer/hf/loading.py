@@ -22,7 +22,7 @@ from ..errors import error_in_one_line, error_with_class
 from ..files import read_json
 from ..hub import check_model_source, download_files
 from ..run_folders import CONFIG_FILE
-from ..validation import did_you_mean
+from ..validation import check_option_type, did_you_mean
 from .config import check_sizes
 from .families import FAMILIES
 from .registration import (
@@ -190,6 +190,7 @@ def find_folder(
     Raises:
         ValueError: there is no such folder and no such name, or it is a training run's.
     """
+    check_option_type("path", path, str | Path)
     if Path(path).is_dir():
         folder = Path(path, subfolder)
         check_model_source(folder, expected)

@@ -22,7 +22,7 @@ from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from ..hf.host_norms import find_attribute
-from .observation import ModelInputs, port_label
+from .observation import ModelInputs, connected_for_analysis, port_label
 from .scoring import check_scored, score_logits
 
 # Static weights over depth, by method: the name of the parameter.
@@ -126,13 +126,16 @@ def losses_without(
 ) -> tuple[float, list[float]]:
     """The loss, and the loss while each removal is entered: one pass over the batches each.
 
+    A model without a connection is connected meanwhile: modules like BLOOM's attention add the
+    stream to their output themselves, and a connection asks them not to.
+
     Args:
         model: a language model or a classifier.
         batches: as in `mean_token_loss`, which says what the losses are.
         removals: of the model's parts, each entered alone.
     """
     losses = []
-    with evaluation_mode(model):
+    with connected_for_analysis(model), evaluation_mode(model):
         whole = mean_token_loss(model, batches)
         for removed in removals:
             with removed():

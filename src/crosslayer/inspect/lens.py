@@ -57,7 +57,7 @@ class _LensAnalysis:
 
     def __init__(self, model: Any):
         self.head = find_head(model)
-        self.dtype = model.dtype
+        self.dtype = next(self.head.parameters()).dtype
         self.readout = find_connections(model)[-1]
         if len(self.readout.norms) != 1:
             raise ValueError(

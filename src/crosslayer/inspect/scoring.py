@@ -51,9 +51,14 @@ def score_logits(model: Any, batch: ModelInputs) -> tuple[Tensor, Tensor]:
     find_head(model)
     device = next(model.parameters()).device
     targets = score_targets(batch).to(device)
-    options = {"use_cache": False} if "input_ids" in batch else {}
-    logits = model(**model_arguments(batch, device), **options).logits
-    logits = logits.view(*targets.shape, -1)  # a classifier's are [B classes]
+    options = {"use_cache": False} if "input_ids" in batch and hasattr(model, "config") else {}
+    output = model(**model_arguments(batch, device), **options)
+    if not hasattr(output, "logits"):
+        raise ValueError(
+            f"{type(model).__name__} returns a {type(output).__name__}; a model that is scored "
+            "returns an object with `logits`, as transformers' models do"
+        )
+    logits = output.logits.view(*targets.shape, -1)  # a classifier's are [B classes]
     chosen = targets != NO_TARGET
     return logits[chosen].float(), targets[chosen]
 
@@ -75,5 +80,8 @@ def find_head(model: Any) -> nn.Module:
     if head is None:
         head = getattr(model, "classifier", None)
     if not isinstance(head, nn.Module):
-        raise ValueError(f"{type(model).__name__} has no head that makes logits")
+        raise ValueError(
+            f"{type(model).__name__} has no head that makes logits: a language model returns it "
+            "from get_output_embeddings(), a classifier of images has it as `classifier`"
+        )
     return head
