@@ -450,8 +450,44 @@ class SwitchedBlock(Block):
 
 
 class ConstantBlock(SwitchedBlock):
-    def forward(self, x: Tensor, doubled: bool = False) -> Tensor:
-        x = x + self.attn(self.ln_1(x), doubled=True)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x), self.is_doubled(x))
+        return x + self.mlp(self.ln_2(x))
+
+    def is_doubled(self, x: Tensor) -> Any:
+        return True
+
+
+class LengthBlock(ConstantBlock):
+    def is_doubled(self, x: Tensor) -> bool:
+        return x.shape[1] > 1
+
+
+class TrainingBlock(ConstantBlock):
+    def is_doubled(self, x: Tensor) -> bool:
+        return not self.training
+
+
+class MaskBlock(ConstantBlock):
+    def is_doubled(self, x: Tensor) -> Tensor:
+        return torch.ones(x.shape[1])
+
+
+class DeviceBlock(ConstantBlock):
+    def is_doubled(self, x: Tensor) -> torch.device:
+        return x.device
+
+
+class WeightlessBlock(Block):
+    """The usual call of torch's own attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(DIM, 2, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x_normed = self.ln_1(x)
+        x = x + self.attn(x_normed, x_normed, x_normed, attn_mask=mask, need_weights=False)[0]
         return x + self.mlp(self.ln_2(x))
 
 
@@ -501,7 +537,10 @@ def test_the_width_may_be_known_by_the_embeddings_alone():
         (IdleBlock, r"layer 0 \(IdleBlock\): its ln_3 does not run in the forward passes that"),
         (InPlaceBlock, r"connect cannot connect layer 0 \(InPlaceBlock\): .* in-place operation"),
         (ListedBlock, "layer 0 is a ListedBlock, whose modules the model runs and adds up itself"),
-        (ConstantBlock, "it gives attn an argument that it makes itself, doubled=True"),
+        (LengthBlock, "what it does depends on .* the length of its input"),
+        (TrainingBlock, "in training its own code does something else"),
+        (MaskBlock, "it gives attn a tensor that it makes itself, 'doubled'; if it is a mask"),
+        (DeviceBlock, "it gives attn an argument that it makes itself, doubled=device"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
         (ComparingBlock, "its own code compares the argument 'mode' with 'attention'"),
     ],
@@ -534,14 +573,39 @@ def test_a_list_of_embeddings_is_none_of_layers():
     assert torch.equal(model(make_ids()), plain(make_ids()))
 
 
-@pytest.mark.parametrize("attention", [SwitchedAttention, OptionsAttention])
-def test_a_layer_passes_its_own_defaults(attention):
-    plain = model_of(SwitchedBlock)
+@pytest.mark.parametrize(
+    ("block", "attention"),
+    [
+        (SwitchedBlock, SwitchedAttention),
+        (SwitchedBlock, OptionsAttention),
+        (ConstantBlock, SwitchedAttention),
+    ],
+)
+def test_a_layer_passes_its_own_defaults_and_constants(block, attention):
+    plain = model_of(block)
     for block in plain.transformer.h:
         block.attn = attention()
     plain.eval()
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     assert torch.equal(model(make_ids()), plain(make_ids()))
+
+
+def test_the_usual_call_of_torchs_attention():
+    plain = model_of(WeightlessBlock)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+
+    def call(model: GPT) -> tuple[Tensor, dict[str, Any]]:
+        options: dict[str, Any] = {}
+        model.transformer.h[1].attn.register_forward_pre_hook(
+            lambda _, args, given: options.update(given), with_kwargs=True
+        )
+        return model(make_ids()), options
+
+    expected, options = call(plain)
+    out, options_of_connected = call(model)
+    assert torch.equal(out, expected)
+    assert options == {"attn_mask": None, "need_weights": False}
+    assert options_of_connected == {"need_weights": False}
 
 
 class NamedAttention(nn.Module):

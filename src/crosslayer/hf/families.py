@@ -60,7 +60,8 @@ class Sublayer(NamedTuple):
     qkv: tuple[str, ...] = ()
     fused: FusedQKV | None = None  # the order of their outputs, where one projection is all three
     arguments: ArgumentSources | None = None  # None: all of the layer's
-    # The layer's defaults of these arguments, where the module's own differ.
+    # What the layer's code sets of the module's arguments, and the layer's defaults of those above,
+    # where the module's own differ.
     defaults: tuple[tuple[str, Any], ...] = ()
     by_position: tuple[str, ...] = ()  # those that the layer passes by position, after its input
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position

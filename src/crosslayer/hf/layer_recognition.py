@@ -22,7 +22,15 @@ from .families import (
 )
 from .host_norms import find_attribute
 from .projections import describe_sublayer, has_matrix
-from .trace import STREAM_VECTOR, LayerTrace, ModuleCall, StreamSum, same_sum, trace_layer
+from .trace import (
+    STREAM_VECTOR,
+    LayerTrace,
+    ModuleCall,
+    StreamSum,
+    constant_arguments,
+    same_sum,
+    trace_layer,
+)
 
 _TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
 _PLAIN_VALUES = (bool, int, float, str, tuple, type(None))
@@ -244,9 +252,11 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif name in of_layer and value is of_layer[name].default:  # a second stream
             sources.append((name, name))
-        elif name not in of_module or value is not of_module[name].default:
+    constants = constant_arguments(layer, call)
+    for name in constants.keys() - dict(sources).keys():
+        if name.endswith("]") or not isinstance(constants[name], _PLAIN_VALUES):
             raise ValueError(
-                f"it gives {call.path} an argument that it makes itself, {name}={value!r}"
+                f"it gives {call.path} an argument that it makes itself, {name}={constants[name]!r}"
             )
     return tuple(sources)
 
@@ -254,10 +264,13 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
 def _defaults(
     layer: nn.Module, call: ModuleCall, sources: ArgumentSources
 ) -> tuple[tuple[str, Any], ...]:
-    """The layer's defaults of a module's arguments, where the module has another one or none."""
+    """The values of a module's arguments that the layer's code sets, and the layer's defaults of
+    the others, where the module has another default or none.
+    """
     of_layer = argument_parameters(layer)
     of_module = argument_parameters(layer.get_submodule(call.path))
-    defaults = []
+    constants = constant_arguments(layer, call)
+    defaults = [(name, constants[name]) for name in constants if name not in dict(sources)]
     for name, source in sources:
         default = of_layer[source].default if source in of_layer else inspect.Parameter.empty
         is_own = name in of_module and of_module[name].default is default

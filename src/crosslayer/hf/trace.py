@@ -5,9 +5,10 @@ module, and the layer's output, is then decomposed over these vectors. This tell
 factors, whatever the code looks like.
 """
 
+import inspect
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
@@ -29,9 +30,10 @@ from .families import SAME_INPUT, ExtraOutput
 from .shadow import MOST_OUTPUTS, OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
-# Sequences and tokens of a trace, and the size of its values. What a layer does depends on neither
-# length nor size. OPT flattens its sequences, so there is one.
-SHAPES_AND_SIZES = (((1, 2), 1.0), ((1, 5), 1e3))
+# Sequences and tokens of a trace, and the size of its values, by the seed. What a layer does
+# depends on neither length nor size. OPT flattens its sequences, so there is one.
+SHAPES_AND_SIZES = (((1, 2), 1.0), ((1, 5), 1e3), ((1, 5), 1e3), ((1, 1), 1.0))
+_OF_ONE_TOKEN = 3
 _TOLERANCE = 1e-6
 # Vector -> its factor. Vector 0 is the layer's input, vector i + 1 what call i returned or made.
 StreamSum = dict[int, float]
@@ -75,7 +77,7 @@ class _Recorder:
     def __init__(self, width: int, seed: int = 0):
         self.generator = torch.Generator().manual_seed(0)
         self.width = width
-        self.shape, self.size = SHAPES_AND_SIZES[min(seed, 1)]
+        self.shape, self.size = SHAPES_AND_SIZES[seed]
         self.calls: list[ModuleCall] = []
         # Flat. Zeros stand for an output times a single number.
         self.vectors: list[numpy.ndarray] = []
@@ -91,6 +93,11 @@ class _Recorder:
         residual = arguments.pop(residual_argument(module), None)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
+                if value.numel() != self.vectors[0].size:
+                    raise ValueError(
+                        f"it gives {path} a tensor that it makes itself, {name!r}; if it is a "
+                        "mask, make it in that module"
+                    )
                 if not same_sum(self.decompose(value, path), inputs):
                     raise SeveralStreamsError(path, name)
                 arguments[name] = LayerArgument(SAME_INPUT)
@@ -217,8 +224,14 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
             ):
                 raise
             paths.add(error.path)
-    for seed in (1, 2):
-        _check_other_values(trace_once, trace, seed)
+    seeds = [1, 2]
+    # `is_causal=length > 1` is another value where a token is decoded. One token of few channels
+    # is too little to tell many outputs apart, so it is tried only where there is such a value.
+    arguments = [value for call in trace.calls for value in call.arguments.values()]
+    if any(isinstance(value, bool | int | float | str) for value in arguments):
+        seeds.append(_OF_ONE_TOKEN)
+    for seed in seeds:
+        _check_other_values(layer, trace_once, trace, seed)
     _check_training(layer, trace_once, trace)
     return trace._replace(unread_values=tuple(_unread_values(layer, trace_once, trace)))
 
@@ -231,11 +244,7 @@ def _unread_values(
         given = {f"the argument {name!r}": repr(None)} if value is None else {}
         try:
             other = trace_once(arguments=arguments)
-            is_same = _same_calls(trace, other) and all(
-                _same_arguments(layer.get_submodule(x.path), x.arguments, y.arguments, given)
-                for x, y in zip(trace.calls, other.calls, strict=True)
-                if x.arguments or y.arguments
-            )
+            is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, given)
         except ValueError:
             is_same = False
         if not is_same:
@@ -243,28 +252,35 @@ def _unread_values(
 
 
 def _same_arguments(
-    module: nn.Module, a: dict[str, Any], b: dict[str, Any], given: dict[str, str]
+    layer: nn.Module, a: LayerTrace, b: LayerTrace, given: Mapping[str, str]
 ) -> bool:
-    """Whether a module gets the same arguments. given: what stands for values of a, as texts."""
-    parameters = argument_parameters(module)
+    """Whether the modules get the same arguments. given: what stands for values of a, as texts."""
 
-    def describe(arguments: dict[str, Any], name: str) -> str:
+    def describe(
+        parameters: dict[str, inspect.Parameter], values: dict[str, Any], name: str
+    ) -> str:
         left_out = parameters[name].default if name in parameters else None
-        return repr(arguments.get(name, left_out))
+        return repr(values.get(name, left_out))
 
-    return all(
-        given.get(describe(a, name), describe(a, name)) == describe(b, name) for name in a | b
-    )
+    for x, y in zip(a.calls, b.calls, strict=True):
+        names = x.arguments | y.arguments
+        parameters = argument_parameters(layer.get_submodule(x.path)) if names else {}
+        for name in names:
+            expected = describe(parameters, x.arguments, name)
+            if given.get(expected, expected) != describe(parameters, y.arguments, name):
+                return False
+    return True
 
 
 def _check_other_values(
-    trace_once: Callable[..., LayerTrace], trace: LayerTrace, seed: int
+    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace, seed: int
 ) -> None:
     """Raise a ValueError where a layer's sums depend on its own parameters and buffers, or on the
     length of the sequence.
     """
     try:
-        is_same = _same_calls(trace, trace_once(seed=seed))
+        other = trace_once(seed=seed)
+        is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, {})
     except ValueError:
         is_same = False
     if not is_same:
@@ -281,7 +297,11 @@ def _check_training(
     with _restored_random_states(layer) as has_changed:
         try:
             in_training = trace_once(training=True)
-            is_same = not has_changed() and _same_calls(trace, in_training)
+            is_same = (
+                not has_changed()
+                and _same_calls(trace, in_training)
+                and _same_arguments(layer, trace, in_training, {})
+            )
         except ValueError:
             is_same = False
     if not is_same:
@@ -328,6 +348,25 @@ def _same_calls(a: LayerTrace, b: LayerTrace) -> bool:
             for x, y in zip(a.calls, b.calls, strict=True)
         )
     )
+
+
+def constant_arguments(layer: nn.Module, call: ModuleCall) -> dict[str, Any]:
+    """The arguments of a call that the layer's own code sets, like `need_weights=False`, where the
+    module has another default or none.
+    """
+    constants = {
+        name: value
+        for name, value in call.arguments.items()
+        if not isinstance(value, LayerArgument | OtherOutput)
+    }
+    if not constants:
+        return {}
+    of_module = argument_parameters(layer.get_submodule(call.path))
+    return {
+        name: value
+        for name, value in constants.items()
+        if name not in of_module or value is not of_module[name].default
+    }
 
 
 def _trace_once(
