@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .connection import Connection, plan
 from .recompute import RecomputeMode, enable_recompute, recompute_inputs
 from .spec import ConnectionSpec, check_norm_factory, make
-from .validation import check_option_type, check_positive
+from .validation import check_option_type
 
 
 class Stack(nn.Module):
@@ -50,15 +50,13 @@ class Stack(nn.Module):
         recompute: RecomputeMode | None = None,
     ):
         super().__init__()
-        check_positive(dim=dim)
-        check_option_type("parallel", parallel, bool)
         self.dim = dim
-        modules = list(sublayers) if isinstance(sublayers, Iterable) else []
-        if not isinstance(sublayers, Iterable) or not all(
-            isinstance(m, nn.Module) for m in modules
-        ):
-            raise ValueError(f"Stack: sublayers must be a list of modules, got {sublayers!r}")
-        self.sublayers = nn.ModuleList(modules)
+        try:
+            self.sublayers = nn.ModuleList(sublayers)
+        except TypeError:
+            raise ValueError(
+                f"Stack: sublayers must be a list of modules, got {sublayers!r}"
+            ) from None
         count = len(self.sublayers)
         if count == 0:
             raise ValueError("Stack: sublayers must be attention and MLP of a layer or more, got 0")
