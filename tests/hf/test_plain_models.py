@@ -18,9 +18,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
+from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import FUSED_PROJECTIONS, FusedQKV
 from crosslayer.hf.hidden_states import StreamUseError
 from crosslayer.hf.qkv import FusedLinear, FusedProjection
+from crosslayer.hf.verification import verify_wiring
 from crosslayer.testing.tiny_model import perturb_weights
 from crosslayer.train.diagnostics import connection_diagnostics
 from tests.support.split_inputs import check_split_inputs
@@ -588,6 +590,15 @@ def test_a_layer_passes_its_own_defaults_and_constants(block, attention):
     plain.eval()
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     assert torch.equal(model(make_ids()), plain(make_ids()))
+
+
+def test_a_constant_that_is_left_out_is_seen():
+    backbone, wiring = find_backbone(model_of(ConstantBlock))
+    layer = wiring.of_layers[0]
+    sites = tuple(tuple(sub._replace(defaults=()) for sub in site) for site in layer.sites)
+    planted = wiring._replace(of_layers=(layer._replace(sites=sites),) * len(wiring.of_layers))
+    with pytest.raises(ValueError, match="connect would change what layer 0"):
+        verify_wiring(backbone, planted)
 
 
 def test_the_usual_call_of_torchs_attention():

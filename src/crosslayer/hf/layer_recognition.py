@@ -252,7 +252,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif name in of_layer and value is of_layer[name].default:  # a second stream
             sources.append((name, name))
-    constants = constant_arguments(layer, call)
+    constants = constant_arguments(module, call.arguments)
     for name in constants.keys() - dict(sources).keys():
         if name.endswith("]") or not isinstance(constants[name], _PLAIN_VALUES):
             raise ValueError(
@@ -268,8 +268,9 @@ def _defaults(
     the others, where the module has another default or none.
     """
     of_layer = argument_parameters(layer)
-    of_module = argument_parameters(layer.get_submodule(call.path))
-    constants = constant_arguments(layer, call)
+    module = layer.get_submodule(call.path)
+    of_module = argument_parameters(module)
+    constants = constant_arguments(module, call.arguments)
     defaults = [(name, constants[name]) for name in constants if name not in dict(sources)]
     for name, source in sources:
         default = of_layer[source].default if source in of_layer else inspect.Parameter.empty

@@ -350,22 +350,16 @@ def _same_calls(a: LayerTrace, b: LayerTrace) -> bool:
     )
 
 
-def constant_arguments(layer: nn.Module, call: ModuleCall) -> dict[str, Any]:
+def constant_arguments(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that the layer's own code sets, like `need_weights=False`, where the
     module has another default or none.
     """
-    constants = {
-        name: value
-        for name, value in call.arguments.items()
-        if not isinstance(value, LayerArgument | OtherOutput)
-    }
-    if not constants:
-        return {}
-    of_module = argument_parameters(layer.get_submodule(call.path))
+    of_module = argument_parameters(module)
     return {
         name: value
-        for name, value in constants.items()
-        if name not in of_module or value is not of_module[name].default
+        for name, value in arguments.items()
+        if not isinstance(value, LayerArgument | OtherOutput | Tensor)
+        and (name not in of_module or value is not of_module[name].default)
     }
 
 

@@ -32,6 +32,7 @@ from .shadow import (
     run_backbone_shadow,
     run_layer_shadow,
 )
+from .trace import constant_arguments
 
 _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
@@ -97,7 +98,8 @@ class _Functions:
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         named = name_arguments(module, args, kwargs)
         x = named.pop(next(iter(named)))
-        self.arguments[path] = {k: v for k, v in named.items() if isinstance(v, LayerArgument)}
+        of_layer = {k: v for k, v in named.items() if isinstance(v, LayerArgument)}
+        self.arguments[path] = of_layer | constant_arguments(module, named)
         residual = named.get(residual_argument(module), 0)
         # Each module has another phase, which is the same in both runs.
         return torch.sin(2 * x.double() + sum(map(ord, path))) + residual
@@ -120,7 +122,7 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     actual = _run_connected(shadow, wiring, functions, arguments)
     for path, received in host.arguments.items():
         received_connected = functions.arguments.get(path, {})
-        if any(received_connected.get(name) is not value for name, value in received.items()):
+        if any(repr(received_connected.get(k)) != repr(v) for k, v in received.items()):
             return float("inf")
     weight = torch.linspace(-1, 1, actual.numel(), dtype=torch.float64).view_as(actual)
     gradients = [
