@@ -475,6 +475,11 @@ class MaskBlock(ConstantBlock):
         return torch.ones(x.shape[1])
 
 
+class TableBlock(ConstantBlock):
+    def is_doubled(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.ones(1),)
+
+
 class DeviceBlock(ConstantBlock):
     def is_doubled(self, x: Tensor) -> torch.device:
         return x.device
@@ -542,6 +547,7 @@ def test_the_width_may_be_known_by_the_embeddings_alone():
         (LengthBlock, "what it does depends on .* the length of its input"),
         (TrainingBlock, "in training its own code does something else"),
         (MaskBlock, "it gives attn a tensor that it makes itself, 'doubled'; if it is a mask"),
+        (TableBlock, r"it gives attn an argument that it makes itself, doubled=\(tensor"),
         (DeviceBlock, "it gives attn an argument that it makes itself, doubled=device"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
         (ComparingBlock, "its own code compares the argument 'mode' with 'attention'"),

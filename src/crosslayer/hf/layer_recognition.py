@@ -33,7 +33,6 @@ from .trace import (
 )
 
 _TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
-_PLAIN_VALUES = (bool, int, float, str, tuple, type(None))
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
 
 
@@ -254,7 +253,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
             sources.append((name, name))
     constants = constant_arguments(module, call.arguments)
     for name in constants.keys() - dict(sources).keys():
-        if name.endswith("]") or not isinstance(constants[name], _PLAIN_VALUES):
+        if name.endswith("]") or not _is_plain(constants[name]):
             raise ValueError(
                 f"it gives {call.path} an argument that it makes itself, {name}={constants[name]!r}"
             )
@@ -277,10 +276,16 @@ def _defaults(
         is_own = name in of_module and of_module[name].default is default
         if default is inspect.Parameter.empty or is_own:
             continue
-        if not isinstance(default, _PLAIN_VALUES):
+        if not _is_plain(default):
             raise ValueError(f"the default of its argument {source!r} is {default!r}; make it None")
         defaults.append((name, default))
     return tuple(defaults)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _describe(trace: LayerTrace, total: StreamSum) -> str:
