@@ -480,6 +480,21 @@ class TableBlock(ConstantBlock):
         return (torch.ones(1),)
 
 
+class HandingBlock(Block):
+    """Its MLP gets what its attention returns besides its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(DIM, 2, batch_first=True)
+        self.mlp = SwitchedAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_normed = self.ln_1(x)
+        y, weights = self.attn(x_normed, x_normed, x_normed)
+        x = x + y
+        return x + self.mlp(self.ln_2(x), weights)
+
+
 class DeviceBlock(ConstantBlock):
     def is_doubled(self, x: Tensor) -> torch.device:
         return x.device
@@ -548,6 +563,7 @@ def test_the_width_may_be_known_by_the_embeddings_alone():
         (TrainingBlock, "in training its own code does something else"),
         (MaskBlock, "it gives attn a tensor that it makes itself, 'doubled'; if it is a mask"),
         (TableBlock, r"it gives attn an argument that it makes itself, doubled=\(tensor"),
+        (HandingBlock, "it gives mlp an argument .*, doubled=a further output of attn"),
         (DeviceBlock, "it gives attn an argument that it makes itself, doubled=device"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
         (ComparingBlock, "its own code compares the argument 'mode' with 'attention'"),
@@ -601,7 +617,7 @@ def test_a_layer_passes_its_own_defaults_and_constants(block, attention):
 def test_a_constant_that_is_left_out_is_seen():
     backbone, wiring = find_backbone(model_of(ConstantBlock))
     layer = wiring.of_layers[0]
-    sites = tuple(tuple(sub._replace(defaults=()) for sub in site) for site in layer.sites)
+    sites = tuple(tuple(sub._replace(preset_arguments=()) for sub in site) for site in layer.sites)
     planted = wiring._replace(of_layers=(layer._replace(sites=sites),) * len(wiring.of_layers))
     with pytest.raises(ValueError, match="connect would change what layer 0"):
         verify_wiring(backbone, planted)

@@ -62,7 +62,7 @@ class Sublayer(NamedTuple):
     arguments: ArgumentSources | None = None  # None: all of the layer's
     # What the layer's code sets of the module's arguments, and the layer's defaults of those above,
     # where the module's own differ.
-    defaults: tuple[tuple[str, Any], ...] = ()
+    preset_arguments: tuple[tuple[str, Any], ...] = ()
     by_position: tuple[str, ...] = ()  # those that the layer passes by position, after its input
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
 

@@ -214,7 +214,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
             scale=_exact_factor(layer, scale),
             input_scale=_exact_factor(layer, input_scale),
             arguments=sources,
-            defaults=_defaults(layer, calls[main], sources),
+            preset_arguments=_preset_arguments(layer, calls[main], sources),
             by_position=calls[main].by_position,
             input_name=calls[main].input_name,
         ),
@@ -234,6 +234,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
     of_layer = argument_parameters(layer)
     module = layer.get_submodule(call.path)
     of_module = argument_parameters(module)
+    constants = constant_arguments(module, call.arguments)
     sources = []
     if residual := residual_argument(module):
         sources.append((residual, NO_RESIDUAL))
@@ -251,16 +252,14 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif name in of_layer and value is of_layer[name].default:  # a second stream
             sources.append((name, name))
-    constants = constant_arguments(module, call.arguments)
-    for name in constants.keys() - dict(sources).keys():
-        if name.endswith("]") or not _is_plain(constants[name]):
+        elif name in constants and (name.endswith("]") or not _is_plain(value)):
             raise ValueError(
-                f"it gives {call.path} an argument that it makes itself, {name}={constants[name]!r}"
+                f"it gives {call.path} an argument that it makes itself, {name}={value!r}"
             )
     return tuple(sources)
 
 
-def _defaults(
+def _preset_arguments(
     layer: nn.Module, call: ModuleCall, sources: ArgumentSources
 ) -> tuple[tuple[str, Any], ...]:
     """The values of a module's arguments that the layer's code sets, and the layer's defaults of
@@ -270,7 +269,7 @@ def _defaults(
     module = layer.get_submodule(call.path)
     of_module = argument_parameters(module)
     constants = constant_arguments(module, call.arguments)
-    defaults = [(name, constants[name]) for name in constants if name not in dict(sources)]
+    preset = [(name, constants[name]) for name in constants if name not in dict(sources)]
     for name, source in sources:
         default = of_layer[source].default if source in of_layer else inspect.Parameter.empty
         is_own = name in of_module and of_module[name].default is default
@@ -278,8 +277,8 @@ def _defaults(
             continue
         if not _is_plain(default):
             raise ValueError(f"the default of its argument {source!r} is {default!r}; make it None")
-        defaults.append((name, default))
-    return tuple(defaults)
+        preset.append((name, default))
+    return tuple(preset)
 
 
 def _is_plain(value: object) -> bool:

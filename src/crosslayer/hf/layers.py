@@ -153,7 +153,7 @@ class ConnectedLayer:
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
             selected = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
-            kwargs = dict(sublayer.defaults) | selected
+            kwargs = dict(sublayer.preset_arguments) | selected
         returned = _call_as_host(find_attribute(self, sublayer.module), sublayer, x, kwargs)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.

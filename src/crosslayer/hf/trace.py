@@ -351,14 +351,14 @@ def _same_calls(a: LayerTrace, b: LayerTrace) -> bool:
 
 
 def constant_arguments(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that the layer's own code sets, like `need_weights=False`, where the
+    """The arguments of a call that the layer's own code makes, like `need_weights=False`, where the
     module has another default or none.
     """
     of_module = argument_parameters(module)
     return {
         name: value
         for name, value in arguments.items()
-        if not isinstance(value, LayerArgument | OtherOutput | Tensor)
+        if not isinstance(value, LayerArgument | Tensor)
         and (name not in of_module or value is not of_module[name].default)
     }
 

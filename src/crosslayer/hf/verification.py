@@ -122,7 +122,7 @@ def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> floa
     actual = _run_connected(shadow, wiring, functions, arguments)
     for path, received in host.arguments.items():
         received_connected = functions.arguments.get(path, {})
-        if any(repr(received_connected.get(k)) != repr(v) for k, v in received.items()):
+        if any(repr(received_connected.get(k, ...)) != repr(v) for k, v in received.items()):
             return float("inf")
     weight = torch.linspace(-1, 1, actual.numel(), dtype=torch.float64).view_as(actual)
     gradients = [

@@ -57,7 +57,8 @@ class _LensAnalysis:
 
     def __init__(self, model: Any):
         self.head = find_head(model)
-        self.dtype = next(self.head.parameters()).dtype
+        parameters = (*self.head.parameters(), *model.parameters())  # a head may be quantised
+        self.dtype = next(p.dtype for p in parameters if p.is_floating_point())
         self.readout = find_connections(model)[-1]
         if len(self.readout.norms) != 1:
             raise ValueError(
