@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import random
 import re
 import warnings
@@ -243,6 +244,26 @@ REFUSED_FACTORS = {
         IN_TRAINING,
     ),
 }
+ACTIVATIONS = {
+    "GELU": lambda block, y: F.gelu(y, approximate="tanh"),
+    "a squared ReLU": lambda block, y: y.relu() ** 2,
+    "with dropout": lambda block, y: F.dropout(torch.tanh(y), 0.1, block.training),
+    "times a parameter": lambda block, y: block.alpha * F.leaky_relu(y, 0.3, inplace=True),
+}
+NO_SUM = "fc2 gets no sum of the stream and of modules' outputs"
+REFUSED_ACTIVATIONS = {
+    "gated": (lambda block, y: y * torch.sigmoid(y), NO_SUM),
+    "of other tokens": (lambda block, y: F.softmax(y, 1), NO_SUM),
+    "in place": (lambda block, y: y.relu_(), NO_SUM),
+    "scaled": (lambda block, y: F.gelu(2 * y), "what fc1 returns is scaled"),
+    "in training": (lambda block, y: y.relu() if block.training else F.gelu(y), IN_TRAINING),
+    "another slope": (
+        lambda block, y: F.leaky_relu(y, 0.3 if block.training else 0.2),
+        IN_TRAINING,
+    ),
+    "of a length": (lambda block, y: F.leaky_relu(y, 0.1 * y.shape[1]), COMPUTED),
+    "of a parameter": (lambda block, y: F.gelu(y) if block.alpha > 0 else y, COMPUTED),
+}
 ORDERS = {
     "twice": (lambda layers: [*layers, *layers], "it runs layers.0 after layer 3"),
     "from the last": (reversed, "it runs layers.3 after the embedding"),
@@ -275,6 +296,59 @@ def test_factors_that_are_refused(factor):
     with pytest.raises(ValueError, match=message):
         crosslayer.connect(model, "prenorm")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class WrittenMLPBlock(nn.Module):
+    """Its MLP is two linear layers with a function between them."""
+
+    def __init__(self, activate: Any):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.fc1 = nn.Linear(DIM, 3 * DIM)
+        self.fc2 = nn.Linear(3 * DIM, DIM)
+        self.alpha = nn.Parameter(torch.tensor(0.7))
+        self.activate = activate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.activate(self, self.fc1(self.norm(x))))
+
+
+class WrittenMLPModel(FactorModel):
+    def __init__(self, activate: Any):
+        super().__init__(FACTORS["by depth"])
+        self.layers = nn.ModuleList(WrittenMLPBlock(activate) for _ in range(3))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_that_are_functions(activation):
+    """They are kept with their options. A wiring that leaves one out is noticed."""
+    torch.manual_seed(0)
+    plain = WrittenMLPModel(ACTIVATIONS[activation])
+    model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
+    results = []
+    for each in (plain, model):
+        torch.manual_seed(1)  # of dropout
+        output = each(make_ids())
+        output[..., 0].sum().backward()
+        gradients = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        results.append({"output": output, **gradients})
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    wiring: Any = model.layers[0].wiring
+    assert pickle.loads(pickle.dumps(wiring)) == wiring
+
+    backbone, wiring = find_backbone(plain)
+    (site,) = wiring.of_layers[0].sites
+    without = site[0]._replace(after=site[0].after[1:])
+    layer_wiring = wiring.of_layers[0]._replace(sites=((without,),))
+    with pytest.raises(ValueError, match="connect would change what layer 0"):
+        verify_wiring(backbone, wiring._replace(of_layers=(layer_wiring,) * 3))
+
+
+@pytest.mark.parametrize("activation", REFUSED_ACTIVATIONS)
+def test_activations_that_are_refused(activation):
+    activate, message = REFUSED_ACTIVATIONS[activation]
+    with pytest.raises(ValueError, match=message):
+        crosslayer.connect(WrittenMLPModel(activate), "prenorm")
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -36,6 +36,20 @@ REST_OF_ARGUMENTS = "**"  # stands for the arguments that a layer has no name fo
 ArgumentSources = tuple[tuple[str, str], ...]
 
 
+class FunctionCall(NamedTuple):
+    """A function that a layer's own code calls on what a module returns, like an activation."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...] = ()  # after the tensor
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.arguments, **dict(self.keywords))
+
+    def __repr__(self) -> str:
+        return self.function.__name__
+
+
 class Sublayer(NamedTuple):
     """An attention, an MLP or another mixer: names of modules within its layer.
 
@@ -45,8 +59,8 @@ class Sublayer(NamedTuple):
     module: str
     norm: str | None  # before it; None where the family norms outputs only
     # What its output passes before it is added to the stream: modules by name, factors by the name
-    # of the layer's parameter, and dropout by its probability.
-    after: tuple[str | float, ...] = ()
+    # of the layer's parameter, dropout by its probability, and other functions.
+    after: tuple[str | float | FunctionCall, ...] = ()
     up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
     # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
     # whose output is normed before the stream name none.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .arguments import LayerArgument, argument_parameters, residual_argument
+from .arguments import LayerArgument, argument_parameters, is_constant, residual_argument
 from .families import (
     NO_RESIDUAL,
     REST_OF_ARGUMENTS,
@@ -203,7 +203,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
         raise ValueError(
             f"what {calls[main].path} returns is scaled, or passes modules with more than one input"
         )
-    after = tuple(call.path or call.dropout for call in calls[main + 1 :])
+    after = tuple(call.path or call.function or call.dropout for call in calls[main + 1 :])
     sources = _sources(layer, calls[main])
     return describe_sublayer(
         layer,
@@ -252,7 +252,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif name in of_layer and value is of_layer[name].default:  # a second stream
             sources.append((name, name))
-        elif name in constants and (name.endswith("]") or not _is_plain(value)):
+        elif name in constants and (name.endswith("]") or not is_constant(value)):
             raise ValueError(
                 f"it gives {call.path} an argument that it makes itself, {name}={value!r}"
             )
@@ -275,16 +275,10 @@ def _preset_arguments(
         is_own = name in of_module and of_module[name].default is default
         if default is inspect.Parameter.empty or is_own:
             continue
-        if not _is_plain(default):
+        if not is_constant(default):
             raise ValueError(f"the default of its argument {source!r} is {default!r}; make it None")
         preset.append((name, default))
     return tuple(preset)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _describe(trace: LayerTrace, total: StreamSum) -> str:

@@ -22,6 +22,7 @@ from .families import (
     REST_OF_ARGUMENTS,
     SAME_INPUT,
     ArgumentSources,
+    FunctionCall,
     LayerWiring,
     Modulation,
     Sublayer,
@@ -161,6 +162,9 @@ class ConnectedLayer:
         for step in sublayer.after:
             if isinstance(step, float):
                 y = nn.functional.dropout(y, step, self.training)
+                continue
+            if isinstance(step, FunctionCall):
+                y = step(y)
                 continue
             module = find_attribute(self, step)
             y = module * y if isinstance(module, Tensor) else module(y)

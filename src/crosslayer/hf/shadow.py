@@ -16,12 +16,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..class_swap import original_class, swapped_class
-from .arguments import LayerArgument, LayerSwitch
-from .families import ExtraOutput
+from .arguments import LayerArgument, LayerSwitch, is_constant
+from .families import ExtraOutput, FunctionCall
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 # Outputs of a stand-in whose caller does not unpack them into names: more than any module has.
 MOST_OUTPUTS = 16
+# Functions of one tensor that a layer may call between two of its modules.
+_ACTIVATION_NAMES = (
+    "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid",
+    "mish", "pow", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softsign", "square",
+    "tanh",
+)  # fmt: skip
 
 
 class Observer(Protocol):
@@ -37,6 +43,9 @@ class Observer(Protocol):
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         """What a call of `torch.nn.functional.dropout` returns."""
+
+    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
+        """What a call of an activation that is a function returns."""
 
 
 class OtherOutput:
@@ -116,8 +125,26 @@ class _Outputs(tuple):
         return type(first)([*first, *self])
 
 
-class DropoutMode(TorchFunctionMode):
-    """Lets the observer see dropout that is no module."""
+def _find_activations() -> dict[Any, Callable[..., Tensor]]:
+    """The functions and methods of `_ACTIVATION_NAMES`, each with a function that does the same.
+
+    Methods of a tensor have one of torch, because they cannot all be pickled.
+    """
+    found: dict[Any, Any] = {Tensor.__pow__: torch.pow}
+    for name in _ACTIVATION_NAMES:
+        for owner in (nn.functional, torch):
+            if hasattr(owner, name):
+                found[getattr(owner, name)] = getattr(owner, name)
+        if hasattr(Tensor, name):
+            found[getattr(Tensor, name)] = getattr(torch, name)
+    return found
+
+
+_ACTIVATIONS = _find_activations()
+
+
+class FunctionMode(TorchFunctionMode):
+    """Lets the observer see dropout and activations that are no modules."""
 
     def __init__(self, observer: Observer, training: bool = False):
         super().__init__()
@@ -127,10 +154,18 @@ class DropoutMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is not nn.functional.dropout:
-            return func(*args, **kwargs)
-        named = inspect.signature(func).bind(*args, **kwargs).arguments
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.dropout:
+            return self._drop_out(inspect.signature(func).bind(*args, **kwargs).arguments)
+        if func in _ACTIVATIONS and args and isinstance(args[0], Tensor):
+            settings = (*args[1:], *kwargs.values())
+            if all(is_constant(setting) for setting in settings):
+                call = FunctionCall(_ACTIVATIONS[func], args[1:], tuple(kwargs.items()))
+                return self.observer.activate(args[0], call)
+        return func(*args, **kwargs)
+
+    def _drop_out(self, named: Mapping[str, Any]) -> Tensor:
+        """What dropout returns. named: its arguments."""
         p = float(named.get("p", 0.5))
         x = named["input"].as_subclass(Tensor)
         if p and bool(named.get("training", True)) != self.training:
@@ -229,7 +264,7 @@ def _run_until_unpacked(
         observer.parameters = shadow._parameters
         _Output.unpacked = ""
         try:
-            with DropoutMode(observer, shadow.training):
+            with FunctionMode(observer, shadow.training):
                 output = run(shadow, observer, forward)
         except Exception as error:
             if isinstance(error, ChangedStreamError | SeveralStreamsError):

@@ -26,7 +26,7 @@ from .arguments import (
     other_arguments,
     residual_argument,
 )
-from .families import SAME_INPUT, ExtraOutput
+from .families import SAME_INPUT, ExtraOutput, FunctionCall
 from .shadow import MOST_OUTPUTS, OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
@@ -45,19 +45,22 @@ def same_sum(a: StreamSum, b: StreamSum) -> bool:
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module, dropout by a function, or a product with a parameter of the layer's."""
+    """A call of a module or a function, or a product with a parameter of the layer's."""
 
     path: str  # of the module or the parameter in the layer; empty for a function
     inputs: StreamSum  # what its first argument is
     arguments: dict[str, Any]  # the others, by name
-    dropout: float = 0.0  # probability, where it is a function
+    dropout: float = 0.0  # probability, where the function is dropout
+    function: FunctionCall | None = None  # where it is another one
     by_position: tuple[str, ...] = ()  # those of the others that are passed by position
     input_name: str = ""  # of its first argument, where it is passed by name
 
     @property
     def title(self) -> str:
         """What messages call it."""
-        return self.path or "a dropout"
+        if self.path:
+            return self.path
+        return "a dropout" if self.function is None else repr(self.function)
 
 
 class LayerTrace(NamedTuple):
@@ -110,6 +113,13 @@ class _Recorder:
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         self.calls.append(ModuleCall("", self.decompose(x, "a dropout"), {}, p))
+        return self._next_vector()
+
+    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
+        if x.requires_grad or x.shape != (*self.shape, self.width):
+            return activation(x)  # of a parameter
+        inputs = self.decompose(x, repr(activation))
+        self.calls.append(ModuleCall("", inputs, {}, function=activation))
         return self._next_vector()
 
     def decompose(self, x: Any, where: str) -> StreamSum:
@@ -344,7 +354,8 @@ def _same_calls(a: LayerTrace, b: LayerTrace) -> bool:
         len(a.calls) == len(b.calls)
         and same_sum(a.output, b.output)
         and all(
-            x.path == y.path and x.dropout == y.dropout and same_sum(x.inputs, y.inputs)
+            (x.path, x.dropout, x.function) == (y.path, y.dropout, y.function)
+            and same_sum(x.inputs, y.inputs)
             for x, y in zip(a.calls, b.calls, strict=True)
         )
     )

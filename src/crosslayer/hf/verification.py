@@ -20,14 +20,14 @@ from ..class_swap import original_class
 from ..spec import make
 from .arguments import LayerArgument, layer_arguments, name_arguments, residual_argument
 from .attach import attach_connections
-from .families import LayerWiring, ModelWiring, Sublayer, own_connection
+from .families import FunctionCall, LayerWiring, ModelWiring, Sublayer, own_connection
 from .hidden_states import HiddenState
 from .host_norms import find_attribute
 from .layer_recognition import paths_around, recognise_layer
 from .recognition import layer_kind
 from .shadow import (
     ChangedStreamError,
-    DropoutMode,
+    FunctionMode,
     make_shadow,
     run_backbone_shadow,
     run_layer_shadow,
@@ -107,6 +107,9 @@ class _Functions:
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return torch.sin(x.double() + p)
 
+    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
+        return activation(x)
+
 
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
     """The largest relative difference of output and gradient; infinite for other arguments."""
@@ -149,7 +152,7 @@ def _run_connected(
     backbone.norm = nn.Identity()
     model_wiring = ModelWiring("layers", "norm", functions.stream.shape[-1], (wiring,))
     attach_connections(backbone, model_wiring, make(own_connection(wiring)), None)
-    with DropoutMode(functions):
+    with FunctionMode(functions):
         outputs = backbone.layers[0](functions.stream, **arguments)
     hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
     hidden_state = backbone.norm.connection.hidden_state(hidden.state)
@@ -219,6 +222,9 @@ class _Handover:
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return x
+
+    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
+        return activation(x)
 
 
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
