@@ -25,6 +25,18 @@ def test_a_norm_that_only_resembles_a_known_one_is_not_fused():
     assert all(specs[1::2])
 
 
+def test_a_final_norm_whose_forward_is_replaced():
+    """By a method that computes with its input, as Liger's does, after `connect` and before it."""
+    model = build("llama")
+    crosslayer.connect(model, "mudd").model.norm.forward = lambda x: x.float()
+    with pytest.raises(AttributeError, match="has replaced the forward of the final norm"):
+        model(torch.zeros(1, 3, dtype=torch.long))
+    patched = build("llama")
+    patched.model.norm.forward = lambda x: x.float()
+    with pytest.raises(ValueError, match="by Liger or by hand"):
+        crosslayer.connect(patched, "mudd")
+
+
 def test_a_norm_whose_class_adds_no_forward_is_fused():
     """As torchtitan's, whose classes say how they are initialised."""
 

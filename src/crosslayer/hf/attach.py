@@ -175,8 +175,8 @@ def check_not_dispatched(*modules: nn.Module) -> None:
     for module in modules:
         if "forward" in vars(module):
             raise ValueError(
-                f"the forward of a {type(module).__name__} was replaced, by accelerate's dispatch "
-                "or by hand; undo that, or connect before you dispatch or patch"
+                f"the forward of a {type(module).__name__} was replaced, by accelerate's dispatch, "
+                "by Liger or by hand; undo that, or connect before you dispatch or patch"
             )
 
 

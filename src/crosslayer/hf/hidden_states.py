@@ -34,7 +34,11 @@ class HiddenState(NamedTuple):
         return self.dtype_like.device
 
     def __getattr__(self, name: str) -> Any:
-        raise StreamUseError(f"its {name!r}")
+        raise StreamUseError(
+            f"its {name!r}",
+            "; if something has replaced the forward of the final norm after connect, as Liger's "
+            "rms_norm does, leave that out (docs/huggingface.md, Liger's kernels)",
+        )
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):  # A host takes a part of the stream.
