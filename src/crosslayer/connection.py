@@ -370,10 +370,11 @@ class Connection(nn.Module, Generic[StateT]):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay
-        # float32.
+        # float32, where nothing else has cast them.
         def apply_in_float32(t: Tensor) -> Tensor:
             new = fn(t)
-            return t.to(new.device, torch.float32) if new.dtype in HALF_DTYPES else new
+            casts_down = new.dtype in HALF_DTYPES and t.dtype not in HALF_DTYPES
+            return t.to(new.device, torch.float32) if casts_down else new
 
         if recurse:
             for name, child in self.named_children():

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .connection import find_connections
+from .partitioned import parameter_shape
 from .validation import check_non_negative
 
 # Parameters of two dimensions that are no linear maps: the logarithm of the decay of Mamba's state
@@ -76,7 +77,7 @@ def param_groups(
             elif id(parameter) in embedding_ids:
                 decay = weight_decay / embedding_lr_scale if embedding_lr_scale else 0.0
                 group = _Group("embeddings", embedding_lr_scale * lr, decay, muon=False)
-            elif parameter.dim() >= 2 and name not in _LOGARITHMS:
+            elif len(parameter_shape(parameter)) >= 2 and name not in _LOGARITHMS:
                 group = _Group("other matrices", lr, weight_decay, muon=False)
             else:
                 group = _Group("vectors", lr, 0.0, muon=False)
@@ -95,7 +96,7 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     for layers in map(_layers_in, model.modules()):
         for module in (module for layer in layers for module in layer.modules()):
             for name, parameter in module.named_parameters(recurse=False):
-                is_map = parameter.dim() == 2 and name not in _LOGARITHMS
+                is_map = len(parameter_shape(parameter)) == 2 and name not in _LOGARITHMS
                 if is_map and id(parameter) not in other_ids:
                     matrices[id(parameter)] = parameter
     return list(matrices.values())

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from ..class_swap import swap_class
 from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
+from ..partitioned import parameter_shape
 from ..spec import ConnectionSpec
 from .arguments import argument_names
 from .connected_model import ConnectedModel, mark_as_initialised
@@ -239,10 +240,15 @@ def _make_on_device(
 ) -> Connection[Any]:
     """A connection on the device of `like`, marked as initialised where `like` is.
 
-    Its own parameters are float32, or float64 in a float64 model.
+    Its own parameters are float32, or float64 in a float64 model. Where DeepSpeed has partitioned
+    the model, they have its dtype.
     """
     parameter = next(like.parameters())
     with torch.device(parameter.device):
         connection = spec(site, dim, norm)
     mark_as_initialised(connection, like)
+    if parameter.shape != parameter_shape(parameter):
+        # DeepSpeed has one dtype for all, and float32 copies in its optimizer.
+        for own in connection.parameters(recurse=False):
+            own.data = own.data.to(parameter.dtype)
     return connection.double() if parameter.dtype == torch.float64 else connection

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..connection import PRENORM_FUNCTIONS, SPLIT_PORT_NAMES, Connection, find_connections, plan
+from ..partitioned import gathered_parameters, parameter_shape
 from ..spec import ConnectionSpec, make
 from ..stack import Stack
 from .adapters import register_with_imported_peft
@@ -256,7 +257,8 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
                 weight = getattr(projection, "weight", projection)
                 weights[id(weight)] = (weight, connection.output_scale)
     for weight, scale in weights.values():  # once all are found
-        weight.mul_(scale)
+        with gathered_parameters([weight], changes=True):
+            weight.mul_(scale)
 
 
 def _norms_of_first_layer(backbone: Any, wiring: ModelWiring) -> list[nn.Module]:
@@ -278,7 +280,8 @@ def _keeps_scale(norm: nn.Module, dim: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
     try:
-        tried = copy.deepcopy(norm).to("cpu", torch.float64).eval()
+        with gathered_parameters(norm.parameters()):
+            tried = copy.deepcopy(norm).to("cpu", torch.float64).eval()
         once, thrice = tried(x), tried(3 * x)
         return not torch.allclose(once, thrice, rtol=1e-2, atol=1e-2 * once.abs().max().item())
     except Exception:
@@ -328,13 +331,14 @@ def looks_pretrained(backbone: Any, wiring: ModelWiring) -> bool:
     vectors = vectors or _norm_weights(wiring.find_layers(backbone)[0].modules())
     if not vectors:
         return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
-    return any(not vector.is_meta and bool((vector != vector[0]).any()) for vector in vectors)
+    with gathered_parameters(vectors):
+        return any(not vector.is_meta and bool((vector != vector[0]).any()) for vector in vectors)
 
 
 def _norm_weights(norms: Iterable[nn.Module]) -> list[Tensor]:
     """The weights of those modules whose weight is a vector."""
     weights = [getattr(norm, "weight", None) for norm in norms]
-    return [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 1]
+    return [w for w in weights if isinstance(w, Tensor) and len(parameter_shape(w)) == 1]
 
 
 def _unshare_config(model: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..connection import Connection
+from ..partitioned import gathered_parameters
 from ..recompute import map_pending_write
 from .adapters import register_with_imported_peft
 from .arguments import join_arguments
@@ -189,7 +190,10 @@ def mark_as_initialised(new: nn.Module, host_module: nn.Module) -> None:
 def _reset_missing_parameters(connection: Connection[Any]) -> None:
     """Initialise the connection's parameters but those that transformers has loaded."""
     parameters = dict(connection.named_parameters(recurse=False))
-    loaded = {name: p.detach().clone() for name, p in parameters.items() if _is_loaded(p)}
-    connection.reset_parameters()
-    for name, value in loaded.items():
-        parameters[name].copy_(value)
+    if all(_is_loaded(parameter) for parameter in parameters.values()):
+        return
+    with gathered_parameters(parameters.values(), changes=True):
+        loaded = {name: p.detach().clone() for name, p in parameters.items() if _is_loaded(p)}
+        connection.reset_parameters()
+        for name, value in loaded.items():
+            parameters[name].copy_(value)

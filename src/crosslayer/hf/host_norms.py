@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..class_swap import swap_class
+from ..partitioned import gathered_parameters
 
 
 def find_attribute(owner: Any, path: str | None) -> Any:
@@ -107,8 +108,10 @@ class OwnedNorm:
     @torch.no_grad()
     def copy_from_host(self, names: Iterable[str]) -> None:
         host_norm = self.find_host_norm()
-        for name in names:
-            getattr(self, name).copy_(getattr(host_norm, name))
+        pairs = [(getattr(self, name), getattr(host_norm, name)) for name in names]
+        with gathered_parameters([p for pair in pairs for p in pair], changes=True):
+            for own, of_host in pairs:
+                own.copy_(of_host)
 
 
 def copy_norm(owner: nn.Module, path: str) -> nn.Module:
@@ -118,7 +121,9 @@ def copy_norm(owner: nn.Module, path: str) -> nn.Module:
         owner: the layer or the backbone that has the norm.
         path: the norm's name in it.
     """
-    norm: Any = copy.deepcopy(owner.get_submodule(path))
+    host_norm = owner.get_submodule(path)
+    with gathered_parameters(host_norm.parameters()):
+        norm: Any = copy.deepcopy(host_norm)
     swap_class(norm, OwnedNorm)
     norm.owner = ModuleReference((owner,))
     norm.host_path = path

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..partitioned import parameter_shape
 from .arguments import LayerArgument, argument_parameters, is_constant, residual_argument
 from .families import (
     NO_RESIDUAL,
@@ -65,7 +66,9 @@ def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
     paths: set[str] = set()
     for path, module in layer.named_modules():
         weight = getattr(module, "weight", None)
-        if is_norm(path.split(".")[-1], module) and weight is not None and len(weight) == width:
+        if not is_norm(path.split(".")[-1], module) or weight is None:
+            continue
+        if parameter_shape(weight)[0] == width:
             paths.update(paths_around(path))
     return paths - {""}
 

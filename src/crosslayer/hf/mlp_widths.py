@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..partitioned import parameter_shape
 from .connected_model import mark_as_initialised
 from .families import LayerWiring, ModelWiring, Sublayer
 
@@ -107,7 +108,7 @@ def set_mlp_widths(backbone: Any, wiring: ModelWiring, widths: list[int]) -> Non
 
 def _linear_shape(projection: Any) -> tuple[int, int]:
     """The numbers of inputs and of outputs."""
-    rows, columns = projection.weight.shape
+    rows, columns = parameter_shape(projection.weight)
     return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
 
 

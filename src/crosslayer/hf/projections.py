@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..class_swap import original_class
+from ..partitioned import parameter_shape
 from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, FusedQKV, Sublayer
 from .host_norms import find_attribute
 
@@ -207,7 +208,9 @@ def _has_attribute(module: Any, path: str) -> bool:
 
 
 def has_matrix(module: nn.Module | Tensor) -> bool:
-    return isinstance(module, nn.Module) and any(p.dim() > 1 for p in module.parameters())
+    return isinstance(module, nn.Module) and any(
+        len(parameter_shape(p)) > 1 for p in module.parameters()
+    )
 
 
 def _has_parameters(module: nn.Module | Tensor) -> bool:

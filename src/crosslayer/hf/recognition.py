@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..optim import has_numbered_layers
+from ..partitioned import parameter_shape
 from .families import LayerWiring, ModelWiring, list_layers
 from .layer_recognition import is_norm, recognise_layer
 
@@ -264,7 +265,8 @@ def _stream_width(
     if final is not None:
         norms.insert(0, owner.get_submodule(final))
     # a norm may have vectors of one number too, like DyT's alpha
-    lengths = [[len(p) for p in norm.parameters() if p.dim() == 1] for norm in norms]
+    shapes = [[parameter_shape(p) for p in norm.parameters()] for norm in norms]
+    lengths = [[shape[0] for shape in of_norm if len(shape) == 1] for of_norm in shapes]
     widths = [max(of_norm) for of_norm in lengths if of_norm]
     width = widths[0] if widths else getattr(config, "hidden_size", None)
     if isinstance(width, int):

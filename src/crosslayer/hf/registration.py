@@ -26,6 +26,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers import HfQuantizer
 
+from ..partitioned import without_partitioning
 from ..spec import make
 from ..validation import check_positive
 from .adapters import refuse_to_drop_connections, register_with_imported_peft
@@ -121,12 +122,13 @@ def rebuild_connections(backbone: Any, config: dict[str, Any]) -> None:
     if widths is not None and not isinstance(widths, list):
         raise ValueError(f"crosslayer_widths must be a list of one width a layer, got {widths!r}")
     check_positive(**{f"crosslayer_widths[{i}]": width for i, width in enumerate(widths or [])})
-    owner, wiring = find_backbone(backbone)
-    if "wiring" in vars(owner):  # A module within this one owns the layers, and is built before it.
-        return
-    attach_connections(owner, wiring, spec, widths)
-    if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):
-        apply_host_quirks(backbone)
+    with without_partitioning():
+        owner, wiring = find_backbone(backbone)
+        if "wiring" in vars(owner):  # A module within this one owns the layers, and came before it.
+            return
+        attach_connections(owner, wiring, spec, widths)
+        if config.get("crosslayer_rope") or config.get("crosslayer_qk_norm"):
+            apply_host_quirks(backbone)
 
 
 def mark_config(file: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..class_swap import original_class, swapped_class
+from ..partitioned import parameter_shape
 from .arguments import LayerArgument, LayerSwitch, is_constant
 from .families import ExtraOutput, FunctionCall
 
@@ -362,9 +363,10 @@ def _randomise(copy: nn.Module, generator: torch.Generator, seed: int) -> None:
             if not tensor.is_floating_point():
                 tensors[name] = tensor.clone()  # type: ignore[assignment]
                 continue
-            values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+            shape = parameter_shape(tensor)
+            values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
             if seed > 0:
-                signs = torch.randint(2, tensor.shape, generator=generator) * 2 - 1
+                signs = torch.randint(2, shape, generator=generator) * 2 - 1
                 values *= signs * (0.01 if seed == 1 else -100)
             tensors[name] = values.requires_grad_()  # type: ignore[assignment]
     for name, value in vars(copy).items():
@@ -396,7 +398,8 @@ def _add_stand_ins(
             # A forward may ask for a weight's dtype.
             for key, parameter in child._parameters.items():
                 if parameter is not None:
-                    meta = torch.empty(parameter.shape, dtype=torch.float64, device="meta")
+                    shape = parameter_shape(parameter)
+                    meta = torch.empty(shape, dtype=torch.float64, device="meta")
                     copy._parameters[key] = nn.Parameter(meta, requires_grad=False)
             vars(copy).update(shared, path=path)
         shadow._modules[name] = copy
