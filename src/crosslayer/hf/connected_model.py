@@ -190,8 +190,6 @@ def mark_as_initialised(new: nn.Module, host_module: nn.Module) -> None:
 def _reset_missing_parameters(connection: Connection[Any]) -> None:
     """Initialise the connection's parameters but those that transformers has loaded."""
     parameters = dict(connection.named_parameters(recurse=False))
-    if all(_is_loaded(parameter) for parameter in parameters.values()):
-        return
     with gathered_parameters(parameters.values(), changes=True):
         loaded = {name: p.detach().clone() for name, p in parameters.items() if _is_loaded(p)}
         connection.reset_parameters()
