@@ -66,8 +66,9 @@ def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
     paths: set[str] = set()
     for path, module in layer.named_modules():
         weight = getattr(module, "weight", None)
-        is_affine_norm = is_norm(path.split(".")[-1], module) and weight is not None
-        if is_affine_norm and parameter_shape(weight) == (width,):
+        if weight is None or not is_norm(path.split(".")[-1], module):
+            continue
+        if parameter_shape(weight) == (width,):
             paths.update(paths_around(path))
     return paths - {""}
 
