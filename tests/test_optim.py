@@ -80,6 +80,17 @@ def test_parametrized_parameters_stay_in_float32():
     assert find_connections(model)[0].parametrizations.static_alpha.original.dtype is torch.float32
 
 
+def test_a_plain_tensor_in_the_place_of_a_parameter_is_float32():
+    """`FullyShardedDataParallel` puts one there, in the dtype of its mixed precision."""
+    connection = find_connections(tiny_gpt("mudd"))[2]
+    half = connection.W1.detach().bfloat16().requires_grad_()
+    del connection.W1
+    connection.W1 = half
+    assert connection.W1.dtype == torch.float32
+    connection.W1.sum().backward()
+    assert half.grad is not None
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_have_their_own_rate(tied):
     """Without a gradient, AdamW's step is its decay alone, which is that of other weights."""

@@ -358,6 +358,13 @@ class Connection(nn.Module, Generic[StateT]):
             return value.float()
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `FullyShardedDataParallel` puts plain tensors in the place of parameters.
+        is_parameter = isinstance(value, nn.Parameter)
+        if isinstance(value, Tensor) and not is_parameter and value.dtype in HALF_DTYPES:
+            value = value.float()
+        super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add or replace a parameter. In place of a frozen one it is frozen, too.
 
