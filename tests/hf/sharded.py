@@ -1,17 +1,31 @@
-"""The two processes of the tests of FSDP2 and tensor parallelism. A module of its own, so that it
-can be spawned.
+"""The two processes of the tests of FSDP, tensor parallelism and DeepSpeed. A module of its own, so
+that it can be spawned.
 """
 
+import copy
+import functools
 import json
 import os
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import crosslayer
 from crosslayer.connection import find_connections
+from crosslayer.hf.attach import is_connected
 from crosslayer.testing.tiny_model import perturb_weights
 from crosslayer.testing.two_ranks import gloo_rank
 from tests.hf.backbones import build, ids
@@ -48,6 +62,107 @@ def train(rank: int, folder: str) -> None:
         if rank == 0:
             with open(f"{folder}/errors.json", "w") as file:
                 json.dump(errors, file)
+
+
+def train_wrapped(rank: int, folder: str) -> None:
+    """Write the losses of `FullyShardedDataParallel` in float32 and in mixed precision, each with
+    those of one process.
+    """
+    warnings.simplefilter("ignore")
+    policy = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    losses = {}
+    with gloo_rank(rank, folder):
+        for spec in SPECS:
+            model = perturb_weights(crosslayer.connect(build("llama"), spec), 0.05).train()
+            model.gradient_checkpointing_enable()
+            pairs = []
+            for mixed_precision in (None, policy):
+                single, copied = copy.deepcopy(model), copy.deepcopy(model)
+                expected = losses_of_steps(single, sgd(single), ids(4))
+                optimizer = sgd(copied)
+                wrapped = FullyShardedDataParallel(
+                    copied,
+                    auto_wrap_policy=functools.partial(
+                        transformer_auto_wrap_policy,
+                        transformer_layer_cls={type(copied.model.layers[0])},
+                    ),
+                    device_id=torch.device("cpu"),
+                    use_orig_params=True,
+                    mixed_precision=mixed_precision,
+                )
+                own_ids = ids(4)[2 * rank : 2 * rank + 2]
+                pairs.append((losses_of_steps(wrapped, optimizer, own_ids), expected))
+            losses[spec] = pairs
+        write_losses(rank, folder, losses)
+
+
+def train_with_deepspeed(rank: int, folder: str) -> None:
+    """Write the losses of ZeRO stage 3, in float32 and in bfloat16, each with those of one process:
+    of a model that is connected once it is partitioned, and of a saved one.
+    """
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
+    losses = {}
+    with gloo_rank(rank, folder):
+        deepspeed.init_distributed("gloo")
+        for dtype in (torch.float32, torch.bfloat16):
+            config: dict[str, Any] = {
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                "zero_allow_untested_optimizer": True,
+                "gradient_clipping": 1e9,
+                "bf16": {"enabled": dtype == torch.bfloat16},
+            }
+            for name in ("plain", "mudd"):
+                single = load_connected(f"{folder}/{name}")
+                expected = losses_of_steps(single, sgd(single), ids(4))
+                partitions = HfDeepSpeedConfig(config)  # while it lives, all models that are loaded
+                model = load_connected(f"{folder}/{name}", dtype=dtype)
+                engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=config)
+                own_ids = ids(4)[2 * rank : 2 * rank + 2]
+                found = losses_of_steps(engine, engine, own_ids, engine.backward)
+                losses[f"{name} {dtype}"] = [(found, expected)]
+                del partitions
+        write_losses(rank, folder, losses)
+
+
+def load_connected(folder: str, **options: Any) -> Any:
+    """A saved model, connected if it is plain."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, **options)
+    torch.manual_seed(0)
+    return model.train() if is_connected(model.model) else crosslayer.connect(model, "mudd").train()
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(crosslayer.param_groups(model, lr=0.5, weight_decay=0.1))
+
+
+def losses_of_steps(
+    model: Any,
+    optimizer: Any,
+    tokens: torch.Tensor,
+    backward: Callable[..., None] = Tensor.backward,
+) -> list[float]:
+    """The losses of three steps, each the mean over both processes."""
+    losses = []
+    for _ in range(3):
+        loss = model(tokens, labels=tokens).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().float()
+        dist.all_reduce(total)
+        losses.append(total.item() / 2)
+    return losses
+
+
+def write_losses(rank: int, folder: str, losses: dict[str, Any]) -> None:
+    if rank == 0:
+        with open(f"{folder}/losses.json", "w") as file:
+            json.dump(losses, file)
 
 
 def load(rank: int, folder: str) -> None:

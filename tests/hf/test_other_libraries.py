@@ -1,6 +1,7 @@
 """Models of LitGPT and torchtitan, which CI installs for these tests alone."""
 
 import copy
+import json
 import re
 from typing import Any
 
@@ -11,6 +12,9 @@ import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.fused_norms import norm_spec_of
 from crosslayer.hf.qkv import FusedLinear
+from crosslayer.testing.tiny_model import perturb_weights
+from tests.hf import sharded
+from tests.hf.backbones import build
 from tests.support.split_inputs import check_split_inputs
 
 pytestmark = [
@@ -18,6 +22,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # their own
 ]
 IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_deepspeed(tmp_path):
+    pytest.importorskip("deepspeed")
+    plain = perturb_weights(build("llama"), 0.05)
+    plain.save_pretrained(tmp_path / "plain")
+    perturb_weights(crosslayer.connect(plain, "mudd"), 0.05).save_pretrained(tmp_path / "mudd")
+    torch.multiprocessing.spawn(sharded.train_with_deepspeed, (str(tmp_path),), nprocs=2)
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert len(losses) == 4
+    for case, ((found, expected),) in losses.items():
+        tolerance = 5e-3 if "bfloat16" in case else 1e-5
+        assert found == pytest.approx(expected, rel=tolerance), case
 
 
 def test_litgpt():

@@ -326,6 +326,17 @@ def test_fsdp2_with_mixed_precision(tmp_path):
 
 
 @pytest.mark.slow
+def test_fully_sharded_data_parallel(tmp_path):
+    """The first FSDP, with gradient checkpointing, in float32 and in mixed precision."""
+    torch.multiprocessing.spawn(sharded.train_wrapped, (str(tmp_path),), nprocs=2)
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert losses.keys() == set(sharded.SPECS)
+    for (exact, expected), (rounded, _) in losses.values():
+        assert exact == pytest.approx(expected, rel=1e-5)
+        assert rounded == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.slow
 def test_sharded_by_transformers_and_by_hand(tmp_path):
     """bfloat16 under FSDP2, experts on two ranks, and a fused projection of q, k and v under tensor
     parallelism.
