@@ -36,6 +36,7 @@ BASELINE = "prenorm"
 FIRST_STUDY = "short"  # the one of all connections
 LONG_STUDY = "long"  # the same for four times the tokens
 SMALL_STUDY = "warm-small"  # most of these in a smaller model, with a longer warm-up
+NOVELS_STUDY = "warm-small-novels-half"  # some of these on another text, with a still longer one
 UNSCALED = "unscaled-"  # before the name of a study: with Llama's own embeddings
 SEEDS = 3
 # Where the data are may differ between machines. What they are is known by their digest, and whose

@@ -15,6 +15,7 @@ from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
     LONG_STUDY,
+    NOVELS_STUDY,
     SMALL_STUDY,
     UNSCALED,
     Part,
@@ -194,6 +195,7 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
             name.removeprefix(UNSCALED): name for name in known if name.startswith(UNSCALED)
         },
         "smaller model, longer warm-up": {FIRST_STUDY: SMALL_STUDY, "moe": f"{SMALL_STUDY}-moe"},
+        "smaller model, novels": {FIRST_STUDY: NOVELS_STUDY},
     }
     columns = ("claim", "source", "paper", "tested sum", *settings)
     rows = []
