@@ -1,10 +1,13 @@
 """Parameters that DeepSpeed's ZeRO stage 3 has partitioned: each rank keeps a part of them, and
 the parameter itself is an empty vector until it is gathered.
+
+DeepSpeed is no dependency: where there are such parameters it has been imported.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +30,7 @@ def gathered_parameters(parameters: Iterable[Tensor], changes: bool = False) -> 
     if not partitioned:
         yield
         return
-    import deepspeed
-
+    deepspeed: Any = sys.modules["deepspeed"]
     with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if changes else None):
         yield
 
@@ -39,13 +41,12 @@ def without_partitioning() -> Iterator[None]:
 
     It casts every new tensor, whatever its dtype is to be.
     """
-    if "deepspeed" not in sys.modules:
+    partitioning: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if partitioning is None:
         yield
         return
-    from deepspeed.runtime.zero import partition_parameters
-
-    partition_parameters.shutdown_init_context()
+    partitioning.shutdown_init_context()
     try:
         yield
     finally:
-        partition_parameters.restore_init_context()
+        partitioning.restore_init_context()

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,16 +35,13 @@ def gather(parameters: Sequence[Any], modifier_rank: int | None) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def deepspeed(monkeypatch):
-    names = ("deepspeed", "deepspeed.zero", "deepspeed.runtime", "deepspeed.runtime.zero")
-    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
-    modules["deepspeed"].zero = modules["deepspeed.zero"]
-    modules["deepspeed.zero"].GatheredParameters = gather
-    of_init: Any = ModuleType("deepspeed.runtime.zero.partition_parameters")
-    of_init.shutdown_init_context = lambda: calls.append("shutdown")
-    of_init.restore_init_context = lambda: calls.append("restore")
-    modules["deepspeed.runtime.zero"].partition_parameters = of_init
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    library: Any = ModuleType("deepspeed")
+    library.zero = SimpleNamespace(GatheredParameters=gather)
+    partitioning: Any = ModuleType("deepspeed.runtime.zero.partition_parameters")
+    partitioning.shutdown_init_context = lambda: calls.append("shutdown")
+    partitioning.restore_init_context = lambda: calls.append("restore")
+    for module in (library, partitioning):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     calls.clear()
 
 
