@@ -59,7 +59,7 @@ LAUNCHED = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Tokens x D: draws. Few numbers are drawn often, as one near 0 is ill-conditioned when normed; and
 # few tokens, as all numbers of a token share its coefficients.
-SHAPES = {"5x1": 12, "4x7": 16, "3x63": 5, "1x63": 16}
+SHAPES = {"5x1": 12, "4x7": 16, "3x63": 8, "1x63": 16}
 # The interpreter takes seconds a case. There a shape has one dtype and half of the draws, and the
 # cases beside PATHS have half of the shapes. On a GPU all have every shape and dtype.
 INTERPRETED_DTYPES = {"5x1": "fp32", "4x7": "fp16", "3x63": "bf16", "1x63": "fp32"}
