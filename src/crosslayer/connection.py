@@ -359,7 +359,8 @@ class Connection(nn.Module, Generic[StateT]):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # `FullyShardedDataParallel` puts plain tensors in the place of parameters.
+        # `FullyShardedDataParallel` puts plain tensors in the place of parameters, as attributes
+        # that `__getattr__` does not see.
         is_parameter = isinstance(value, nn.Parameter)
         if isinstance(value, Tensor) and not is_parameter and value.dtype in HALF_DTYPES:
             value = value.float()

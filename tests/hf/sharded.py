@@ -124,7 +124,7 @@ def train_with_deepspeed(rank: int, folder: str) -> None:
                 engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=config)
                 own_ids = ids(4)[2 * rank : 2 * rank + 2]
                 found = losses_of_steps(engine, engine, own_ids, engine.backward)
-                losses[f"{name} {dtype}"] = [(found, expected)]
+                losses[f"{name} {dtype}"] = (found, expected)
                 del partitions
         write_losses(rank, folder, losses)
 
@@ -143,7 +143,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.SGD:
 def losses_of_steps(
     model: Any,
     optimizer: Any,
-    tokens: torch.Tensor,
+    tokens: Tensor,
     backward: Callable[..., None] = Tensor.backward,
 ) -> list[float]:
     """The losses of three steps, each the mean over both processes."""

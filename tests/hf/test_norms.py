@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.fused_norms import norm_spec_of
-from crosslayer.norms import apply_norm
-from tests.hf.backbones import LANGUAGE, VISION, build
+from crosslayer.norms import apply_norm, rms
+from tests.hf.backbones import LANGUAGE, METHODS, VISION, build, connected, ids
 
 # Families whose norms are of their own kinds.
 UNKNOWN_NORMS = {"gemma2", "gemma3", "olmo", "dit"}
@@ -35,6 +36,45 @@ def test_a_final_norm_whose_forward_is_replaced():
     patched.model.norm.forward = lambda x: x.float()
     with pytest.raises(ValueError, match="by Liger or by hand"):
         crosslayer.connect(patched, "mudd")
+
+
+class OverwritingNorm(torch.autograd.Function):
+    """RMSNorm whose backward writes into the gradient that it gets, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            ctx.inputs = x, weight
+            ctx.output = rms(x) * weight
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dx, dweight = torch.autograd.grad(ctx.output, ctx.inputs, gradient)
+        return gradient.copy_(dx), dweight
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_norm_that_overwrites_its_gradient(spec, monkeypatch):
+    """Gradients are those of a usual norm, but with ResiDual, as docs/huggingface.md says."""
+    model = connected("llama", spec)
+    tokens = ids(2)
+
+    def gradients():
+        model.zero_grad()
+        model(tokens).logits.square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    monkeypatch.setattr(
+        LlamaRMSNorm, "forward", lambda self, x: OverwritingNorm.apply(x, self.weight)
+    )
+    found = gradients()
+    assert found.keys() == expected.keys()
+    errors = [(found[name] - expected[name]).norm() / expected[name].norm() for name in found]
+    is_same = max(errors).item() < 1e-3
+    assert is_same is (spec != "resi_dual")
 
 
 def test_a_norm_whose_class_adds_no_forward_is_fused():

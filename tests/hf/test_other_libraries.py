@@ -32,7 +32,7 @@ def test_deepspeed(tmp_path):
     torch.multiprocessing.spawn(sharded.train_with_deepspeed, (str(tmp_path),), nprocs=2)
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert len(losses) == 4
-    for case, ((found, expected),) in losses.items():
+    for case, (found, expected) in losses.items():
         tolerance = 5e-3 if "bfloat16" in case else 1e-5
         assert found == pytest.approx(expected, rel=tolerance), case
 

@@ -46,9 +46,10 @@ def deepspeed(monkeypatch):
 
 
 def partition(model: nn.Module) -> None:
+    parameter: Any
     for parameter in model.parameters():
-        whole: Any = parameter
-        whole.ds_shape, whole.whole = parameter.shape, parameter.data
+        parameter.ds_shape = parameter.shape
+        parameter.whole = parameter.data
         parameter.data = parameter.data.new_empty(0)
 
 

@@ -271,22 +271,22 @@ ORDERS = {
 }
 
 
+def output_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)  # of dropout
+    output = model(make_ids())
+    output[..., 0].sum().backward()
+    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.parametrize("factor", FACTORS)
 def test_factors_are_kept(factor):
     """Of each layer and in training: learned ones learn, and others may depend on the depth."""
     torch.manual_seed(0)
     plain = FactorModel(FACTORS[factor])
-    model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
-    outputs = []
-    for each in (plain, model):
-        torch.manual_seed(1)  # of dropout
-        outputs.append(each(make_ids()))
-        outputs[-1][..., 0].sum().backward()
-    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
-    for expected, layer in zip(plain.layers, model.layers, strict=True):
-        for name in ("alpha", "gains"):
-            gradients = [getattr(each, name).grad for each in (layer, expected)]
-            torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    expected, expected_gradients = output_and_gradients(plain)
+    output, gradients = output_and_gradients(crosslayer.connect(copy.deepcopy(plain), "prenorm"))
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("factor", REFUSED_FACTORS)
@@ -325,18 +325,11 @@ def test_activations_that_are_functions(activation):
     torch.manual_seed(0)
     plain = WrittenMLPModel(ACTIVATIONS[activation])
     model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
-    results = []
-    for each in (plain, model):
-        torch.manual_seed(1)  # of dropout
-        output = each(make_ids())
-        output[..., 0].sum().backward()
-        gradients = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
-        results.append({"output": output, **gradients})
+    results = [output_and_gradients(each) for each in (model, plain)]
     torch.testing.assert_close(*results, rtol=0, atol=0)
-    wiring: Any = model.layers[0].wiring
-    assert pickle.loads(pickle.dumps(wiring)) == wiring
 
     backbone, wiring = find_backbone(plain)
+    assert pickle.loads(pickle.dumps(wiring)) == wiring
     (site,) = wiring.of_layers[0].sites
     without = site[0]._replace(after=site[0].after[1:])
     layer_wiring = wiring.of_layers[0]._replace(sites=((without,),))

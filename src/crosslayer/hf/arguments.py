@@ -137,7 +137,7 @@ def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def is_constant(value: object) -> bool:
-    """Whether a layer's own code can have written a value down, so that a wiring can keep it."""
+    """Whether a wiring can keep a value: numbers, texts, None, and tuples of these."""
     if isinstance(value, tuple):
         return all(map(is_constant, value))
     return value is None or isinstance(value, bool | int | float | str)

@@ -155,7 +155,7 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is nn.functional.dropout:
             return self._drop_out(inspect.signature(func).bind(*args, **kwargs).arguments)
         if func in _ACTIVATIONS and args and isinstance(args[0], Tensor):
