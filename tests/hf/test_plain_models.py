@@ -264,6 +264,31 @@ REFUSED_ACTIVATIONS = {
     "of a length": (lambda block, y: F.leaky_relu(y, 0.1 * y.shape[1]), COMPUTED),
     "of a parameter": (lambda block, y: F.gelu(y) if block.alpha > 0 else y, COMPUTED),
 }
+NORM_FUNCTIONS = {
+    "RMSNorm": lambda block, x: F.rms_norm(x, (x.size(-1),)),
+    "LayerNorm with eps": lambda block, x: F.layer_norm(x, [DIM], eps=1e-3),
+    "scaled": lambda block, x: 0.5 * F.rms_norm(x, x.shape[-1:]),
+}
+REFUSED_NORM_FUNCTIONS = {
+    "with a weight": (
+        lambda block, x: F.rms_norm(x, (DIM,), block.weight),
+        "scales what attn gets by its own parameters",
+    ),
+    "times a weight": (
+        lambda block, x: F.rms_norm(x, (DIM,)) * block.weight,
+        "rms_norm, weight, attn is no sub-layer with at most one norm before it",
+    ),
+    "written out": (
+        lambda block, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+        "attn gets no sum of the stream and of modules' outputs",
+    ),
+    "over the tokens": (lambda block, x: F.rms_norm(x, x.shape[1:]), COMPUTED),
+    "no norm": (lambda block, x: F.gelu(x), "gelu is no norm, and attn reads it"),
+    "another eps": (
+        lambda block, x: F.rms_norm(x, (DIM,), eps=1e-3 if block.training else 1e-6),
+        IN_TRAINING,
+    ),
+}
 ORDERS = {
     "twice": (lambda layers: [*layers, *layers], "it runs layers.0 after layer 3"),
     "from the last": (reversed, "it runs layers.3 after the embedding"),
@@ -342,6 +367,63 @@ def test_activations_that_are_refused(activation):
     activate, message = REFUSED_ACTIVATIONS[activation]
     with pytest.raises(ValueError, match=message):
         crosslayer.connect(WrittenMLPModel(activate), "prenorm")
+
+
+class FunctionNormBlock(nn.Module):
+    """Its norms are functions without weights."""
+
+    def __init__(self, norm: Any):
+        super().__init__()
+        self.attn = CausalSelfAttention()
+        self.mlp = nn.Sequential(nn.Linear(DIM, 3 * DIM), nn.ReLU(), nn.Linear(3 * DIM, DIM))
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(self, x))
+        return x + self.mlp(self.norm(self, x))
+
+
+class FunctionNormModel(nn.Module):
+    """The embedding and what the last layer returns pass such a norm too."""
+
+    def __init__(self, norm: Any):
+        super().__init__()
+        self.wte = nn.Embedding(50, DIM)
+        self.blocks = nn.ModuleList(FunctionNormBlock(norm) for _ in range(3))
+        self.lm_head = nn.Linear(DIM, 50, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.rms_norm(self.wte(ids), (DIM,))
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(F.rms_norm(x, (DIM,)))
+
+
+@pytest.mark.parametrize("norm", NORM_FUNCTIONS)
+def test_norms_that_are_functions(norm):
+    """They are those of all inputs, and kept with their options."""
+    torch.manual_seed(0)
+    plain = FunctionNormModel(NORM_FUNCTIONS[norm]).eval()
+    connected = crosslayer.connect(copy.deepcopy(plain), "prenorm")
+    results = [output_and_gradients(each) for each in (connected, plain)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+    model = crosslayer.connect(plain, "mudd")
+    perturb_weights(model)
+    inputs: list[Tensor] = []
+    model.blocks[2].connections[0].register_forward_hook(lambda *args: inputs.extend(args[2][0]))
+    model(make_ids())
+    sizes = torch.stack(inputs).square().mean(-1)
+    assert len(inputs) == 3
+    torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("norm", REFUSED_NORM_FUNCTIONS)
+def test_norms_that_are_functions_and_refused(norm):
+    function, message = REFUSED_NORM_FUNCTIONS[norm]
+    with pytest.raises(ValueError, match=message):
+        crosslayer.connect(FunctionNormModel(function), "prenorm")
 
 
 @pytest.mark.parametrize("order", ORDERS)

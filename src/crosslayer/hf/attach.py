@@ -12,8 +12,8 @@ from ..partitioned import parameter_shape
 from ..spec import ConnectionSpec
 from .arguments import argument_names
 from .connected_model import ConnectedModel, mark_as_initialised
-from .families import FAMILIES, LayerWiring, ModelWiring
-from .host_norms import FinalNormReference, NormReference, copy_norm
+from .families import FAMILIES, FunctionCall, LayerWiring, ModelWiring
+from .host_norms import FinalNormReference, NormFunction, NormReference, copy_norm
 from .layers import ConnectedLayer, make_readout
 from .mlp_widths import set_mlp_widths
 from .qkv import split_qkv_inputs
@@ -202,7 +202,7 @@ def _host_norms(
         number: of the site in its layer.
     """
     owner = layers[site.layer]
-    norm_of_port: dict[str, str | None] = {}
+    norm_of_port: dict[str, str | FunctionCall | None] = {}
     for sublayer in layer_wirings[site.layer].sites[number]:
         ports = (sublayer.port, *SPLIT_PORTS.get(sublayer.port, ()))
         norm_of_port |= dict.fromkeys(ports, sublayer.norm)
@@ -213,10 +213,12 @@ def _host_norms(
         norm_of_port = dict.fromkeys(norm_of_port, last_norm)
 
     def norm(port: str) -> nn.Module:
-        path = norm_of_port[port]
-        if path is not None and port in ("k", "v", "kv"):
-            return copy_norm(owner, path)
-        return NormReference(owner, path)
+        host_norm = norm_of_port[port]
+        if isinstance(host_norm, FunctionCall):
+            return NormFunction(owner, host_norm)
+        if host_norm is not None and port in ("k", "v", "kv"):
+            return copy_norm(owner, host_norm)
+        return NormReference(owner, host_norm)
 
     return norm
 

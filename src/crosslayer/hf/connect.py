@@ -264,8 +264,7 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
 def _norms_of_first_layer(backbone: Any, wiring: ModelWiring) -> list[nn.Module]:
     """Those before its sub-layers."""
     first_layer = wiring.find_layers(backbone)[0]
-    paths = {sublayer.norm for sublayer in wiring.of_layers[0].sublayers if sublayer.norm}
-    return [first_layer.get_submodule(path) for path in sorted(paths)]
+    return [first_layer.get_submodule(path) for path in wiring.of_layers[0].input_norms]
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ ArgumentSources = tuple[tuple[str, str], ...]
 
 
 class FunctionCall(NamedTuple):
-    """A function that a layer's own code calls on what a module returns, like an activation."""
+    """A function that a layer's own code calls, like an activation, or a norm without weights."""
 
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...] = ()  # after the tensor
@@ -57,7 +57,7 @@ class Sublayer(NamedTuple):
     """
 
     module: str
-    norm: str | None  # before it; None where the family norms outputs only
+    norm: str | FunctionCall | None  # before it; None where the family norms outputs only
     # What its output passes before it is added to the stream: modules by name, factors by the name
     # of the layer's parameter, dropout by its probability, and other functions.
     after: tuple[str | float | FunctionCall, ...] = ()
@@ -112,6 +112,12 @@ class LayerWiring(NamedTuple):
             steps = (sublayer.module, sublayer.norm, *sublayer.after)
             paths += [step for step in steps if isinstance(step, str)]
         return paths
+
+    @property
+    def input_norms(self) -> list[str]:
+        """The paths of the norms before sub-layers that are modules, each once."""
+        norms = {sublayer.norm for sublayer in self.sublayers}
+        return sorted(norm for norm in norms if isinstance(norm, str))
 
     @property
     def opened_modules(self) -> set[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..class_swap import swap_class
 from ..partitioned import gathered_parameters
+from .families import FunctionCall
 
 
 def find_attribute(owner: Any, path: str | None) -> Any:
@@ -86,6 +87,31 @@ class FinalNormReference(NormReference):
         """The norm's name in the backbone."""
         modules = self.owner[0].named_modules()
         return next((name for name, module in modules if module is self.final[0]), "")
+
+
+class NormFunction(nn.Module):
+    """A norm that the host's layers call as a function. It has no weights.
+
+    Args:
+        owner: the layer that calls it.
+        function: the norm.
+    """
+
+    def __init__(self, owner: nn.Module, function: FunctionCall):
+        super().__init__()
+        self.owner = ModuleReference((owner,))
+        self.function = function
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _norm_dtype(self, self.owner[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def extra_repr(self) -> str:
+        """The function's name."""
+        return repr(self.function)
 
 
 class OwnedNorm:

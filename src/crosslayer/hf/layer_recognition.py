@@ -18,11 +18,13 @@ from .families import (
     REST_OF_ARGUMENTS,
     SAME_INPUT,
     ArgumentSources,
+    FunctionCall,
     LayerWiring,
     Sublayer,
 )
 from .host_norms import find_attribute
 from .projections import describe_sublayer, has_matrix
+from .shadow import is_norm_function
 from .trace import (
     STREAM_VECTOR,
     LayerTrace,
@@ -196,9 +198,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
         names = ", ".join(call.title for call in calls)
         raise ValueError(f"{names} is no sub-layer with at most one norm before it")
     main = heavy.index(True)
-    norm = calls[0].path if main else None
-    if norm is not None and not (norm and isinstance(find_attribute(layer, norm), nn.Module)):
-        raise ValueError(f"{calls[0].title} is no norm, and {calls[1].title} reads it")
+    norm = _norm_before(layer, calls[0], calls[1]) if main else None
     factors = [factor for call in calls[1:] for factor in call.inputs.values()]
     input_scale = factors.pop(0) if main else 1.0
     has_arguments = any(call.arguments for i, call in enumerate(calls) if i != main)
@@ -222,6 +222,15 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
             input_name=calls[main].input_name,
         ),
     )
+
+
+def _norm_before(layer: nn.Module, call: ModuleCall, next_call: ModuleCall) -> str | FunctionCall:
+    """The norm that a call is: the path of a module, or a function."""
+    if call.function is not None and is_norm_function(call.function):
+        return call.function
+    if call.path and isinstance(find_attribute(layer, call.path), nn.Module):
+        return call.path
+    raise ValueError(f"{call.title} is no norm, and {next_call.title} reads it")
 
 
 def _exact_factor(layer: nn.Module, factor: float) -> float:

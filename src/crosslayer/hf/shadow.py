@@ -23,7 +23,8 @@ from .families import ExtraOutput, FunctionCall
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 # Outputs of a stand-in whose caller does not unpack them into names: more than any module has.
 MOST_OUTPUTS = 16
-# Functions of one tensor that a layer may call between two of its modules.
+# Functions of one tensor that a layer may call between two of its modules, or before one.
+_NORM_NAMES = ("layer_norm", "rms_norm")
 _ACTIVATION_NAMES = (
     "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid",
     "mish", "pow", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softsign", "square",
@@ -45,8 +46,8 @@ class Observer(Protocol):
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         """What a call of `torch.nn.functional.dropout` returns."""
 
-    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
-        """What a call of an activation that is a function returns."""
+    def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
+        """What a call of an activation or a norm that is a function returns."""
 
 
 class OtherOutput:
@@ -126,13 +127,13 @@ class _Outputs(tuple):
         return type(first)([*first, *self])
 
 
-def _find_activations() -> dict[Any, Callable[..., Tensor]]:
-    """The functions and methods of `_ACTIVATION_NAMES`, each with a function that does the same.
+def _find_functions() -> dict[Any, Callable[..., Tensor]]:
+    """The functions and methods of these names, each with a function that does the same.
 
     Methods of a tensor have one of torch, because they cannot all be pickled.
     """
     found: dict[Any, Any] = {Tensor.__pow__: torch.pow}
-    for name in _ACTIVATION_NAMES:
+    for name in (*_NORM_NAMES, *_ACTIVATION_NAMES):
         for owner in (nn.functional, torch):
             if hasattr(owner, name):
                 found[getattr(owner, name)] = getattr(owner, name)
@@ -141,11 +142,15 @@ def _find_activations() -> dict[Any, Callable[..., Tensor]]:
     return found
 
 
-_ACTIVATIONS = _find_activations()
+_FUNCTIONS = _find_functions()
+
+
+def is_norm_function(call: FunctionCall) -> bool:
+    return call.function.__name__ in _NORM_NAMES
 
 
 class FunctionMode(TorchFunctionMode):
-    """Lets the observer see dropout and activations that are no modules."""
+    """Lets the observer see dropout, activations and norms that are no modules."""
 
     def __init__(self, observer: Observer, training: bool = False):
         super().__init__()
@@ -158,11 +163,12 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.dropout:
             return self._drop_out(inspect.signature(func).bind(*args, **kwargs).arguments)
-        if func in _ACTIVATIONS and args and isinstance(args[0], Tensor):
-            settings = (*args[1:], *kwargs.values())
-            if all(is_constant(setting) for setting in settings):
-                call = FunctionCall(_ACTIVATIONS[func], args[1:], tuple(kwargs.items()))
-                return self.observer.activate(args[0], call)
+        if func in _FUNCTIONS and args and isinstance(args[0], Tensor):
+            arguments = tuple(map(_list_to_tuple, args[1:]))
+            keywords = {name: _list_to_tuple(value) for name, value in kwargs.items()}
+            if all(map(is_constant, (*arguments, *keywords.values()))):
+                call = FunctionCall(_FUNCTIONS[func], arguments, tuple(keywords.items()))
+                return self.observer.call_function(args[0], call)
         return func(*args, **kwargs)
 
     def _drop_out(self, named: Mapping[str, Any]) -> Tensor:
@@ -174,6 +180,11 @@ class FunctionMode(TorchFunctionMode):
             state = "no dropout" if self.training else "dropout"
             raise ValueError(f"its own code has {state} {when}")
         return self.observer.drop_out(x, p) if p else x
+
+
+def _list_to_tuple(value: Any) -> Any:
+    """A list as a tuple, which a wiring can keep, and anything else as it is."""
+    return tuple(value) if isinstance(value, list | torch.Size) else value
 
 
 def run_layer_shadow(

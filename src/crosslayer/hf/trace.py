@@ -115,11 +115,11 @@ class _Recorder:
         self.calls.append(ModuleCall("", self.decompose(x, "a dropout"), {}, p))
         return self._next_vector()
 
-    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
+    def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
         if x.requires_grad or x.shape != (*self.shape, self.width):
-            return activation(x)  # of a parameter
-        inputs = self.decompose(x, repr(activation))
-        self.calls.append(ModuleCall("", inputs, {}, function=activation))
+            return call(x)  # of a parameter
+        inputs = self.decompose(x, repr(call))
+        self.calls.append(ModuleCall("", inputs, {}, function=call))
         return self._next_vector()
 
     def decompose(self, x: Any, where: str) -> StreamSum:

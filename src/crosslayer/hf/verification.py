@@ -107,8 +107,8 @@ class _Functions:
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return torch.sin(x.double() + p)
 
-    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
-        return activation(x)
+    def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
+        return call(x)
 
 
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
@@ -223,8 +223,8 @@ class _Handover:
     def drop_out(self, x: Tensor, p: float) -> Tensor:
         return x
 
-    def activate(self, x: Tensor, activation: FunctionCall) -> Tensor:
-        return activation(x)
+    def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
+        return call(x)
 
 
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:

@@ -168,8 +168,8 @@ def shard_model(model: nn.Module, mesh: Any, compute_dtype: torch.dtype | None) 
 
     for layer in wiring.find_layers(backbone):
         last_norm = layer.wiring.last_norm
-        names = {sublayer.norm for sublayer in layer.wiring.sublayers} - {None, last_norm}
-        shard_connections(layer.connections, [layer.get_submodule(name) for name in sorted(names)])
+        names = [name for name in layer.wiring.input_norms if name != last_norm]
+        shard_connections(layer.connections, [layer.get_submodule(name) for name in names])
         if last_norm:  # The next layer reads through this norm.
             fully_shard(layer.get_submodule(last_norm), mesh=mesh, mp_policy=full_policy)
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
