@@ -134,15 +134,15 @@ def final_norm(backbone: nn.Module, wiring: ModelWiring) -> Any:
     """The norm before the head: beside the layers, or at the end of the last post-norm layer; None
     where there is neither.
     """
-    path = _final_norm_path(wiring)
+    path = _final_norm_path(backbone, wiring)
     return None if path is None else backbone.get_submodule(path)
 
 
-def _final_norm_path(wiring: ModelWiring) -> str | None:
+def _final_norm_path(backbone: nn.Module, wiring: ModelWiring) -> str | None:
     last_norm = wiring.of_layers[-1].last_norm
     if wiring.final is not None or not last_norm:
         return wiring.final
-    return f"{wiring.layers}.{len(wiring.of_layers) - 1}.{last_norm}"
+    return f"{wiring.layer_paths(backbone)[-1]}.{last_norm}"
 
 
 def is_connected(backbone: Any) -> bool:
@@ -225,7 +225,7 @@ def _host_norms(
 
 def _readout_norms(backbone: nn.Module, last_layer: nn.Module, wiring: ModelWiring) -> NormFactory:
     """The norms of the readout: a reference to the host's final norm; copies for more ports."""
-    path = _final_norm_path(wiring)
+    path = _final_norm_path(backbone, wiring)
 
     def norm(port: str) -> nn.Module:
         if path is not None and port != "out":

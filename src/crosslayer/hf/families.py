@@ -151,6 +151,11 @@ class ModelWiring(NamedTuple):
         """The layers in the order of depth."""
         return list_layers(backbone.get_submodule(self.layers))
 
+    def layer_paths(self, backbone: nn.Module) -> list[str]:
+        """Their paths in the backbone. Those of an `nn.Sequential` may have names."""
+        names = [name for name, _ in backbone.get_submodule(self.layers).named_children()]
+        return [f"{self.layers}.{name}" for name in names]
+
     @property
     def norms_inputs(self) -> bool:
         """Whether a norm comes before every sub-layer."""
@@ -163,8 +168,8 @@ class ModelWiring(NamedTuple):
 
 
 def list_layers(layers: Any) -> list[Any]:
-    """The members of an `nn.ModuleList`, or of an `nn.ModuleDict` with the layers' numbers as keys,
-    as torchtitan has it.
+    """The members of an `nn.ModuleList`, of an `nn.Sequential`, or of an `nn.ModuleDict` with the
+    layers' numbers as keys, as torchtitan has it.
     """
     return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
 

@@ -165,7 +165,7 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
             isinstance(m, nn.Sequential) and len(m) > 1 for m in (searched, *searched.children())
         )
         remedy = (
-            "put its layers into an nn.ModuleList"
+            "put its layers into an nn.ModuleList, or into an nn.Sequential of nothing else"
             if in_sequential
             else "build it with crosslayer.Stack"
         )
@@ -175,7 +175,9 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
     count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(place.layers) == count]
     candidates = of_count or found
-    chosen = candidates[0]
+    # Beside a list, a sequence is no list of layers, but may be a stem of convolutions.
+    siblings = [place for place in candidates if place.owner is candidates[0].owner]
+    chosen = min(siblings, key=lambda place: isinstance(place.get_list(), nn.Sequential))
     # A tower of images beside a language model has layers of another class.
     alike = [p for p in candidates if type(p.layers[0]) is type(chosen.layers[0])]
     names = {module: name for name, module in backbone.named_modules()}
@@ -196,9 +198,12 @@ class _ListPlace(NamedTuple):
     model: nn.Module  # around the owner, which reports hidden states
     path: str  # of the list in this model
 
+    def get_list(self) -> Any:
+        return getattr(self.owner, self.name)
+
     @property
     def layers(self) -> list[Any]:
-        return list_layers(getattr(self.owner, self.name))
+        return list_layers(self.get_list())
 
 
 def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
@@ -207,6 +212,8 @@ def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
     owners = [(backbone, backbone, "")]  # a module, the model around it, the module's path in it
     while owners:
         owner, model, prefix = owners.pop(0)
+        if _has_layers_and_others(owner):
+            continue
         children: Iterable[tuple[str, Any]] = owner.named_children()
         for name, child in children:
             if isinstance(child, PreTrainedModel):
@@ -221,7 +228,19 @@ def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
 def _is_list(module: Any) -> bool:
     if isinstance(module, nn.ModuleDict):
         return has_numbered_layers(module)
+    if isinstance(module, nn.Sequential):  # Most are MLPs, or parts of a model.
+        classes = {type(member) for member in module.children()}
+        have_modules = all(any(True for _ in member.children()) for member in module.children())
+        return len(classes) == 1 and nn.Sequential not in classes and have_modules
     return isinstance(module, nn.ModuleList)
+
+
+def _has_layers_and_others(module: nn.Module) -> bool:
+    """Whether it is a sequence in which several layers are beside other modules."""
+    if not isinstance(module, nn.Sequential) or _is_list(module):
+        return False
+    classes = [type(m) for m in module.children() if any(True for _ in m.children())]
+    return len(set(classes)) < len(classes)
 
 
 def _lists_modules(module: Any) -> bool:
@@ -238,10 +257,19 @@ def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
 
 
 def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
-    """The last norm beside the list of layers."""
-    parent, _, _ = layers.rpartition(".")
-    names = _norm_names(owner.get_submodule(parent))
-    return f"{parent}.{names[-1]}".lstrip(".") if names else None
+    """The first norm that was added after the list of layers, or the last one before it.
+
+    None where that is an `nn.Identity`, as in timm's models that pool tokens before they norm them.
+    """
+    parent, _, list_name = layers.rpartition(".")
+    parts = owner.get_submodule(parent)
+    norms = _norm_names(parts)
+    order = [name for name, _ in parts.named_children()]
+    after = [name for name in norms if order.index(name) > order.index(list_name)]
+    chosen = (after[:1] or norms[-1:] or [""])[0]
+    if not chosen or isinstance(getattr(parts, chosen), nn.Identity):
+        return None
+    return f"{parent}.{chosen}".lstrip(".")
 
 
 def _norm_names(owner: nn.Module) -> list[str]:

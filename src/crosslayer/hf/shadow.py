@@ -396,11 +396,15 @@ def _add_stand_ins(
     for name, child in module.named_children():
         path = prefix + name
         contains_replaced = any(other.startswith(f"{path}.") for other in replaced or ())
-        inner = None if replaced is not None and path in replaced else replaced
+        is_replaced = replaced is not None and path in replaced
+        inner = None if is_replaced else replaced
+        is_list = isinstance(child, _CONTAINERS)
+        if is_replaced and isinstance(child, nn.Sequential):  # of layers
+            is_list = True
         copy: Any
         if inner is not None and not contains_replaced:
             copy = child
-        elif contains_replaced or path in opened or isinstance(child, _CONTAINERS):
+        elif contains_replaced or path in opened or is_list:
             copy = _copy_without_modules(child, original_class(child))
             _add_stand_ins(copy, child, f"{path}.", shared, inner, opened)
         else:

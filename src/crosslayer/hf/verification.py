@@ -185,9 +185,9 @@ class _Handover:
 
     parameters: dict[str, Tensor | None]
 
-    def __init__(self, wiring: ModelWiring):
+    def __init__(self, backbone: nn.Module, wiring: ModelWiring):
         self.wiring = wiring
-        self.numbers = {f"{wiring.layers}.{i}": i for i in range(len(wiring.of_layers))}
+        self.numbers = {path: i for i, path in enumerate(wiring.layer_paths(backbone))}
         self.embedding: Tensor | None = None
         self.handed_over: Tensor | None = None
         self.layers_run = 0
@@ -247,7 +247,7 @@ def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
             inputs = _make_inputs(backbone, wiring.dim)
             features = _make_image_features(backbone, wiring.dim)
             handover, _ = run_backbone_shadow(
-                backbone, lambda: _Handover(wiring), inputs, features, replaced
+                backbone, lambda: _Handover(backbone, wiring), inputs, features, replaced
             )
             if handover.layers_run < len(wiring.of_layers):
                 raise ChangedStreamError(
