@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -167,10 +168,13 @@ def _calls_of_input(cls: type) -> set[str] | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        return None
     receiver, name, *_ = inspect.signature(forward).parameters
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     called = set()
-    for node in ast.walk(tree):
+    for node in _nodes_before_replacement(definition.body, name):
         if not isinstance(node, ast.Name) or node.id != name:
             continue
         if _is_local_name(node, parents):
@@ -186,6 +190,31 @@ def _calls_of_input(cls: type) -> set[str] | None:
             case _:
                 return None
     return called
+
+
+def _nodes_before_replacement(statements: list[ast.stmt], name: str) -> Iterator[ast.AST]:
+    """The nodes of a function's body that see the first value of a name."""
+    for statement in statements:
+        if not _replaces(statement, name):
+            yield from ast.walk(statement)
+            continue
+        if isinstance(statement, ast.If):
+            yield from ast.walk(statement.test)
+            for branch in (statement.body, statement.orelse):
+                yield from _nodes_before_replacement(branch, name)
+        elif isinstance(statement, ast.Assign):
+            yield from ast.walk(statement.value)
+        return
+
+
+def _replaces(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement gives a name another value, whichever branch is taken."""
+    if isinstance(statement, ast.If):
+        branches = (statement.body, statement.orelse)
+        return all(any(_replaces(inner, name) for inner in branch) for branch in branches)
+    return isinstance(statement, ast.Assign) and any(
+        isinstance(target, ast.Name) and target.id == name for target in statement.targets
+    )
 
 
 def _is_local_name(name: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:

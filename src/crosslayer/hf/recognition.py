@@ -257,19 +257,21 @@ def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
 
 
 def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
-    """The first norm that was added after the list of layers, or the last one before it.
+    """The last norm beside the list of layers that is no `nn.Identity`.
 
-    None where that is an `nn.Identity`, as in timm's models that pool tokens before they norm them.
+    timm's models have two norms after the layers, and one of them is an `nn.Identity`. Where that
+    is the first one, the tokens are pooled before they are normed, so there is no final norm.
     """
     parent, _, list_name = layers.rpartition(".")
     parts = owner.get_submodule(parent)
-    norms = _norm_names(parts)
     order = [name for name, _ in parts.named_children()]
-    after = [name for name in norms if order.index(name) > order.index(list_name)]
-    chosen = (after[:1] or norms[-1:] or [""])[0]
-    if not chosen or isinstance(getattr(parts, chosen), nn.Identity):
-        return None
-    return f"{parent}.{chosen}".lstrip(".")
+    chosen = None
+    for name in _norm_names(parts):
+        if not isinstance(getattr(parts, name), nn.Identity):
+            chosen = name
+        elif chosen is None and order.index(name) > order.index(list_name):
+            return None
+    return None if chosen is None else f"{parent}.{chosen}".lstrip(".")
 
 
 def _norm_names(owner: nn.Module) -> list[str]:
