@@ -1,4 +1,4 @@
-"""Models of LitGPT and torchtitan, which CI installs for these tests alone."""
+"""Models of other libraries. CI installs LitGPT and torchtitan for these tests alone."""
 
 import copy
 import json
@@ -52,6 +52,24 @@ def test_litgpt():
     attention = plain.transformer.h[1].attn
     sizes = [config.head_size * heads for heads in (4, 2, 2)]
     check_split_inputs(attention, lambda x: attention.qkv(x).split(sizes, dim=-1), 32)
+
+
+@pytest.mark.parametrize("pooling", ["token", "avg"])
+def test_timm(pooling):
+    timm = pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))  # of torchvision
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
+    plain = timm.models.VisionTransformer(**sizes, num_classes=10, global_pool=pooling).eval()
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(image), plain(image))
+    assert model.blocks[1].connections[0].ports == ("q", "k", "v")
+    readouts = [name for name, m in model.named_modules() if getattr(m, "is_readout", False)]
+    assert readouts == (["norm.connection"] if pooling == "token" else ["blocks.2.connections.2"])
+    perturb_weights(model, 0.05)(image).square().mean().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+    attention = plain.blocks[1].attn
+    check_split_inputs(attention, lambda x: attention.qkv(x).chunk(3, dim=-1), 32)
 
 
 def build_as_torchtitan(config: Any) -> Any:

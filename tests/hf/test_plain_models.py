@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import crosslayer
+from crosslayer.connections.mudd import Mudd
 from crosslayer.hf.attach import find_backbone
 from crosslayer.hf.families import FUSED_PROJECTIONS, FusedQKV
 from crosslayer.hf.hidden_states import StreamUseError
+from crosslayer.hf.projections import find_projections
 from crosslayer.hf.qkv import FusedLinear, FusedProjection
 from crosslayer.hf.verification import verify_wiring
 from crosslayer.testing.tiny_model import perturb_weights
@@ -68,21 +71,27 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
-    """A GPT with tied embeddings and nanoGPT's names; its layers are in a list or in a dict."""
+LISTS: dict[str, Callable[[list[nn.Module]], Any]] = {
+    "list": nn.ModuleList,
+    "dict": lambda blocks: nn.ModuleDict({str(i): block for i, block in enumerate(blocks)}),
+    "sequence": lambda blocks: nn.Sequential(*blocks),
+    "sequence of names": lambda blocks: nn.Sequential(
+        OrderedDict((f"layer_{i}", block) for i, block in enumerate(blocks))
+    ),
+}
 
-    def __init__(self, numbered: bool = False):
+
+class GPT(nn.Module):
+    """A GPT with tied embeddings and nanoGPT's names. kind: of its list of layers."""
+
+    def __init__(self, kind: str = "list"):
         super().__init__()
         self.config = SimpleNamespace(n_embd=DIM, block_size=16)
-        blocks = [Block() for _ in range(3)]
-        layers: Any = nn.ModuleList(blocks)
-        if numbered:
-            layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(50, DIM),
                 "wpe": nn.Embedding(16, DIM),
-                "h": layers,
+                "h": LISTS[kind]([Block() for _ in range(3)]),
                 "ln_f": nn.LayerNorm(DIM),
             }
         )
@@ -92,8 +101,9 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         parts: Any = self.transformer
         x = parts.wte(ids) + parts.wpe(torch.arange(ids.shape[1]))
-        blocks = parts.h.values() if isinstance(parts.h, nn.ModuleDict) else parts.h
-        for block in blocks:
+        if isinstance(parts.h, nn.Sequential):
+            return self.lm_head(parts.ln_f(parts.h(x)))
+        for block in parts.h.values() if isinstance(parts.h, nn.ModuleDict) else parts.h:
             x = block(x)
         return self.lm_head(parts.ln_f(x))
 
@@ -102,11 +112,11 @@ def make_ids() -> Tensor:
     return torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("numbered", [False, True], ids=["list", "dict"])
+@pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("spec", CONNECTIONS)
-def test_a_model_of_plain_torch(spec, numbered, tmp_path):
+def test_a_model_of_plain_torch(spec, kind, tmp_path):
     """It starts as the model was, every parameter learns, and it is saved as any module is."""
-    plain = GPT(numbered).eval()
+    plain = GPT(kind).eval()
     expected = plain(make_ids())
     model = crosslayer.connect(copy.deepcopy(plain), spec)
     rounding = 0 if spec in ("mudd", "denseformer") else 1e-4
@@ -120,13 +130,13 @@ def test_a_model_of_plain_torch(spec, numbered, tmp_path):
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    loaded = crosslayer.connect(GPT(numbered).eval(), spec)
+    loaded = crosslayer.connect(GPT(kind).eval(), spec)
     loaded.load_state_dict(torch.load(tmp_path / "model.pt"))
     assert torch.equal(loaded(make_ids()), model(make_ids()))
 
 
 def test_disconnecting_a_model_of_plain_torch():
-    plain = GPT(numbered=True).eval()
+    plain = GPT("dict").eval()
     model = crosslayer.disconnect(crosslayer.connect(copy.deepcopy(plain), "mudd"))
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
     assert torch.equal(model(make_ids()), plain(make_ids()))
@@ -160,7 +170,7 @@ def test_q_k_and_v_of_nanogpt():
 
 
 def test_diagnostics_of_numbered_layers():
-    model = crosslayer.connect(GPT(numbered=True), "mudd")
+    model = crosslayer.connect(GPT("dict"), "mudd")
     found = connection_diagnostics(model, lambda: model(make_ids()))
     assert len(found) > 0 and all(math.isfinite(value) for value in found.values())
 
@@ -196,10 +206,13 @@ class FactorModel(nn.Module):
         self.norm = nn.LayerNorm(DIM)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+        x = self.embed_tokens(ids)
         for layer in self.order(self.layers):
             x = layer(x)
         return self.norm(x)
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
 
 
 FACTORS = {
@@ -557,6 +570,31 @@ class NormedSublayersBlock(nn.Module):
         return x + self.mlp(x)
 
 
+class StemModel(FactorModel):
+    """A sequence of other modules of one class comes before its list of layers."""
+
+    def __init__(self):
+        super().__init__(FACTORS["by depth"])
+        layers = self.layers
+        del self.layers
+        self.stem = nn.Sequential(SwitchedBlock(), SwitchedBlock())
+        self.layers = layers
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        return self.stem(self.embed(ids))
+
+
+class PoolingModel(FactorModel):
+    """It has timm's two norms, and uses one of them, before or after it pools its tokens."""
+
+    def __init__(self, norm: nn.Module, fc_norm: nn.Module):
+        super().__init__(FACTORS["by depth"])
+        self.norm, self.fc_norm = norm, fc_norm
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc_norm(super().forward(ids).mean(1))
+
+
 class ListedBlock(nn.ModuleList):
     """Without a forward: the model adds up what its modules return."""
 
@@ -690,6 +728,32 @@ def test_a_module_of_two_names():
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     assert torch.equal(model(make_ids()), plain(make_ids()))
     assert model.state_dict().keys() >= plain.state_dict().keys()
+
+
+def test_a_sequence_beside_the_list_of_layers_is_not_connected():
+    plain = StemModel().eval()
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    torch.testing.assert_close(model(make_ids()), plain(make_ids()))
+    names = [name for name, module in model.named_modules() if isinstance(module, Mudd)]
+    assert len(names) == 9 and not any(name.startswith("stem") for name in names)
+
+
+def test_a_sequence_of_layers_and_other_modules_is_refused():
+    model = GPT()
+    model.transformer["h"] = nn.Sequential(Block(), Block(), nn.LayerNorm(DIM))
+    message = "it has no list of layers; put its layers into an nn.ModuleList, or into an nn.Seq"
+    with pytest.raises(ValueError, match=message):
+        crosslayer.connect(model, "mudd")
+
+
+@pytest.mark.parametrize("pools_first", [False, True])
+def test_the_final_norm_is_the_one_before_the_tokens_are_pooled(pools_first):
+    norms = [nn.LayerNorm(DIM), nn.Identity()]
+    plain = PoolingModel(*(reversed(norms) if pools_first else norms)).eval()
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    torch.testing.assert_close(model(make_ids()), plain(make_ids()))
+    readouts = [name for name, module in model.named_modules() if isinstance(module, Mudd)][8:]
+    assert readouts == (["layers.3.connections.2"] if pools_first else ["norm.connection"])
 
 
 def test_the_width_may_be_known_by_the_embeddings_alone():
@@ -1052,8 +1116,35 @@ class CopyingAttention(JointAttention):
         return super().forward(x)
 
 
+class RenamingAttention(JointAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.training:
+            x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            x = (q @ k.mT).tril() @ v
+        return self.out(x)
+
+
+class ProjectingAttention(JointAttention):
+    """What it projects to q, k and v is no longer its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = self.out(x)
+            x = self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
+        else:
+            x = self.out(x)
+        return x
+
+
 ROWS = {
     "three of the width": (JointAttention, lambda each: FusedQKV(1, (DIM,) * 3), ""),
+    "a name that is used again": (RenamingAttention, lambda each: FusedQKV(1, (DIM,) * 3), ""),
     "two of the width": (
         JointAttention,
         lambda each: FusedQKV(1, (DIM,) * 2),
@@ -1084,6 +1175,10 @@ def test_a_projection_whose_class_adds_no_forward_computes_its_share():
             block.attn.c_attn = linear(DIM, 3 * DIM)
         crosslayer.connect(model, "mudd")
         assert type(model.transformer.h[1].attn.c_attn).__mro__[1] is kind
+
+
+def test_projections_of_what_replaces_the_input_are_not_those_of_the_input():
+    assert find_projections(ProjectingAttention()) == ((), None)
 
 
 @pytest.mark.parametrize("row", ROWS)

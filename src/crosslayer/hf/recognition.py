@@ -161,14 +161,9 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
         searched = _find_language_model(backbone, config)
     found = _find_lists(searched)
     if not found:
-        in_sequential = any(
-            isinstance(m, nn.Sequential) and len(m) > 1 for m in (searched, *searched.children())
-        )
-        remedy = (
-            "put its layers into an nn.ModuleList, or into an nn.Sequential of nothing else"
-            if in_sequential
-            else "build it with crosslayer.Stack"
-        )
+        remedy = "build it with crosslayer.Stack"
+        if any(map(_has_layers_and_others, searched.modules())):
+            remedy = "put its layers into an nn.ModuleList, or into an nn.Sequential of nothing else"
         raise NoLayersError(f"it has no list of layers; {remedy}")
     # a list of embeddings is none of layers
     found = [place for place in found if any(True for _ in place.layers[0].children())] or found
@@ -257,7 +252,7 @@ def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
 
 
 def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
-    """The last norm beside the list of layers that is no `nn.Identity`.
+    """The last norm beside the list of layers, of those after it in the module if there are any.
 
     timm's models have two norms after the layers, and one of them is an `nn.Identity`. Where that
     is the first one, the tokens are pooled before they are normed, so there is no final norm.
@@ -265,13 +260,13 @@ def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
     parent, _, list_name = layers.rpartition(".")
     parts = owner.get_submodule(parent)
     order = [name for name, _ in parts.named_children()]
-    chosen = None
-    for name in _norm_names(parts):
-        if not isinstance(getattr(parts, name), nn.Identity):
-            chosen = name
-        elif chosen is None and order.index(name) > order.index(list_name):
-            return None
-    return None if chosen is None else f"{parent}.{chosen}".lstrip(".")
+    norms = _norm_names(parts)
+    norms = [n for n in norms if order.index(n) > order.index(list_name)] or norms
+    is_identity = [isinstance(getattr(parts, name), nn.Identity) for name in norms]
+    if not norms or is_identity[0]:
+        return None
+    chosen = [name for name, left_out in zip(norms, is_identity, strict=True) if not left_out][-1]
+    return f"{parent}.{chosen}".lstrip(".")
 
 
 def _norm_names(owner: nn.Module) -> list[str]:
