@@ -36,6 +36,13 @@ class ConnectedModel:
     # vLLM lets the host's `__init__` decide whether to compile. It has run before `connect`.
     do_not_compile = True
 
+    @property
+    def use_nested_tensor(self) -> bool:
+        """Tells `nn.TransformerEncoder` not to give padded batches to its layers as nested tensors,
+        which connections do not take.
+        """
+        return False
+
     def __init_subclass__(cls) -> None:
         """Give the class of a connected host the signature of its host, which trainers read."""
         if "host" not in vars(cls):  # FSDP2 makes a subclass of it.

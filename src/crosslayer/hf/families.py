@@ -70,7 +70,8 @@ class Sublayer(NamedTuple):
     # "attn"; "latent_attn": k and v are of one latent; "mixer": q, k and v of one input; "mlp".
     port: str = ""
     # Of an attention: its projections of q, k and v, or of q and the latent. Further projections of
-    # its input, such as gates, may follow.
+    # its input, such as gates, may follow. Those of `nn.MultiheadAttention`, which takes three
+    # inputs, are not named.
     qkv: tuple[str, ...] = ()
     fused: FusedQKV | None = None  # the order of their outputs, where one projection is all three
     arguments: ArgumentSources | None = None  # None: all of the layer's

@@ -155,6 +155,9 @@ class ConnectedLayer:
         if sublayer.arguments is not None:
             selected = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
             kwargs = dict(sublayer.preset_arguments) | selected
+        if isinstance(x, QKVInputs) and not sublayer.qkv:  # `nn.MultiheadAttention` takes three
+            x, key, value = x
+            kwargs = kwargs | {"key": key, "value": value}
         returned = _call_as_host(find_attribute(self, sublayer.module), sublayer, x, kwargs)
         y = returned[0] if isinstance(returned, tuple | list) else returned
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.

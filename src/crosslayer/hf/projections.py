@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..class_swap import original_class
 from ..partitioned import parameter_shape
-from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, FusedQKV, Sublayer
+from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, SAME_INPUT, FusedQKV, Sublayer
 from .host_norms import find_attribute
 
 # Names that transformers gives to the projections of q, k and v, and to those of an MLP.
@@ -50,6 +50,8 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     port = "mlp" if is_mlp else "mixer"
     if qkv:
         port = "latent_attn" if qkv[:2] in _LATENT else "attn"
+    elif _takes_three_inputs(module, sublayer):
+        port = "attn"
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
@@ -65,6 +67,14 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
         up_projections=up if is_mlp else (),
         output_projection=output,
     )
+
+
+def _takes_three_inputs(module: nn.Module, sublayer: Sublayer) -> bool:
+    """Whether it is torch's own attention, and gets one input as its query, key and value."""
+    host_class: Any = original_class(module)
+    is_torch_attention = host_class.forward is nn.MultiheadAttention.forward
+    keys = {("key", SAME_INPUT), ("value", SAME_INPUT)}
+    return is_torch_attention and keys <= set(sublayer.arguments or ())
 
 
 def _is_mlp(sublayer: Sublayer) -> bool:
