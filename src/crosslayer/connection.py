@@ -61,6 +61,8 @@ class Site:
         opens_layer: whether it is the first site of its layer.
         layers: the number of layers.
         depth: the index of the readout, which is the number of sub-layers.
+        repeat: how many sites of its layer with these ports come before it, such as the first of
+            two MLPs.
     """
 
     index: int
@@ -69,6 +71,7 @@ class Site:
     opens_layer: bool
     layers: int
     depth: int
+    repeat: int = 0
 
     @property
     def is_readout(self) -> bool:
@@ -106,7 +109,8 @@ def plan_layers(ports_of_layers: Sequence[Sequence[tuple[str, ...]]]) -> list[Si
     layers = len(ports_of_layers)
     for layer, ports_of_layer in enumerate(ports_of_layers):
         for i, ports in enumerate(ports_of_layer):
-            sites.append(Site(len(sites), layer, ports, i == 0, layers, depth))
+            repeat = list(ports_of_layer[:i]).count(ports)
+            sites.append(Site(len(sites), layer, ports, i == 0, layers, depth, repeat))
     return [*sites, Site(depth, layers, ("out",), True, layers, depth)]
 
 

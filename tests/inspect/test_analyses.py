@@ -413,6 +413,34 @@ def test_a_model_of_plain_torch_with_its_own_argument():
     assert unfolded.inputs[-1] == "readout" and unfolded.error < 1e-5
 
 
+class TwoMLPs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.first, self.second = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(self.norm(x))
+        return x + self.second(self.norm(x))
+
+
+@pytest.mark.parametrize("spec", ["mudd", "hyper"])
+def test_sub_layers_of_one_kind_in_a_layer(spec):
+    model = GPT()
+    model.transformer["h"] = nn.ModuleList(TwoMLPs() for _ in range(3))
+    perturb_weights(connect(model, spec))
+    batches = [{"ids": torch.randint(50, (2, 5))}]
+    labels = [f"{layer}{letter}.mlp" for layer in range(3) for letter in ("", "b")]
+    scales = measure_scales(model, batches)
+    assert [site.label for site in scales] == [*labels, "readout"]
+    last_labels = [mixing.label for mixing in summarise_mixing(model, batches)][-2:]
+    assert last_labels == [labels[-1], "readout"]
+    unfolded = unfold_connections(model, batches)
+    assert unfolded.sources[1:] == labels and unfolded.error < 1e-4
+    assert compare_depths(model, batches).labels[:6] == labels
+    find_patterns(unfolded)
+
+
 def test_norms_of_a_wider_dtype_than_their_model():
     """As PEFT leaves them in a model that it prepares for training in few bits."""
     model = backbone(None).bfloat16()
@@ -499,6 +527,11 @@ def test_gates_of_mgr():
 def test_no_batch_is_an_error():
     with pytest.raises(ValueError, match="nothing was observed"):
         unfold_connections(backbone("prenorm"), [])
+
+
+def test_a_batch_without_names_is_an_error():
+    with pytest.raises(TypeError, match=r"of the model.s arguments by name, .* got a Tensor"):
+        measure_scales(connect(GPT(), "mudd"), [torch.zeros(2, 5, dtype=torch.long)])
 
 
 def test_a_batch_without_tokens_changes_nothing():

@@ -46,7 +46,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     """Add what a module's names tell: its kind and its projections."""
     module = layer.get_submodule(sublayer.module)
     qkv, fused = find_projections(module)
-    is_mlp = not qkv and _is_mlp(sublayer)
+    is_mlp = not qkv and _is_mlp(module, sublayer)
     port = "mlp" if is_mlp else "mixer"
     if qkv:
         port = "latent_attn" if qkv[:2] in _LATENT else "attn"
@@ -77,11 +77,12 @@ def _takes_three_inputs(module: nn.Module, sublayer: Sublayer) -> bool:
     return is_torch_attention and keys <= set(sublayer.arguments or ())
 
 
-def _is_mlp(sublayer: Sublayer) -> bool:
+def _is_mlp(module: nn.Module, sublayer: Sublayer) -> bool:
     if any(part in sublayer.module for part in _MLP_NAMES):
         return True
     # Some attentions of images are passed nothing but their input, as MLPs are.
-    is_named_attention = any(part in sublayer.module for part in _ATTENTION_NAMES)
+    names = f"{sublayer.module} {original_class(module).__name__}".lower()
+    is_named_attention = any(part in names for part in _ATTENTION_NAMES)
     return not sublayer.arguments and not is_named_attention
 
 

@@ -163,7 +163,9 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
     if not found:
         remedy = "build it with crosslayer.Stack"
         if any(map(_has_layers_and_others, searched.modules())):
-            remedy = "put its layers into an nn.ModuleList, or into an nn.Sequential of nothing else"
+            remedy = (
+                "put its layers into an nn.ModuleList, or into an nn.Sequential of nothing else"
+            )
         raise NoLayersError(f"it has no list of layers; {remedy}")
     # a list of embeddings is none of layers
     found = [place for place in found if any(True for _ in place.layers[0].children())] or found

@@ -5,6 +5,7 @@ describes what is seen in its figures and gives no thresholds. Those here are ou
 """
 
 import math
+import re
 import statistics
 from dataclasses import dataclass
 
@@ -124,8 +125,8 @@ def _attention_reach(weights: Tensor, unfolded: UnfoldedMap) -> float:
 
 def _layer_of(label: str) -> int:
     """Of a source: the embedding stands before layer 0."""
-    layer = label.partition(".")[0]
-    return int(layer) if layer.isdigit() else -1
+    layer = re.match(r"\d+", label)  # "3" of "3b.mlp", too
+    return int(layer[0]) if layer else -1
 
 
 def _parallel_pairs(rows: list[Tensor], unfolded: UnfoldedMap) -> list[tuple[str, str]]:

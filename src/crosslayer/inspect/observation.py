@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..class_swap import original_class
-from ..connection import SPLIT_PORT_NAMES, Connection, autocast_disabled, find_connections
+from ..connection import SPLIT_PORT_NAMES, Connection, Site, autocast_disabled, find_connections
 from ..evaluation_mode import evaluation_mode
 from ..hf import connect
 from ..hf.attach import find_backbone
@@ -161,6 +161,11 @@ def observe_model(
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):
         for batch in batches:
+            if not isinstance(batch, Mapping):
+                raise TypeError(
+                    "expected batches of the model's arguments by name, like {'input_ids': ids}, "
+                    f"got a {type(batch).__name__}"
+                )
             mask = batch.get("attention_mask")
             if mask is not None and not mask.any():
                 continue
@@ -273,10 +278,12 @@ def splits_ways(connection: Connection[Any]) -> bool:
 
 
 def site_label(connection: Connection[Any]) -> str:
-    """Like "3.attn" for the attention of layer 3, "3.attn+mlp" for a parallel block, "readout"."""
+    """Like "3.attn" for the attention of layer 3, "3.attn+mlp" for a parallel block, "3b.mlp" for
+    the second of two MLPs, "readout".
+    """
     if connection.is_readout:
         return "readout"
-    return f"{connection.site.layer}.{'+'.join(map(port_label, connection.site.ports))}"
+    return _label(connection.site, "+".join(map(port_label, connection.site.ports)))
 
 
 def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
@@ -284,7 +291,12 @@ def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
     label = site_label(connection)
     if inputs == 1:
         return [label]
-    return [f"{connection.site.layer}.{port_label(port)}" for port in connection.ports]
+    return [_label(connection.site, port_label(port)) for port in connection.ports]
+
+
+def _label(site: Site, ports: str) -> str:
+    letter = chr(ord("a") + site.repeat) if site.repeat else ""
+    return f"{site.layer}{letter}.{ports}"
 
 
 def port_label(port: str) -> str:
