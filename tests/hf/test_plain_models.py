@@ -641,6 +641,20 @@ class RenamedBlock(Block):
         return x + self.feed_forward(self.ln_2(x))
 
 
+class FunctionBlock(Block):
+    """Its MLP is a function that knows the modules, as in minGPT."""
+
+    def __init__(self):
+        super().__init__()
+        mlp: Any = nn.ModuleDict(self.mlp.named_children())
+        self.mlp = mlp
+        self.mlpf = lambda x: mlp.c_proj(mlp.gelu(mlp.c_fc(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlpf(self.ln_2(x))
+
+
 class NormedSublayersBlock(nn.Module):
     """Its sub-layers have their norms, so nothing beside them says how wide the stream is."""
 
@@ -840,6 +854,14 @@ def test_the_final_norm_is_the_one_before_the_tokens_are_pooled(pools_first):
     torch.testing.assert_close(model(make_ids()), plain(make_ids()))
     readouts = [name for name, module in model.named_modules() if isinstance(module, Mudd)][8:]
     assert readouts == (["layers.3.connections.2"] if pools_first else ["norm.connection"])
+
+
+def test_functions_that_know_modules():
+    model = model_of(FunctionBlock)
+    expected = model(make_ids())
+    assert torch.equal(crosslayer.connect(model, "mudd")(make_ids()), expected)
+    model.transformer.h[1].mlp.c_proj = nn.Linear(4 * DIM, DIM)  # which the function does not know
+    assert not torch.equal(model(make_ids()), expected)
 
 
 def test_the_width_may_be_known_by_the_embeddings_alone():

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -378,6 +379,7 @@ def make_shadow(
     shadow = _copy_without_modules(module, original_class(module))
     shared = {"observer": observer, "lengths": lengths, "training": training}
     _add_stand_ins(shadow, module, "", shared, replaced, opened)
+    _rebind_functions(shadow, module)
     generator = torch.Generator().manual_seed(min(seed, 1))
     for copy in shadow.modules():
         if isinstance(copy, StandIn) or (replaced is not None and copy is not shadow):
@@ -447,6 +449,23 @@ def _add_stand_ins(
         shadow._modules[name] = copy
     for name, other_name in _further_names(module).items():
         shadow._modules[name] = shadow._modules[other_name]
+
+
+def _rebind_functions(shadow: nn.Module, module: nn.Module) -> None:
+    """Let the functions among a module's attributes call stand-ins, as minGPT's `mlpf` must."""
+    copies = dict(shadow.named_modules(remove_duplicate=False))
+    copy_of = {
+        id(part): copies[path]
+        for path, part in module.named_modules(remove_duplicate=False)
+        if path in copies
+    }
+    for name, value in vars(shadow).items():
+        if not isinstance(value, FunctionType) or not value.__closure__:
+            continue
+        contents = [cell.cell_contents for cell in value.__closure__]
+        cells = tuple(CellType(copy_of.get(id(content), content)) for content in contents)
+        rebound = FunctionType(value.__code__, value.__globals__, name, value.__defaults__, cells)
+        vars(shadow)[name] = rebound
 
 
 def _further_names(module: nn.Module) -> dict[str, str]:
