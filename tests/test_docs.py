@@ -13,7 +13,7 @@ import torch
 import crosslayer
 from crosslayer import connections
 from crosslayer.train.recipe import load_recipe
-from tests.hf.test_plain_models import GPT
+from tests.hf.plain_models import GPT
 from tests.support.hub import snapshot_folder
 
 ROOT = Path(__file__).parent.parent

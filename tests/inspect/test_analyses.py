@@ -41,7 +41,7 @@ from crosslayer.inspect.inspection import InspectionSubject, inspect_model
 from crosslayer.inspect.lens import measure_block_gradients, measure_site_losses
 from crosslayer.mixing import MixingWeights, identity_weights, join_columns
 from crosslayer.testing.tiny_model import DEFAULT_SPECS, perturb_weights
-from tests.hf.test_plain_models import GPT
+from tests.hf.plain_models import GPT
 from tests.inspect.methods import has_mixing_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:connecting")
