@@ -22,9 +22,9 @@ from .families import (
     LayerWiring,
     Sublayer,
 )
+from .function_calls import is_norm_function
 from .host_norms import find_attribute
 from .projections import describe_sublayer, has_matrix
-from .shadow import is_norm_function
 from .trace import (
     STREAM_VECTOR,
     LayerTrace,

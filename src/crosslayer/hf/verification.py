@@ -21,13 +21,13 @@ from ..spec import make
 from .arguments import LayerArgument, layer_arguments, name_arguments, residual_argument
 from .attach import attach_connections
 from .families import FunctionCall, LayerWiring, ModelWiring, Sublayer, own_connection
+from .function_calls import FunctionMode
 from .hidden_states import HiddenState
 from .host_norms import find_attribute
 from .layer_recognition import paths_around, recognise_layer
 from .recognition import layer_kind
 from .shadow import (
     ChangedStreamError,
-    FunctionMode,
     make_shadow,
     run_backbone_shadow,
     run_layer_shadow,
