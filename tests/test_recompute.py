@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import crosslayer
 from crosslayer.connection import find_connections
 from crosslayer.cost.estimate import activation_bytes
+from crosslayer.ops import dispatch
 from crosslayer.recompute import (
     TracedState,
     _SaveTensors,
@@ -234,6 +235,41 @@ def pipeline_cut(model, ids):
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
+def called_functionally(model, ids):
+    """With other weights, which the model does not have in the backward pass."""
+    weights = {n: (p.detach() + 0.1).requires_grad_() for n, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, weights, (ids,)).logsumexp(-1).square().mean()
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in weights.items()}
+
+
+def steered(model, ids):
+    """Hooks change what connections give to sub-layers."""
+    connections = find_connections(model)[:-1]
+    for connection in connections:
+        connection.read = functools.partial(steered_read, connection.read)
+    result = loss_and_gradients(model, ids)
+    for connection in connections:
+        del connection.read
+    return result
+
+
+def steered_read(read, state):
+    inputs, state = read(state)
+    return tuple(x + 1 for x in inputs), state
+
+
+def frozen_before_backward(model, ids):
+    """Connections stop to learn once the loss is known."""
+    loss = model(ids).logsumexp(-1).square().mean()
+    for connection in find_connections(model):
+        connection.requires_grad_(False)
+    model.zero_grad()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -245,6 +281,9 @@ def pipeline_cut(model, ids):
         checkpointed_sublayers,
         deep_supervision,
         pipeline_cut,
+        called_functionally,
+        steered,
+        frozen_before_backward,
     ],
     ids=lambda f: f.__name__,
 )
@@ -319,6 +358,27 @@ class Overwriting(torch.nn.Module):
         return self.linear(x.mul_(2))
 
 
+def test_an_output_that_is_written_into_is_an_error():
+    """As without recomputation: the gradient of the sigmoid needs its output."""
+    for model in plain_and_recomputed("hyper"):
+        model.blocks[2].sublayers[1] = nn.Sequential(nn.Linear(12, 12), nn.Sigmoid())
+        model.blocks[2].sublayers[1].register_forward_hook(lambda *args: args[2].mul_(0.5))
+        loss = model(token_ids()).sum()
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(("spec", "how"), [("hyper", "streams"), ("mgr", "inversion")])
+def test_parameters_that_are_changed_before_the_backward_pass_are_an_error(spec, how):
+    _, recomputed = plain_and_recomputed(spec, how)
+    loss = recomputed(token_ids()).sum()
+    with torch.no_grad():
+        for parameter in recomputed.blocks[1].connections[0].parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match=f"of {spec}, site 2 of 12 has changed since the for"):
+        loss.backward()
+
+
 def test_an_input_that_is_written_into_is_saved():
     plain = tiny_gpt("hyper", layers=LAYERS)
     for block in plain.blocks:
@@ -339,6 +399,39 @@ def test_an_input_that_is_written_into_is_saved():
 def test_unsupported_modes_are_an_error(spec, how, message):
     with pytest.raises(ValueError, match=message):
         enable_recompute(find_connections(tiny_gpt(spec)), how)
+
+
+def test_reads_use_the_kernels_of_the_forward_pass(monkeypatch):
+    """The backward pass may come after a block of `use_kernels`."""
+    _, recomputed = plain_and_recomputed("hyper")
+    connection = recomputed.blocks[1].connections[0]
+    devices = []
+    mix_inputs = type(connection).mix_inputs
+
+    def record(self, state):
+        devices.append(dispatch.kernel_devices)
+        return mix_inputs(self, state)
+
+    monkeypatch.setattr(type(connection), "mix_inputs", record)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "kernel_devices", ("meta",))
+        loss = recomputed(token_ids()).sum()
+    forward_reads = len(devices)
+    loss.backward()
+    assert set(devices) == {("meta",)} and len(devices) > forward_reads
+    assert dispatch.kernel_devices == ()
+
+
+def test_every_site_is_checked():
+    sites = find_connections(tiny_gpt("hyper"))
+    of_postnorm = find_connections(tiny_gpt("postnorm"))
+    with pytest.raises(ValueError, match="is not supported by postnorm"):
+        enable_recompute([*sites[:-1], *of_postnorm])
+    with pytest.raises(ValueError, match="the last site must be the readout, got hyper, site"):
+        enable_recompute(sites[:-1])
+    for no_sites in ([], [nn.Identity()]):
+        with pytest.raises(ValueError, match="takes a list of a model's connections"):
+            enable_recompute(no_sites)
 
 
 def test_layers_that_are_checkpointed():

@@ -23,7 +23,9 @@ In the forward pass a state is wrapped in a `TracedState`, which has all that it
 tensor is stored on a module. What it keeps is saved in nodes of autograd, so that hooks on saved
 tensors count or offload it too. A sub-layer may be checkpointed; a block that contains reads may
 not. A pipeline stage sends `traced.state`, and the next stage starts from it as a saved state.
-Under `torch.func` and forward-mode AD nothing is recomputed: these have no hooks on saved tensors.
+Under `torch.func` and forward-mode AD nothing is recomputed: these have no hooks on saved tensors,
+and `functional_call` takes its parameters away after the forward pass. What autograd would refuse,
+a parameter or a saved tensor that is changed before the backward pass, is an error here too.
 """
 
 import itertools
@@ -33,13 +35,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .class_swap import swap_class
 from .connection import Connection, State, autocast_disabled
 from .fsdp import gathered_parameters
+from .ops import dispatch
 from .ops.manual_backward import is_transformed
 from .validation import check_choice
 
@@ -78,6 +81,59 @@ class _SaveTensors(torch.autograd.Function):
         return key.clone()
 
 
+class _ForwardConditions:
+    """What a connection's read depended on in the forward pass, besides the state."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.kernel_devices = dispatch.kernel_devices
+        self.parameters = {
+            name: (parameter, parameter._version, parameter.requires_grad)
+            for name, parameter in _registered_parameters(connection)
+        }
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore what can be restored, for a read in the backward pass.
+
+        Raises:
+            RuntimeError: a parameter has changed since.
+        """
+        parameters = dict(_registered_parameters(self.connection))
+        for name, (parameter, version, _) in self.parameters.items():
+            if parameters.get(name) is not parameter or parameter._version != version:
+                raise RuntimeError(
+                    f"{name} of {_site_name(self.connection)} has changed since the forward pass, "
+                    "and recompute needs it unchanged in the backward pass"
+                )
+        devices = dispatch.kernel_devices
+        requires_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        try:
+            dispatch.kernel_devices = self.kernel_devices
+            for parameter, _, required_grad in self.parameters.values():
+                parameter.requires_grad_(required_grad)
+            yield
+        finally:
+            dispatch.kernel_devices = devices
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(requires_grad[name])
+
+
+def _registered_parameters(connection: Connection) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a connection and of the norms that it owns, by name.
+
+    `functional_call` has tensors in their places.
+    """
+    for path, module in connection.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}".lstrip("."), parameter
+
+
+def _is_called_functionally(connection: Connection) -> bool:
+    return not all(isinstance(p, nn.Parameter) for _, p in _registered_parameters(connection))
+
+
 class _RecomputedRead:
     """Recomputes one `read` of one site in the backward pass.
 
@@ -99,6 +155,8 @@ class _RecomputedRead:
     ):
         self.connection = connection
         self.read = read
+        self.conditions = _ForwardConditions(connection)
+        self.input_keys: list[tuple[Any, ...]] = []  # of the inputs that the read returned
         self.previous = traced.previous
         self.keeps_state = keeps_state or self.previous is None
         self.requires_grad = tree_map(lambda x: x is not None and x.requires_grad, traced.state)
@@ -160,11 +218,33 @@ class _RecomputedRead:
         state = tree_map(as_in_forward, self.recover_state(), self.requires_grad)
         for module in _modules_sharded_now(self.connection):
             module.unshard()  # stays so, because its own backward is next
-        with torch.enable_grad(), saved_tensors_hooks(collect, lambda x: x):
+        with (
+            self.conditions.restored(),
+            torch.enable_grad(),
+            saved_tensors_hooks(collect, lambda x: x),
+        ):
             inputs, _ = self.read(state)
-        assert len(saved) == self.packed_count, "a read must be pure"
+        if len(saved) != self.packed_count:
+            raise RuntimeError(
+                f"the read of {_site_name(self.connection)} saves {len(saved)} tensors in the "
+                f"backward pass and saved {self.packed_count} in the forward pass: recompute needs "
+                "a read that does the same in both"
+            )
         self.recomputed_tensors = dict(enumerate(saved))
         self.recomputed_inputs = tuple(x.detach() for x in inputs)
+
+    def advance_state(self, state: State, y: Tensor) -> State:
+        """The state of the next site, given that of this one and the sub-layer's output."""
+        connection = self.connection
+        modules = _modules_sharded_now(connection)
+        with (
+            gathered_parameters(modules),
+            self.conditions.restored(),
+            torch.no_grad(),
+            autocast_disabled(state),
+        ):
+            _, state = connection.mix_inputs(state)
+            return connection.write(state, y)
 
 
 class _ReplayFromCheckpoint(_RecomputedRead):
@@ -206,7 +286,7 @@ class _ReplayFromCheckpoint(_RecomputedRead):
         state = start.kept_tensors.unpack_tree() if start.keeps_state else start.cached_state
         for read in reversed(path):
             y = read.kept_tensors.unpack_tree()
-            state = _advance_state(read.previous.connection, state, y)  # type: ignore[union-attr]
+            state = read.previous.advance_state(state, y)  # type: ignore[union-attr]
             read.cached_state = state
         self.cached_state = None
         return state
@@ -267,6 +347,11 @@ def _name_of(connection: Connection) -> str:
     return connection.name or type(connection).__name__
 
 
+def _site_name(connection: Connection) -> str:
+    """What messages call a site."""
+    return f"{_name_of(connection)}, site {connection.site.index} of {connection.site.depth}"
+
+
 class RecomputedConnection:
     """Mixin of a connection whose reads are recomputed in the backward pass."""
 
@@ -274,8 +359,9 @@ class RecomputedConnection:
     keeps_state: bool
 
     def read(self, state: State) -> Any:
+        this: Any = self
         if not isinstance(state, TracedState):  # the first site, or the first after a pipeline cut
-            if not torch.is_grad_enabled() or is_transformed():
+            if not torch.is_grad_enabled() or is_transformed() or _is_called_functionally(this):
                 return super().read(state)  # type: ignore[misc]
             state = TracedState(state)
         return self._traced_read(state)
@@ -287,6 +373,7 @@ class RecomputedConnection:
         read = self.recomputed_read(this, plain_read, self.keeps_state, state)
         with saved_tensors_hooks(read.pack_index, read.unpack_index):
             inputs, next_state = plain_read(state.state)
+        read.input_keys = [_storage_key(x) for x in inputs]
         return inputs, TracedState(next_state, read)
 
     def write(self, state: State, y: Tensor) -> State:
@@ -329,10 +416,17 @@ def enable_recompute(
             counts as a layer. By default those of `checkpoint_layers_log2`.
 
     Raises:
-        ValueError: the method does not support `recompute`.
+        ValueError: the method of a site does not support `recompute`, or the last site is not the
+            readout.
     """
     recomputed_read = check_choice("recompute", recompute, RECOMPUTE_MODES)
-    recomputed_read.check_supported(sites[0])
+    sites = list(sites)
+    if not sites or not all(isinstance(site, Connection) for site in sites):
+        raise ValueError("enable_recompute takes a list of a model's connections")
+    if not sites[-1].is_readout:
+        raise ValueError(f"the last site must be the readout, got {_site_name(sites[-1])}")
+    for connection in sites:
+        recomputed_read.check_supported(connection)
     if kept is None:
         kept = checkpoint_layers_log2(sites[-1].site.layer)
     for connection in sites:
@@ -377,8 +471,13 @@ class _SavedInput(NamedTuple):
 def _recompute_inputs(inputs: tuple[Tensor, ...], read: _RecomputedRead) -> Iterator[None]:
     # Autograd calls only the innermost hooks, so tensors that are no inputs go to the outer ones.
     outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    outer_pack, outer_unpack = outer_hooks or (Tensor.detach, lambda x: x)
-    ports = {_storage_key(x): port for port, x in enumerate(inputs) if x.is_contiguous()}
+    outer_pack, outer_unpack = outer_hooks or (_pack_with_version, _unpack_with_version)
+    # A hook on the connection may have replaced what the read returned.
+    ports = {
+        key: port
+        for port, (x, key) in enumerate(zip(inputs, read.input_keys, strict=False))
+        if x.is_contiguous() and _storage_key(x) == key
+    }
 
     def pack(x: Tensor) -> Any:
         port = ports.get(_storage_key(x)) if x.is_contiguous() else None
@@ -393,18 +492,26 @@ def _recompute_inputs(inputs: tuple[Tensor, ...], read: _RecomputedRead) -> Iter
         yield
 
 
+def _pack_with_version(x: Tensor) -> tuple[Tensor, int]:
+    """A saved tensor with what tells whether it is changed in place, as autograd keeps it."""
+    return x.detach(), x._version
+
+
+def _unpack_with_version(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a {list(x.shape)} that a sub-layer saved is at version {x._version}, "
+            f"expected version {version}"
+        )
+    return x
+
+
 def _storage_key(x: Tensor) -> tuple[Any, ...]:
     """Equal for a tensor and its views of another shape, until one of them is written into."""
     # The storage object itself, because meta tensors have no address.
     return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x._version
-
-
-def _advance_state(connection: Connection, state: State, y: Tensor) -> State:
-    """The state of the next site, given that of this one and the sub-layer's output."""
-    modules = _modules_sharded_now(connection)
-    with gathered_parameters(modules), torch.no_grad(), autocast_disabled(state):
-        _, state = connection.mix_inputs(state)
-        return connection.write(state, y)
 
 
 def _modules_sharded_now(connection: Connection) -> list[Any]:
