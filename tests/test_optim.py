@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 import crosslayer
@@ -143,6 +144,43 @@ def test_the_decay_of_a_state_is_no_matrix():
     for parameter in found:
         assert parameter.dim() == 2
         assert group[id(parameter)]["name"] == "vectors"
+
+
+class HeadNorm(nn.Module):
+    """With a weight a head, as Cohere's norms of q and k."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+
+class ExpertsLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_norm = HeadNorm()
+        self.experts_bias = nn.Parameter(torch.zeros(4, 8))  # one a expert, as in gpt-oss
+        self.rel_pos_h = nn.Parameter(torch.zeros(7, 8))
+        self.linear = weight_norm(nn.Linear(8, 8))
+
+
+def test_what_has_two_dimensions_and_is_no_map():
+    model = nn.ModuleDict({"embed": nn.Embedding(16, 8), "layers": nn.ModuleList([ExpertsLayer()])})
+    weight_norm(model["embed"])
+    names = {id(p): name.rpartition("layers.0.")[2] for name, p in model.named_parameters()}
+    groups = crosslayer.param_groups(model, 1.0, 0.1)
+    assert {g["name"]: [names[id(p)] for p in g["params"]] for g in groups} == {
+        "embeddings": [f"embed.parametrizations.weight.original{i}" for i in range(2)],
+        "vectors": ["experts_bias", "q_norm.weight", "linear.bias"],
+        "other matrices": ["rel_pos_h", "linear.parametrizations.weight.original0"],
+        "matrices": ["linear.parametrizations.weight.original1"],
+    }
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda models: nn.Sequential(*models)])
+def test_muon_gets_no_heads_of_several_models(container):
+    models = [llama(), llama()]
+    expected = [id(p) for model in models for p in layer_matrices(model)]
+    assert [id(p) for p in layer_matrices(container(models))] == expected
 
 
 def test_muon_gets_the_layers_matrices_alone():

@@ -1,8 +1,10 @@
 """The public interface: names, specs, what they print, and how they fail."""
 
 import pickle
+from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,16 @@ def test_equal_options_in_another_order_are_one_spec():
 def test_a_dtype_of_torch_is_written_by_its_name():
     spec = make("mudd", stream_dtype=torch.bfloat16)
     assert str(spec) == "mudd(stream_dtype='bfloat16')"
+
+
+class Streams(IntEnum):
+    TWO = 2
+
+
+def test_numbers_and_enums_of_others_are_written_as_pythons():
+    spec = make("hyper", streams=Streams.TWO, matrix=[[np.float64(0.5), 1.0]], dynamic=True)
+    assert str(spec) == "hyper(streams=2, matrix=[[0.5, 1.0]], dynamic=True)"
+    assert str(make("highway", bias=np.float64(-2))) == "highway(bias=-2.0)"
 
 
 def test_former_names():
@@ -249,6 +261,12 @@ def write_twice(spec: str) -> None:
             r"^stream_dtype needs norms with a weight, .* got Identity\(\)$",
         ),
         (lambda: write_twice("prenorm"), "^write was called twice without a read in between"),
+        (
+            lambda: build("mgr").write(
+                build("mgr").init(torch.zeros(2, 3, 8)), torch.zeros(2, 1, 8)
+            ),
+            r"^write takes an output of the stream's shape, \[B T 8\] .*, got \[2 1 8\]",
+        ),
         (lambda: crosslayer.plan("2"), "^layers must be a whole number of at least 1, got '2'$"),
         (
             lambda: stack_of_two(recompute="layers"),

@@ -15,6 +15,7 @@ separately, so it is causal and needs no cache when decoding. A whole model:
 Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,8 @@ class Connection(nn.Module, Generic[StateT]):
         if package == "crosslayer.connections":
             cls.name = module
         check_state_class(cls)
+        if "reset_parameters" in vars(cls):
+            setattr(cls, "reset_parameters", _in_float32(cls.reset_parameters))  # noqa: B010
 
     def __init__(
         self, site: Site, dim: int, norm: NormFactory, ports: tuple[str, ...] | None = None
@@ -256,7 +259,8 @@ class Connection(nn.Module, Generic[StateT]):
         """Record the sub-layer's output y [B T D]. The next `read` applies it.
 
         Raises:
-            ValueError: the state has a write already, which would be lost.
+            ValueError: the state has a write already, which would be lost; or the output has
+                another shape than the stream.
             TypeError: the output is no tensor.
         """
         if not isinstance(y, Tensor):
@@ -267,6 +271,13 @@ class Connection(nn.Module, Generic[StateT]):
             raise ValueError(
                 "write was called twice without a read in between; add up the outputs of parallel "
                 "sub-layers and write the sum"
+            )
+        lead = tree_leaves(state)[0].shape[: y.dim() - 1]  # without the axis of n streams
+        if y.shape != (*lead, self.dim):
+            got = " ".join(map(str, y.shape))
+            raise ValueError(
+                f"write takes an output of the stream's shape, [B T {self.dim}] with the B and T "
+                f"of the embedding, got [{got}]"
             )
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
         fields: dict[str, Any] = dict(zip(names, state, strict=True))  # type: ignore[call-overload]
@@ -393,6 +404,30 @@ class Connection(nn.Module, Generic[StateT]):
                 # torch.nn.utils.parametrize moves own parameters into this child
                 child._apply(apply_in_float32 if name == "parametrizations" else fn)
         return super()._apply(apply_in_float32, recurse=False)
+
+
+def _in_float32(reset_parameters: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Let a reset reach parameters that others have cast, of which `__getattr__` returns copies."""
+
+    @functools.wraps(reset_parameters)
+    def reset(connection: Any) -> None:
+        copies = {
+            name: parameter.detach().float()
+            for name, parameter in connection._parameters.items()
+            if parameter is not None and parameter.dtype in HALF_DTYPES
+            if name not in vars(connection)  # within the reset of a subclass
+        }
+        vars(connection).update(copies)
+        try:
+            reset_parameters(connection)
+        finally:
+            for name in copies:
+                del vars(connection)[name]
+        with torch.no_grad():
+            for name, copy in copies.items():
+                connection._parameters[name].copy_(copy)
+
+    return reset
 
 
 def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:

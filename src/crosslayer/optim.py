@@ -9,8 +9,9 @@ from .connection import find_connections
 from .partitioned import parameter_shape
 from .validation import check_non_negative
 
-# Parameters of two dimensions that are no linear maps: the logarithm of the decay of Mamba's state
-_LOGARITHMS = ("A_log",)
+# Parameters of two dimensions that are treated as vectors: the logarithm of the decay of Mamba's
+# state, and biases of experts.
+_VECTOR_ENDINGS = ("A_log", "bias")
 
 
 class _Group(NamedTuple):
@@ -77,7 +78,7 @@ def param_groups(
             elif id(parameter) in embedding_ids:
                 decay = weight_decay / embedding_lr_scale if embedding_lr_scale else 0.0
                 group = _Group("embeddings", embedding_lr_scale * lr, decay, muon=False)
-            elif len(parameter_shape(parameter)) >= 2 and name not in _LOGARITHMS:
+            elif _is_matrix(module, name, parameter):
                 group = _Group("other matrices", lr, weight_decay, muon=False)
             else:
                 group = _Group("vectors", lr, 0.0, muon=False)
@@ -89,17 +90,29 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The 2-d weights inside a model's lists of layers.
 
     Embeddings are excluded, also inside layers (DiT's blocks have one of the classes) and where a
-    head is tied to them, and so are the connections' parameters and Mamba's `A_log`.
+    head is tied to them, and so are the connections' parameters, what is treated as a vector, and
+    tables of relative positions.
     """
     other_ids = _embedding_ids(model) | _connection_decays(model).keys()
     matrices: dict[int, nn.Parameter] = {}  # by id: lists of layers may be within others
     for layers in map(_layers_in, model.modules()):
         for module in (module for layer in layers for module in layer.modules()):
             for name, parameter in module.named_parameters(recurse=False):
-                is_map = len(parameter_shape(parameter)) == 2 and name not in _LOGARITHMS
+                shape = parameter_shape(parameter)
+                is_table = name.startswith("rel_pos")
+                # weight_norm's gains have a dimension of 1
+                is_map = len(shape) == 2 and min(shape) > 1 and not is_table
+                is_map = is_map and _is_matrix(module, name, parameter)
                 if is_map and id(parameter) not in other_ids:
                     matrices[id(parameter)] = parameter
     return list(matrices.values())
+
+
+def _is_matrix(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter of a module takes weight decay. Norms of heads may have 2 dimensions."""
+    is_of_norm = type(module).__name__.endswith("Norm")
+    is_vector = len(parameter_shape(parameter)) < 2 or name.endswith(_VECTOR_ENDINGS)
+    return not is_of_norm and not is_vector
 
 
 def _connection_decays(model: nn.Module) -> dict[int, bool]:
@@ -115,23 +128,32 @@ def _connection_decays(model: nn.Module) -> dict[int, bool]:
 
 
 def _embedding_ids(model: nn.Module) -> set[int]:
-    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return {id(parameter) for embedding in embeddings for parameter in embedding.parameters()}
 
 
 def _layers_in(module: nn.Module) -> list[nn.Module]:
     """The layers of a list, a sequence or a dict with numbers as keys; none of any other module.
 
     Layers have modules. A list of only linear maps may be of output heads. An nn.Sequential may end
-    with a head, and one with an embedding is a model.
+    with a head, and one with an embedding is a model. So is a member with embeddings and layers.
     """
-    children = list(module.children())
     if isinstance(module, nn.ModuleDict):
-        return children if has_numbered_layers(module) else []
+        if not has_numbered_layers(module):
+            return []
+    elif not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = [child for child in module.children() if not _is_model(child)]
     layers = [child for child in children if any(True for _ in child.children())]
     if isinstance(module, nn.Sequential):
         is_model = any(isinstance(child, nn.Embedding) for child in children)
         return [] if is_model else layers
-    return children if isinstance(module, nn.ModuleList) and layers else []
+    return children if layers or isinstance(module, nn.ModuleDict) else []
+
+
+def _is_model(module: nn.Module) -> bool:
+    has_embedding = any(isinstance(part, nn.Embedding) for part in module.modules())
+    return has_embedding and any(_layers_in(part) for part in module.modules())
 
 
 def has_numbered_layers(modules: nn.ModuleDict) -> bool:

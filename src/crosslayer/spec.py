@@ -9,6 +9,7 @@ import ast
 import inspect
 import reprlib
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, get_type_hints
 
 import torch
@@ -172,10 +173,25 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
                 f"its options: {listed}"
             )
         check_option_type(f"{name}: {key}", spec_options[key], annotations.get(key, Any))
+        spec_options[key] = _plain_value(spec_options[key])
     for key, default in own_options.items():
         if default is inspect.Parameter.empty and key not in spec_options:
             raise ValueError(f"{name} needs the option {key!r}, like {name}({key}=…)")
     return ConnectionSpec(name, spec_options)
+
+
+def _plain_value(value: Any) -> Any:
+    """A value as Python's own type, whose text `_parse_spec` reads; numpy's numbers have others."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, list):
+        return [_plain_value(item) for item in value]
+    if isinstance(value, bool):
+        return value
+    for plain in (str, float, int):
+        if isinstance(value, plain):
+            return plain(value)
+    return value
 
 
 def connection_name(spec: str) -> str:
@@ -214,7 +230,7 @@ def _parse_spec(text: str) -> tuple[str, dict[str, Any]]:
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
                 if all(keyword.arg for keyword in keywords):  # `**options` has no name
                     return name, _literal_options(name, keywords, text.strip())
-    except (SyntaxError, TypeError, RecursionError, MemoryError, AttributeError):
+    except (SyntaxError, UnicodeError, TypeError, RecursionError, MemoryError, AttributeError):
         pass  # MemoryError and RecursionError: nested too deep for Python's parser
     raise ValueError(
         f"cannot read the connection {reprlib.repr(text)}: expected a name, or a name with options "

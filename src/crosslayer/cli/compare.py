@@ -40,7 +40,7 @@ def parser() -> Any:
         "--seeds",
         type=int,
         default=1,
-        help="runs of each arm; with more than one the report has standard deviations and 95 %% "
+        help="runs of each arm; with more than one the report has standard deviations and 95 % "
         "intervals",
     )
     command.add_argument(

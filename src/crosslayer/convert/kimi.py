@@ -55,7 +55,7 @@ def load_connections(
         ValueError: a tensor is missing.
     """
     check_positive(attn_res_block_size=attn_res_block_size)
-    pattern = re.compile(r"(.*\.)?layers\.(\d+)\.mlp_res_proj\.weight")
+    pattern = re.compile(r"(.*\.)?layers\.(\d+)\.(?:self_attention|mlp)_res_(?:proj|norm)\.weight")
     matches = [match for match in map(pattern.fullmatch, tensors) if match]
     if not matches:
         raise ValueError("no attention-residual tensors; expected 'layers.0.mlp_res_proj.weight'")

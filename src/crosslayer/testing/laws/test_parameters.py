@@ -58,6 +58,11 @@ def test_parameters_follow_the_conventions(spec, parallel):
         assert equal_tensors(initial, {name: p.detach() for name, p in parameters.items()}), (
             "reset_parameters must restore the initial values"
         )
+        for p in parameters.values():  # as others cast it
+            p.data = torch.full_like(p, 3, dtype=torch.bfloat16)
+        site.reset_parameters()
+        rounded = {name: value.bfloat16() for name, value in initial.items()}
+        assert equal_tensors(rounded, {name: p.detach() for name, p in parameters.items()})
 
 
 @every_variant
