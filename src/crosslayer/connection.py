@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .method_checks import check_class_attributes, check_mixed, check_state, check_state_class
+from .method_checks import (
+    check_class_attributes,
+    check_mixed,
+    check_state,
+    check_state_class,
+    stream_shape,
+)
 from .mixing import MixingWeights
 from .validation import HALF_DTYPES, check_option_type, check_positive
 
@@ -272,12 +278,11 @@ class Connection(nn.Module, Generic[StateT]):
                 "write was called twice without a read in between; add up the outputs of parallel "
                 "sub-layers and write the sum"
             )
-        lead = tree_leaves(state)[0].shape[: y.dim() - 1]  # without the axis of n streams
-        if y.shape != (*lead, self.dim):
-            got = " ".join(map(str, y.shape))
+        expected = stream_shape(self, state, y.dim())
+        if y.shape != expected:
             raise ValueError(
-                f"write takes an output of the stream's shape, [B T {self.dim}] with the B and T "
-                f"of the embedding, got [{got}]"
+                "write takes an output of the stream's shape, "
+                f"[{' '.join(map(str, expected))}], got [{' '.join(map(str, y.shape))}]"
             )
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
         fields: dict[str, Any] = dict(zip(names, state, strict=True))  # type: ignore[call-overload]

@@ -91,8 +91,8 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
     Raises:
         TypeError: it is no pair of a tuple of tensors and a state without a write; or a field of
             the state is a parameter.
-        ValueError: an input has another shape than the sub-layer's output, or others have cast the
-            streams of the state.
+        ValueError: an input has another shape than the stream, or others have cast the streams of
+            the state.
     """
     name = type(connection).__name__
     _check_stream_dtype(connection, state)
@@ -103,12 +103,11 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
             f"`return (h,), state`, got {_describe(mixed)}"
         )
     inputs, next_state = mixed
-    y = state.y
     for x in inputs:
-        if x.shape[-1] != connection.dim or (y is not None and x.shape != y.shape):
-            expected = ["…", connection.dim] if y is None else list(y.shape)
+        expected = stream_shape(connection, state, x.dim())
+        if x.shape != expected:
             raise ValueError(
-                f"{name}.mix_inputs must return inputs of the shape of the sub-layers' outputs, "
+                f"{name}.mix_inputs must return inputs of the stream's shape, "
                 f"[{' '.join(map(str, expected))}], got [{' '.join(map(str, x.shape))}]"
             )
     _check_state_fields(type(connection), type(next_state))
@@ -118,6 +117,16 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
             "written to it, and its y is still there"
         )
     _check_fields(connection, next_state)
+
+
+def stream_shape(connection: Any, state: Any, dims: int) -> torch.Size:
+    """The shape of the stream, as the state has it. dims: the number of its dimensions.
+
+    A state begins with a tensor of every token, which may have an axis of n streams after those of
+    the tokens.
+    """
+    first = tree_leaves(state)[0]
+    return torch.Size((*first.shape[: dims - 1], connection.dim))
 
 
 def _check_stream_dtype(connection: Any, state: Any) -> None:
