@@ -167,9 +167,10 @@ def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
     DenseFormer's Table 5 does so. The optimizer's groups must come from `param_groups`. Call it
     between the backward pass and clipping. It sets gradients and learning rates to zero, so FSDP,
     DDP and compilation see the same parameters in every step, and neither clipping nor the
-    optimizer's moments are affected. The schedule must set the learning rate again afterwards, as
-    `LambdaLR` does. Those that compute it from the last one, like `CosineAnnealingLR` and
-    `LinearLR`, leave it at zero.
+    optimizer's moments are affected. Adam counts these steps, so the first updates of connections
+    after 1,000 of them are 0.4 (β₂ = 0.95) or 2.5 times (β₂ = 0.999) those of new parameters. The
+    schedule must set the learning rate again afterwards, as `LambdaLR` does. Those that compute it
+    from the last one, like `CosineAnnealingLR` and `LinearLR`, leave it at zero.
 
     Raises:
         ValueError: a group of the optimizer is not from `param_groups`.

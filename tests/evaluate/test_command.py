@@ -147,6 +147,7 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         ([], "nothing to evaluate; name --tasks, --text or --spans"),
         (["--tasks", "x", "--include-path", "/no/tasks"], "/no/tasks: no such folder"),
         (["--spans", "/no/spans", "--windows", "3"], "--windows is for --text; leave it out"),
+        (["--text", "TEXT", "--num-fewshot", "3"], "--num-fewshot is for --tasks; leave it out"),
         (["--text", "/no/file"], "/no/file: no such file or folder"),
         (["--text", "/no/val.bin"], "/no/val.bin: no such file or folder"),
         (["--text", "ONE_ID"], "ONE_ID: the text has no token to score"),

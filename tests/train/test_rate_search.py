@@ -49,6 +49,11 @@ def searched(text_file, folder, seeds, **overrides):
     return prepare_comparison(recipe, seeds, folder, search_rates=True)
 
 
+def test_a_rate_of_zero_cannot_be_searched(text_file, tmp_path):
+    with pytest.raises(ValueError, match="search_rates scales .*, and prenorm has lr 0"):
+        searched(text_file, tmp_path / "out", seeds=1, lr=0.0)
+
+
 def test_each_arm_at_its_best_rate(text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_do_run", known_loss)
     # the rate of the command line comes before the recipe's, and is scaled as well

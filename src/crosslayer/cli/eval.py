@@ -120,6 +120,9 @@ def _check_options(options: Any, results_file: Path | None) -> None:
             raise ValueError(
                 "--windows is for joined documents; --documents apart scores every token"
             )
+    for name in ("num_fewshot", "limit", "include_path"):
+        if getattr(options, name) is not None and not options.tasks:
+            raise ValueError(f"--{name.replace('_', '-')} is for --tasks; leave it out")
     check_positive(batch_size=options.batch_size)
     _check_new(results_file)
 

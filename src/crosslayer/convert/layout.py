@@ -120,11 +120,13 @@ def complete_config(given: Mapping[str, Any], layout: PublishedLayout) -> Config
     return config
 
 
-def _check_types(config: Mapping[str, Any], layout: PublishedLayout) -> None:
+def _check_types(config: ConfigDict, layout: PublishedLayout) -> None:
     for name, default in layout.defaults.items():
         kind = type(default)
         if kind in (bool, float, str):
             check_option_type(f"config.json: {name}", config[name], kind)
+        if kind is float:  # transformers takes no whole number for one
+            config[name] = float(config[name])
         if kind is float and config[name] <= 0:
             raise ValueError(f"config.json: {name} must be a positive number, got {config[name]!r}")
 

@@ -197,6 +197,8 @@ def prepare_comparison(
     if search_rates:
         recipe = _rates_in_options(recipe)
     for arm in recipe.arms:
+        if search_rates and recipe.settings(arm).optimization.lr == 0:
+            raise ValueError(f"search_rates scales the learning rate, and {arm.name} has lr 0")
         check_out_of_data(folder or Path(), recipe.settings(arm).data, recipe.task)
     examples = _load_checked_examples(recipe)
     first = examples[recipe.arms[0].name]
