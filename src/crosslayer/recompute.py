@@ -35,14 +35,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .class_swap import swap_class
 from .connection import Connection, State, autocast_disabled
+from .forward_conditions import (
+    ForwardConditions,
+    is_called_functionally,
+    method_name,
+    site_name,
+)
 from .fsdp import gathered_parameters
-from .ops import dispatch
 from .ops.manual_backward import is_transformed
 from .validation import check_choice
 
@@ -81,59 +86,6 @@ class _SaveTensors(torch.autograd.Function):
         return key.clone()
 
 
-class _ForwardConditions:
-    """What a connection's read depended on in the forward pass, besides the state."""
-
-    def __init__(self, connection: Connection):
-        self.connection = connection
-        self.kernel_devices = dispatch.kernel_devices
-        self.parameters = {
-            name: (parameter, parameter._version, parameter.requires_grad)
-            for name, parameter in _registered_parameters(connection)
-        }
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore what can be restored, for a read in the backward pass.
-
-        Raises:
-            RuntimeError: a parameter has changed since.
-        """
-        parameters = dict(_registered_parameters(self.connection))
-        for name, (parameter, version, _) in self.parameters.items():
-            if parameters.get(name) is not parameter or parameter._version != version:
-                raise RuntimeError(
-                    f"{name} of {_site_name(self.connection)} has changed since the forward pass, "
-                    "and recompute needs it unchanged in the backward pass"
-                )
-        devices = dispatch.kernel_devices
-        requires_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
-        try:
-            dispatch.kernel_devices = self.kernel_devices
-            for parameter, _, required_grad in self.parameters.values():
-                parameter.requires_grad_(required_grad)
-            yield
-        finally:
-            dispatch.kernel_devices = devices
-            for name, parameter in parameters.items():
-                parameter.requires_grad_(requires_grad[name])
-
-
-def _registered_parameters(connection: Connection) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a connection and of the norms that it owns, by name.
-
-    `functional_call` has tensors in their places.
-    """
-    for path, module in connection.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{path}.{name}".lstrip("."), parameter
-
-
-def _is_called_functionally(connection: Connection) -> bool:
-    return not all(isinstance(p, nn.Parameter) for _, p in _registered_parameters(connection))
-
-
 class _RecomputedRead:
     """Recomputes one `read` of one site in the backward pass.
 
@@ -155,7 +107,7 @@ class _RecomputedRead:
     ):
         self.connection = connection
         self.read = read
-        self.conditions = _ForwardConditions(connection)
+        self.conditions = ForwardConditions(connection)
         self.input_keys: list[tuple[Any, ...]] = []  # of the inputs that the read returned
         self.previous = traced.previous
         self.keeps_state = keeps_state or self.previous is None
@@ -226,7 +178,7 @@ class _RecomputedRead:
             inputs, _ = self.read(state)
         if len(saved) != self.packed_count:
             raise RuntimeError(
-                f"the read of {_site_name(self.connection)} saves {len(saved)} tensors in the "
+                f"the read of {site_name(self.connection)} saves {len(saved)} tensors in the "
                 f"backward pass and saved {self.packed_count} in the forward pass: recompute needs "
                 "a read that does the same in both"
             )
@@ -264,8 +216,9 @@ class _ReplayFromCheckpoint(_RecomputedRead):
     @staticmethod
     def check_supported(connection: Connection) -> None:
         if connection.norms_its_stream:
+            name = method_name(connection)
             raise ValueError(
-                f'recompute="streams" is not supported by {_name_of(connection)}, whose stream is '
+                f'recompute="streams" is not supported by {name}, whose stream is '
                 "normed by the layers' norms; recompute whole layers (--recompute layers, or "
                 "torch.utils.checkpoint)"
             )
@@ -310,9 +263,8 @@ class _InvertFromNext(_RecomputedRead):
     @staticmethod
     def check_supported(connection: Connection) -> None:
         if not hasattr(connection, "invert"):
-            raise ValueError(
-                f'recompute="inversion" is not supported by {_name_of(connection)}; use "streams"'
-            )
+            name = method_name(connection)
+            raise ValueError(f'recompute="inversion" is not supported by {name}; use "streams"')
 
     @staticmethod
     def keeps_state_of(connection: Connection, kept: Collection[int]) -> bool:
@@ -343,15 +295,6 @@ class _InvertFromNext(_RecomputedRead):
         return self.connection.invert(next_state, y, context)
 
 
-def _name_of(connection: Connection) -> str:
-    return connection.name or type(connection).__name__
-
-
-def _site_name(connection: Connection) -> str:
-    """What messages call a site."""
-    return f"{_name_of(connection)}, site {connection.site.index} of {connection.site.depth}"
-
-
 class RecomputedConnection:
     """Mixin of a connection whose reads are recomputed in the backward pass."""
 
@@ -361,7 +304,7 @@ class RecomputedConnection:
     def read(self, state: State) -> Any:
         this: Any = self
         if not isinstance(state, TracedState):  # the first site, or the first after a pipeline cut
-            if not torch.is_grad_enabled() or is_transformed() or _is_called_functionally(this):
+            if not torch.is_grad_enabled() or is_transformed() or is_called_functionally(this):
                 return super().read(state)  # type: ignore[misc]
             state = TracedState(state)
         return self._traced_read(state)
@@ -424,7 +367,7 @@ def enable_recompute(
     if not sites or not all(isinstance(site, Connection) for site in sites):
         raise ValueError("enable_recompute takes a list of a model's connections")
     if not sites[-1].is_readout:
-        raise ValueError(f"the last site must be the readout, got {_site_name(sites[-1])}")
+        raise ValueError(f"the last site must be the readout, got {site_name(sites[-1])}")
     for connection in sites:
         recomputed_read.check_supported(connection)
     if kept is None:
