@@ -125,8 +125,17 @@ def stream_shape(connection: Any, state: Any, dims: int) -> torch.Size:
     A state begins with a tensor of every token, which may have an axis of n streams after those of
     the tokens.
     """
-    first = tree_leaves(state)[0]
-    return torch.Size((*first.shape[: dims - 1], connection.dim))
+    return torch.Size((*_first_tensor(state).shape[: dims - 1], connection.dim))
+
+
+def _first_tensor(state: Any) -> Tensor:
+    """That of `tree_leaves`, which takes far longer where a state has many tensors."""
+    for field in state:
+        while isinstance(field, tuple) and field:
+            field = field[0]
+        if isinstance(field, Tensor):
+            return field
+    raise AssertionError("a state begins with a tensor")
 
 
 def _check_stream_dtype(connection: Any, state: Any) -> None:
