@@ -38,6 +38,7 @@ def test_a_missing_package(arguments, package, extra, monkeypatch, capsys):
     ("line", "message"),
     [
         ("train --save-every x", "--save-every must be a whole number, got 'x'"),
+        ("data", "crosslayer data needs one of: prepare, show"),
         ("train --lr fast", "--lr must be a finite number, got 'fast'"),
         (
             "train --strategy fdsp",

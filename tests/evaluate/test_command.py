@@ -158,6 +158,7 @@ def test_a_plain_host_with_another_tokenizer(folder, tmp_path, capsys):
         (["--text", "TEXT", "--tokenizer", "TEXT"], "no tokenizer can be read from TEXT"),
         (["--text", "TEXT", "--dtype", "float31"], "dtype must be one of float32, bfloat16"),
         (["--text", "TEXT", "--device", "nothing"], "cannot use the device 'nothing'"),
+        (["--text", "TEXT", "--device", "meta"], "cannot use the device 'meta' (Cannot copy out"),
         (["--text", "TEXT", "--windows", "0"], "windows must be a whole number of at least 1"),
         (["--text", "TEXT", "--documents", "apart", "--windows", "2"], "--windows is for joined"),
         (["--text", "TEXT", "--documents", "alone"], "--documents must be one of 'joined',"),

@@ -1,6 +1,7 @@
 """The options of the commands: their parsers, and what the given values mean."""
 
 import argparse
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
@@ -177,9 +178,10 @@ def choose_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch built without the device asserts
+        torch.empty(0, device=device).tolist()  # the meta device has no values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # torch built without the device asserts
         raise ValueError(
-            f"cannot use the device {name!r} ({str(error).splitlines()[0]})"
+            f"cannot use the device {name!r} ({re.split(r'[.:] ', str(error).splitlines()[0])[0]})"
         ) from error
     return device
