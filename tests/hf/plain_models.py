@@ -56,6 +56,7 @@ LISTS: dict[str, Callable[[list[nn.Module]], Any]] = {
     "sequence of names": lambda blocks: nn.Sequential(
         OrderedDict((f"layer_{i}", block) for i, block in enumerate(blocks))
     ),
+    "sequence with a norm": lambda blocks: nn.Sequential(*blocks, nn.LayerNorm(DIM)),
 }
 
 

@@ -50,7 +50,7 @@ def searched(text_file, folder, seeds, **overrides):
 
 
 def test_a_rate_of_zero_cannot_be_searched(text_file, tmp_path):
-    with pytest.raises(ValueError, match="search_rates scales .*, and prenorm has lr 0"):
+    with pytest.raises(ValueError, match=r"search_rates scales .*, and prenorm has lr 0"):
         searched(text_file, tmp_path / "out", seeds=1, lr=0.0)
 
 

@@ -149,13 +149,13 @@ class ModelWiring(NamedTuple):
         return [sublayer for layer in self.of_layers for sublayer in layer.sublayers]
 
     def find_layers(self, backbone: nn.Module) -> list[Any]:
-        """The layers in the order of depth."""
-        return list_layers(backbone.get_submodule(self.layers))
+        """The layers in the order of depth. An `nn.Sequential` may end with the final norm."""
+        return list_layers(backbone.get_submodule(self.layers))[: len(self.of_layers)]
 
     def layer_paths(self, backbone: nn.Module) -> list[str]:
         """Their paths in the backbone. Those of an `nn.Sequential` may have names."""
         names = [name for name, _ in backbone.get_submodule(self.layers).named_children()]
-        return [f"{self.layers}.{name}" for name in names]
+        return [f"{self.layers}.{name}" for name in names[: len(self.of_layers)]]
 
     @property
     def norms_inputs(self) -> bool:

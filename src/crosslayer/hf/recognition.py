@@ -40,7 +40,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
             "encoder alone can, such as T5EncoderModel"
         )
     owner, path, alike = _find_layers(backbone)
-    layers = list_layers(owner.get_submodule(path))
+    layers = _layers_of(owner.get_submodule(path))
     final = _find_final_norm(owner, path)
     _check_layers(layers)
     config = next(_configs((owner, backbone, *layers)), None)
@@ -169,12 +169,14 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
         raise NoLayersError(f"it has no list of layers; {remedy}")
     # a list of embeddings is none of layers
     found = [place for place in found if any(True for _ in place.layers[0].children())] or found
+    # a sequence of one module may be a head
+    found = [p for p in found if len(p.layers) > 1 or not p.is_sequence] or found
     count = getattr(config, "num_hidden_layers", None)
     of_count = [place for place in found if len(place.layers) == count]
     candidates = of_count or found
     # Beside a list, a sequence is no list of layers, but may be a stem of convolutions.
     siblings = [place for place in candidates if place.owner is candidates[0].owner]
-    chosen = min(siblings, key=lambda place: isinstance(place.get_list(), nn.Sequential))
+    chosen = min(siblings, key=lambda place: place.is_sequence)
     # A tower of images beside a language model has layers of another class.
     alike = [p for p in candidates if type(p.layers[0]) is type(chosen.layers[0])]
     names = {module: name for name, module in backbone.named_modules()}
@@ -195,12 +197,13 @@ class _ListPlace(NamedTuple):
     model: nn.Module  # around the owner, which reports hidden states
     path: str  # of the list in this model
 
-    def get_list(self) -> Any:
-        return getattr(self.owner, self.name)
-
     @property
     def layers(self) -> list[Any]:
-        return list_layers(self.get_list())
+        return _layers_of(getattr(self.owner, self.name))
+
+    @property
+    def is_sequence(self) -> bool:
+        return isinstance(getattr(self.owner, self.name), nn.Sequential)
 
 
 def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
@@ -226,10 +229,19 @@ def _is_list(module: Any) -> bool:
     if isinstance(module, nn.ModuleDict):
         return has_numbered_layers(module)
     if isinstance(module, nn.Sequential):  # Most are MLPs, or parts of a model.
-        classes = {type(member) for member in module.children()}
-        have_modules = all(any(True for _ in member.children()) for member in module.children())
+        layers = _layers_of(module)
+        classes = {type(layer) for layer in layers}
+        have_modules = all(any(True for _ in layer.children()) for layer in layers)
         return len(classes) == 1 and nn.Sequential not in classes and have_modules
     return isinstance(module, nn.ModuleList)
+
+
+def _layers_of(listed: nn.Module) -> list[Any]:
+    """The layers in a list of them, without the norm that may end an `nn.Sequential`."""
+    layers = list_layers(listed)
+    if isinstance(listed, nn.Sequential) and len(layers) > 1 and is_norm("", layers[-1]):
+        layers.pop()
+    return layers
 
 
 def _has_layers_and_others(module: nn.Module) -> bool:
@@ -254,11 +266,15 @@ def _find_language_model(model: nn.Module, text_config: Any) -> nn.Module:
 
 
 def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
-    """The last norm beside the list of layers, of those after it in the module if there are any.
+    """The norm at the end of a sequence of layers; or the last norm beside the list of layers, of
+    those after it in the module if there are any.
 
     timm's models have two norms after the layers, and one of them is an `nn.Identity`. Where that
     is the first one, the tokens are pooled before they are normed, so there is no final norm.
     """
+    listed = owner.get_submodule(layers)
+    if len(_layers_of(listed)) < len(list_layers(listed)):
+        return f"{layers}.{list(listed.named_children())[-1][0]}"
     parent, _, list_name = layers.rpartition(".")
     parts = owner.get_submodule(parent)
     order = [name for name, _ in parts.named_children()]
