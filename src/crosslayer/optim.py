@@ -136,24 +136,20 @@ def _layers_in(module: nn.Module) -> list[nn.Module]:
     """The layers of a list, a sequence or a dict with numbers as keys; none of any other module.
 
     Layers have modules. A list of only linear maps may be of output heads. An nn.Sequential may end
-    with a head, and one with an embedding is a model. So is a member with embeddings and layers.
+    with a head, and one with an embedding is a model.
     """
     if isinstance(module, nn.ModuleDict):
         if not has_numbered_layers(module):
             return []
     elif not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
-    children = [child for child in module.children() if not _is_model(child)]
+    # members that are models of transformers have lists of their own
+    children = [c for c in module.children() if not hasattr(c, "get_input_embeddings")]
     layers = [child for child in children if any(True for _ in child.children())]
     if isinstance(module, nn.Sequential):
         is_model = any(isinstance(child, nn.Embedding) for child in children)
         return [] if is_model else layers
     return children if layers or isinstance(module, nn.ModuleDict) else []
-
-
-def _is_model(module: nn.Module) -> bool:
-    has_embedding = any(isinstance(part, nn.Embedding) for part in module.modules())
-    return has_embedding and any(_layers_in(part) for part in module.modules())
 
 
 def has_numbered_layers(modules: nn.ModuleDict) -> bool:
