@@ -177,6 +177,20 @@ def parse_json(text: str, source: str, kind: type[Kind]) -> Kind:
     return value
 
 
+def list_files(folder: Path) -> list[Path]:
+    """All that is in a folder but the folders, in order, with what is in linked folders."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        place = os.path.realpath(root)
+        if place in seen:  # a link to a folder around it
+            folders.clear()
+            continue
+        seen.add(place)
+        found += [Path(root, name) for name in names]
+    return sorted(found)
+
+
 def expand_place(place: str) -> str:
     """A path, or another name of a source, with ~ and environment variables replaced."""
     return os.path.expanduser(os.path.expandvars(place))

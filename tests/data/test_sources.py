@@ -153,6 +153,23 @@ def test_names_are_no_patterns(tmp_path):
         assert texts(tmp_path / name) == [name]
 
 
+def test_linked_folders_are_read(tmp_path):
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+        (place / "a.txt").write_text(place.name)
+    (folder / "more").symlink_to(elsewhere)
+    (elsewhere / "around").symlink_to(folder)  # read once
+    assert texts(folder) == ["data", "elsewhere"]
+
+
+def test_a_parquet_file_without_rows_is_empty(tmp_path):
+    for name, texts in (("a", ["one"]), ("b", [])):
+        column = pyarrow.array(texts, pyarrow.string())
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+    assert texts(tmp_path) == ["one"]
+
+
 def test_blank_documents_are_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text('""\n{"text": " \\n"}\n"a"\n')
     assert list(read_documents(str(tmp_path / "a.jsonl"))) == [Document("a.jsonl:3", "a")]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import error_in_one_line
-from ..files import parse_json
+from ..files import list_files, parse_json
 from ..hub import NO_NETWORK
 from ..validation import did_you_mean, has_surrogate
 
@@ -23,6 +23,7 @@ COMPRESSIONS = (".gz", ".zst")
 ZSTANDARD_MISSING = ".zst files need the package zstandard: pip install zstandard"
 _FEW_ZEROS = 100  # A text may have some.
 _ZSTD_CHUNK = 2**16  # bytes
+_PARQUET_ROWS = 1000  # read at once; by default all of a row group, and a file may have none
 
 
 class Document(NamedTuple):
@@ -62,7 +63,7 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, ["stdlib", *siblings])
         raise ValueError(f"{path}: no such file or folder{hint}")
-    files = [f for f in sorted(path.rglob("*")) if _suffix(f) in SUFFIXES and f.is_file()]
+    files = [f for f in list_files(path) if _suffix(f) in SUFFIXES and f.is_file()]
     files = [file for file in files if file.suffix.lower() != ".json"]  # settings, as a rule
     if not files:
         raise ValueError(
@@ -117,6 +118,8 @@ def _read_pattern(subject: str, name: str, pattern: str) -> Iterator[Document]:
         suffix = ".jsonl"  # a pattern like *.json*
     options: dict[str, Any] = {"split": "train", "streaming": True, "data_files": pattern}
     builder = "parquet" if suffix == ".parquet" else "text"
+    if builder == "parquet":
+        options["batch_size"] = _PARQUET_ROWS
     if builder == "text":
         options["sample_by"] = "line" if suffix == ".jsonl" else "document"
     rows = _rows(subject, lambda: datasets.load_dataset(builder, **options))

@@ -39,7 +39,7 @@ def list_token_files(place: str) -> list[Path]:
     files = [Path(name) for name in glob.glob(place, recursive=True)]
     if not files:
         raise ValueError(f"{place}: no file has such a name")
-    return sorted(files, key=_natural_order)
+    return sorted(files, key=lambda path: (_natural_order(path), str(path)))
 
 
 def _natural_order(path: Path) -> list[tuple[str, int]]:

@@ -26,6 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 # what separates documents where no file names an eos_token: the first of these that is known
 SEPARATOR_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 LARGEST_BPE = 2**24
+_SPACE = "\u0120"  # how a byte-level BPE writes a space
 CHUNK_IDS = 2**20  # read at once where all ids are read
 BPE_CHARACTERS = 2**28  # a BPE is trained on this many, the first of the training documents
 
@@ -85,10 +86,24 @@ class Tokenizer:
         if self.definition is None:
             return len(ids)
         if self._id_bytes is not None:
-            return sum(int(self._id_bytes[chunk].sum()) for chunk in split_ids(ids))
+            size = sum(int(self._id_bytes[chunk].sum()) for chunk in split_ids(ids))
+            return size - self._count_added_spaces(ids)
         # some decoders strip a space at the start of what they get
         texts = sum(len(self.decode(document).encode()) for document in split_at(ids, self.end))
         return texts + int(np.count_nonzero(ids == self.end))
+
+    def _count_added_spaces(self, ids: np.ndarray) -> int:
+        """The documents that begin with a space, which some byte-level tokenizers put there.
+
+        A space of the text itself is taken for one of these.
+        """
+        first = json.loads(self.definition or "{}").get("pre_tokenizer") or {}
+        steps = first.get("pretokenizers", [first])
+        if not any(s["type"] == "ByteLevel" and s.get("add_prefix_space") for s in steps if s):
+            return 0
+        spaces = [i for token, i in self.model.get_vocab().items() if token.startswith(_SPACE)]
+        starts = np.array([0, *(place + 1 for place in find_ids(ids, self.end))])
+        return int(np.isin(ids[starts[starts < len(ids)]], spaces).sum())
 
     @cached_property
     def _id_bytes(self) -> np.ndarray | None:
