@@ -164,9 +164,8 @@ def test_linked_folders_are_read(tmp_path):
 
 
 def test_a_parquet_file_without_rows_is_empty(tmp_path):
-    for name, texts in (("a", ["one"]), ("b", [])):
-        column = pyarrow.array(texts, pyarrow.string())
-        parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+    write_parquet(tmp_path / "a.parquet", text=["one"])
+    write_parquet(tmp_path / "b.parquet", text=pyarrow.array([], pyarrow.string()))
     assert texts(tmp_path) == ["one"]
 
 
