@@ -38,6 +38,7 @@ TINY_OPTIONS = {
     "crosslayer compare": f"{RUN_OPTIONS} --seeds 1",
     "crosslayer train": RUN_OPTIONS,
     "crosslayer generate": "--max-new-tokens 4",
+    "crosslayer eval first-model/model --text": "",
     "crosslayer eval": "--limit 2",
     "crosslayer cost": "--layers 2 --dim 64 --heads 4 --batch 1 --context 128",
     "crosslayer": "",
