@@ -146,7 +146,7 @@ def _plain_message(message: str, command: str | None, actions: list[Any]) -> str
         return f"unknown command {match[1]!r}{hint}; the commands: {', '.join(COMMANDS)}"
     if re.match(r'expected "command" to be one of', message):
         return f"a command is missing; the commands: {', '.join(COMMANDS)}"
-    if match := re.match(r'expected "\w+\.action" to be one of \{(.*?)\}', message):
+    if match := re.match(r'expected "(?:\w+\.)?action" to be one of \{(.*?)\}', message):
         return f"crosslayer {command} needs one of: {match[1].replace(',', ', ')}"
     required = r"the following arguments are required: (.*)|Option '(.*)' is required but"
     if match := re.match(required, message):
