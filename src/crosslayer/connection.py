@@ -23,13 +23,13 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .method_checks import (
     check_class_attributes,
     check_mixed,
     check_state,
     check_state_class,
+    first_tensor,
     stream_shape,
 )
 from .mixing import MixingWeights
@@ -83,6 +83,11 @@ class Site:
     @property
     def is_readout(self) -> bool:
         return self.index == self.depth
+
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        return "readout" if self.is_readout else f"site {self.index} of {self.depth}"
 
 
 def plan(layers: int, parallel: bool = False) -> list[Site]:
@@ -185,7 +190,8 @@ class Connection(nn.Module, Generic[StateT]):
             cls.name = module
         check_state_class(cls)
         if "reset_parameters" in vars(cls):
-            setattr(cls, "reset_parameters", _in_float32(cls.reset_parameters))  # noqa: B010
+            reset: Any = _reset_in_float32(cls.reset_parameters)
+            cls.reset_parameters = reset  # type: ignore[method-assign]
 
     def __init__(
         self, site: Site, dim: int, norm: NormFactory, ports: tuple[str, ...] | None = None
@@ -364,8 +370,7 @@ class Connection(nn.Module, Generic[StateT]):
 
     def extra_repr(self) -> str:
         """Name and options, place, and the shapes of the connection's own parameters."""
-        place = "readout" if self.is_readout else f"site {self.site.index} of {self.site.depth}"
-        parts = [format_spec(self.name or type(self).__name__, self.options), place]
+        parts = [format_spec(self.name or type(self).__name__, self.options), self.site.place]
         for name, parameter in self.named_parameters(recurse=False):
             parts.append(f"{name} {list(parameter.shape)}")
         return ", ".join(parts)
@@ -411,7 +416,7 @@ class Connection(nn.Module, Generic[StateT]):
         return super()._apply(apply_in_float32, recurse=False)
 
 
-def _in_float32(reset_parameters: Callable[[Any], None]) -> Callable[[Any], None]:
+def _reset_in_float32(reset_parameters: Callable[[Any], None]) -> Callable[[Any], None]:
     """Let a reset reach parameters that others have cast, of which `__getattr__` returns copies."""
 
     @functools.wraps(reset_parameters)
@@ -470,7 +475,7 @@ def find_connections(model: nn.Module) -> list[Connection[Any]]:
 
 def autocast_disabled(state: State) -> torch.autocast:
     """A context without autocast, which would compute coefficients in half precision."""
-    device = tree_leaves(state)[0].device.type
+    device = first_tensor(state).device.type
     if device == "meta":  # which has no autocast
         device = "cpu"
     return torch.autocast(device, enabled=False)

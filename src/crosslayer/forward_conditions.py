@@ -71,4 +71,4 @@ def method_name(connection: Connection) -> str:
 
 def site_name(connection: Connection) -> str:
     """What messages call a site."""
-    return f"{method_name(connection)}, site {connection.site.index} of {connection.site.depth}"
+    return f"{method_name(connection)}, {connection.site.place}"

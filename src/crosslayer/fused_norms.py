@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .class_swap import original_class
 from .connection import Connection, StateT, autocast_disabled
+from .method_checks import first_tensor
 from .norms import NormSpec
 from .ops.dispatch import uses_kernel
 
@@ -47,7 +47,7 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
         return self.fused_read(state, ())
 
     def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
-        first = tree_leaves(state)[0]
+        first = first_tensor(state)
         fuses = uses_kernel(first) or (self.sums_streams and first.dtype == torch.float16)
         norms = self.fused_norm_specs() if fuses else ()
         if not norms:

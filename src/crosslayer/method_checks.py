@@ -125,11 +125,11 @@ def stream_shape(connection: Any, state: Any, dims: int) -> torch.Size:
     A state begins with a tensor of every token, which may have an axis of n streams after those of
     the tokens.
     """
-    return torch.Size((*_first_tensor(state).shape[: dims - 1], connection.dim))
+    return torch.Size((*first_tensor(state).shape[: dims - 1], connection.dim))
 
 
-def _first_tensor(state: Any) -> Tensor:
-    """That of `tree_leaves`, which takes far longer where a state has many tensors."""
+def first_tensor(state: Any) -> Tensor:
+    """The first of `tree_leaves`, which takes far longer where a state has many tensors."""
     for field in state:
         while isinstance(field, tuple) and field:
             field = field[0]

@@ -98,14 +98,17 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     for layers in map(_layers_in, model.modules()):
         for module in (module for layer in layers for module in layer.modules()):
             for name, parameter in module.named_parameters(recurse=False):
-                shape = parameter_shape(parameter)
-                is_table = name.startswith("rel_pos")
-                # weight_norm's gains have a dimension of 1
-                is_map = len(shape) == 2 and min(shape) > 1 and not is_table
-                is_map = is_map and _is_matrix(module, name, parameter)
-                if is_map and id(parameter) not in other_ids:
+                if _is_map(module, name, parameter) and id(parameter) not in other_ids:
                     matrices[id(parameter)] = parameter
     return list(matrices.values())
+
+
+def _is_map(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter may be a linear map between activations."""
+    if name.startswith("rel_pos") or not _is_matrix(module, name, parameter):
+        return False
+    shape = parameter_shape(parameter)
+    return len(shape) == 2 and min(shape) > 1  # weight_norm's gains have a dimension of 1
 
 
 def _is_matrix(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -163,10 +166,10 @@ def zero_connection_updates(optimizer: torch.optim.Optimizer) -> None:
     DenseFormer's Table 5 does so. The optimizer's groups must come from `param_groups`. Call it
     between the backward pass and clipping. It sets gradients and learning rates to zero, so FSDP,
     DDP and compilation see the same parameters in every step, and neither clipping nor the
-    optimizer's moments are affected. Adam counts these steps, so the first updates of connections
-    after 1,000 of them are 0.4 (β₂ = 0.95) or 2.5 times (β₂ = 0.999) those of new parameters. The
-    schedule must set the learning rate again afterwards, as `LambdaLR` does. Those that compute it
-    from the last one, like `CosineAnnealingLR` and `LinearLR`, leave it at zero.
+    optimizer's moments are affected. Adam counts these steps, so after many of them the first
+    update of a connection is (1 - β₁) / √(1 - β₂) times that of a new parameter. The schedule must
+    set the learning rate again afterwards, as `LambdaLR` does. Those that compute it from the last
+    one, like `CosineAnnealingLR` and `LinearLR`, leave it at zero.
 
     Raises:
         ValueError: a group of the optimizer is not from `param_groups`.

@@ -72,6 +72,38 @@ def test_timm(pooling):
     check_split_inputs(attention, lambda x: attention.qkv(x).chunk(3, dim=-1), 32)
 
 
+VISION_TRANSFORMERS = [
+    "vit_tiny_patch16_224", "deit3_small_patch16_224", "beit_base_patch16_224",
+    "eva02_tiny_patch14_224", "vit_base_patch16_clip_224", "vit_base_patch16_siglip_224",
+    "vit_base_patch14_dinov2", "vit_little_patch16_reg4_gap_256", "naflexvit_base_patch16_gap",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VISION_TRANSFORMERS)
+def test_vision_transformers_of_timm(name):
+    timm = pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))  # of torchvision
+    plain = timm.create_model(name, depth=3, embed_dim=48, num_heads=4, num_classes=10).eval()
+    image = torch.randn(1, *plain.default_cfg["input_size"])
+    assert torch.equal(crosslayer.connect(copy.deepcopy(plain), "mudd")(image), plain(image))
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "convnext_atto", "mixer_s16_224"])
+def test_models_of_timm_that_are_refused(name):
+    timm = pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
+    with pytest.raises(ValueError, match="connect cannot connect"):
+        crosslayer.connect(timm.create_model(name), "mudd")
+
+
+def test_torchvision():
+    models = pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError)).models
+    plain = models.VisionTransformer(32, 8, 3, 4, 32, 64, num_classes=10).eval()
+    torch.nn.init.normal_(plain.heads.head.weight)  # zeros at first
+    image = torch.randn(2, 3, 32, 32)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    assert torch.equal(model(image), plain(image))
+    assert model.encoder.layers[1].connections[0].ports == ("q", "k", "v")
+
+
 def build_as_torchtitan(config: Any) -> Any:
     """Build a model as torchtitan's trainer does: without weights, which are made afterwards."""
     with torch.device("meta"):

@@ -180,8 +180,7 @@ def choose_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device).tolist()  # the meta device has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # torch built without the device asserts
-        raise ValueError(
-            f"cannot use the device {name!r} ({re.split(r'[.:] ', str(error).splitlines()[0])[0]})"
-        ) from error
+        # torch built without the device asserts, and another backend's message fills a page
+        reason = re.split(r"[.:] ", str(error).splitlines()[0])[0]
+        raise ValueError(f"cannot use the device {name!r} ({reason})") from error
     return device

@@ -101,6 +101,9 @@ def complete_config(given: Mapping[str, Any], layout: PublishedLayout) -> Config
     config = dict(layout.defaults)
     config.update({name: value for name, value in given.items() if name != IGNORED})
     _check_types(config, layout)
+    for name, default in layout.defaults.items():
+        if isinstance(default, float):  # transformers takes no whole number for one
+            config[name] = float(config[name])
     config["dense_type"] = DENSE_TYPE_ALIASES.get(config["dense_type"], config["dense_type"])
     if config["intermediate_size"] is None:
         check_positive(**{"config.json: dim": config["dim"]})
@@ -120,13 +123,11 @@ def complete_config(given: Mapping[str, Any], layout: PublishedLayout) -> Config
     return config
 
 
-def _check_types(config: ConfigDict, layout: PublishedLayout) -> None:
+def _check_types(config: Mapping[str, Any], layout: PublishedLayout) -> None:
     for name, default in layout.defaults.items():
         kind = type(default)
         if kind in (bool, float, str):
             check_option_type(f"config.json: {name}", config[name], kind)
-        if kind is float:  # transformers takes no whole number for one
-            config[name] = float(config[name])
         if kind is float and config[name] <= 0:
             raise ValueError(f"config.json: {name} must be a positive number, got {config[name]!r}")
 

@@ -120,7 +120,7 @@ def _read_pattern(subject: str, name: str, pattern: str) -> Iterator[Document]:
     builder = "parquet" if suffix == ".parquet" else "text"
     if builder == "parquet":
         options["batch_size"] = _PARQUET_ROWS
-    if builder == "text":
+    else:
         options["sample_by"] = "line" if suffix == ".jsonl" else "document"
     rows = _rows(subject, lambda: datasets.load_dataset(builder, **options))
     # The builder "json" would infer the type of every field from the first lines, and stop where

@@ -93,17 +93,24 @@ class Tokenizer:
         return texts + int(np.count_nonzero(ids == self.end))
 
     def _count_added_spaces(self, ids: np.ndarray) -> int:
-        """The documents that begin with a space, which some byte-level tokenizers put there.
+        """The documents that begin with a space, where the tokenizer puts one before each text.
 
         A space of the text itself is taken for one of these.
         """
+        if not len(self._ids_with_space):
+            return 0
+        starts = np.array([0, *(place + 1 for place in find_ids(ids, self.end))])
+        return int(np.isin(ids[starts[starts < len(ids)]], self._ids_with_space).sum())
+
+    @cached_property
+    def _ids_with_space(self) -> np.ndarray:
+        """The ids of tokens that begin with a space; none where no space is put before a text."""
         first = json.loads(self.definition or "{}").get("pre_tokenizer") or {}
         steps = first.get("pretokenizers", [first])
         if not any(s["type"] == "ByteLevel" and s.get("add_prefix_space") for s in steps if s):
-            return 0
-        spaces = [i for token, i in self.model.get_vocab().items() if token.startswith(_SPACE)]
-        starts = np.array([0, *(place + 1 for place in find_ids(ids, self.end))])
-        return int(np.isin(ids[starts[starts < len(ids)]], spaces).sum())
+            return np.array([], np.int64)
+        vocabulary = self.model.get_vocab()
+        return np.array([i for token, i in vocabulary.items() if token.startswith(_SPACE)])
 
     @cached_property
     def _id_bytes(self) -> np.ndarray | None:

@@ -86,5 +86,5 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _list_to_tuple(value: Any) -> Any:
-    """A list as a tuple, which a wiring can keep, and anything else as it is."""
+    """Turn a list into a tuple, because a wiring has no lists. Other values do not change."""
     return tuple(value) if isinstance(value, list | torch.Size) else value

@@ -40,7 +40,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
             "encoder alone can, such as T5EncoderModel"
         )
     owner, path, alike = _find_layers(backbone)
-    layers = _layers_of(owner.get_submodule(path))
+    layers = _layers_before_norm(owner.get_submodule(path))
     final = _find_final_norm(owner, path)
     _check_layers(layers)
     config = next(_configs((owner, backbone, *layers)), None)
@@ -199,7 +199,7 @@ class _ListPlace(NamedTuple):
 
     @property
     def layers(self) -> list[Any]:
-        return _layers_of(getattr(self.owner, self.name))
+        return _layers_before_norm(getattr(self.owner, self.name))
 
     @property
     def is_sequence(self) -> bool:
@@ -229,14 +229,14 @@ def _is_list(module: Any) -> bool:
     if isinstance(module, nn.ModuleDict):
         return has_numbered_layers(module)
     if isinstance(module, nn.Sequential):  # Most are MLPs, or parts of a model.
-        layers = _layers_of(module)
+        layers = _layers_before_norm(module)
         classes = {type(layer) for layer in layers}
         have_modules = all(any(True for _ in layer.children()) for layer in layers)
         return len(classes) == 1 and nn.Sequential not in classes and have_modules
     return isinstance(module, nn.ModuleList)
 
 
-def _layers_of(listed: nn.Module) -> list[Any]:
+def _layers_before_norm(listed: nn.Module) -> list[Any]:
     """The layers in a list of them, without the norm that may end an `nn.Sequential`."""
     layers = list_layers(listed)
     if isinstance(listed, nn.Sequential) and len(layers) > 1 and is_norm("", layers[-1]):
@@ -273,18 +273,17 @@ def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
     is the first one, the tokens are pooled before they are normed, so there is no final norm.
     """
     listed = owner.get_submodule(layers)
-    if len(_layers_of(listed)) < len(list_layers(listed)):
+    if len(_layers_before_norm(listed)) < len(list_layers(listed)):
         return f"{layers}.{list(listed.named_children())[-1][0]}"
     parent, _, list_name = layers.rpartition(".")
     parts = owner.get_submodule(parent)
     order = [name for name, _ in parts.named_children()]
     norms = _norm_names(parts)
     norms = [n for n in norms if order.index(n) > order.index(list_name)] or norms
-    is_identity = [isinstance(getattr(parts, name), nn.Identity) for name in norms]
-    if not norms or is_identity[0]:
+    if not norms or isinstance(getattr(parts, norms[0]), nn.Identity):
         return None
-    chosen = [name for name, left_out in zip(norms, is_identity, strict=True) if not left_out][-1]
-    return f"{parent}.{chosen}".lstrip(".")
+    chosen = [name for name in norms if not isinstance(getattr(parts, name), nn.Identity)]
+    return f"{parent}.{chosen[-1]}".lstrip(".")
 
 
 def _norm_names(owner: nn.Module) -> list[str]:

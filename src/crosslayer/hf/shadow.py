@@ -353,9 +353,8 @@ def _add_stand_ins(
         contains_replaced = any(other.startswith(f"{path}.") for other in replaced or ())
         is_replaced = replaced is not None and path in replaced
         inner = None if is_replaced else replaced
-        is_list = isinstance(child, _CONTAINERS)
-        if is_replaced and isinstance(child, nn.Sequential):  # of layers
-            is_list = True
+        is_sequence = is_replaced and isinstance(child, nn.Sequential)  # of layers
+        is_list = is_sequence or isinstance(child, _CONTAINERS)
         copy: Any
         if inner is not None and not contains_replaced:
             copy = child
@@ -391,6 +390,7 @@ def _rebind_functions(shadow: nn.Module, module: nn.Module) -> None:
         contents = [cell.cell_contents for cell in value.__closure__]
         cells = tuple(CellType(copy_of.get(id(content), content)) for content in contents)
         rebound = FunctionType(value.__code__, value.__globals__, name, value.__defaults__, cells)
+        rebound.__kwdefaults__ = value.__kwdefaults__
         vars(shadow)[name] = rebound
 
 
