@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import crosslayer
 from benchmarks.evidence.claims import SeedLosses
 from benchmarks.evidence.figures import MAIN_ARMS, Figure, study_figures
+from benchmarks.evidence.overview import OVERVIEW_FILE, overview_figure
 from benchmarks.evidence.pruning import read_pruned_models
 from benchmarks.evidence.rates import rate_figure, rate_table
 from benchmarks.evidence.size_tables import difference_matrix, multiplier_table
@@ -99,8 +100,8 @@ def connections_text(studies: Mapping[str, Study]) -> str:
 
 
 def page_figures(studies: Mapping[str, Study]) -> dict[str, Figure]:
-    """The figures of the parts that show pictures, by the names of their files."""
-    figures: dict[str, Figure] = {}
+    """The figure of all settings and those of the parts, by the names of their files."""
+    figures: dict[str, Figure] = {OVERVIEW_FILE: overview_figure(studies)}
     for part in read_parts():
         if "rate picture" in part.shows:
             figures[_rate_file(part)] = rate_figure(part, studies)

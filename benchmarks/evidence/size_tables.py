@@ -25,17 +25,17 @@ def difference_matrix(part: Part, studies: Mapping[str, Study]) -> str:
     for name in part.arms:
         cells = {"arm": name}
         for plan in finished:
-            cells[_describe_size(plan, varied)] = _difference_cell(studies[plan.name], name)
+            cells[describe_options(plan, varied)] = _difference_cell(studies[plan.name], name)
         rows.append(cells)
     texts = [markdown_table(tuple(rows[0]), rows)]
-    missing = [_describe_size(plan, varied) for plan in part.plans if plan not in finished]
+    missing = [describe_options(plan, varied) for plan in part.plans if plan not in finished]
     if missing:
         texts.append(f"Not run yet: {'; '.join(missing)}.")
     return "\n\n".join([*texts, commands])
 
 
-def _describe_size(plan: Plan, options: Collection[str]) -> str:
-    """Some options of a study, like "8 layers, width 128"."""
+def describe_options(plan: Plan, options: Collection[str]) -> str:
+    """What some options of a study are, like "8 layers, width 128"."""
     settings = plan.settings()
     words = [
         describe(settings[option]) for option, describe in SIZE_WORDS.items() if option in options
@@ -82,7 +82,7 @@ def multiplier_table(part: Part, studies: Mapping[str, Study]) -> str:
     """
     varied = {option for plan in part.plans for option in plan.options}
     columns = {
-        _describe_size(plan, varied): studies[plan.name]
+        describe_options(plan, varied): studies[plan.name]
         for plan in part.plans
         if plan.name in studies
     }

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.evidence import pages, studies
 from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses, unpaired_interval
 from benchmarks.evidence.figures import study_figures
+from benchmarks.evidence.overview import overview_figure
 from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
 from benchmarks.evidence.rates import rate_figure, rate_table
 from benchmarks.evidence.studies import (
@@ -101,6 +102,19 @@ def test_an_arm_is_not_compared_where_its_search_ended_at_its_limit(planted, mon
     monkeypatch.setattr(rate_search, "RATE_FACTORS", (0.5, 1.0, 2.0))
     cells = arm_cells(planted["short"], "mudd")
     assert (cells["rate"], cells["verdict"]) == ("0.008 so far", "–")
+
+
+def test_the_picture_of_all_settings(planted):
+    rows = {row.settings: row.differences for row in overview_figure(planted).data}
+    assert list(rows) == [
+        ("6", "96", "0.29M", "0.1", "× 50", "wikitext-2"),
+        ("8", "128", "0.52M", "0.1", "× 50", "wikitext-2"),
+        ("8", "128", "0.52M", "0.1", "× 1", "wikitext-2"),
+    ]
+    smaller, short, _ = rows.values()
+    assert abs(short["mudd"].mean + 0.2) < 0.02
+    assert smaller["mudd"] is not None and smaller["one-way MUDD"] is None
+    assert short["denseformer"] is None
 
 
 def test_arms_of_one_model_share_a_speed(planted):
