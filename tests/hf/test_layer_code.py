@@ -326,21 +326,6 @@ class TableBlock(ConstantBlock):
         return (torch.ones(1),)
 
 
-class HandingBlock(Block):
-    """Its MLP gets what its attention returns besides its output."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(DIM, 2, batch_first=True)
-        self.mlp = SwitchedAttention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_normed = self.ln_1(x)
-        y, weights = self.attn(x_normed, x_normed, x_normed)
-        x = x + y
-        return x + self.mlp(self.ln_2(x), weights)
-
-
 class DeviceBlock(ConstantBlock):
     def is_doubled(self, x: Tensor) -> torch.device:
         return x.device
@@ -401,7 +386,6 @@ def test_functions_that_know_modules():
         (TrainingBlock, "in training its own code does something else"),
         (MaskBlock, "it gives attn a tensor that it makes itself, 'doubled'; if it is a mask"),
         (TableBlock, r"it gives attn an argument that it makes itself, doubled=\(tensor"),
-        (HandingBlock, "it gives mlp an argument .*, doubled=a further output of attn"),
         (DeviceBlock, "it gives attn an argument that it makes itself, doubled=device"),
         (TwoWayBlock, "what attn returns joins the stream in two ways"),
         (ComparingBlock, "its own code compares the argument 'mode' with 'attention'"),

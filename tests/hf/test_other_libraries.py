@@ -1,8 +1,10 @@
-"""Models of other libraries. CI installs LitGPT and torchtitan for these tests alone."""
+"""Models of other libraries. CI installs LitGPT, torchtitan, OLMo-core and fla for these tests."""
 
 import copy
 import json
 import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -102,6 +104,59 @@ def test_torchvision():
     model = crosslayer.connect(copy.deepcopy(plain), "mudd")
     assert torch.equal(model(image), plain(image))
     assert model.encoder.layers[1].connections[0].ports == ("q", "k", "v")
+
+
+def test_olmo_core(monkeypatch):
+    """Built without weights, as its train module builds it, and initialised by its own code."""
+    pytest.importorskip("olmo_core")
+    stand_in = ModuleType("cached_path")  # it downloads, and needs the packages of several clouds
+    client = type("Client", (), {"recoverable_errors": ()})
+    names = {"SchemeClient": client, "S3Client": client}
+    for name in ("cached_path", "add_scheme_client"):
+        names[name] = lambda *args, **kwargs: None
+    vars(stand_in).update(names)
+    monkeypatch.setitem(sys.modules, "cached_path", stand_in)
+    monkeypatch.setitem(sys.modules, "cached_path.schemes", stand_in)
+    from olmo_core.nn.transformer import TransformerConfig
+
+    for name in ("olmo2_30M", "gemma3_1B"):
+        config = getattr(TransformerConfig, name)(vocab_size=50, n_layers=3)
+        plain, model = (config.build(init_device="meta") for _ in range(2))
+        crosslayer.connect(model, "mudd")
+        for each in (plain, model):
+            each.init_weights(device=torch.device("cpu"))
+            each.eval()
+        model.load_state_dict(plain.state_dict(), strict=False)
+        assert torch.equal(model(IDS), plain(IDS)), name
+        assert model.blocks["1"].connections[0].ports == ("q", "k", "v")
+        model(IDS).square().mean().backward()
+        assert [n for n, p in model.named_parameters() if p.grad is None] == [], name
+
+        attention = plain.blocks["1"].attention
+        projections = (attention.w_q, attention.w_k, attention.w_v)
+        check_split_inputs(attention, lambda x, of=projections: [p(x) for p in of], plain.d_model)
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+@pytest.mark.parametrize("name", ["ABC", "GLA", "GatedDeltaNet", "KDA", "Mamba2", "RWKV7"])
+def test_fla(name, fuse_norm):
+    """Their kernels need a GPU. `connect` verifies their layers' own code without it."""
+    models = pytest.importorskip("fla.models")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 50, "head_dim": 32}
+    heads = {} if name == "RWKV7" else {"num_heads": 4 if name == "Mamba2" else 2}
+    config = getattr(models, f"{name}Config")(**sizes, **heads, fuse_norm=fuse_norm)
+    model = crosslayer.connect(getattr(models, f"{name}ForCausalLM")(config), "mudd")
+    ports = model.base_model.layers[1].connections[0].ports
+    assert ports == (("q", "k", "v") if name == "ABC" else ("mixer",))
+
+
+def test_attention_residuals_of_fla_are_refused():
+    models = pytest.importorskip("fla.models")
+    config = models.GLAConfig(
+        hidden_size=64, num_hidden_layers=3, vocab_size=50, num_heads=2, attnres_block_size=2
+    )
+    with pytest.raises(ValueError, match="connect cannot connect"):
+        crosslayer.connect(models.GLAForCausalLM(config), "mudd")
 
 
 def build_as_torchtitan(config: Any) -> Any:

@@ -93,6 +93,15 @@ def residual_argument(module: nn.Module) -> str:
     return RESIDUAL_ARGUMENTS.get(original_class(module).__name__, "")
 
 
+def may_add_residual(module: nn.Module) -> bool:
+    """Whether a module is a norm that adds a residual to its input first, where it gets one.
+
+    With `prenorm=True` it returns the sum, too. The norms of flash-attn, mamba_ssm and fla have
+    these arguments.
+    """
+    return {"residual", "prenorm"} <= argument_parameters(module).keys()
+
+
 def _is_second_stream(name: str) -> bool:
     """Whether an argument is a stream beside the layer's own, which keeps its default."""
     # No model passes DeBERTa's query_states.
@@ -124,6 +133,9 @@ def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     host: Any = original_class(module)
     signature = inspect.signature(host.forward)
     named: dict[str, Any] = {}
+    # A module without **kwargs of its own may name all that the layer has no name for.
+    rest = {name: value for name, value in kwargs.items() if name == REST_OF_ARGUMENTS}
+    kwargs = {name: value for name, value in kwargs.items() if name not in rest}
     # Not all arguments are named: some may be among those that the layer passes on.
     for name, value in list(signature.bind_partial(module, *args, **kwargs).arguments.items())[1:]:
         kind = signature.parameters[name].kind
@@ -133,7 +145,7 @@ def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
             named.update({f"{name}[{i}]": item for i, item in enumerate(value)})
         else:
             named[name] = value
-    return named
+    return named | rest
 
 
 def is_constant(value: object) -> bool:

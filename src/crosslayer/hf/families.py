@@ -32,8 +32,19 @@ RESIDUAL_ARGUMENTS = {"BloomAttention": "residual"}
 NO_RESIDUAL = "0"
 SAME_INPUT = "x"
 REST_OF_ARGUMENTS = "**"  # stands for the arguments that a layer has no name for and passes on
-# Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets.
-ArgumentSources = tuple[tuple[str, str], ...]
+
+
+class ExtraOutput(NamedTuple):
+    """What a sub-layer returns besides its tensor: the layer returns it, or hands it on."""
+
+    module: str  # the sub-layer's
+    place: int  # in what it returns
+    and_later: bool = False  # those after it too, however many there are
+
+
+# Pairs: the name of a sub-layer's argument, and that of the layer's argument which it gets, or an
+# output of an earlier sub-layer.
+ArgumentSources = tuple[tuple[str, str | ExtraOutput], ...]
 
 
 class FunctionCall(NamedTuple):
@@ -82,12 +93,15 @@ class Sublayer(NamedTuple):
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
 
 
-class ExtraOutput(NamedTuple):
-    """What a layer returns of a sub-layer besides the stream."""
+class ReturnedArgument(NamedTuple):
+    """An argument that a layer returns unchanged besides the stream."""
 
-    module: str  # the sub-layer's
-    place: int  # in what it returns
-    and_later: bool = False  # those after it too, however many there are
+    name: str
+    default: Any  # where a call leaves it out
+
+
+# What a layer returns in one place besides the stream.
+LayerExtra = ExtraOutput | ReturnedArgument | None
 
 
 class LayerWiring(NamedTuple):
@@ -95,15 +109,17 @@ class LayerWiring(NamedTuple):
 
     sites: tuple[tuple[Sublayer, ...], ...]
     # What the layer returns besides the stream, each one output or all outputs of a sub-layer from
-    # an index on, or None where the layer returns a None. `extras` is None where it returns no
-    # tuple.
-    extras: tuple[ExtraOutput | None, ...] | None = None
+    # an index on, one of the layer's arguments, or None where the layer returns a None. `extras` is
+    # None where it returns no tuple.
+    extras: tuple[LayerExtra, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
     # Values of the layer's arguments with which its code does something else, so that a call with
     # one of them is refused. None also stands for an argument that is left out.
     unread_values: tuple[tuple[str, bool | None], ...] = ()
     # The norm of what a post-norm layer returns. The next layer's first sub-layers read through it.
     last_norm: str = ""
+    # The first layer's norm of the embedding, which its stream begins with, as RWKV has it.
+    embedding_norm: str = ""
 
     @property
     def modules(self) -> list[str]:

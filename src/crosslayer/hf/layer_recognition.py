@@ -18,6 +18,7 @@ from .families import (
     REST_OF_ARGUMENTS,
     SAME_INPUT,
     ArgumentSources,
+    ExtraOutput,
     FunctionCall,
     LayerWiring,
     Sublayer,
@@ -25,6 +26,7 @@ from .families import (
 from .function_calls import is_norm_function
 from .host_norms import find_attribute
 from .projections import describe_sublayer, has_matrix
+from .shadow import OtherOutput
 from .trace import (
     STREAM_VECTOR,
     LayerTrace,
@@ -85,18 +87,20 @@ def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
 
 
 def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
-    """The wiring of a layer that returns its input plus outputs."""
-    if trace.output.get(STREAM_VECTOR) != 1:
+    """The wiring of a layer that returns its input, or a norm of its input, plus outputs."""
+    first = min(trace.output, default=STREAM_VECTOR)
+    embedding_norm = _norm_of_input(layer, trace, first)
+    if trace.output.get(first) != 1 or (first != STREAM_VECTOR and not embedding_norm):
         raise ValueError(
             f"it returns {_describe(trace, trace.output)}, and not its input plus outputs of "
             "modules"
         )
     sites: list[list[Sublayer]] = []
-    stream: StreamSum = {STREAM_VECTOR: 1.0}  # what the sub-layers of the next site read
+    stream: StreamSum = {first: 1.0}  # what the sub-layers of the next site read
     pending: StreamSum = {}
     used: set[int] = set()
-    for vector in sorted(trace.output.keys() - {STREAM_VECTOR}):
-        chain = _chain_to_stream(layer, trace, vector, STREAM_VECTOR)
+    for vector in sorted(trace.output.keys() - {first}):
+        chain = _chain_to_stream(layer, trace, vector, first)
         _check_used_once(layer, trace, chain, used)
         source = trace.calls[chain[0] - 1].inputs
         if pending and not same_sum(source, stream):
@@ -114,8 +118,19 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
     if not sites:
         raise ValueError("no module's output joins its stream")
     return LayerWiring(
-        tuple(tuple(site) for site in sites), trace.extras, unread_values=trace.unread_values
+        tuple(tuple(site) for site in sites),
+        trace.extras,
+        unread_values=trace.unread_values,
+        embedding_norm=embedding_norm,
     )
+
+
+def _norm_of_input(layer: nn.Module, trace: LayerTrace, vector: int) -> str:
+    """The path of the norm whose output a vector is, if it norms the layer's input; else empty."""
+    call = trace.calls[vector - 1] if vector != STREAM_VECTOR else None
+    if call is None or not call.path or not same_sum(call.inputs, {STREAM_VECTOR: 1.0}):
+        return ""
+    return call.path if is_norm(call.path, find_attribute(layer, call.path)) else ""
 
 
 def _check_all_called(layer: nn.Module, trace: LayerTrace) -> None:
@@ -242,12 +257,12 @@ def _exact_factor(layer: nn.Module, factor: float) -> float:
 
 
 def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
-    """From which of the layer's arguments those of a call come."""
+    """From which of the layer's arguments, or of earlier modules' outputs, those of a call come."""
     of_layer = argument_parameters(layer)
     module = layer.get_submodule(call.path)
     of_module = argument_parameters(module)
     constants = constant_arguments(module, call.arguments)
-    sources = []
+    sources: list[tuple[str, str | ExtraOutput]] = []
     if residual := residual_argument(module):
         sources.append((residual, NO_RESIDUAL))
     for name, value in call.arguments.items():
@@ -262,6 +277,8 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
                     "modules after connecting, or name the argument"
                 )
             sources.append((name, value.name))
+        elif isinstance(value, OtherOutput) and not name.endswith("]"):
+            sources.append((name, value.output))
         elif name in of_layer and value is of_layer[name].default:  # a second stream
             sources.append((name, name))
         elif name in constants and (name.endswith("]") or not is_constant(value)):

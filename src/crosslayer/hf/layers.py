@@ -22,9 +22,11 @@ from .families import (
     REST_OF_ARGUMENTS,
     SAME_INPUT,
     ArgumentSources,
+    ExtraOutput,
     FunctionCall,
     LayerWiring,
     Modulation,
+    ReturnedArgument,
     Sublayer,
 )
 from .hidden_states import HiddenState, check_order, check_whole, read_hidden_state
@@ -102,6 +104,8 @@ class ConnectedLayer:
         """
         stream = tree_unflatten(leaves, tree.spec)
         if isinstance(stream, Tensor):  # The first layer gets the embedding.
+            if self.wiring.embedding_norm:
+                stream = find_attribute(self, self.wiring.embedding_norm)(stream)
             stream = (self.connections[0].init(stream), stream.new_empty(0))
         state, dtype_like = stream
         dtype = dtype_like.dtype
@@ -122,7 +126,7 @@ class ConnectedLayer:
                 for sublayer, x in _inputs_of_sublayers(connection, sublayers, inputs):
                     modulation = modulations.get(sublayer.port)
                     y, returned[sublayer.module] = self._run_sublayer(
-                        sublayer, x, modulation, kwargs
+                        sublayer, x, modulation, kwargs, returned
                     )
                     outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
@@ -130,13 +134,18 @@ class ConnectedLayer:
         if self.connections[-1].is_readout:
             after = self.connections[-1].readout(state).to(dtype)
         tensors, spec = tree_flatten(after)
-        return (*tensors, before, OpaqueTree(spec, tuple(self._select_extras(returned))))
+        return (*tensors, before, OpaqueTree(spec, tuple(self._select_extras(returned, kwargs))))
 
-    def _select_extras(self, returned: dict[str, Any]) -> Iterator[Any]:
-        """What the layer returns besides its stream, from what its sub-layers returned."""
+    def _select_extras(self, returned: dict[str, Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+        """What the layer returns besides its stream, of what its sub-layers returned and of its
+        arguments.
+        """
         for source in self.wiring.extras or ():
             if source is None:
                 yield None
+                continue
+            if isinstance(source, ReturnedArgument):
+                yield kwargs.get(source.name, source.default)
                 continue
             outputs = returned[source.module]
             # A module may return its tensor alone where it has no more to tell.
@@ -145,21 +154,35 @@ class ConnectedLayer:
                 yield from outputs[source.place : stop]
 
     def _run_sublayer(
-        self, sublayer: Sublayer, x: Any, modulation: Modulation | None, kwargs: dict[str, Any]
+        self,
+        sublayer: Sublayer,
+        x: Any,
+        modulation: Modulation | None,
+        kwargs: dict[str, Any],
+        returned: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        """What the sub-layer adds to the stream, and all that its module returns."""
+        """What the sub-layer adds to the stream, and all that its module returns.
+
+        Args:
+            sublayer: a sub-layer of this layer.
+            x: its input, or its inputs of q, k and v.
+            modulation: of input and output, where the layer is conditioned.
+            kwargs: the arguments of the layer.
+            returned: what the sub-layers before it returned, by their modules.
+        """
         if modulation is not None:
             x = _modulate(x, modulation)
         if sublayer.input_scale != 1:
             x = _scale_inputs(x, sublayer.input_scale)
         if sublayer.arguments is not None:
-            selected = _select_arguments(sublayer.arguments, kwargs, self.argument_names, x)
+            names = self.argument_names
+            selected = _select_arguments(sublayer.arguments, kwargs, names, x, returned)
             kwargs = dict(sublayer.preset_arguments) | selected
         if isinstance(x, QKVInputs) and not sublayer.qkv:  # `nn.MultiheadAttention` takes three
             x, key, value = x
             kwargs = kwargs | {"key": key, "value": value}
-        returned = _call_as_host(find_attribute(self, sublayer.module), sublayer, x, kwargs)
-        y = returned[0] if isinstance(returned, tuple | list) else returned
+        outputs = _call_as_host(find_attribute(self, sublayer.module), sublayer, x, kwargs)
+        y = outputs[0] if isinstance(outputs, tuple | list) else outputs
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
@@ -173,7 +196,7 @@ class ConnectedLayer:
             y = module * y if isinstance(module, Tensor) else module(y)
         if sublayer.scale != 1:
             y = y * sublayer.scale
-        return (y if modulation is None else modulation.gate * y), returned
+        return (y if modulation is None else modulation.gate * y), outputs
 
 
 def _is_switched_to(given: Any, value: bool | None) -> bool:
@@ -225,12 +248,26 @@ def _inputs_of_sublayers(
 
 
 def _select_arguments(
-    sources: ArgumentSources, kwargs: dict[str, Any], names: tuple[str, ...], x: Any
+    sources: ArgumentSources,
+    kwargs: dict[str, Any],
+    names: tuple[str, ...],
+    x: Any,
+    returned: dict[str, Any],
 ) -> dict[str, Any]:
-    """The arguments of a sub-layer. names: those that the layer's forward names. x: its input."""
+    """The arguments of a sub-layer.
+
+    Args:
+        sources: of each.
+        kwargs: the arguments of the layer.
+        names: those that the layer's forward names.
+        x: the sub-layer's input.
+        returned: what the sub-layers before it returned, by their modules.
+    """
     selected: dict[str, Any] = {}
     for name, source in sources:
-        if source == NO_RESIDUAL:
+        if isinstance(source, ExtraOutput):
+            selected[name] = returned[source.module][source.place]
+        elif source == NO_RESIDUAL:
             selected[name] = torch.zeros((), dtype=x.dtype, device=x.device)
         elif source == SAME_INPUT:
             selected[name] = x

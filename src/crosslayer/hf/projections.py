@@ -5,6 +5,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ _QKV = (
     ("to_q", "to_k", "to_v"),
     ("wq", "wk", "wv"),
     ("c_q", "c_k", "c_v"),
+    ("w_q", "w_k", "w_v"),
 )
 # Of q and the latent of k and v (MLA).
 _LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
@@ -37,7 +39,7 @@ _OUTPUT = (
     "o_proj", "down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "dense", "out_proj",
     "experts.down_proj",
 )  # fmt: skip
-_SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device")
+_SIZE_ATTRIBUTES = ("shape", "size", "dim", "ndim", "dtype", "device", "requires_grad")
 _MLP_NAMES = ("mlp", "ffn", "feed_forward", "moe", "experts", "channel")
 _ATTENTION_NAMES = ("attn", "attention")
 
@@ -168,13 +170,13 @@ def _order_of_outputs(row: str, attention: Any, module: Any) -> FusedQKV | None:
 
 
 @functools.cache
-def _calls_of_input(cls: type) -> set[str] | None:
+def _calls_of_input(cls: type, method: str = "forward") -> set[str] | None:
     """The modules that a module's forward calls with its input alone, from its source.
 
-    None where the forward does anything else with its input but look at its size, or has no
-    source.
+    The forward may leave that to another method of the class, also through a checkpoint. None where
+    it does anything else with its input but look at its size, or has no source.
     """
-    forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    forward: Any = inspect.unwrap(getattr(cls, method))
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -196,11 +198,36 @@ def _calls_of_input(cls: type) -> set[str] | None:
         match parent:
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id=of), attr=module), args=[_], keywords=[]
-            ) if of == receiver:
+            ) if of == receiver and not _is_method(cls, module):
                 called.add(module)
-            case _:
-                return None
+                continue
+        inner = _method_with_input(parent, node, receiver)
+        if inner == method or not _is_method(cls, inner):
+            return None
+        of_method = _calls_of_input(cls, inner)
+        if of_method is None:
+            return None
+        called |= of_method
     return called
+
+
+def _method_with_input(call: ast.AST, argument: ast.Name, receiver: str) -> str:
+    """The name after `self.` in `self.name(x, …)` or `checkpoint(self.name, x, …)`, or empty."""
+    match call:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr=name), args=[first, *_]):
+            if of == receiver and first is argument:
+                return name
+    match call:
+        case ast.Call(
+            func=ast.Name(id="checkpoint") | ast.Attribute(attr="checkpoint"),
+            args=[ast.Attribute(value=ast.Name(id=of), attr=name), first, *_],
+        ) if of == receiver and first is argument:
+            return name
+    return ""
+
+
+def _is_method(cls: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(cls, name, None), FunctionType)
 
 
 def _nodes_before_replacement(statements: list[ast.stmt], name: str) -> Iterator[ast.AST]:

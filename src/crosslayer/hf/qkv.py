@@ -21,6 +21,7 @@ class QKVInputs(tuple):
     ndim = property(lambda self: self[0].ndim)
     dtype = property(lambda self: self[0].dtype)
     device = property(lambda self: self[0].device)
+    requires_grad = property(lambda self: any(x.requires_grad for x in self))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

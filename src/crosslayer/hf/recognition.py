@@ -99,6 +99,11 @@ def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
                     ) from None
                 raise ValueError(f"layer {number} ({name}): {error}") from None
         of_layers.append(wiring_of_kind[kind])
+        if number and of_layers[-1].embedding_norm:
+            raise ValueError(
+                f"layer {number} ({type(layer).__name__}): it norms the stream itself with its "
+                f"{of_layers[-1].embedding_norm}, which only the first layer may"
+            )
     return tuple(of_layers)
 
 

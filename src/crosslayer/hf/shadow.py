@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..class_swap import original_class, swapped_class
 from ..partitioned import parameter_shape
-from .arguments import LayerArgument, LayerSwitch
+from .arguments import LayerArgument, LayerSwitch, may_add_residual, name_arguments
 from .families import ExtraOutput
 from .function_calls import FunctionMode, FunctionObserver
 
@@ -44,7 +44,7 @@ class OtherOutput:
         self.output = output
 
     def __repr__(self) -> str:
-        return f"a further output of {self.output.module}"
+        return f"{self.output.module}(…)[{self.output.place}]"
 
 
 class ChangedStreamError(ValueError):
@@ -67,6 +67,17 @@ class StandIn:
     lengths: dict[str, int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        if not may_add_residual(module):
+            return self._answer(args, kwargs)
+        named = name_arguments(module, args, kwargs)
+        total = named.pop(next(iter(named)))
+        if named.get("residual") is not None:
+            total = total + named["residual"]
+        output = self._answer((total,), {})
+        return (output, total) if named.get("prenorm") else output
+
+    def _answer(self, args: Any, kwargs: Any) -> Any:
         answer: Any = self.observer.answer(self.path, self, args, kwargs)  # type: ignore[arg-type]
         if type(answer) is not Tensor:
             return answer

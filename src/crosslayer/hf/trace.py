@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from .arguments import (
     LayerArgument,
     argument_parameters,
+    is_constant,
     layer_arguments,
     name_arguments,
     other_arguments,
     residual_argument,
 )
-from .families import SAME_INPUT, ExtraOutput, FunctionCall
+from .families import SAME_INPUT, FunctionCall, LayerExtra, ReturnedArgument
 from .shadow import MOST_OUTPUTS, OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
@@ -68,7 +69,7 @@ class LayerTrace(NamedTuple):
 
     calls: list[ModuleCall]
     output: StreamSum
-    extras: tuple[ExtraOutput | None, ...] | None  # as in `LayerWiring`
+    extras: tuple[LayerExtra, ...] | None  # as in `LayerWiring`
     unread_values: tuple[tuple[str, bool | None], ...] = ()  # as in `LayerWiring`
 
 
@@ -396,20 +397,23 @@ def _trace_once(
         seed,
         training,
     )
-    extras: tuple[ExtraOutput | None, ...] | None = None
+    extras: tuple[LayerExtra, ...] | None = None
     if isinstance(output, tuple | list):
         output, *others = output
-        extras = _join_last_outputs(others)
+        extras = _join_last_outputs(layer, others)
     total = recorder.decompose(output, "what follows the layer")
     return LayerTrace(recorder.calls, total, extras)
 
 
-def _join_last_outputs(others: Sequence[Any]) -> tuple[ExtraOutput | None, ...]:
+def _join_last_outputs(layer: nn.Module, others: Sequence[Any]) -> tuple[LayerExtra, ...]:
     """What a layer returns besides its stream, with the last outputs of a module as one entry."""
-    extras: list[ExtraOutput | None] = []
+    extras: list[LayerExtra] = []
     for other in reversed(others):
         if other is None:
             extras.append(None)
+            continue
+        if isinstance(other, LayerArgument):
+            extras.append(_returned_argument(layer, other.name))
             continue
         if not isinstance(other, OtherOutput):
             raise ValueError("it returns more than its stream and outputs of its modules")
@@ -420,3 +424,12 @@ def _join_last_outputs(others: Sequence[Any]) -> tuple[ExtraOutput | None, ...]:
             output = output._replace(and_later=True)
         extras.append(output)
     return tuple(reversed(extras))
+
+
+def _returned_argument(layer: nn.Module, name: str) -> ReturnedArgument:
+    default = argument_parameters(layer)[name].default
+    if default is inspect.Parameter.empty:
+        default = None  # each call gives it
+    if not is_constant(default):
+        raise ValueError(f"it returns its argument {name!r}, whose default is {default!r}")
+    return ReturnedArgument(name, default)
