@@ -242,8 +242,13 @@ def test_use_kernels_as_a_function_and_as_a_context_manager(restore_kernels):
     with pytest.raises(ZeroDivisionError), crosslayer.use_kernels(False):
         raise ZeroDivisionError
     assert kernels_are_on()
-    crosslayer.use_kernels(False)
+    off = crosslayer.use_kernels(False)
     assert not kernels_are_on()
+    for _ in range(2):
+        crosslayer.use_kernels(True)
+        with off, off:
+            assert not kernels_are_on()
+        assert kernels_are_on()
 
 
 def test_importing_the_kernels_registers_one_for_every_op():

@@ -27,6 +27,8 @@ from crosslayer.train.task import Examples
 from crosslayer.validation import check_choice
 from examples.vision.augment import AUGMENTATIONS, MAX_LEVEL, mix_up, rand_augment
 
+LARGEST_ALPHA = 1e3  # of Mixup; Python's generator of the Beta distribution never ends near 1e308
+
 
 class EpochSampler(ResumableSampler):
     """Yields epoch · length + index, so that each epoch augments an image anew."""
@@ -126,8 +128,10 @@ def load_images(
         raise ValueError(
             f"randaugment_level must be from 0 to {MAX_LEVEL}, got {randaugment_level}"
         )
-    if mixup_alpha is not None and not mixup_alpha > 0:
-        raise ValueError(f"mixup_alpha must be greater than 0, got {mixup_alpha}")
+    if mixup_alpha is not None and not 0 < mixup_alpha <= LARGEST_ALPHA:
+        raise ValueError(
+            f"mixup_alpha must be greater than 0 and at most {LARGEST_ALPHA:g}, got {mixup_alpha}"
+        )
     path = Path(source)
     if path.is_dir():
         splits = _Splits(*list_images(path / "train"), *list_images(path / "val"))

@@ -40,11 +40,18 @@ class use_kernels:
                     "triton is not installed; pip install -e '.[kernels]'", name="triton"
                 )
             importlib.import_module("crosslayer.kernels")
-        self._devices_before = dispatch.kernel_devices
-        dispatch.kernel_devices = ("cuda",) if enabled else ()
+        self._devices = ("cuda",) if enabled else ()
+        # What the end of each block restores. The first block begins here, unless they are switched
+        # in between.
+        self._devices_before = [dispatch.kernel_devices]
+        self._is_entered = False
+        dispatch.kernel_devices = self._devices
 
     def __enter__(self) -> None:
-        pass
+        if self._is_entered or dispatch.kernel_devices != self._devices:
+            self._devices_before.append(dispatch.kernel_devices)
+        self._is_entered = True
+        dispatch.kernel_devices = self._devices
 
     def __exit__(
         self,
@@ -52,4 +59,4 @@ class use_kernels:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        dispatch.kernel_devices = self._devices_before
+        dispatch.kernel_devices = self._devices_before.pop()

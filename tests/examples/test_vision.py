@@ -152,6 +152,9 @@ def test_mixup_is_the_loss_of_soft_labels(tmp_path):
     loss = CLASSIFICATION.loss(lambda pixel_values: SimpleNamespace(logits=logits), batches[1])
     assert loss.item() == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
     assert "share" not in mixed.valid["validation"].__getitems__([0, 1])[0]
+    for alpha in (0, 1e308):
+        with pytest.raises(ValueError, match="mixup_alpha must be greater than 0 and at most 1000"):
+            load_images(source, 8, mixup_alpha=alpha)
 
 
 def test_sincos_positions_equal_a_float64_loop():

@@ -16,6 +16,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import crosslayer
 from benchmarks.cases import attention_case, kernel_ops, mix_case
@@ -271,6 +272,23 @@ def test_second_derivatives(case):
         assert (actual - exact).norm() <= 1e-4 * exact.norm().clamp_min(1)
 
 
+@all_paths
+def test_gradients_under_checkpointing(case):
+    """A checkpoint lets a backward read what it has saved once."""
+    rows, weights = case.make_tensors(2, 7, torch.float32)
+    leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in (*rows, *weights)]
+
+    def call(*tensors):
+        return case.run(kernel_ops(), list(tensors[: len(rows)]), list(tensors[len(rows) :]))
+
+    expected, actual = (
+        torch.autograd.grad(sum(out.sin().sum() for out in outs), leaves)
+        for outs in (call(*leaves), checkpoint(call, *leaves, use_reentrant=False))
+    )
+    for gradient, e in zip(actual, expected, strict=True):
+        assert torch.equal(gradient, e)
+
+
 @all_cases
 def test_dispatch(case, monkeypatch, launched):
     """`ops` run the kernel where kernels are on and the dtype is theirs, else the reference."""
@@ -297,6 +315,18 @@ def test_reference_runs_where_the_kernel_does_not_support_the_sizes(monkeypatch,
     for out, e in zip(ops.write_norm_project(H, None, None, W), expected, strict=True):
         assert torch.equal(out, e)
     assert not launched
+
+
+@pytest.mark.parametrize(("D", "is_launched"), [(1024, True), (1040, False)])
+def test_a_sum_that_is_normed_does_not_overflow(D, is_launched, monkeypatch, launched):
+    """In float16 the kernel would round the sum of a long row before it is normed."""
+    H = torch.full((1, 1, 16, D), 3e4, dtype=torch.float16, device=DEVICE)
+    weights = torch.ones(D, device=DEVICE), torch.ones(16, device=DEVICE)
+    norm = NormSpec(weights[0], None, 1e-6, centred=False)
+    switch_kernels_on(monkeypatch)
+    x, _ = ops.width_connection(H, weights[1], torch.eye(16, device=DEVICE), norm)
+    assert torch.equal(x, torch.ones_like(x))
+    assert bool(launched) == is_launched
 
 
 @pytest.mark.parametrize("spec", LAUNCHED)

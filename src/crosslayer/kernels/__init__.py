@@ -30,7 +30,7 @@ from .norm import add_norm
 from .project import columns_fit_program, write_norm_project
 from .single_pass import fits_program_and_dtype, single_pass_connection
 from .sinkhorn import sinkhorn
-from .streams import width_connection
+from .streams import norms_before_rounding, width_connection
 
 register_kernel("add_norm", add_norm)
 register_kernel("depth_attention", depth_attention)
@@ -39,5 +39,5 @@ register_kernel("gate_pool", gate_pool)
 register_kernel("hyper_connection", hyper_connection, supports=fits_program)
 register_kernel("single_pass_connection", single_pass_connection, supports=fits_program_and_dtype)
 register_kernel("sinkhorn", sinkhorn, supports=sums_stay_positive)
-register_kernel("width_connection", width_connection)
+register_kernel("width_connection", width_connection, supports=norms_before_rounding)
 register_kernel("write_norm_project", write_norm_project, supports=columns_fit_program)

@@ -368,11 +368,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
 
 
 def _backward(ctx: Any, dnew: Tensor, dz: Tensor, *_: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # torch.utils.checkpoint lets them be read once
+    new, Y, beta, W, *_ = saved
     if torch.is_grad_enabled():  # create_graph
-        new, Y, beta, W, *_ = ctx.saved_tensors
         return differentiable_backward(ctx, new, Y, beta, W, dnew, dz)
-    dH, dY, dbeta, dW = _write_norm_project_backward(dnew, dz, *ctx.saved_tensors)
-    if ctx.saved_tensors[1] is None:
+    dH, dY, dbeta, dW = _write_norm_project_backward(dnew, dz, *saved)
+    if Y is None:
         return dH, unweighted_gradient(dH, ctx.unweighted), None, dW, None, None
     return dH, dY, dbeta, dW, None, None
 

@@ -53,6 +53,16 @@ def width_connection(
     return apply_norm(x, None if can_fuse else norm), H
 
 
+def norms_before_rounding(
+    H: Tensor, pre: Tensor, res: Tensor, norm: NormSpec | None = None
+) -> bool:
+    """Whether the kernel takes these inputs. It rounds x before a norm that it cannot fuse, and in
+    float16 a sum of streams may overflow.
+    """
+    fuses = norm is None or _piece_size(*H.shape[-2:]) >= H.shape[-1]
+    return fuses or H.dtype != torch.float16
+
+
 def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int = 0) -> tuple[int, int]:
     """Bytes that forward and backward must move.
 
