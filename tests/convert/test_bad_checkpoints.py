@@ -94,6 +94,7 @@ def _replace_weights(folder: Path, content: bytes) -> None:
 
 
 def _write_index(folder: Path, content: str) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(content)
 
 

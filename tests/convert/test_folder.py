@@ -100,6 +100,11 @@ def overlapping(folder):
     save_file({"norm.weight": tensors["norm.weight"]}, folder / "model-00001-of-00003.safetensors")
 
 
+def two_files(folder):
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({}, folder / "b.safetensors")
+
+
 BROKEN = {
     "truncated": (truncated, "model.safetensors is truncated or not safetensors"),
     "empty-file": (
@@ -111,10 +116,7 @@ BROKEN = {
         "pytorch_model.bin is a pickle, which can run code and is never loaded; .*save_file",
     ),
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
-    "two-files": (
-        lambda f: save_file({}, f / "other.safetensors"),
-        "has 2 safetensors files but no index of them",
-    ),
+    "two-files": (two_files, "has 2 safetensors files but no index of them"),
     "no-config": (lambda f: (f / "config.json").unlink(), "published/config.json: no such file"),
     "bad-config": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "odd-config": (

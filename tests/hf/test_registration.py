@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    ExaoneConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -59,6 +60,18 @@ class TestSavedConfig:
         loaded = LlamaForCausalLM.from_pretrained(folder)
         assert is_connected(loaded)
         assert loaded.config.model_type == "llama"
+
+    def test_a_class_that_is_several_types_hosts_reads_it(self, tmp_path):
+        """Llama's class reads EXAONE 3.5 too. The names of its weights follow from its type."""
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = ExaoneConfig(
+            **sizes, num_key_value_heads=4, intermediate_size=48, vocab_size=97, eos_token_id=1
+        )
+        plain = AutoModelForCausalLM.from_config(config).eval()
+        assert isinstance(plain, LlamaForCausalLM)
+        expected = plain(ids()).logits
+        crosslayer.connect(plain, "mudd").save_pretrained(tmp_path)
+        assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path)(ids()).logits, expected)
 
     def test_options_of_from_pretrained_reach_it(self, folder):
         loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

@@ -296,6 +296,16 @@ def test_a_variant_beside_the_other_weights(max_shard_size, tmp_path):
         assert torch.equal(output(loaded, "llama"), output(expected, "llama"))
 
 
+def test_one_file_beside_the_index_of_former_shards(tmp_path):
+    """transformers leaves the index behind, and loads the file."""
+    model = connected("llama", "mudd")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    model.save_pretrained(tmp_path)
+    assert list(tmp_path.glob("*.index.json"))
+    loaded = crosslayer.from_pretrained(tmp_path)
+    assert torch.equal(output(loaded.eval(), "llama"), output(model, "llama"))
+
+
 def test_a_revision_and_a_subfolder_on_the_hub(tmp_path):
     main = snapshot_folder(tmp_path, "org/net")
     connected("llama", "mudd").save_pretrained(main)

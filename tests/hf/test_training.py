@@ -212,6 +212,8 @@ def test_peft_trains_the_connections_too(tmp_path):
     adapted.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(model, tmp_path)
     assert torch.equal(output(loaded.eval(), "llama"), expected)
+    with pytest.raises(ValueError, match=r"an adapter of PEFT trains a copy .* \(unload\) first"):
+        crosslayer.disconnect(loaded)
 
 
 @pytest.mark.parametrize("spec", [None, "hyper", "mudd(ways='qkvr')"])

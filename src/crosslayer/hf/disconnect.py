@@ -98,6 +98,12 @@ def _check_plain_model_exists(model: nn.Module, backbone: Any) -> None:
     """Raise a ValueError unless exactly one part is connected, and a plain config describes it."""
     if not is_connected(backbone):
         raise ValueError("the model is not connected")
+    for path, module in model.named_modules():
+        if isinstance(module, Connection) and "modules_to_save" in path.split("."):
+            raise ValueError(
+                f"an adapter of PEFT trains a copy of the connection, {path}; merge the adapter "
+                "(merge_and_unload) or take it away (unload) first"
+            )
     connected = [path for path, module in model.named_modules() if is_connected(module)]
     if len(connected) > 1:
         raise ValueError(

@@ -207,7 +207,10 @@ def _restore_model_type(config: Any) -> None:
     """Undo `mark_config` in a config that a host class called by name has read."""
     if str(vars(config).get("model_type")).startswith(MODEL_TYPE_PREFIX):
         names_connection({**config.to_dict(), "model_type": config.model_type}, "config.json")
+        of_host = config.model_type.removeprefix(MODEL_TYPE_PREFIX)
         del config.model_type
+        if config.model_type != of_host:  # a class that reads configs of several types
+            config.model_type = of_host
         vars(config).pop("auto_map", None)
 
 

@@ -58,7 +58,8 @@ class FolderWeights:
             with _open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     self._add_tensor(name, path, file.get_slice(name))
-        for index in folder.glob(_INDEX_FILES.format(suffix="")):
+        index = _find_index(folder)
+        if index is not None:
             indexed = set(read_json(index, dict).get("weight_map", {}))
             differing = sorted(indexed.symmetric_difference(self._file_of))
             if differing:
@@ -104,9 +105,11 @@ def read_host_dtype(folder: Path, variant: str | None = None) -> torch.dtype | N
 def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:
     # A variant's file is beside the others: model.fp16.safetensors.
     suffix = f".{variant}" if variant else ""
-    for index in folder.glob(_INDEX_FILES.format(suffix=suffix)):
+    index = _find_index(folder, suffix)
+    if index is not None:
         return _indexed_files(index)
-    files = sorted(folder.glob("*.safetensors"))
+    single = folder / f"model{suffix}.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     of_variant = [file for file in files if Path(file.stem).suffix == suffix]
     files = of_variant or files
     if len(files) == 1:
@@ -121,6 +124,14 @@ def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:
                 f'torch.load(path, weights_only=True), "{WEIGHTS_FILE}")'
             )
     raise ValueError(f"{folder} has no {WEIGHTS_FILE}")
+
+
+def _find_index(folder: Path, suffix: str = "") -> Path | None:
+    """The index of a folder's shards. transformers leaves one behind that has lost its shards."""
+    has_one_file = (folder / f"model{suffix}.safetensors").exists()
+    if has_one_file and not any(folder.glob("*-of-*.safetensors")):
+        return None
+    return next(folder.glob(_INDEX_FILES.format(suffix=suffix)), None)
 
 
 def _indexed_files(index: Path) -> list[Path]:
