@@ -130,6 +130,7 @@ class LibraryModel(nn.Module):
         x = self.embed(ids)
         extras = []
         for layer in self.layers:
+            torch._dynamo.maybe_mark_dynamic(x, (0, 1))  # as OLMo-core, where layers are compiled
             x = layer(x, **kwargs)
             if layer.returns_tuple:
                 x, *others = x

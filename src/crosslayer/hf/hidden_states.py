@@ -33,6 +33,15 @@ class HiddenState(NamedTuple):
     def device(self) -> torch.device:  # A host that checkpoints its layers may ask for it.
         return self.dtype_like.device
 
+    # OLMo-core calls `torch._dynamo.maybe_mark_dynamic` on what each layer gets. A state ignores it.
+    @property
+    def _dynamo_weak_dynamic_indices(self) -> set[int]:
+        return set()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "dynamo" not in name:
+            raise AttributeError(f"a {type(self).__name__} is immutable, and cannot get {name!r}")
+
     def __getattr__(self, name: str) -> Any:
         raise StreamUseError(
             f"its {name!r}",
