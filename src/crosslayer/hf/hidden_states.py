@@ -33,7 +33,7 @@ class HiddenState(NamedTuple):
     def device(self) -> torch.device:  # A host that checkpoints its layers may ask for it.
         return self.dtype_like.device
 
-    # OLMo-core calls `torch._dynamo.maybe_mark_dynamic` on what each layer gets. A state ignores it.
+    # OLMo-core calls `torch._dynamo.maybe_mark_dynamic` on what layers get. A state ignores it.
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
         return set()
