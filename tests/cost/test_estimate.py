@@ -186,6 +186,46 @@ def saved_bytes(model: nn.Module, ids: torch.Tensor) -> int:
     return total
 
 
+@pytest.mark.parametrize("window", [16, 1, 64, 100])
+def test_flops_of_a_sliding_window(window):
+    """A token reads itself and what is before it, up to the window: W of T tokens at most."""
+    options = [{"sliding_window": size} for size in (None, window)]
+    full, windowed = (
+        estimate_cost("prenorm", small_config("mistral", overrides=o), 1, 64).model for o in options
+    )
+    assert windowed.activation_bytes == full.activation_bytes
+    left_out = sum(max(0, t - window) for t in range(64))  # keys
+    # causal attention is half of T², not T(T + 1)/2: half a key a token differs
+    half_keys = (64 - min(window, 64)) / 2
+    assert full.forward_flops - windowed.forward_flops == 4 * 32 * 3 * (left_out + half_keys)
+
+
+def test_attention_with_values_of_another_width():
+    """Of two value widths: 2 · heads · T²/2 products and sums, and the output projection."""
+    flops = []
+    for width in (8, 24):
+        options = {
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": width,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        config = small_config("glm4_moe_lite", layers=1, overrides=options)
+        flops.append(estimate_cost("prenorm", config, 1, 64).model.forward_flops)
+    attention = 2 * 4 * 64**2 // 2 * 16
+    projections = 2 * 64 * (32 + 8) * 4 * 16  # to values and from them
+    assert flops[1] - flops[0] == attention + projections
+
+
+@pytest.mark.parametrize("family", ["afmoe", "minicpm3"])
+def test_families_with_attention_of_their_own_are_estimated(family):
+    prenorm, mudd = estimate_costs(["prenorm", "mudd"], small_config(family), 1, 8)
+    assert mudd.model.forward_flops > prenorm.model.forward_flops
+
+
 def test_flops_of_experts():
     """Each token passes two experts of three matrices, whatever their number is."""
     flops = []

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from ..connection import find_connections
 from ..losses import next_token_loss
@@ -203,15 +204,43 @@ def _causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: None,
-    scaling: float | None = None,
+    attention_mask: None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal flash attention: torch's choice on the meta device saves T × T weights."""
-    out = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, True, scale=scaling
-    )[0]
-    return out.transpose(1, 2).contiguous(), None
+    """Causal fused attention: torch's choice on the meta device saves T × T weights."""
+    heads_last = (x.transpose(1, 2) for x in (query, key, value))  # [B T H D]
+    return _FusedAttention.apply(*heads_last, sliding_window), None
+
+
+class _FusedAttention(Function):
+    """What a fused causal attention saves and allocates, on the meta device.
+
+    Of torch's own, this one has a window, and values of another width than queries. Its backward
+    pass does not run on the meta device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        out, logsumexp, *_ = aten._efficient_attention_forward(
+            *(query, key, value),
+            bias=None,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            max_seqlen_q=None,
+            max_seqlen_k=None,
+            dropout_p=0.0,
+            custom_mask_type=1,  # causal
+            compute_log_sumexp=True,
+            window_size=window,
+        )
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
 def measure_cost(model: nn.Module, batch: int, context: int) -> ModelCost:

@@ -2,7 +2,7 @@
 
 A multiplication or an addition is one FLOP, in matrix products and in weighted sums alike (MUDD,
 Eq. 15; HC, Table 8). Norms, softmax and activation functions are left out. Causal attention counts
-half of T².
+half of T², with a window of W tokens TW − W²/2.
 """
 
 from collections.abc import Callable
@@ -61,6 +61,21 @@ def _attention_flops(causal_index: int) -> Callable[..., int]:
     return formula
 
 
+def _windowed_attention_flops(
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    *_: Any,
+    window_size: int | None = None,
+    **__: Any,
+) -> int:
+    """Of causal attention over [B T H D], in which a token reads at most `window_size` tokens."""
+    B, T, H, D = query
+    window = min(window_size or T, T)
+    twice_the_pairs = 2 * T * window - window**2
+    return B * H * twice_the_pairs * (D + value[-1])
+
+
 _FLOP_FORMULAS = {
     aten.add: _flops_per_element(1),
     aten.add_: _flops_per_element(1),
@@ -72,6 +87,7 @@ _FLOP_FORMULAS = {
     aten.sub: _subtraction_flops,
     aten.mv: _matrix_vector_flops,
     aten._grouped_mm: _grouped_product_flops,
+    aten._efficient_attention_forward: _windowed_attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops(1),
     aten._scaled_dot_product_flash_attention: _attention_flops(1),
     aten._scaled_dot_product_efficient_attention: _attention_flops(3),
