@@ -18,6 +18,7 @@ from crosslayer.cost import (
     build_on_meta,
     estimate_cost,
     estimate_costs,
+    estimate_peak_memory,
     flop_counter,
     measure_cost,
 )
@@ -224,6 +225,44 @@ def test_attention_with_values_of_another_width():
 def test_families_with_attention_of_their_own_are_estimated(family):
     prenorm, mudd = estimate_costs(["prenorm", "mudd"], small_config(family), 1, 8)
     assert mudd.model.forward_flops > prenorm.model.forward_flops
+
+
+@pytest.mark.parametrize("estimate", [estimate_cost, estimate_peak_memory])
+@pytest.mark.parametrize(
+    ("family", "dtype", "message"),
+    [
+        ("mpt", torch.bfloat16, "the cost of mpt in bfloat16 cannot be estimated: AttributeError"),
+        ("mixtral", torch.float32, "the cost of mixtral in float32 cannot .* BF16"),
+    ],
+)
+def test_code_that_does_not_run_on_the_meta_device(estimate, family, dtype, message):
+    with pytest.raises(ValueError, match=message) as error:
+        estimate("prenorm", small_config(family), 1, 8, dtype=dtype)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("estimate", [estimate_cost, estimate_peak_memory])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
+        ({"batch": 1.5}, "batch must be a whole number of at least 1, got 1.5"),
+        ({"context": -1}, "context must be a whole number of at least 1, got -1"),
+        ({"batch": 2**20, "context": 2**20}, "must be at most 2,147,483,647 tokens"),
+        ({"config": None}, "config must be a configuration of transformers, .* got None"),
+        ({"config": "llama"}, "config must be a configuration of transformers, .* got 'llama'"),
+    ],
+)
+def test_what_is_no_size_of_a_step(estimate, changed, message):
+    with pytest.raises(ValueError, match=message):
+        estimate("prenorm", **{"config": small_config(), "batch": 1, "context": 8} | changed)
+
+
+def test_learned_positions_grow_with_the_context():
+    """docs/cost.md"""
+    config = small_config("gpt2", overrides={"n_positions": 16})
+    short, long = (estimate_cost("prenorm", config, 1, T).model for T in (16, 24))
+    assert long.parameters - short.parameters == (24 - 16) * 32
 
 
 def test_flops_of_experts():

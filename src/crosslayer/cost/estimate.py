@@ -12,7 +12,9 @@ Traffic: every site moves `memory_traffic()` · D elements a token in the forwar
 
 import copy
 import functools
+import reprlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from torch.autograd import Function
 from ..connection import find_connections
 from ..losses import next_token_loss
 from ..spec import make
-from ..validation import LARGEST_SIZE, check_positive
+from ..validation import LARGEST_SIZE, check_positive, dtype_name
 from .flops import flop_counter
 
 aten = torch.ops.aten
@@ -126,8 +128,9 @@ def estimate_cost(
         The cost of the connected model and of the same model with pre-norm.
 
     Raises:
-        ValueError: `spec` names no known connection or option, the family is unknown, or a size is
-            below 1.
+        ValueError: `spec` names no known connection or option, the family is unknown, a size is
+            below 1, or the family's code does not run on the meta device. Mixtures of experts run
+            there in bfloat16 alone.
     """
     return estimate_costs([spec], config, batch, context, dtype)[0]
 
@@ -151,20 +154,41 @@ def estimate_costs(
     Raises:
         ValueError: as in `estimate_cost`, or a step has more than `LARGEST_SIZE` tokens.
     """
+    check_step(config, batch, context)
+    for spec in specs:  # before any is measured
+        make(spec)
+
+    @functools.cache
+    def cost_of(spec: str) -> ModelCost:
+        model = build_on_meta(spec, config, context, dtype)
+        with cost_refusals(model):
+            return measure_cost(model, batch, context)
+
+    return [Cost(spec, cost_of(spec), cost_of("prenorm")) for spec in specs]
+
+
+def check_step(config: Any, batch: int, context: int) -> None:
+    """Raise a ValueError for what is no config of transformers, or no size of a step."""
+    from transformers import PreTrainedConfig
+
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(
+            "config must be a configuration of transformers, like "
+            f"crosslayer.hf.config.make_config('llama'), got {reprlib.repr(config)}"
+        )
     check_positive(batch=batch, context=context)
     if batch * context > LARGEST_SIZE:
         raise ValueError(
             f"batch × context must be at most {LARGEST_SIZE:,} tokens, got {batch * context:,}"
         )
 
-    for spec in specs:  # before any is measured
-        make(spec)
 
-    @functools.cache
-    def cost_of(spec: str) -> ModelCost:
-        return measure_cost(build_on_meta(spec, config, context, dtype), batch, context)
+def cost_refusals(model: Any) -> AbstractContextManager[None]:
+    """Errors of a model whose code does not run on the meta device, as a ValueError of one line."""
+    from ..hf.config import host_refusals
 
-    return [Cost(spec, cost_of(spec), cost_of("prenorm")) for spec in specs]
+    config, dtype = model.config, dtype_name(model.dtype)
+    return host_refusals(f"the cost of {config.model_type} in {dtype} cannot be estimated")
 
 
 def build_on_meta(spec: str, config: Any, context: int, dtype: torch.dtype) -> nn.Module:
@@ -173,7 +197,7 @@ def build_on_meta(spec: str, config: Any, context: int, dtype: torch.dtype) -> n
     Args:
         spec: the connection.
         config: a transformers configuration; it is not changed.
-        context: tokens a sequence.
+        context: tokens a sequence. A model with fewer positions gets as many.
         dtype: dtype of the model.
     """
     from transformers import AttentionInterface

@@ -21,7 +21,7 @@ from ..connection import find_connections
 from ..losses import next_token_loss
 from ..recompute import enable_recompute
 from ..validation import check_option_type
-from .estimate import build_on_meta
+from .estimate import build_on_meta, check_step, cost_refusals
 
 
 class PeakMemory(NamedTuple):
@@ -54,13 +54,18 @@ def estimate_peak_memory(
         context: tokens a sequence.
         recompute: "none", or what `enable_recompute` recomputes: "streams" or "inversion".
         dtype: dtype of the model and of its stream.
+
+    Raises:
+        ValueError: as in `estimate_costs`, or of `recompute`.
     """
+    check_step(config, batch, context)
     check_option_type("recompute", recompute, Literal["none", "streams", "inversion"])
     model = build_on_meta(spec, config, context, dtype)
     if recompute != "none":
         enable_recompute(find_connections(model), recompute)
     tokens = torch.zeros(batch, context + 1, dtype=torch.long, device="meta")
-    return measure_peak_memory(model, tokens)
+    with cost_refusals(model):
+        return measure_peak_memory(model, tokens)
 
 
 def measure_peak_memory(
