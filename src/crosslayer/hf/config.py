@@ -1,8 +1,11 @@
 """Configs of transformers from a few sizes."""
 
-import functools
-from collections.abc import Iterator
+import copy
+import inspect
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from .attach import find_backbone
 
 MAX_WIDTH = 2**24  # of a stream, a hidden layer or a vocabulary
 _MLP_MULTIPLE = 32  # the hidden width of a gated MLP is rounded up to a multiple of it
+_OPTIONAL_SIZES = ("head_dim", "ffn_dim", "dff")  # left out where a config has no such key
 
 
 def make_config(
@@ -45,7 +49,8 @@ def make_config(
         overrides: other keys of the family's config. They override what follows from the sizes.
 
     Raises:
-        ValueError: the family or a key is unknown, or the sizes do not fit together.
+        ValueError: the family or a key is unknown, the sizes do not fit together, or the family's
+            config does not take them.
     """
     if family not in CONFIG_MAPPING_NAMES:
         raise ValueError(
@@ -59,15 +64,11 @@ def make_config(
         raise ValueError(
             f"dim must be a multiple of twice the heads, got dim {dim} and {heads} heads"
         )
-    # A gated MLP has three matrices where a plain one has two: 8 D² parameters either way.
-    mlp_width = 4 * dim
-    if _has_gated_mlp(family):
-        multiples = -(-dim * 8 // 3 // _MLP_MULTIPLE)
-        mlp_width = multiples * _MLP_MULTIPLE
+    overrides = overrides or {}
     sizes = {
         "vocab_size": vocab,
         "hidden_size": dim,
-        "intermediate_size": mlp_width,
+        **_mlp_widths(4 * dim),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -78,35 +79,53 @@ def make_config(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return _build_config(family, sizes, overrides or {})
+    config = _build_config(family, sizes, overrides)
+    matrices = _count_mlp_matrices(config, 4 * dim)
+    if matrices != 2:
+        # A gated MLP has three matrices where a plain one has two: 8 D² parameters either way.
+        multiples = math.ceil(8 * dim / matrices / _MLP_MULTIPLE)
+        sizes |= _mlp_widths(multiples * _MLP_MULTIPLE)
+        config = _build_config(family, sizes, overrides)
+    _check_sizes_are_taken(config, sizes, overrides)
+    return config
 
 
-@functools.cache
-def _has_gated_mlp(family: str) -> bool:
-    """Whether the MLP of a family's first layer has a gate.
+def _mlp_widths(width: int) -> dict[str, int]:
+    """The hidden width of an MLP, under each name that configs have for it."""
+    return {"intermediate_size": width, "ffn_dim": width, "dff": width}
+
+
+def _count_mlp_matrices(config: PreTrainedConfig, width: int) -> Fraction:
+    """The number of matrices of dim × `width` in the first MLP whose projections `connect` knows.
+
+    Where it knows those of no MLP, as in a mixture of experts, this is 2.
 
     Raises:
         ValueError: `connect` cannot connect the family, or it needs a padding token.
     """
-    with host_refusals(f"unknown family {family!r}"):
-        config = AutoConfig.for_model(
-            family, num_hidden_layers=1, bos_token_id=None, eos_token_id=None
-        )
-        is_language_model = type(config) in AutoModelForCausalLM._model_mapping
-        auto_class = AutoModelForCausalLM if is_language_model else AutoModel
-        with torch.device("meta"):
-            model = auto_class.from_config(config)
+    family = config.model_type
+    is_language_model = type(config) in AutoModelForCausalLM._model_mapping
+    auto_class = AutoModelForCausalLM if is_language_model else AutoModel
+    with host_refusals(f"no {family} can be built of this config"), torch.device("meta"):
+        model = auto_class.from_config(copy.deepcopy(config))
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise ValueError(
             f"{family} counts positions from a padding token, which is not set here; build such a "
             "model with transformers, then connect it"
         )
     try:
-        _, wiring = find_backbone(model)
+        backbone, wiring = find_backbone(model)
     except ValueError as error:
         reason = str(error).split(". ")[0]
         raise ValueError(f"unknown family {family!r}: {reason}") from None
-    return any("gate" in name for part in wiring.sublayers for name in part.up_projections)
+    for layer, layer_wiring in zip(wiring.find_layers(backbone), wiring.of_layers, strict=True):
+        for sublayer in layer_wiring.sublayers:
+            if sublayer.port == "mlp" and sublayer.up_projections:
+                mlp = layer.get_submodule(sublayer.module)
+                weights = sum(p.numel() for p in mlp.parameters() if p.dim() == 2)
+                if weights:
+                    return Fraction(weights, wiring.dim * width)
+    return Fraction(2)
 
 
 def _build_config(
@@ -117,9 +136,9 @@ def _build_config(
         raise ValueError("model_config has no model_type; the option family names it")
     if overrides.get("return_dict", True) is not True:
         raise ValueError("model_config: return_dict must be true, as losses read outputs by name")
-    keys = {**sizes, **overrides, "model_type": family}
     with host_refusals(f"the config of {family} refuses these values"):
-        plain = AutoConfig.for_model(family, bos_token_id=None, eos_token_id=None)
+        plain = AutoConfig.for_model(family)
+        keys = {**_known_sizes(plain, sizes, overrides), **overrides, "model_type": family}
         if hasattr(plain, "attention_multiplier") and hasattr(plain, "embedding_multiplier"):
             keys = _granite_factors(plain, keys) | keys
         config = AutoConfig.for_model(**keys)
@@ -139,10 +158,43 @@ def _build_config(
     return config
 
 
+def _known_sizes(
+    plain: PreTrainedConfig, sizes: dict[str, Any], overrides: dict[str, Any]
+) -> dict[str, Any]:
+    """The sizes that a family's config takes, without those that `overrides` has by another name.
+
+    Some families derive head_dim, like DeepSeek-V3.
+    """
+    aliases = plain.attribute_map
+    left_out = set(_OPTIONAL_SIZES) - {*inspect.signature(type(plain)).parameters, *aliases}
+    left_out |= {name for name, alias in aliases.items() if alias in overrides}
+    return {name: size for name, size in sizes.items() if name not in left_out}
+
+
+def _check_sizes_are_taken(
+    config: PreTrainedConfig, sizes: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    """Raise a ValueError where a config keeps a size of its own."""
+    text = config.get_text_config(decoder=True)
+    remedy = "it follows from other keys of the config"
+    if text is not config:
+        remedy = f"its text model has a config of its own; use the family {text.model_type!r}"
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if overrides.keys() & {name, config.attribute_map.get(name)}:
+            continue
+        for part in _config_parts(text):
+            size = getattr(part, name, None)
+            if size not in (None, sizes[name]):
+                raise ValueError(
+                    f"{config.model_type} keeps {name} {size}, got {sizes[name]}: {remedy}"
+                )
+
+
 def _granite_factors(plain: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, float]:
     """Factors of a family like Granite whose default is 1, which no trained model of it has."""
+    head_dim = keys["hidden_size"] // keys["num_attention_heads"]
     factors = {
-        "attention_multiplier": keys["head_dim"] ** -0.5,
+        "attention_multiplier": head_dim**-0.5,
         "embedding_multiplier": 1 / keys.get("initializer_range", plain.initializer_range),
     }
     return {name: factor for name, factor in factors.items() if getattr(plain, name) == 1}
@@ -175,13 +227,17 @@ def check_sizes(config: Any) -> None:
         "num_key_value_heads": MAX_WIDTH,
         "head_dim": MAX_WIDTH,
     }
-    of_layers = getattr(config, "per_layer_attributes", None) or ()
     for name, bound in bounds.items():
-        # A config raises an error where it is asked for a size that its layers differ in.
-        for part in config.per_layer_config if name in of_layers else [config]:
+        for part in _config_parts(config):
             size = getattr(part, name, None)
             if isinstance(size, int) and not 1 <= size <= bound:
                 raise ValueError(f"{name} must be from 1 to {bound:,}, got {size}")
+
+
+def _config_parts(config: Any) -> Sequence[Any]:
+    """The config itself, or one config for each layer where layers differ in a size."""
+    # A config raises an error where it is asked for a size that its layers differ in.
+    return config.per_layer_config if getattr(config, "per_layer_attributes", None) else [config]
 
 
 def _check_heads(config: Any) -> None:
@@ -189,13 +245,14 @@ def _check_heads(config: Any) -> None:
 
     Other people's configs are not checked: DeepSeek-V3 does not use its num_key_value_heads.
     """
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    if heads and kv_heads and heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
-            f"{kv_heads}"
-        )
+    for part in _config_parts(config):
+        heads = getattr(part, "num_attention_heads", None)
+        kv_heads = getattr(part, "num_key_value_heads", None)
+        if heads and kv_heads and heads % kv_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
+                f"{kv_heads}"
+            )
 
 
 @contextmanager
@@ -213,4 +270,5 @@ def host_refusals(problem: str) -> Iterator[None]:
     except (ImportError, OSError, MemoryError):
         raise
     except Exception as error:
-        raise ValueError(f"{problem}: {type(error).__name__} {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{problem}: {type(error).__name__} {reason}") from error
