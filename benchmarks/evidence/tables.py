@@ -329,14 +329,16 @@ def describe_embeddings(model_config: Mapping[str, float]) -> str:
 
 
 def _describe_models(study: Study) -> str:
-    model, data, _, _ = study.comparison.recipe.settings()
+    model, data, optimization, _ = study.comparison.recipe.settings()
     texts = " and ".join(data.valid)
     factor = model.model_config.get("embedding_multiplier", 1)
     return (
         f"Llama of {model.layers} layers, width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
-        f"{texts}. Its token embeddings are multiplied by {factor:g} "
-        f"({describe_embeddings(model.model_config)}), so they start at a standard deviation of "
-        f"{factor * INITIAL_STD:g}. Unscaled embeddings start at Llama's own, {INITIAL_STD:g}. "
+        f"{texts}, with a warm-up of {optimization.warmup:g} of the steps. Its token "
+        f"embeddings are multiplied by {factor:g} ({describe_embeddings(model.model_config)}): they "
+        f"start at a standard deviation of {factor * INITIAL_STD:g} and change {factor:g} times as "
+        "fast. "
+        f"Unscaled embeddings start at Llama's own, {INITIAL_STD:g}. "
         "Each connection has its own best learning rate, found with seed 0 among rates a factor of "
         "2 apart. Loss in nats a token, the mean of three or five seeds. The columns between loss "
         "and speed are differences to pre-norm with 95 % intervals. –: not run. At equal time: the "
