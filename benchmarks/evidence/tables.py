@@ -332,10 +332,11 @@ def _describe_models(study: Study) -> str:
     model, data, optimization, _ = study.comparison.recipe.settings()
     texts = " and ".join(data.valid)
     factor = model.model_config.get("embedding_multiplier", 1)
+    embeddings = describe_embeddings(model.model_config)
     return (
         f"Llama of {model.layers} layers, width {model.dim}, {study.tokens / 1e6:.1f}M tokens of "
         f"{texts}, with a warm-up of {optimization.warmup:g} of the steps. Its token "
-        f"embeddings are multiplied by {factor:g} ({describe_embeddings(model.model_config)}): they "
+        f"embeddings are multiplied by {factor:g} ({embeddings}): they "
         f"start at a standard deviation of {factor * INITIAL_STD:g} and change {factor:g} times as "
         "fast. "
         f"Unscaled embeddings start at Llama's own, {INITIAL_STD:g}. "
