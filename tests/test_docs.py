@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +44,11 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nanogpt = SimpleNamespace(GPT=lambda config: GPT(), GPTConfig=object)
     monkeypatch.setitem(sys.modules, "model", nanogpt)
+    for name in ("olmo_core", "olmo_core.nn", "olmo_core.nn.transformer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    config = SimpleNamespace(build=lambda init_device: GPT())
+    olmo = SimpleNamespace(olmo2_190M=lambda vocab_size: config)
+    vars(sys.modules["olmo_core.nn.transformer"])["TransformerConfig"] = olmo
     exec(block, {})
 
 

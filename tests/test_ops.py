@@ -249,6 +249,11 @@ def test_use_kernels_as_a_function_and_as_a_context_manager(restore_kernels):
         with off, off:
             assert not kernels_are_on()
         assert kernels_are_on()
+    off = crosslayer.use_kernels(False)
+    crosslayer.use_kernels(False)
+    with off:
+        pass
+    assert not kernels_are_on()
 
 
 def test_importing_the_kernels_registers_one_for_every_op():

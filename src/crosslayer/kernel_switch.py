@@ -7,6 +7,7 @@ import importlib
 import os
 from importlib.util import find_spec
 from types import TracebackType
+from typing import ClassVar
 
 from .ops import dispatch
 from .validation import check_option_type
@@ -28,6 +29,8 @@ class use_kernels:
         ModuleNotFoundError: `enabled` is True and triton is not installed.
     """
 
+    _last_switched: "ClassVar[use_kernels | None]" = None  # unless a block has begun or ended since
+
     def __init__(self, enabled: bool | None = True):
         check_option_type("enabled", enabled, bool | None)
         if enabled is None:
@@ -41,17 +44,18 @@ class use_kernels:
                 )
             importlib.import_module("crosslayer.kernels")
         self._devices = ("cuda",) if enabled else ()
-        # What the end of each block restores. The first block begins here, unless they are switched
-        # in between.
-        self._devices_before = [dispatch.kernel_devices]
-        self._is_entered = False
-        dispatch.kernel_devices = self._devices
+        self._devices_before = [dispatch.kernel_devices]  # what the end of each block restores
+        self._switch()
 
     def __enter__(self) -> None:
-        if self._is_entered or dispatch.kernel_devices != self._devices:
+        if use_kernels._last_switched is not self:  # else the block began when this was made
             self._devices_before.append(dispatch.kernel_devices)
-        self._is_entered = True
+            self._switch()
+        use_kernels._last_switched = None
+
+    def _switch(self) -> None:
         dispatch.kernel_devices = self._devices
+        use_kernels._last_switched = self
 
     def __exit__(
         self,
@@ -60,3 +64,4 @@ class use_kernels:
         trace: TracebackType | None,
     ) -> None:
         dispatch.kernel_devices = self._devices_before.pop()
+        use_kernels._last_switched = None

@@ -185,6 +185,96 @@ def test_projections_in_a_method_that_is_recomputed():
     torch.testing.assert_close(*gradients)
 
 
+class RecomputingAttention(Attention):
+    """Its methods call each other."""
+
+    def recompute(self, x: Tensor) -> Tensor:
+        return checkpoint(self.forward, x, 2.0, use_reentrant=False)
+
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        return self.recompute(x) if scale is None else super().forward(x, scale)
+
+
+def test_methods_that_call_each_other_have_one_input():
+    model = LibraryModel(OlmoBlock)
+    for layer in model.layers:
+        layer.attn = RecomputingAttention()
+    crosslayer.connect(model, "mudd(ways='qkvr')")
+    assert model.layers[1].connections[0].ports == ("mixer",)
+
+
+class ScaledNorm(AddNorm):
+    def forward(
+        self, x: Tensor, residual: Any = None, prenorm: bool = False, scale: Any = 1
+    ) -> Any:
+        y, total = super().forward(x, residual, True)
+        return (scale * y, total) if prenorm else scale * y
+
+
+class ScaledBlock(LibraryBlock):
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.mlp_norm = ScaledNorm(DIM)
+
+    def forward(self, x: Tensor, scale: Any = 2.0) -> Any:
+        y, x = self.mlp_norm(self.attn(self.attn_norm(x)), x, True, scale)
+        return x + self.mlp(y)
+
+
+class LateResidualBlock(LibraryBlock):
+    """Calls a norm that adds the residual, and may do so afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp_norm(self.mlp(self.attn_norm(x + self.attn(x))), residual=x)
+
+
+class RoutedBlock(LibraryBlock):
+    """Hands on an output of a module that is no sub-layer."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.router, self.mlp = SubLayer(), SubLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        _, calls = self.router(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x), calls)[0]
+
+
+class OpeningBlock(LibraryBlock):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), kwargs.get("scale"))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (ScaledBlock, "passes modules with more than one input"),
+        (LateResidualBlock, "mlp_norm gets more of the stream, as its argument 'residual'"),
+        (RoutedBlock, "it gives mlp an output of router, which is no sub-layer that runs before"),
+        (OpeningBlock, r"takes arguments out of its \*\*kwargs; name them in its forward"),
+    ],
+)
+def test_layers_that_are_refused(block, message):
+    with pytest.raises(ValueError, match=message):
+        crosslayer.connect(LibraryModel(block), "mudd")
+
+
+class ChoosingBlock(FlaBlock):
+    def forward(self, x: Tensor, scale: Any = None, old: Any = None, swap: bool = False) -> Any:
+        x, *_ = super().forward(x)
+        return x, old if swap else scale
+
+
+def test_a_switch_of_what_is_returned():
+    """A call with the value that `connect` has not read is an error."""
+    model = crosslayer.connect(LibraryModel(ChoosingBlock), "mudd")
+    assert model(make_ids(), scale=1, old=2)[1] == [[1]] * 3
+    with pytest.raises(ValueError, match="is called with swap=True"):
+        model(make_ids(), scale=1, old=2, swap=True)
+
+
 class LateNormBlock(RwkvBlock):
     def __init__(self, number: int):
         super().__init__(0)

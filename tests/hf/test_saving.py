@@ -375,6 +375,7 @@ class TestBadFolders:
         self.refuses(folder, "is a pickle, which can run code and is never loaded")
 
     def test_a_missing_shard(self, folder):
+        (folder / "model.safetensors").unlink()
         connected("llama", "mudd").save_pretrained(folder, max_shard_size="20KB")
         next(folder.glob("model-00002*")).unlink()
         self.refuses(folder, "lacks the shard model-00002")

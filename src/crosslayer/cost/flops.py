@@ -2,7 +2,7 @@
 
 A multiplication or an addition is one FLOP, in matrix products and in weighted sums alike (MUDD,
 Eq. 15; HC, Table 8). Norms, softmax and activation functions are left out. Causal attention counts
-half of T², with a window of W tokens TW − W²/2.
+half of T², or TW − W²/2 with a window of W tokens.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 """The arguments of a layer's and its modules' forward, by name."""
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,13 +95,33 @@ def residual_argument(module: nn.Module) -> str:
     return RESIDUAL_ARGUMENTS.get(original_class(module).__name__, "")
 
 
-def may_add_residual(module: nn.Module) -> bool:
-    """Whether a module is a norm that adds a residual to its input first, where it gets one.
+def opens_rest(layer: nn.Module) -> bool:
+    """Whether a layer's own code does anything with its **kwargs but pass all of them on."""
+    host: Any = original_class(layer)
+    parameters = inspect.signature(host.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    definition = function_definition(host.forward) if names else None
+    if definition is None:
+        return False
+    passed_on = {
+        id(node.value)
+        for node in ast.walk(definition)
+        if isinstance(node, ast.keyword) and node.arg is None
+    }
+    return any(
+        isinstance(node, ast.Name) and node.id in names and id(node) not in passed_on
+        for node in ast.walk(definition)
+    )
 
-    With `prenorm=True` it returns the sum, too. The norms of flash-attn, mamba_ssm and fla have
-    these arguments.
-    """
-    return {"residual", "prenorm"} <= argument_parameters(module).keys()
+
+def function_definition(function: Any) -> ast.FunctionDef | None:
+    """The source of a function as a tree; None where it has no source, or is no plain function."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    definition = tree.body[0]
+    return definition if isinstance(definition, ast.FunctionDef) else None
 
 
 def _is_second_stream(name: str) -> bool:

@@ -23,7 +23,8 @@ from .attach import find_backbone
 
 MAX_WIDTH = 2**24  # of a stream, a hidden layer or a vocabulary
 _MLP_MULTIPLE = 32  # the hidden width of a gated MLP is rounded up to a multiple of it
-_OPTIONAL_SIZES = ("head_dim", "ffn_dim", "dff")  # left out where a config has no such key
+# Left out where a config has no such key.
+_OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "ffn_dim", "dff")
 
 
 def make_config(

@@ -124,7 +124,7 @@ class LayerWiring(NamedTuple):
     @property
     def modules(self) -> list[str]:
         """The paths of all modules that are named."""
-        paths = [self.last_norm] if self.last_norm else []
+        paths = [norm for norm in (self.last_norm, self.embedding_norm) if norm]
         for sublayer in self.sublayers:
             steps = (sublayer.module, sublayer.norm, *sublayer.after)
             paths += [step for step in steps if isinstance(step, str)]

@@ -39,8 +39,8 @@ class HiddenState(NamedTuple):
         return set()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "dynamo" not in name:
-            raise AttributeError(f"a {type(self).__name__} is immutable, and cannot get {name!r}")
+        if name != "_has_dynamo_dim_marking":
+            raise AttributeError(f"a {type(self).__name__} is immutable: {name!r} cannot be set")
 
     def __getattr__(self, name: str) -> Any:
         raise StreamUseError(

@@ -12,7 +12,13 @@ from typing import Any
 from torch import nn
 
 from ..partitioned import parameter_shape
-from .arguments import LayerArgument, argument_parameters, is_constant, residual_argument
+from .arguments import (
+    LayerArgument,
+    argument_parameters,
+    is_constant,
+    opens_rest,
+    residual_argument,
+)
 from .families import (
     NO_RESIDUAL,
     REST_OF_ARGUMENTS,
@@ -25,7 +31,7 @@ from .families import (
 )
 from .function_calls import is_norm_function
 from .host_norms import find_attribute
-from .projections import describe_sublayer, has_matrix
+from .projections import describe_sublayer, has_matrix, is_norm
 from .shadow import OtherOutput
 from .trace import (
     STREAM_VECTOR,
@@ -79,11 +85,30 @@ def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
 
 def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
     """`recognise_layer`, where the modules of some paths are opened."""
+    if opens_rest(layer):
+        raise ValueError(
+            "its own code takes arguments out of its **kwargs; name them in its forward"
+        )
     trace = trace_layer(layer, width, opened)
     _check_all_called(layer, trace)
-    if STREAM_VECTOR not in trace.output and len(trace.output) == 1:
-        return _read_post_norm_wiring(layer, trace)
-    return _read_pre_norm_wiring(layer, trace)
+    is_post_norm = STREAM_VECTOR not in trace.output and len(trace.output) == 1
+    read = _read_post_norm_wiring if is_post_norm else _read_pre_norm_wiring
+    wiring = read(layer, trace)
+    _check_handed_outputs(wiring)
+    return wiring
+
+
+def _check_handed_outputs(wiring: LayerWiring) -> None:
+    """Raise a ValueError where a sub-layer gets an output of what is no sub-layer before it."""
+    before: set[str] = set()
+    for sublayer in wiring.sublayers:
+        for name, source in sublayer.arguments or ():
+            if isinstance(source, ExtraOutput) and source.module not in before:
+                raise ValueError(
+                    f"it gives {sublayer.module} an output of {source.module}, which is no "
+                    f"sub-layer that runs before it, as its argument {name!r}"
+                )
+        before.add(sublayer.module)
 
 
 def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
@@ -128,9 +153,10 @@ def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
 def _norm_of_input(layer: nn.Module, trace: LayerTrace, vector: int) -> str:
     """The path of the norm whose output a vector is, if it norms the layer's input; else empty."""
     call = trace.calls[vector - 1] if vector != STREAM_VECTOR else None
-    if call is None or not call.path or not same_sum(call.inputs, {STREAM_VECTOR: 1.0}):
+    if call is None or call.arguments or not same_sum(call.inputs, {STREAM_VECTOR: 1.0}):
         return ""
-    return call.path if is_norm(call.path, find_attribute(layer, call.path)) else ""
+    norm = find_attribute(layer, call.path) if call.path else None
+    return call.path if isinstance(norm, nn.Module) and is_norm(call.path, norm) else ""
 
 
 def _check_all_called(layer: nn.Module, trace: LayerTrace) -> None:
@@ -324,8 +350,3 @@ def paths_around(path: str) -> list[str]:
     """The paths of the modules around a module, from the inside out."""
     names = path.split(".")[:-1]
     return [".".join(names[:count]) for count in range(len(names), -1, -1)]
-
-
-def is_norm(name: str, module: nn.Module) -> bool:
-    is_named_norm = "norm" in f"{name} {type(module).__name__}".lower()
-    return is_named_norm and not has_matrix(module)

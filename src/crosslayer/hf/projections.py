@@ -1,9 +1,8 @@
-"""What the names within a sub-layer tell: its kind, and its projections."""
+"""What names tell of a module: whether it is a norm, its kind as a sub-layer, its projections."""
 
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from ..class_swap import original_class
 from ..partitioned import parameter_shape
+from .arguments import function_definition
 from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, SAME_INPUT, FusedQKV, Sublayer
 from .host_norms import find_attribute
 
@@ -170,22 +170,23 @@ def _order_of_outputs(row: str, attention: Any, module: Any) -> FusedQKV | None:
 
 
 @functools.cache
-def _calls_of_input(cls: type, method: str = "forward") -> set[str] | None:
+def _calls_of_input(cls: type, methods: tuple[str, ...] = ("forward",)) -> set[str] | None:
     """The modules that a module's forward calls with its input alone, from its source.
 
     The forward may leave that to another method of the class, also through a checkpoint. None where
     it does anything else with its input but look at its size, or has no source.
+
+    Args:
+        cls: the module's class.
+        methods: the forward, and those that were called from there to the one that is read.
     """
-    forward: Any = inspect.unwrap(getattr(cls, method))
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef):
+    forward: Any = inspect.unwrap(getattr(cls, methods[-1]))
+    definition = function_definition(forward)
+    if definition is None:
         return None
     receiver, name, *_ = inspect.signature(forward).parameters
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    nodes = ast.walk(definition)
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
     called = set()
     for node in _nodes_before_replacement(definition.body, name):
         if not isinstance(node, ast.Name) or node.id != name:
@@ -202,9 +203,9 @@ def _calls_of_input(cls: type, method: str = "forward") -> set[str] | None:
                 called.add(module)
                 continue
         inner = _method_with_input(parent, node, receiver)
-        if inner == method or not _is_method(cls, inner):
+        if inner in methods or not _is_method(cls, inner):
             return None
-        of_method = _calls_of_input(cls, inner)
+        of_method = _calls_of_input(cls, (*methods, inner))
         if of_method is None:
             return None
         called |= of_method
@@ -258,8 +259,8 @@ def _replaces(statement: ast.stmt, name: str) -> bool:
 def _is_local_name(name: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether a function within the forward has an argument of this name."""
     node: Any = parents[name]
-    while not isinstance(node, ast.Module):
-        is_inner = isinstance(node, ast.FunctionDef) and not isinstance(parents[node], ast.Module)
+    while node in parents:  # the forward itself has no parent
+        is_inner = isinstance(node, ast.FunctionDef)
         if is_inner and any(argument.arg == name.id for argument in node.args.args):
             return True
         node = parents[node]
@@ -278,6 +279,11 @@ def has_matrix(module: nn.Module | Tensor) -> bool:
     return isinstance(module, nn.Module) and any(
         len(parameter_shape(p)) > 1 for p in module.parameters()
     )
+
+
+def is_norm(name: str, module: nn.Module) -> bool:
+    is_named_norm = "norm" in f"{name} {type(module).__name__}".lower()
+    return is_named_norm and not has_matrix(module)
 
 
 def _has_parameters(module: nn.Module | Tensor) -> bool:

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ..optim import has_numbered_layers
 from ..partitioned import parameter_shape
 from .families import LayerWiring, ModelWiring, list_layers
-from .layer_recognition import is_norm, recognise_layer
+from .layer_recognition import recognise_layer
+from .projections import is_norm
 
 # Of every module, whatever its code.
 _MODULE_ATTRIBUTES = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized"}

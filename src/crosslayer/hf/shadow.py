@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..class_swap import original_class, swapped_class
 from ..partitioned import parameter_shape
-from .arguments import LayerArgument, LayerSwitch, may_add_residual, name_arguments
+from .arguments import LayerArgument, LayerSwitch, name_arguments
 from .families import ExtraOutput
 from .function_calls import FunctionMode, FunctionObserver
+from .projections import is_norm
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 # Outputs of a stand-in whose caller does not unpack them into names: more than any module has.
@@ -68,14 +69,17 @@ class StandIn:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
-        if not may_add_residual(module):
+        if not is_norm(self.path, module):
             return self._answer(args, kwargs)
         named = name_arguments(module, args, kwargs)
+        if named.pop("prenorm", None) is not True:
+            return self._answer(args, kwargs)
+        # The norms of flash-attn, mamba_ssm and fla add a residual first, and return the sum too.
         total = named.pop(next(iter(named)))
-        if named.get("residual") is not None:
-            total = total + named["residual"]
-        output = self._answer((total,), {})
-        return (output, total) if named.get("prenorm") else output
+        residual = named.pop("residual", None)
+        if residual is not None:
+            total = total + residual
+        return self._answer((total,), named), total
 
     def _answer(self, args: Any, kwargs: Any) -> Any:
         answer: Any = self.observer.answer(self.path, self, args, kwargs)  # type: ignore[arg-type]

@@ -255,11 +255,28 @@ def _unread_values(
         given = {f"the argument {name!r}": repr(None)} if value is None else {}
         try:
             other = trace_once(arguments=arguments)
-            is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, given)
+            is_same = (
+                _same_calls(trace, other)
+                and _same_arguments(layer, trace, other, given)
+                and _same_extras(trace, other, name, value)
+            )
         except ValueError:
             is_same = False
         if not is_same:
             yield name, value
+
+
+def _same_extras(a: LayerTrace, b: LayerTrace, name: str, value: bool | None) -> bool:
+    """Whether the same is returned besides the stream where an argument has a value in b."""
+    if name == "output_attentions":  # a layer is read with all that it can return
+        return True
+    extras = a.extras
+    if extras is not None and value is None:
+        extras = tuple(
+            None if isinstance(extra, ReturnedArgument) and extra.name == name else extra
+            for extra in extras
+        )
+    return extras == b.extras
 
 
 def _same_arguments(
@@ -416,7 +433,9 @@ def _join_last_outputs(layer: nn.Module, others: Sequence[Any]) -> tuple[LayerEx
             extras.append(_returned_argument(layer, other.name))
             continue
         if not isinstance(other, OtherOutput):
-            raise ValueError("it returns more than its stream and outputs of its modules")
+            raise ValueError(
+                "it returns more than its stream, outputs of its modules and arguments"
+            )
         output = other.output._replace(and_later=other.output.place == MOST_OUTPUTS - 1)
         following = extras[-1] if extras else None
         if following == output._replace(place=output.place + 1, and_later=True):

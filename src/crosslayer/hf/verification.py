@@ -312,6 +312,8 @@ def _make_image_features(backbone: Any, width: int) -> dict[str, Any]:
 def format_wiring(wiring: LayerWiring) -> str:
     """A wiring as text, a line for each sub-layer."""
     lines = []
+    if wiring.embedding_norm:
+        lines.append(f"    before them: embedding_norm={wiring.embedding_norm!r}")
     for number, site in enumerate(wiring.sites):
         for sublayer in site:
             lines.append(f"    site {number}: {_format_sublayer(sublayer)}")

@@ -127,9 +127,10 @@ def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:
 
 
 def _find_index(folder: Path, suffix: str = "") -> Path | None:
-    """The index of a folder's shards. transformers leaves one behind that has lost its shards."""
-    has_one_file = (folder / f"model{suffix}.safetensors").exists()
-    if has_one_file and not any(folder.glob("*-of-*.safetensors")):
+    """The index of a folder's shards. transformers takes one file where there is one, and may leave
+    an index beside it.
+    """
+    if (folder / f"model{suffix}.safetensors").exists():
         return None
     return next(folder.glob(_INDEX_FILES.format(suffix=suffix)), None)
 

@@ -45,7 +45,7 @@ def width_connection(
 ) -> tuple[Tensor, Tensor]:
     """`ops.width_connection`."""
     *lead, n, D = H.shape
-    can_fuse = _piece_size(n, D) >= D
+    can_fuse = _fuses_norm(n, D)
     pre = pre.float().expand(*lead, n)
     res = res.float().expand(*lead, n, n)
     fused_norm = norm_arguments(norm if can_fuse else None)
@@ -59,8 +59,12 @@ def norms_before_rounding(
     """Whether the kernel takes these inputs. It rounds x before a norm that it cannot fuse, and in
     float16 a sum of streams may overflow.
     """
-    fuses = norm is None or _piece_size(*H.shape[-2:]) >= H.shape[-1]
-    return fuses or H.dtype != torch.float16
+    return norm is None or _fuses_norm(*H.shape[-2:]) or H.dtype != torch.float16
+
+
+def _fuses_norm(n: int, D: int) -> bool:
+    """Whether a program has a token's whole x, as a norm needs it."""
+    return _piece_size(n, D) >= D
 
 
 def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int = 0) -> tuple[int, int]:

@@ -36,8 +36,9 @@ def connection_diagnostics(model: nn.Module, run: Callable[[], Any]) -> dict[str
     def store_write(connection: Connection, arguments: tuple[State], _: Any) -> None:
         outputs[connection.site.index] = arguments[0].y
 
-    def store_embedding(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        outputs[0] = arguments[0]
+    def store_embedding(layer: Any, arguments: tuple[Tensor, ...]) -> None:
+        norm = layer.wiring.embedding_norm
+        outputs[0] = layer.get_submodule(norm)(arguments[0]) if norm else arguments[0]
 
     backbone, wiring = find_backbone(model)
     first_layer = wiring.find_layers(backbone)[0]

@@ -169,6 +169,8 @@ def shard_model(model: nn.Module, mesh: Any, compute_dtype: torch.dtype | None) 
     for layer in wiring.find_layers(backbone):
         last_norm = layer.wiring.last_norm
         names = [name for name in layer.wiring.input_norms if name != last_norm]
+        if layer.wiring.embedding_norm:
+            names.append(layer.wiring.embedding_norm)
         shard_connections(layer.connections, [layer.get_submodule(name) for name in names])
         if last_norm:  # The next layer reads through this norm.
             fully_shard(layer.get_submodule(last_norm), mesh=mesh, mp_policy=full_policy)
