@@ -40,11 +40,11 @@ class SettingRow(NamedTuple):
 
 
 def overview_figure(studies: Mapping[str, Study]) -> Figure:
-    """The difference to pre-norm of each arm in each study with an interval."""
+    """The difference to pre-norm of each arm in each study, where it has an interval."""
     rows = []
     for study in studies.values():
         differences = {arm: _known_difference(study, arm) for arm in ARMS}
-        if any(differences.values()):
+        if study.plan.in_overview and any(differences.values()):
             rows.append((_sort_key(study), SettingRow(_describe(study), differences)))
     ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     width = 0.72 * (SETTINGS_WIDTH + len(ARMS))

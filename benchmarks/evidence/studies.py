@@ -43,7 +43,7 @@ SEEDS = 3
 # study it is by the names of the validation sets.
 LOCAL_OPTIONS = ("data", "valid")
 # Of a part, that hold for each of its studies.
-PLAN_KEYS = ("arms", "seeds", "search_rates", "same_speed", "paired")
+PLAN_KEYS = ("arms", "seeds", "search_rates", "same_speed", "paired", "in_overview")
 # The shares of pre-norm's speed, one a measurement, by arm and call.
 Speeds = dict[str, dict[str, list[float]]]
 
@@ -67,6 +67,7 @@ class Plan:
         same_speed: the speeds that were measured for the recipe's models are those of its models.
         paired: an arm is compared with pre-norm seed by seed; otherwise with all seeds of pre-norm,
             which has more than the others.
+        in_overview: it is a row of the picture of all settings.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Plan:
     search_rates: bool = True
     same_speed: bool = False
     paired: bool = True
+    in_overview: bool = True
 
     @property
     def command(self) -> str:

@@ -338,7 +338,7 @@ def test_every_rate_and_warmup_is_in_one_table(tmp_path):
     longer = {"layers": 24, "lr": 8e-3, "warmup": 0.3}
     take_over(write_results(tmp_path / "c", ["prenorm"], **longer), docs)
     found = read_studies(docs, tmp_path / "no speeds")
-    (part,) = [part for part in read_parts() if "rates" in part.shows]
+    (part,) = [part for part in read_parts() if "rate picture" in part.shows]
     lines = rate_table(part, found).splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
     columns = rows[0]
