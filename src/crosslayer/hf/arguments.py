@@ -155,7 +155,7 @@ def name_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     host: Any = original_class(module)
     signature = inspect.signature(host.forward)
     named: dict[str, Any] = {}
-    # A module without **kwargs of its own may name all that the layer has no name for.
+    # What a layer passes on as **kwargs, its module may take by name, without any **kwargs.
     rest = {name: value for name, value in kwargs.items() if name == REST_OF_ARGUMENTS}
     kwargs = {name: value for name, value in kwargs.items() if name not in rest}
     # Not all arguments are named: some may be among those that the layer passes on.

@@ -175,11 +175,11 @@ def _known_sizes(
 def _check_sizes_are_taken(
     config: PreTrainedConfig, sizes: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
-    """Raise a ValueError where a config keeps a size of its own."""
+    """Raise a ValueError where a config has another size than the one that was asked for."""
     text = config.get_text_config(decoder=True)
     remedy = "it follows from other keys of the config"
     if text is not config:
-        remedy = f"its text model has a config of its own; use the family {text.model_type!r}"
+        remedy = f"its text model has a separate config; use the family {text.model_type!r}"
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if overrides.keys() & {name, config.attribute_map.get(name)}:
             continue

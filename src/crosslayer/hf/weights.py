@@ -14,6 +14,7 @@ from ..errors import error_in_one_line
 from ..files import read_json
 
 WEIGHTS_FILE = "model.safetensors"
+_SINGLE_FILE = "model{suffix}.safetensors"
 _INDEX_FILES = "*.safetensors.index{suffix}.json"
 _FLOAT_DTYPES = {
     "F64": torch.float64,
@@ -108,7 +109,7 @@ def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:
     index = _find_index(folder, suffix)
     if index is not None:
         return _indexed_files(index)
-    single = folder / f"model{suffix}.safetensors"
+    single = folder / _SINGLE_FILE.format(suffix=suffix)
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     of_variant = [file for file in files if Path(file.stem).suffix == suffix]
     files = of_variant or files
@@ -130,7 +131,7 @@ def _find_index(folder: Path, suffix: str = "") -> Path | None:
     """The index of a folder's shards. transformers takes one file where there is one, and may leave
     an index beside it.
     """
-    if (folder / f"model{suffix}.safetensors").exists():
+    if (folder / _SINGLE_FILE.format(suffix=suffix)).exists():
         return None
     return next(folder.glob(_INDEX_FILES.format(suffix=suffix)), None)
 
