@@ -1,7 +1,6 @@
 """Claims of the papers (claims.yaml), and what the studies say to each."""
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Literal, Protocol
 import yaml
 
 from benchmarks.evidence.studies import FIRST_STUDY
-from crosslayer.intervals import Interval, mean_interval, t_quantile
+from crosslayer.intervals import MeanEstimate, estimate_mean
 
 CLAIMS = Path(__file__).parent / "claims.yaml"
-WORDS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
+CLAIM_VERDICTS = {-1: "agrees", 1: "does not agree", 0: "cannot tell"}
 Measure = Literal["end", "equal time"]
 Losses = Mapping[int, float]  # by seed
 
@@ -64,8 +63,8 @@ def read_claims() -> list[Claim]:
 
 def sum_losses(
     studies: Mapping[str, SeedLosses], weights: Mapping[str, float], at: Measure = "end"
-) -> Interval | None:
-    """Σ weight × loss of arms, with its interval; None where an arm has no losses.
+) -> MeanEstimate | None:
+    """Σ weight × loss of arms, with its error; None where an arm has no losses.
 
     Args:
         studies: by name.
@@ -85,8 +84,8 @@ def sum_losses(
     return add_losses(paired, unpaired)
 
 
-def add_losses(paired: Sequence[Losses], unpaired: Sequence[Losses]) -> Interval | None:
-    """The sum of losses, with its interval; None where some have no seed.
+def add_losses(paired: Sequence[Losses], unpaired: Sequence[Losses]) -> MeanEstimate | None:
+    """The sum of losses, with its error; None where some have no seed.
 
     Args:
         paired: added for each seed that all of these have.
@@ -95,30 +94,27 @@ def add_losses(paired: Sequence[Losses], unpaired: Sequence[Losses]) -> Interval
     values = _add_by_seed(paired)
     others = _add_by_seed(unpaired)
     if not unpaired:
-        return mean_interval(values) if values else None
+        return estimate_mean(values) if values else None
     if not values or not others:
         return None
-    return unpaired_interval(values, [-loss for loss in others])
+    return unpaired_difference(values, [-loss for loss in others])
 
 
-def unpaired_interval(values: Sequence[float], baseline: Sequence[float]) -> Interval:
-    """The mean of values minus that of others, with Welch's interval: nothing pairs them.
+def unpaired_difference(values: Sequence[float], baseline: Sequence[float]) -> MeanEstimate:
+    """The mean of values minus that of others, with Welch's error: nothing pairs them.
 
     Args:
         values: at least one.
-        baseline: at least one, independent of `values`. The ends of the interval are NaN where
-            either is a single one.
+        baseline: at least one, independent of `values`. The error is NaN where either is a single
+            one.
     """
-    mean = statistics.fmean(values) - statistics.fmean(baseline)
-    if min(len(values), len(baseline)) < 2:
-        return Interval(mean, math.nan, math.nan)
-    parts = [(statistics.variance(row) / len(row), len(row) - 1) for row in (values, baseline)]
-    total = sum(variance for variance, _ in parts)
-    if total == 0:
-        return Interval(mean, mean, mean)
-    freedom = total**2 / sum(variance**2 / count for variance, count in parts)
-    reach = t_quantile(max(1, int(freedom))) * math.sqrt(total)
-    return Interval(mean, mean - reach, mean + reach)
+    parts = [estimate_mean(row) for row in (values, baseline)]
+    mean = parts[0].mean - parts[1].mean
+    variance = sum(part.error**2 for part in parts)
+    if not variance > 0:  # equal values, or a single one
+        return MeanEstimate(mean, variance, 0)
+    freedom = variance**2 / sum(part.error**4 / part.freedom for part in parts)
+    return MeanEstimate(mean, math.sqrt(variance), freedom)
 
 
 def _add_by_seed(terms: Sequence[Losses]) -> list[float]:
@@ -134,9 +130,9 @@ def _split_key(key: str) -> tuple[str, str]:
     return study or FIRST_STUDY, arm
 
 
-def judge_claim(claim: Claim, studies: Mapping[str, SeedLosses]) -> tuple[Interval | None, str]:
+def judge_claim(claim: Claim, studies: Mapping[str, SeedLosses]) -> tuple[MeanEstimate | None, str]:
     """Our number for a claim, and whether it agrees; None and "not run yet" without results."""
-    interval = sum_losses(studies, claim.sum, claim.at)
-    if interval is None:
+    estimate = sum_losses(studies, claim.sum, claim.at)
+    if estimate is None:
         return None, "not run yet"
-    return interval, WORDS[interval.sign]
+    return estimate, CLAIM_VERDICTS[estimate.interval.sign]

@@ -134,12 +134,12 @@ def _difference_lines(study: Study, cost: CostAtStep) -> list[LineSeries]:
             references = {seed: -curve[place][1] for seed, curve in baseline.items()}
             losses = _losses_at(curves[name], at)
             if study.plan.paired:
-                interval = add_losses([losses, references], [])
+                estimate = add_losses([losses, references], [])
             else:
-                interval = add_losses([losses], [references])
-            if interval is not None:
+                estimate = add_losses([losses], [references])
+            if estimate is not None:
                 x.append(at[max(at)])
-                intervals.append(interval)
+                intervals.append(estimate.interval)
         if x:
             lines.append(_interval_line(name, colour, x, intervals))
     return lines

@@ -1,9 +1,10 @@
 """The tables of docs/evidence.md, as Markdown."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from benchmarks.evidence.claims import (
+    CLAIM_VERDICTS,
     Claim,
     Measure,
     SeedLosses,
@@ -11,6 +12,7 @@ from benchmarks.evidence.claims import (
     read_claims,
     sum_losses,
 )
+from benchmarks.evidence.holm import LEVEL, remaining_after_holm
 from benchmarks.evidence.studies import (
     BASELINE,
     FIRST_STUDY,
@@ -24,7 +26,7 @@ from benchmarks.evidence.studies import (
     read_plans,
     read_recipe,
 )
-from crosslayer.intervals import Interval, mean_and_std
+from crosslayer.intervals import Interval, MeanEstimate, mean_and_std
 from crosslayer.number_texts import (
     NOT_KNOWN,
     format_interval,
@@ -114,7 +116,7 @@ def _format_first_trial(study: Study, name: str) -> str:
     return text
 
 
-def difference_to_baseline(study: Study | None, name: str, at: Measure = "end") -> Interval | None:
+def estimate_difference(study: Study | None, name: str, at: Measure = "end") -> MeanEstimate | None:
     """An arm's loss minus pre-norm's.
 
     None for pre-norm, without a study or a common seed, and before the search of both rates has
@@ -123,6 +125,12 @@ def difference_to_baseline(study: Study | None, name: str, at: Measure = "end") 
     if study is None or name == BASELINE:
         return None
     return sum_losses({FIRST_STUDY: study}, {name: 1, BASELINE: -1}, at)
+
+
+def difference_to_baseline(study: Study | None, name: str, at: Measure = "end") -> Interval | None:
+    """The interval of `estimate_difference`, or None like it."""
+    estimate = estimate_difference(study, name, at)
+    return None if estimate is None else estimate.interval
 
 
 def judge_difference(interval: Interval) -> str:
@@ -162,12 +170,13 @@ def _arms_notes(study: Study) -> list[str]:
     device, torch = (results.environment[name] for name in ("device", "torch"))
     hours = f"{study.hours:.1f} hours"
     notes = [f"{len(results.runs)} runs, {hours} of training on {device}, torch {torch}."]
-    tested = [difference_to_baseline(study, name) for name in study.arms]
-    tested = [difference for difference in tested if difference and not math.isnan(difference.low)]
-    if tested:
+    differences = {name: estimate_difference(study, name) for name in study.arms}
+    remaining, tested = remaining_after_holm(differences)
+    if tested > 1:
         notes.append(
-            f"Arms with an interval: {len(tested)}. Of as many without any effect, about "
-            f"{0.05 * len(tested):.1f} would be called better or worse by chance."
+            f"Arms with an interval: {tested}. Of as many without any effect, about "
+            f"{LEVEL * tested:.1f} would be called better or worse by chance. With Holm's "
+            f"correction for {tested} comparisons {_count_remaining(remaining)}."
         )
     if not study.plan.paired:
         notes.append(
@@ -177,6 +186,14 @@ def _arms_notes(study: Study) -> list[str]:
     for run in results.diverged:
         notes.append(f"{run.arm}, seed {run.seed}: diverged at step {run.step}.")
     return notes
+
+
+def _count_remaining(names: Collection[str]) -> str:
+    """Like "two differ from pre-norm: mudd, mgr"."""
+    if not names:
+        return "none differs from pre-norm"
+    verb = "differs" if len(names) == 1 else "differ"
+    return f"{len(names)} {verb} from pre-norm: {', '.join(names)}"
 
 
 def claims_table(studies: Mapping[str, SeedLosses]) -> str:
@@ -200,8 +217,13 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
     columns = ("claim", "source", "paper", "tested sum", *settings)
     rows = []
     pending = []
+    tested: dict[str, dict[str, MeanEstimate | None]] = {setting: {} for setting in settings}
     for claim in read_claims():
-        verdicts = [_claim_cell(claim, names, plans, studies) for names in settings.values()]
+        verdicts = []
+        for setting, names in settings.items():
+            estimate, verdict = _test_claim(claim, names, plans, studies)
+            tested[setting][claim.claim] = estimate
+            verdicts.append(_format_verdict(estimate, verdict))
         if NOT_RUN in verdicts and set(verdicts) <= {NOT_RUN, NOT_KNOWN}:
             pending.append(claim.claim)
             continue
@@ -210,17 +232,19 @@ def claims_table(studies: Mapping[str, SeedLosses]) -> str:
             arms += f", at {claim.at}"
         cells = (claim.claim, claim.source, claim.paper, arms or claim.needs, *verdicts)
         rows.append(dict(zip(columns, cells, strict=True)))
-    table = markdown_table(columns, rows, texts=columns)
-    return f"{table}\n\nNot run yet: {'; '.join(pending)}." if pending else table
+    notes = [_correct_claims(setting, estimates) for setting, estimates in tested.items()]
+    if pending:
+        notes.append(f"Not run yet: {'; '.join(pending)}.")
+    return "\n\n".join([markdown_table(columns, rows, texts=columns), *filter(None, notes)])
 
 
-def _claim_cell(
+def _test_claim(
     claim: Claim,
     names: Mapping[str, str],
     plans: Mapping[str, Plan],
     studies: Mapping[str, SeedLosses],
-) -> str:
-    """Like "agrees: -0.012 ± 0.003"; "–" where no study that is planned can tell.
+) -> tuple[MeanEstimate | None, str]:
+    """Our number and verdict; None and "–" where no study that is planned can tell.
 
     Args:
         claim: any.
@@ -229,21 +253,46 @@ def _claim_cell(
         studies: that have results, by name.
     """
     if claim.needs:
-        return NOT_KNOWN
+        return None, NOT_KNOWN
     for study, arm in claim.arms:
         if study not in names:
-            return NOT_KNOWN
+            return None, NOT_KNOWN
         plan = plans.get(names[study])
         if plan and (
             arm not in planned_arms(plan) or (claim.at == "equal time" and not plan.same_speed)
         ):
-            return NOT_KNOWN
+            return None, NOT_KNOWN
     of_setting = {name: studies[real] for name, real in names.items() if real in studies}
-    interval, verdict = judge_claim(claim, of_setting)
-    if interval is None:
+    return judge_claim(claim, of_setting)
+
+
+def _format_verdict(estimate: MeanEstimate | None, verdict: str) -> str:
+    """Like "agrees: -0.012 ± 0.003"."""
+    if estimate is None:
         return verdict
-    number = _format_half_width(interval, 3).replace(" ", NO_BREAK)
+    number = _format_half_width(estimate.interval, 3).replace(" ", NO_BREAK)
     return f"{verdict}: {number}"
+
+
+def _correct_claims(setting: str, estimates: Mapping[str, MeanEstimate | None]) -> str:
+    """The claims of a setting that are decided after Holm's correction; "" where none was tested.
+
+    Args:
+        setting: its column.
+        estimates: by the claims' words.
+    """
+    remaining, tested = remaining_after_holm(estimates)
+    if not tested:
+        return ""
+    text = (
+        f"With Holm's correction for the {tested} claims that have an interval in the column "
+        f'"{setting}", {len(remaining) or "none"} can be told'
+    )
+    lines = [
+        f"- {CLAIM_VERDICTS[estimate.interval.sign]}: {claim}"
+        for claim, estimate in remaining.items()
+    ]
+    return "\n".join([f"{text}:\n", *lines]) if lines else f"{text}."
 
 
 def _format_weight(weight: float) -> str:

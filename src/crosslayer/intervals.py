@@ -28,6 +28,23 @@ class Interval(NamedTuple):
         return int(self.low > 0) - int(self.high < 0)
 
 
+class MeanEstimate(NamedTuple):
+    """A mean, its standard error, and the degrees of freedom of that error.
+
+    The error is NaN where it is not known.
+    """
+
+    mean: float
+    error: float
+    freedom: float
+
+    @property
+    def interval(self) -> Interval:
+        """The 95 % interval by Student's t."""
+        reach = t_quantile(max(1, int(self.freedom))) * self.error
+        return Interval(self.mean, self.mean - reach, self.mean + reach)
+
+
 class MeanStd(NamedTuple):
     """A mean over seeds and its standard deviation, None for a single seed."""
 
@@ -41,14 +58,18 @@ def mean_and_std(values: list[float]) -> MeanStd:
     return MeanStd(statistics.mean(values), std)
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean of at least one value, with its interval."""
+def estimate_mean(values: Sequence[float]) -> MeanEstimate:
+    """The mean of at least one value, and its error."""
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return Interval(mean, math.nan, math.nan)
+        return MeanEstimate(mean, math.nan, 0)
     error = statistics.stdev(values) / math.sqrt(len(values))
-    reach = t_quantile(len(values) - 1) * error
-    return Interval(mean, mean - reach, mean + reach)
+    return MeanEstimate(mean, error, len(values) - 1)
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean of at least one value, with its interval."""
+    return estimate_mean(values).interval
 
 
 def t_quantile(freedom: int) -> float:

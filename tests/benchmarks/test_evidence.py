@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import pages, studies
-from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses, unpaired_interval
+from benchmarks.evidence.claims import judge_claim, read_claims, sum_losses, unpaired_difference
 from benchmarks.evidence.figures import study_figures
+from benchmarks.evidence.holm import p_value, remaining_after_holm
 from benchmarks.evidence.overview import overview_figure
 from benchmarks.evidence.pruning import read_pruned_models, take_over_pruning
 from benchmarks.evidence.rates import rate_figure, rate_table
@@ -29,7 +30,7 @@ from benchmarks.evidence.tables import (
     judge_difference,
 )
 from crosslayer.inspect.inspection import PRUNED_SHARES
-from crosslayer.intervals import Interval, mean_interval
+from crosslayer.intervals import Interval, MeanEstimate, mean_interval
 from crosslayer.number_texts import format_interval
 from crosslayer.train import rate_search
 from crosslayer.train.compare import Comparison, prepare_comparison
@@ -190,14 +191,31 @@ def test_a_difference_counts_from_a_least_size_on(low, high, verdict):
     assert judge_difference(Interval(0.0, low, high)) == verdict
 
 
-def test_unpaired_interval():
-    interval = unpaired_interval([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 8.0])
+def test_unpaired_difference():
+    estimate = unpaired_difference([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 8.0])
     # 1/3 + 5/3 of variance, and 4 / (1/18 + 25/27) = 4.08 degrees of freedom, so the quantile of 4
+    assert estimate == pytest.approx((-3.0, math.sqrt(2), 4 / (1 / 18 + 25 / 27)))
     reach = 2.776445 * math.sqrt(2)
-    assert interval == pytest.approx((-3.0, -3 - reach, -3 + reach), abs=1e-4)
-    assert unpaired_interval([1.0, 1.0], [2.0, 2.0]) == (-1, -1, -1)
-    single = unpaired_interval([1.0], [2.0, 4.0])
+    assert estimate.interval == pytest.approx((-3.0, -3 - reach, -3 + reach), abs=1e-4)
+    assert unpaired_difference([1.0, 1.0], [2.0, 2.0]).interval == (-1, -1, -1)
+    single = unpaired_difference([1.0], [2.0, 4.0]).interval
     assert single.mean == -2 and math.isnan(single.low) and math.isnan(single.high)
+
+
+def test_p_value():
+    """On the quantiles of a printed table of Student's t."""
+    assert p_value(MeanEstimate(-2.776445, 1.0, 4)) == pytest.approx(0.05, abs=1e-6)
+    assert p_value(MeanEstimate(0.5 * 4.604095, 0.5, 4)) == pytest.approx(0.01, abs=1e-6)
+    assert [p_value(MeanEstimate(mean, 0.0, 4)) for mean in (0.0, 1.0)] == [1, 0]
+
+
+def test_holms_correction_stops_at_the_first_that_fails():
+    # p-values 0.001, 0.012, 0.03 and 0.04, against 0.05 / 4, / 3, / 2 and / 1
+    quantiles = {"b": -3.2905, "e": 2.1701, "f": 2.0537, "d": -2.5121}
+    means = {name: MeanEstimate(quantile, 1.0, 1e9) for name, quantile in quantiles.items()}
+    remaining, tested = remaining_after_holm(means | {"g": None, "h": MeanEstimate(9, math.nan, 0)})
+    assert (list(remaining), tested) == (["b", "d"], 4)
+    assert remaining_after_holm({}) == ({}, 0)
 
 
 def test_pre_norm_with_more_seeds_is_compared_whole(tmp_path):
@@ -209,7 +227,7 @@ def test_pre_norm_with_more_seeds_is_compared_whole(tmp_path):
     found = read_studies(docs, tmp_path / "no speeds")
     study = found["warm-small"]
     of_baseline, of_mudd = (list(study.losses(name).values()) for name in ("prenorm", "mudd"))
-    expected = unpaired_interval(of_mudd, of_baseline)
+    expected = unpaired_difference(of_mudd, of_baseline).interval
     assert expected.mean == pytest.approx(-0.25, abs=0.01), "means of seeds 0 to 4 and 0 to 9"
     section = pages.evidence_sections(found | {"short": study})[
         "A smaller model with a longer warm-up"
@@ -219,7 +237,7 @@ def test_pre_norm_with_more_seeds_is_compared_whole(tmp_path):
     weights = {"warm-small/mudd": 2, "warm-small/hyper": -1, "warm-small/prenorm": -1}
     hyper = list(study.losses("hyper").values())
     paired = [2 * one - other for one, other in zip(of_mudd, hyper, strict=True)]
-    assert sum_losses(found, weights) == unpaired_interval(paired, of_baseline)
+    assert sum_losses(found, weights) == unpaired_difference(paired, of_baseline)
     (lines,) = (lines for _, lines in study_figures(study)["differences"].data)
     (mudd,) = [line for line in lines if line.label == "mudd"]
     assert (mudd.y[-1], mudd.low[-1], mudd.high[-1]) == pytest.approx(expected)
@@ -271,7 +289,7 @@ def test_pruned_models_of_an_inspection(tmp_path, planted):
     file.write_text(json.dumps({"models": models}))
     take_over_pruning(folder, tmp_path)
     studies = {**planted, "pruning": read_pruned_models(tmp_path)}
-    values = sum_losses(studies, {"pruning/15 %": 1, "pruning/0 %": -1})
+    values = sum_losses(studies, {"pruning/15 %": 1, "pruning/0 %": -1}).interval
     assert values == pytest.approx(mean_interval([0.1, 0.2]))
     models[0]["results"] = {}
     file.write_text(json.dumps({"models": models}))
