@@ -140,6 +140,7 @@ FACTORS = {
     "a private number": lambda block, y: y * float(block._private),
     "of a config": lambda block, y: y * block.config.factor,
     "of a module": lambda block, y: y * block.attn.factor,
+    "a buffer": lambda block, y: block.share * y,
     "a whole number as a buffer": lambda block, y: y / block.depth,
     "dropout": lambda block, y: F.dropout(y, 0.1, block.training),
 }

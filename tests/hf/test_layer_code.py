@@ -32,7 +32,6 @@ COMPUTED = "what it does depends on its own parameters or buffers, or on the len
 IN_TRAINING = "in training its own code does something else than in evaluation"
 REFUSED_FACTORS = {
     "a function of a parameter": (lambda block, y: torch.tanh(block.alpha) * y, COMPUTED),
-    "a buffer": (lambda block, y: block.share * y, COMPUTED),
     "the positive part": (lambda block, y: block.alpha.relu() * y, COMPUTED),
     "at most 2": (lambda block, y: block.alpha.clamp(max=2) * y, COMPUTED),
     "at least 0.1": (lambda block, y: block.gains.clamp(min=0.1) * y, COMPUTED),

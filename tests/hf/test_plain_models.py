@@ -104,8 +104,8 @@ STREAM_USES = {
     "it in add": lambda hidden, host: torch.zeros(1) + hidden,
     "it in a sum": lambda hidden, host: hidden + torch.zeros(1),
     "it in a product": lambda hidden, host: 2 * hidden,
-    "its 'shape'": lambda hidden, host: hidden.shape,
-    "parts of it": lambda hidden, host: hidden[:, -1],
+    "its 'mean'": lambda hidden, host: hidden.mean(),
+    r"parts of it but a slice of the tokens, like \[:, -1:\]": lambda hidden, host: hidden[:, -1],
     "an element of it": lambda hidden, host: host.h[1](hidden[0]),
 }
 

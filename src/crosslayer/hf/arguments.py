@@ -21,6 +21,13 @@ class LayerArgument:
     def __repr__(self) -> str:
         return f"the argument {self.name!r}"
 
+    # Without it a mode would not see a product of a tensor with this.
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(f"unsupported operand: {cls.__name__}")
+
     # A layer that compares an argument, like `if step == 0:`, may do something else with another.
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LayerArgument):

@@ -91,6 +91,7 @@ def connect(
             f"{spec} ends with a norm of its streams, and {type(backbone).__name__} has no norm "
             "after its layers"
         )
+    _check_stream_factors(backbone, wiring)
     mlp_widths = None
     if reallocate:
         layers = wiring.find_layers(backbone)
@@ -259,6 +260,27 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
     for weight, scale in weights.values():  # once all are found
         with gathered_parameters([weight], changes=True):
             weight.mul_(scale)
+
+
+def _check_stream_factors(backbone: Any, wiring: ModelWiring) -> None:
+    """Raise a ValueError where layers multiply the stream and a norm does not remove the factor.
+
+    A connection's streams are without these factors.
+    """
+    factor = next((w.stream_factor for w in wiring.of_layers if w.stream_factor), "")
+    if not factor:
+        return
+    norms = {f"its final norm, {wiring.final},": final_norm(backbone, wiring)}
+    pairs = zip(wiring.find_layers(backbone), wiring.of_layers, strict=True)
+    for number, (layer, layer_wiring) in enumerate(pairs):
+        for path in layer_wiring.input_norms:
+            norms[f"the {path} of layer {number}"] = layer.get_submodule(path)
+    for name, norm in norms.items():
+        if norm is not None and _keeps_scale(norm, wiring.dim):
+            raise ValueError(
+                f"its layers multiply their stream by {factor}, and {name} does not remove this "
+                "factor, as connections need it"
+            )
 
 
 def _norms_of_first_layer(backbone: Any, wiring: ModelWiring) -> list[nn.Module]:

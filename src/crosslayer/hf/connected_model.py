@@ -16,7 +16,6 @@ from .families import ModelWiring
 from .hidden_states import (
     HiddenState,
     HiddenStateRecorder,
-    StreamUseError,
     replace_captured,
     replace_recorded,
 )
@@ -70,15 +69,9 @@ class ConnectedModel:
         if return_dict is None:
             return_dict = getattr(config, "return_dict", True)
         recorder = HiddenStateRecorder()
-        try:
-            out = super().forward(  # type: ignore[misc]
-                *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
-            )
-        except StreamUseError as error:
-            raise ValueError(
-                f"output_hidden_states: {type(self).__name__} computes with what it records, and "
-                f"cannot report hidden states while it is connected ({error})"
-            ) from None
+        out = super().forward(  # type: ignore[misc]
+            *args, **kwargs, return_dict=True, hidden_state_recorder=recorder
+        )
         if not hasattr(out, "hidden_states"):
             raise ValueError(
                 f"output_hidden_states: {type(self).__name__} returns none, and what the model "

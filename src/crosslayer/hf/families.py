@@ -61,6 +61,15 @@ class FunctionCall(NamedTuple):
         return self.function.__name__
 
 
+class ArgumentProduct(NamedTuple):
+    """A product with an argument of the layer, like Gemma 4's per-layer inputs."""
+
+    argument: str
+
+    def __repr__(self) -> str:
+        return f"a product with {self.argument}"
+
+
 class Sublayer(NamedTuple):
     """An attention, an MLP or another mixer: names of modules within its layer.
 
@@ -71,7 +80,7 @@ class Sublayer(NamedTuple):
     norm: str | FunctionCall | None  # before it; None where the family norms outputs only
     # What its output passes before it is added to the stream: modules by name, factors by the name
     # of the layer's parameter, dropout by its probability, and other functions.
-    after: tuple[str | float | FunctionCall, ...] = ()
+    after: tuple[str | float | FunctionCall | ArgumentProduct, ...] = ()
     up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
     # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
     # whose output is normed before the stream name none.
@@ -120,6 +129,9 @@ class LayerWiring(NamedTuple):
     last_norm: str = ""
     # The first layer's norm of the embedding, which its stream begins with, as RWKV has it.
     embedding_norm: str = ""
+    # A parameter or buffer of one number by which the layer multiplies the stream that it returns,
+    # as Gemma 4 has it.
+    stream_factor: str = ""
 
     @property
     def modules(self) -> list[str]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .arguments import is_constant
-from .families import FunctionCall
+from .arguments import LayerArgument, is_constant
+from .families import ArgumentProduct, FunctionCall
 
 # Functions of one tensor that a layer may call between two of its modules, or before one.
 _NORM_NAMES = ("layer_norm", "rms_norm")
@@ -29,6 +29,9 @@ class FunctionObserver(Protocol):
     def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
         """What a call of an activation or a norm returns."""
 
+    def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
+        """What a product with an argument of the layer is."""
+
 
 def _find_functions() -> dict[Any, Callable[..., Tensor]]:
     """The functions and methods of these names, each with a function that does the same.
@@ -46,6 +49,7 @@ def _find_functions() -> dict[Any, Callable[..., Tensor]]:
 
 
 _FUNCTIONS = _find_functions()
+_PRODUCTS = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
 
 
 def is_norm_function(call: FunctionCall) -> bool:
@@ -53,7 +57,9 @@ def is_norm_function(call: FunctionCall) -> bool:
 
 
 class FunctionMode(TorchFunctionMode):
-    """Lets the observer see dropout, activations and norms that are no modules."""
+    """Lets the observer see dropout, activations and norms that are no modules, and products with
+    arguments.
+    """
 
     def __init__(self, observer: FunctionObserver, training: bool = False):
         super().__init__()
@@ -66,6 +72,9 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.dropout:
             return self._drop_out(inspect.signature(func).bind(*args, **kwargs).arguments)
+        if func in _PRODUCTS and LayerArgument in map(type, args):
+            x, argument = sorted(args, key=lambda value: isinstance(value, LayerArgument))
+            return self.observer.multiply(x, ArgumentProduct(argument.name))
         if func in _FUNCTIONS and args and isinstance(args[0], Tensor):
             arguments = tuple(map(_list_to_tuple, args[1:]))
             keywords = {name: _list_to_tuple(value) for name, value in kwargs.items()}

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.output_capturing import _active_collector
 
 if TYPE_CHECKING:
     from .layers import ConnectedLayer
+
+
+ALL = slice(None)
 
 
 class HiddenState(NamedTuple):
@@ -24,6 +27,10 @@ class HiddenState(NamedTuple):
     state: Any
     dtype_like: Tensor  # [0], of the embedding's dtype, which the streams need not have
     next_layer: int  # the number of the layer that may run next
+    shape: torch.Size  # of the host's stream, [B T D]
+    # The product of the layers' factors of the stream so far, of no dimension; None without any.
+    # The host's hidden state is this times the connection's: see `LayerWiring.stream_factor`.
+    stream_scale: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:  # DiT's forward asks for it.
@@ -50,9 +57,22 @@ class HiddenState(NamedTuple):
         )
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, int):  # A host takes a part of the stream.
-            raise StreamUseError("parts of it")
-        return tuple.__getitem__(self, index)
+        """A field, or the stream at some tokens: a connection processes each token separately."""
+        if isinstance(index, int):
+            return tuple.__getitem__(self, index)
+        tokens = find_token_slice(index)
+        if tokens is None:
+            raise StreamUseError("parts of it but a slice of the tokens, like [:, -1:]")
+        return self._replace(
+            state=tree_map(lambda leaf: self._select(leaf, tokens), self.state),
+            shape=torch.empty(self.shape, device="meta")[:, tokens].shape,
+        )
+
+    def _select(self, leaf: Any, tokens: slice) -> Any:
+        """What the state holds of some tokens. Coefficients without leading axes are of all."""
+        if isinstance(leaf, Tensor) and leaf.dim() >= 3 and leaf.shape[:2] == self.shape[:2]:
+            return leaf[:, tokens]
+        return leaf
 
     @classmethod
     def __torch_function__(
@@ -71,6 +91,14 @@ class HiddenState(NamedTuple):
 
     def __rmul__(self, _: Any) -> Any:
         raise StreamUseError("it in a product")
+
+
+def find_token_slice(index: Any) -> slice | None:
+    """The slice of tokens in an index of a stream, [B T D]; None where it selects anything else."""
+    match index:
+        case (slice() as sequences, slice() as tokens, *rest):
+            return tokens if sequences == ALL and rest in ([], [ALL]) else None
+    return None
 
 
 def check_order(hidden: HiddenState | Tensor, number: int) -> None:
@@ -129,10 +157,12 @@ class HiddenStateRecorder:
         self.last: HiddenState | Tensor  # what the last layer returns
 
 
-def read_hidden_state(layer: "ConnectedLayer", state: Any, dtype: torch.dtype) -> Tensor:
+def read_hidden_state(
+    layer: "ConnectedLayer", state: Any, dtype: torch.dtype, stream_scale: Tensor | None
+) -> Tensor:
     """The hidden state before a layer, in the host's dtype: normed between post-norm layers."""
     connection = layer.connections[0]
-    x = connection(state, "hidden_state").to(dtype)
+    x = scale_stream(connection(state, "hidden_state"), stream_scale).to(dtype)
     return connection.norms[0](x) if layer.wiring.last_norm else x
 
 
@@ -199,7 +229,12 @@ def _read_from_states(backbone: Any, recorded: Sequence[Any]) -> tuple[Any, ...]
 
 
 def _read_before(layer: "ConnectedLayer", hidden: HiddenState) -> Tensor:
-    return read_hidden_state(layer, hidden.state, hidden.dtype)
+    return read_hidden_state(layer, hidden.state, hidden.dtype, hidden.stream_scale)
+
+
+def scale_stream(x: Tensor, stream_scale: Tensor | None) -> Tensor:
+    """The host's stream where a connection's is x."""
+    return x if stream_scale is None else x * stream_scale
 
 
 def _take_from_recorder(

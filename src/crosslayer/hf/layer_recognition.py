@@ -91,11 +91,27 @@ def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
         )
     trace = trace_layer(layer, width, opened)
     _check_all_called(layer, trace)
+    trace, stream_factor = _without_stream_factor(trace)
     is_post_norm = STREAM_VECTOR not in trace.output and len(trace.output) == 1
     read = _read_post_norm_wiring if is_post_norm else _read_pre_norm_wiring
-    wiring = read(layer, trace)
+    wiring = read(layer, trace)._replace(stream_factor=stream_factor)
     _check_handed_outputs(wiring)
     return wiring
+
+
+def _without_stream_factor(trace: LayerTrace) -> tuple[LayerTrace, str]:
+    """The trace without a number that all of the returned sum is multiplied by, and the name of
+    that parameter or buffer; empty where there is none.
+    """
+    products = [trace.calls[vector - 1] if vector else None for vector in trace.output]
+    names = {product.path if product and product.is_single_product else "" for product in products}
+    if len(names) != 1 or names == {""} or set(trace.output.values()) != {1.0}:
+        return trace, ""
+    output: StreamSum = {}
+    for product in products:
+        assert product is not None
+        output |= product.inputs
+    return trace._replace(output=output), names.pop()
 
 
 def _check_handed_outputs(wiring: LayerWiring) -> None:
@@ -267,7 +283,7 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
 
 def _norm_before(layer: nn.Module, call: ModuleCall, next_call: ModuleCall) -> str | FunctionCall:
     """The norm that a call is: the path of a module, or a function."""
-    if call.function is not None and is_norm_function(call.function):
+    if isinstance(call.function, FunctionCall) and is_norm_function(call.function):
         return call.function
     if call.path and isinstance(find_attribute(layer, call.path), nn.Module):
         return call.path

@@ -21,6 +21,7 @@ from .families import (
     NO_RESIDUAL,
     REST_OF_ARGUMENTS,
     SAME_INPUT,
+    ArgumentProduct,
     ArgumentSources,
     ExtraOutput,
     FunctionCall,
@@ -29,7 +30,13 @@ from .families import (
     ReturnedArgument,
     Sublayer,
 )
-from .hidden_states import HiddenState, check_order, check_whole, read_hidden_state
+from .hidden_states import (
+    HiddenState,
+    check_order,
+    check_whole,
+    read_hidden_state,
+    scale_stream,
+)
 from .host_norms import FinalNormReference, ModuleReference, find_attribute
 from .qkv import QKVInputs
 
@@ -80,7 +87,9 @@ class ConnectedLayer:
         is_first = isinstance(hidden_states, Tensor)
         # Flatten the state, call the layer with all other arguments by name, and rebuild the state.
         # Without the number of the layer, so that layers compiled one by one share their code.
-        stream = hidden_states if is_first else (hidden_states.state, hidden_states.dtype_like)
+        stream: Any = hidden_states
+        if not is_first:
+            stream = (hidden_states.state, hidden_states.dtype_like, hidden_states.stream_scale)
         leaves, spec = tree_flatten(stream)
         recorder = kwargs.pop("hidden_state_recorder", None)
         kwargs["records"] = recorder is not None and not is_first
@@ -88,8 +97,9 @@ class ConnectedLayer:
         *leaves, before, tree = call_host(*leaves, tree=OpaqueTree(spec), **kwargs)
         hidden = tree_unflatten(leaves, tree.spec)
         if not isinstance(hidden, Tensor):
-            state, dtype_like = hidden
-            hidden = HiddenState(state, dtype_like, number + 1)
+            state, dtype_like, stream_scale = hidden
+            shape = hidden_states.shape
+            hidden = HiddenState(state, dtype_like, number + 1, shape, stream_scale)
         if recorder is not None:
             recorder.layers += 1
             recorder.hidden_states += [] if before is None else [before]
@@ -106,10 +116,10 @@ class ConnectedLayer:
         if isinstance(stream, Tensor):  # The first layer gets the embedding.
             if self.wiring.embedding_norm:
                 stream = find_attribute(self, self.wiring.embedding_norm)(stream)
-            stream = (self.connections[0].init(stream), stream.new_empty(0))
-        state, dtype_like = stream
+            stream = (self.connections[0].init(stream), stream.new_empty(0), None)
+        state, dtype_like, stream_scale = stream
         dtype = dtype_like.dtype
-        before = read_hidden_state(self, state, dtype) if records else None
+        before = read_hidden_state(self, state, dtype, stream_scale) if records else None
         modulations: dict[str, Modulation] = {}
         if self.wiring.condition:
             kwargs, (attn_modulation, mlp_modulation) = self.wiring.condition(
@@ -125,14 +135,19 @@ class ConnectedLayer:
             with recompute_inputs(inputs, state):
                 for sublayer, x in _inputs_of_sublayers(connection, sublayers, inputs):
                     modulation = modulations.get(sublayer.port)
+                    if stream_scale is not None and sublayer.norm is None:
+                        x = _scale_inputs(x, stream_scale)
                     y, returned[sublayer.module] = self._run_sublayer(
                         sublayer, x, modulation, kwargs, returned
                     )
-                    outputs.append(y)
+                    # The host's stream is the connection's times its scale, which norms remove.
+                    outputs.append(y if stream_scale is None else y / stream_scale)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
-        after: Any = (state, dtype_like)
+        if self.wiring.stream_factor:
+            stream_scale = _multiply(stream_scale, find_attribute(self, self.wiring.stream_factor))
+        after: Any = (state, dtype_like, stream_scale)
         if self.connections[-1].is_readout:
-            after = self.connections[-1].readout(state).to(dtype)
+            after = scale_stream(self.connections[-1].readout(state), stream_scale).to(dtype)
         tensors, spec = tree_flatten(after)
         return (*tensors, before, OpaqueTree(spec, tuple(self._select_extras(returned, kwargs))))
 
@@ -174,6 +189,7 @@ class ConnectedLayer:
             x = _modulate(x, modulation)
         if sublayer.input_scale != 1:
             x = _scale_inputs(x, sublayer.input_scale)
+        of_layer = kwargs
         if sublayer.arguments is not None:
             names = self.argument_names
             selected = _select_arguments(sublayer.arguments, kwargs, names, x, returned)
@@ -186,17 +202,23 @@ class ConnectedLayer:
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
-            if isinstance(step, float):
-                y = nn.functional.dropout(y, step, self.training)
-                continue
-            if isinstance(step, FunctionCall):
-                y = step(y)
-                continue
-            module = find_attribute(self, step)
-            y = module * y if isinstance(module, Tensor) else module(y)
+            y = self._apply_step(step, y, of_layer)
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), outputs
+
+    def _apply_step(
+        self, step: str | float | FunctionCall | ArgumentProduct, y: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """A step between a sub-layer's module and the stream. kwargs: the layer's arguments."""
+        if isinstance(step, float):
+            return nn.functional.dropout(y, step, self.training)
+        if isinstance(step, FunctionCall):
+            return step(y)
+        if isinstance(step, ArgumentProduct):
+            return y * kwargs[step.argument]
+        module: Any = find_attribute(self, step)
+        return module * y if isinstance(module, Tensor) else module(y)
 
 
 def _is_switched_to(given: Any, value: bool | None) -> bool:
@@ -278,7 +300,13 @@ def _select_arguments(
     return selected
 
 
-def _scale_inputs(x: Any, scale: float) -> Any:
+def _multiply(stream_scale: Tensor | None, factor: Tensor) -> Tensor:
+    """The scale of the stream after a layer. factor: of one number, in the host's dtype."""
+    wide = factor.to(torch.promote_types(factor.dtype, torch.float32)).reshape(())
+    return wide if stream_scale is None else stream_scale * wide
+
+
+def _scale_inputs(x: Any, scale: float | Tensor) -> Any:
     return QKVInputs(port * scale for port in x) if isinstance(x, QKVInputs) else x * scale
 
 
@@ -305,9 +333,11 @@ class ReadoutNorm:
         if isinstance(hidden_states, Tensor):  # A host may norm its embedding, too.
             return self.host_norm(hidden_states)
         check_whole(hidden_states)
-        if verb == "readout":
+        if verb == "readout" and hidden_states.stream_scale is None:
             return self.connection.readout(hidden_states.state)
-        return self.connection(hidden_states.state, "hidden_state").to(hidden_states.dtype)
+        x = self.connection(hidden_states.state, "hidden_state")
+        x = scale_stream(x, hidden_states.stream_scale).to(hidden_states.dtype)
+        return x if verb == "hidden_state" else self.host_norm(x)
 
     def host_norm(self, x: Tensor) -> Tensor:
         """The norm as the host had it."""

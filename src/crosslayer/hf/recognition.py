@@ -286,6 +286,9 @@ def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
     order = [name for name, _ in parts.named_children()]
     norms = _norm_names(parts)
     norms = [n for n in norms if order.index(n) > order.index(list_name)] or norms
+    # Gemma 4 has one of its per-layer inputs, too.
+    widths = _norm_widths(list_layers(listed)[0])
+    norms = [n for n in norms if _norm_width(getattr(parts, n)) in (None, *widths)] or norms
     if not norms or isinstance(getattr(parts, norms[0]), nn.Identity):
         return None
     chosen = [name for name in norms if not isinstance(getattr(parts, name), nn.Identity)]
@@ -295,6 +298,18 @@ def _find_final_norm(owner: nn.Module, layers: str) -> str | None:
 def _norm_names(owner: nn.Module) -> list[str]:
     """The children of a module that are norms."""
     return [name for name, child in owner.named_children() if is_norm(name, child)]
+
+
+def _norm_widths(layer: nn.Module) -> list[int]:
+    """The widths of a layer's norms, without those that have no vector of weights."""
+    found = [_norm_width(layer.get_submodule(name)) for name in _norm_names(layer)]
+    return [width for width in found if width is not None]
+
+
+def _norm_width(norm: nn.Module) -> int | None:
+    """The length of a norm's weights. It may have vectors of one number too, like DyT's alpha."""
+    shapes = [parameter_shape(parameter) for parameter in norm.parameters()]
+    return max((shape[0] for shape in shapes if len(shape) == 1), default=None)
 
 
 def _configs(parts: Iterable[nn.Module]) -> Iterator[Any]:
@@ -309,13 +324,9 @@ def _stream_width(
     owner: nn.Module, layers: list[Any], final: str | None, config: Any, backbone: nn.Module
 ) -> int:
     """The width of the stream, from a norm of it, the config, or embeddings of one width."""
-    norms = [layers[0].get_submodule(name) for name in _norm_names(layers[0])]
-    if final is not None:
-        norms.insert(0, owner.get_submodule(final))
-    # a norm may have vectors of one number too, like DyT's alpha
-    shapes = [[parameter_shape(p) for p in norm.parameters()] for norm in norms]
-    lengths = [[shape[0] for shape in of_norm if len(shape) == 1] for of_norm in shapes]
-    widths = [max(of_norm) for of_norm in lengths if of_norm]
+    widths = _norm_widths(layers[0])
+    if final is not None and (final_width := _norm_width(owner.get_submodule(final))):
+        widths.insert(0, final_width)
     width = widths[0] if widths else getattr(config, "hidden_size", None)
     if isinstance(width, int):
         return width

@@ -29,7 +29,8 @@ MOST_OUTPUTS = 16
 class Observer(FunctionObserver, Protocol):
     """What answers the calls of a shadow's modules and functions."""
 
-    parameters: dict[str, Tensor | None]  # set before a run: those of the layer's own, by name
+    # Set before a run: the layer's own parameters and buffers of floats, by name.
+    parameters: dict[str, Tensor | None]
 
     def answer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module returns. path: its name in the layer.
@@ -242,7 +243,8 @@ def _run_until_unpacked(
     while True:
         observer = make_observer()
         shadow = make(observer, lengths)
-        observer.parameters = shadow._parameters
+        own = {**shadow._buffers, **shadow._parameters}
+        observer.parameters = {n: t for n, t in own.items() if t is None or t.is_floating_point()}
         _Output.unpacked = ""
         try:
             with FunctionMode(observer, shadow.training):

@@ -27,7 +27,7 @@ from .arguments import (
     other_arguments,
     residual_argument,
 )
-from .families import SAME_INPUT, FunctionCall, LayerExtra, ReturnedArgument
+from .families import SAME_INPUT, ArgumentProduct, FunctionCall, LayerExtra, ReturnedArgument
 from .shadow import MOST_OUTPUTS, OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
@@ -52,9 +52,10 @@ class ModuleCall(NamedTuple):
     inputs: StreamSum  # what its first argument is
     arguments: dict[str, Any]  # the others, by name
     dropout: float = 0.0  # probability, where the function is dropout
-    function: FunctionCall | None = None  # where it is another one
+    function: FunctionCall | ArgumentProduct | None = None  # where it is another one
     by_position: tuple[str, ...] = ()  # those of the others that are passed by position
     input_name: str = ""  # of its first argument, where it is passed by name
+    is_single_product: bool = False  # with a parameter or buffer of one number
 
     @property
     def title(self) -> str:
@@ -123,6 +124,11 @@ class _Recorder:
         self.calls.append(ModuleCall("", inputs, {}, function=call))
         return self._next_vector()
 
+    def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
+        inputs = self.decompose(x, repr(product))
+        self.calls.append(ModuleCall("", inputs, {}, function=product))
+        return self._next_vector()
+
     def decompose(self, x: Any, where: str) -> StreamSum:
         """The factors of the vectors so far in a tensor."""
         if not isinstance(x, Tensor):
@@ -164,7 +170,9 @@ class _Recorder:
         return len(self.calls)
 
     def _single_number(self, factor: float) -> str:
-        """The layer's own parameter of one number that equals a factor; empty if there is none."""
+        """The layer's own parameter or buffer of one number that equals a factor; empty if there is
+        none.
+        """
         for name, parameter in self.parameters.items():
             if (
                 parameter is not None
@@ -180,7 +188,7 @@ class _Recorder:
         As a direction it is no new one.
         """
         if (number, name) not in self.single_products:
-            call = ModuleCall(name, {number: 1.0}, {})
+            call = ModuleCall(name, {number: 1.0}, {}, is_single_product=True)
             zeros = numpy.zeros_like(self.vectors[0])
             self.single_products[number, name] = self._add_product(call, zeros)
         return self.single_products[number, name]

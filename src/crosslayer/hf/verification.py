@@ -20,9 +20,16 @@ from ..class_swap import original_class
 from ..spec import make
 from .arguments import LayerArgument, layer_arguments, name_arguments, residual_argument
 from .attach import attach_connections
-from .families import FunctionCall, LayerWiring, ModelWiring, Sublayer, own_connection
+from .families import (
+    ArgumentProduct,
+    FunctionCall,
+    LayerWiring,
+    ModelWiring,
+    Sublayer,
+    own_connection,
+)
 from .function_calls import FunctionMode
-from .hidden_states import HiddenState
+from .hidden_states import HiddenState, find_token_slice, scale_stream
 from .host_norms import find_attribute
 from .layer_recognition import paths_around, recognise_layer
 from .recognition import layer_kind
@@ -110,6 +117,9 @@ class _Functions:
     def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
         return call(x)
 
+    def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
+        return torch.sin(x.double() + sum(map(ord, product.argument)))
+
 
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
     """The largest relative difference of output and gradient; infinite for other arguments."""
@@ -156,6 +166,7 @@ def _run_connected(
         outputs = backbone.layers[0](functions.stream, **arguments)
     hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
     hidden_state = backbone.norm.connection.hidden_state(hidden.state)
+    hidden_state = scale_stream(hidden_state, hidden.stream_scale)
     if wiring.last_norm:
         hidden_state = find_attribute(shadow, wiring.last_norm)(hidden_state)
     return hidden_state
@@ -163,6 +174,10 @@ def _run_connected(
 
 def _relative_difference(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual - expected).norm() / expected.norm()
+
+
+# What a host may ask of a `HiddenState`.
+_READABLE = [getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape")]
 
 
 class _Travelling(Tensor):
@@ -174,7 +189,9 @@ class _Travelling(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (Tensor.dtype.__get__, Tensor.device.__get__):  # type: ignore[attr-defined]
+        if func is Tensor.__getitem__ and find_token_slice(args[1]) is not None:
+            return args[0]
+        if func in _READABLE:
             return super().__torch_function__(func, types, args, kwargs)
         name = str(resolve_name(func)).removesuffix(".__get__")
         raise ChangedStreamError(f"it reads or changes the stream after {cls.after} ({name})")
@@ -225,6 +242,9 @@ class _Handover:
 
     def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
         return call(x)
+
+    def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
+        raise NotImplementedError("a backbone is called without stand-ins for its arguments")
 
 
 def _check_backbone(backbone: Any, wiring: ModelWiring) -> None:
@@ -314,6 +334,8 @@ def format_wiring(wiring: LayerWiring) -> str:
     lines = []
     if wiring.embedding_norm:
         lines.append(f"    before them: embedding_norm={wiring.embedding_norm!r}")
+    if wiring.stream_factor:
+        lines.append(f"    after them: stream_factor={wiring.stream_factor!r}")
     for number, site in enumerate(wiring.sites):
         for sublayer in site:
             lines.append(f"    site {number}: {_format_sublayer(sublayer)}")
