@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from .method_checks import (
     check_class_attributes,
+    check_embedding,
+    check_given_state,
     check_mixed,
     check_state,
     check_state_class,
@@ -35,16 +37,17 @@ from .method_checks import (
 from .mixing import MixingWeights
 from .validation import HALF_DTYPES, check_option_type, check_positive
 
-# A state is a NamedTuple of tensors, tuples and None. Its first leaf is a tensor. Only the method
-# that made it looks inside.
+# A state is a NamedTuple of tensors, tuples and None. Its first element is a tensor, or a tuple
+# that begins with one. Only the method that made it looks inside.
 State = Any
 StateT = TypeVar("StateT")
 NormFactory = Callable[[str], nn.Module]  # port -> the norm of the input of that port
 # The inputs that a method may feed separately, by the port of the sub-layer.
 SPLIT_PORTS = {"attn": ("q", "k", "v"), "latent_attn": ("q", "kv")}
 SPLIT_PORT_NAMES = frozenset(port for ports in SPLIT_PORTS.values() for port in ports)
-# What a model computes at initialisation. Scales are those of sub-layers' inputs and of the
-# readout, or of the readout alone: norms remove them, so a model without the norms is not equal.
+# What a model computes at initialisation. "Up to scales": a constant factor multiplies sub-layers'
+# inputs and the readout. "Up to scale of readout": it multiplies the readout alone. Norms remove
+# such factors, so a model without norms there computes something else.
 PrenormFunction = Literal[
     "bitwise prenorm",  # the first input and every write are exactly those of pre-norm
     "prenorm",  # up to the eps of the norms
@@ -179,6 +182,7 @@ class Connection(nn.Module, Generic[StateT]):
     parts_are_streams: ClassVar[bool] = False
     part_label: ClassVar[str] = "part {}"
     gate_field: ClassVar[str] = ""
+    state_class: ClassVar[type | None] = None  # that the class names; None where it names none
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
     test_variants: ClassVar[tuple[str, ...]] = ()
 
@@ -215,7 +219,14 @@ class Connection(nn.Module, Generic[StateT]):
         """Set the connection's own parameters, but not its norms, to their initial values."""
 
     def init(self, x: Tensor) -> StateT:
-        """The state before the first sub-layer. x: the embedding y_0, [B T D]."""
+        """The state before the first sub-layer. x: the embedding y_0, [B T D].
+
+        Raises:
+            TypeError: x is no tensor of floating-point numbers.
+            ValueError: its width is another one.
+        """
+        if not torch.compiler.is_compiling():
+            check_embedding(self, x)
         state = self.initial_state(self.to_stream_dtype(x))
         if not torch.compiler.is_compiling():
             check_state(self, state)
@@ -238,7 +249,12 @@ class Connection(nn.Module, Generic[StateT]):
         """The sub-layer's inputs, one [B T D] for each port, and the state to write to.
 
         A pure function, so it may be recomputed.
+
+        Raises:
+            TypeError: `state` is no state of this method.
         """
+        if not torch.compiler.is_compiling():
+            check_given_state(self, state)
         with autocast_disabled(state):
             mixed = self.mix_inputs(state)
             if not torch.compiler.is_compiling():
@@ -263,9 +279,15 @@ class Connection(nn.Module, Generic[StateT]):
         return getattr(self, verb)(state)
 
     def hidden_state(self, state: StateT) -> Tensor:
-        """The hidden state at this depth, [B T D]: the input of the first port before its norm."""
+        """The hidden state at this depth, [B T D]: the input before its norm.
+
+        Where q, k and v are mixed separately, it is the stream that the sub-layer's output joins.
+        """
         with autocast_disabled(state):
-            return self.mix_inputs(state)[0][0]
+            inputs, next_state = self.mix_inputs(state)
+        if SPLIT_PORT_NAMES.intersection(self.ports):
+            return self.state_parts(next_state)[-1]
+        return inputs[0]
 
     def write(self, state: StateT, y: Tensor) -> StateT:
         """Record the sub-layer's output y [B T D]. The next `read` applies it.
@@ -273,12 +295,14 @@ class Connection(nn.Module, Generic[StateT]):
         Raises:
             ValueError: the state has a write already, which would be lost; or the output has
                 another shape than the stream.
-            TypeError: the output is no tensor.
+            TypeError: the output is no tensor, or `state` is no state.
         """
         if not isinstance(y, Tensor):
             raise TypeError(
                 f"write takes the output of a sub-layer, a tensor, got a {type(y).__name__}"
             )
+        if not torch.compiler.is_compiling():
+            check_given_state(self, state)
         if state.y is not None:  # type: ignore[attr-defined]
             raise ValueError(
                 "write was called twice without a read in between; add up the outputs of parallel "
@@ -305,7 +329,8 @@ class Connection(nn.Module, Generic[StateT]):
         """The tensors that a read mixes, [B T D] each, without the pending write.
 
         Where q, k and v are mixed separately, the last one is the stream that the output joins.
-        `crosslayer.inspect` needs this and `mixing_weights` of a method, and nothing else does.
+        `crosslayer.inspect` needs this and `mixing_weights` of a method. `hidden_state` needs this
+        of a method that mixes q, k and v separately.
 
         Raises:
             ValueError: the method does not define it.

@@ -46,12 +46,49 @@ def check_class_attributes(cls: Any) -> None:
 
 
 def check_state_class(cls: Any) -> None:
-    """Check the state that a class names, as in `class Hyper(Connection[Streams])`."""
+    """Check and keep the state that a class names, as in `class Hyper(Connection[Streams])`.
+
+    A subclass that names none may have another state.
+    """
+    cls.state_class = None
     for base in vars(cls).get("__orig_bases__", ()):
         for state in get_args(base):
             # an abstract class, whose methods name the state, or a name in quotes
             if not isinstance(state, TypeVar | ForwardRef):
                 _check_state_fields(cls, state)
+                cls.state_class = state
+
+
+def check_embedding(connection: Any, x: Any) -> None:
+    """Check what `init` is given.
+
+    Raises:
+        TypeError: it is no tensor of floating-point numbers.
+        ValueError: its width is another one.
+    """
+    expected = f"init takes the embedding, [B T {connection.dim}] of floating-point numbers"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{expected}, got a {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{expected}, got {dtype_name(x.dtype)}; embed token ids first")
+    if x.dim() == 0 or x.shape[-1] != connection.dim:
+        raise ValueError(f"{expected}, got [{' '.join(map(str, x.shape))}]")
+
+
+def check_given_state(connection: Any, state: Any) -> None:
+    """Check what `read` and `write` are given.
+
+    Raises:
+        TypeError: it is no state, or that of another method.
+    """
+    known = connection.state_class
+    if not hasattr(state, "_fields") or (known is not None and not isinstance(state, known)):
+        name = connection.name or type(connection).__name__
+        raise TypeError(
+            f"{name} takes a state{'' if known is None else f', a {known.__name__}'}, got a "
+            f"{type(state).__name__}; start with sites[0].init(embedding), and pass each read and "
+            "write what the one before it returned"
+        )
 
 
 def check_state(connection: Any, state: Any) -> None:

@@ -29,6 +29,7 @@ a parameter or a saved tensor that is changed before the backward pass, is an er
 """
 
 import itertools
+import reprlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -359,19 +360,25 @@ def enable_recompute(
             counts as a layer. By default those of `checkpoint_layers_log2`.
 
     Raises:
-        ValueError: the method of a site does not support `recompute`, or the last site is not the
-            readout.
+        ValueError: the method of a site does not support `recompute`, the last site is not the
+            readout, or `kept` has a layer that there is not.
     """
     recomputed_read = check_choice("recompute", recompute, RECOMPUTE_MODES)
     sites = list(sites)
     if not sites or not all(isinstance(site, Connection) for site in sites):
-        raise ValueError("enable_recompute takes a list of a model's connections")
+        given = reprlib.repr([type(site).__name__ for site in sites])
+        raise ValueError(f"enable_recompute takes a list of a model's connections, got {given}")
     if not sites[-1].is_readout:
         raise ValueError(f"the last site must be the readout, got {site_name(sites[-1])}")
     for connection in sites:
         recomputed_read.check_supported(connection)
+    layers = sites[-1].site.layer
     if kept is None:
-        kept = checkpoint_layers_log2(sites[-1].site.layer)
+        kept = checkpoint_layers_log2(layers)
+    elif recompute != "streams":
+        raise ValueError(f'kept is for recompute="streams", and {recompute!r} keeps no states')
+    elif not set(kept) <= set(range(layers + 1)):
+        raise ValueError(f"kept must have layers from 0 to {layers}, got {sorted(kept)}")
     for connection in sites:
         keeps_state = recomputed_read.keeps_state_of(connection, kept)
         swap_class(connection, RecomputedConnection)

@@ -57,7 +57,7 @@ class ConnectionSpec:
         if not isinstance(site, Site):
             raise ValueError(f"site must come from crosslayer.plan, got {site!r}")
         check_positive(dim=dim)
-        check_norm_factory(norm)
+        check_norm_factory(norm, f"lambda port: nn.RMSNorm({dim})")
         if isinstance(norm, type):
             raise ValueError(
                 f"norm must take the name of a port, like lambda port: nn.RMSNorm({dim}), got "
@@ -94,10 +94,10 @@ class ConnectionSpec:
         return hash((self.name, frozenset(self.options)))
 
 
-def check_norm_factory(norm: object) -> None:
+def check_norm_factory(norm: object, example: str) -> None:
     """Raise a ValueError for a norm where a function that makes norms is expected."""
     if isinstance(norm, nn.Module) or not callable(norm):
-        raise ValueError(f"norm must be a function that makes a norm, like nn.RMSNorm, got {norm}")
+        raise ValueError(f"norm must be a function that makes a norm, like {example}, got {norm}")
 
 
 def default_options(method: type[Connection[Any]]) -> dict[str, Any]:

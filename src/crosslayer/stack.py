@@ -1,5 +1,6 @@
 """`Stack`: the loop over sites and sub-layers as a module, for your own model."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -36,8 +37,9 @@ class Stack(nn.Module):
     Shapes: embedding [B T D] -> hidden state [B T D].
 
     Raises:
-        ValueError: the spec is unknown or has the option `output_scale`, `norm` is a module, or
-            `sublayers` has an odd number of sub-layers that are not parallel.
+        ValueError: the spec is unknown or has the option `output_scale`, `norm` is a module,
+            `sublayers` has an odd number of sub-layers that are not parallel, or one of them does
+            not take as many inputs as the connection has for it.
     """
 
     def __init__(
@@ -65,12 +67,16 @@ class Stack(nn.Module):
                 "Stack: sublayers must be attention, MLP, attention, MLP, …, an even number of "
                 f"them, got {count}"
             )
-        check_norm_factory(norm)
+        check_norm_factory(norm, "nn.RMSNorm")
         sites = plan(count if parallel else count // 2, parallel)
         make_connection = make(spec)
         self.connections = nn.ModuleList(
             make_connection(site, dim, lambda port: norm(dim)) for site in sites
         )
+        for number, (connection, sublayer) in enumerate(
+            zip(self._sites(), self.sublayers, strict=False)
+        ):
+            _check_inputs(number, sublayer, connection)
         if any(connection.output_scale != 1 for connection in self._sites()):
             raise ValueError(
                 f"Stack does not know the output projections of its sub-layers: leave output_scale "
@@ -110,3 +116,17 @@ class Stack(nn.Module):
                 y = sublayer(*inputs, **options)
             state = connection.write(state, y)
         return readout.readout(state)
+
+
+def _check_inputs(number: int, sublayer: nn.Module, connection: Connection[Any]) -> None:
+    """Raise a ValueError for a sub-layer that does not take a connection's inputs by position."""
+    try:
+        inspect.signature(sublayer.forward).bind_partial(*connection.ports)
+    except ValueError:  # it has no signature
+        return
+    except TypeError:
+        raise ValueError(
+            f"Stack: sub-layer {number}, a {type(sublayer).__name__}, is called with the inputs "
+            f"{', '.join(connection.ports)} of {connection.name}, and its forward does not take "
+            f"{len(connection.ports)}"
+        ) from None

@@ -123,7 +123,7 @@ def test_what_is_neither_file_nor_folder(tmp_path):
     assert "pipe.txt: neither a regular file nor a folder" in error_of(tmp_path / "pipe.txt")
     assert "no text file in it" in error_of(tmp_path)
     for source in ("", " ", "a\0b"):
-        assert "names no source of text" in error_of(source)
+        assert "a source of text must be stdlib, a file" in error_of(source)
 
 
 def test_hard_texts_come_through_unchanged(tmp_path):

@@ -188,6 +188,7 @@ def _read_texts(place: str, options: Any) -> "dict[str, list[str | EncodedText]]
     from ..data.sources import read_documents
     from ..data.token_sources import has_token_ids, read_id_sets
     from ..evaluate import describe_documents, describe_stream
+    from ..evaluate.windows import nothing_to_score
 
     if not has_token_ids(place):
         return {place: [document.text for document in read_documents(place)]}
@@ -195,7 +196,7 @@ def _read_texts(place: str, options: Any) -> "dict[str, list[str | EncodedText]]
     texts: dict[str, list[str | EncodedText]] = {}
     for name, stream in read_id_sets(place, tokenizer).items():
         if len(stream) < 2:
-            raise ValueError(f"{name}: the text has no token to score")
+            raise ValueError(f"{name}: {nothing_to_score(len(stream))}")
         if options.documents == "joined":
             texts[name] = [describe_stream(stream, tokenizer)]
         else:

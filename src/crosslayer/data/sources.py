@@ -69,7 +69,10 @@ class TextSource:
             return cls(place, "stdlib")
         path = place.removeprefix("datasets:")
         if not place.strip() or "\0" in place:
-            raise ValueError(f"{place!r}: names no source of text")
+            raise ValueError(
+                "a source of text must be stdlib, a file, a folder, datasets:OWNER/NAME or a URL, "
+                f"got {place!r}"
+            )
         if (Path(path) / CORPUS_FILE).is_file():
             return cls(place, "prepared", path)
         if path == place:

@@ -17,7 +17,7 @@ from ..validation import check_positive
 from .language_models import check_context, end_tokens
 from .perplexity import TextPerplexity
 from .texts import EncodedText, encode_text
-from .windows import ScoredWindow, log_likelihoods
+from .windows import ScoredWindow, log_likelihoods, nothing_to_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ def joined_perplexity(
         )
     stream = _join(documents, next(iter(ends), 0))
     if len(stream) < 2:
-        raise ValueError("the text has no token to score")
+        raise ValueError(nothing_to_score(len(stream)))
     whole = TokenWindows(stream, min(context, len(stream) - 1))
     rows = [whole[i].tolist() for i in evenly_spaced(len(whole), windows or len(whole))]
     scores = log_likelihoods(model, [ScoredWindow(row[:1], row[1:]) for row in rows], batch_size)

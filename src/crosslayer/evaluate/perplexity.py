@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from .language_models import check_context, find_first_token
 from .texts import EncodedText, encode_text
-from .windows import ScoredWindow, bits_per_byte, exp_or_inf, log_likelihoods, rolling_windows
+from .windows import (
+    ScoredWindow,
+    bits_per_byte,
+    exp_or_inf,
+    log_likelihoods,
+    nothing_to_score,
+    rolling_windows,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,6 +104,6 @@ def text_perplexity(
         windows += rolling_windows(tokens, context, stride)
     count = sum(len(window.target) for window in windows)
     if count == 0:
-        raise ValueError("the text has no token to score")
+        raise ValueError(nothing_to_score(text_tokens))
     loss = -sum(log_likelihoods(model, windows, batch_size)) / count
     return TextPerplexity.of_loss(loss, count, text_tokens, text_bytes, words)

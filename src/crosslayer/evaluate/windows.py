@@ -53,6 +53,11 @@ def split_window(window: ScoredWindow, context: int) -> list[ScoredWindow]:
     return windows
 
 
+def nothing_to_score(tokens: int) -> str:
+    """What is wrong with a text of so few tokens."""
+    return f"the text has no token to score: of its {tokens}, none has another before it"
+
+
 @torch.no_grad()
 def log_likelihoods(
     model: "PreTrainedModel", windows: Sequence[ScoredWindow], batch_size: int

@@ -50,6 +50,8 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"disconnect takes a model, got a {type(model).__name__}")
+    if not find_connections(model):
+        raise ValueError(f"disconnect: this {type(model).__name__} is not connected")
     backbone, wiring = find_backbone(model)
     _check_plain_model_exists(model, backbone)
     layers = wiring.find_layers(backbone)

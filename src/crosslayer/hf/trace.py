@@ -125,6 +125,10 @@ class _Recorder:
         return self._next_vector()
 
     def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
+        if x.shape != (*self.shape, self.width):
+            raise ValueError(
+                "its own code computes with its arguments, where most layers pass them on"
+            )
         inputs = self.decompose(x, repr(product))
         self.calls.append(ModuleCall("", inputs, {}, function=product))
         return self._next_vector()

@@ -92,7 +92,7 @@ class SiteVisit:
 
     @property
     def hidden(self) -> Tensor:
-        """The hidden state at this depth, [N D]: the input, or the stream r where ways differ."""
+        """`Connection.hidden_state`, [N D]: the input, or the stream r where ways differ."""
         return self.ways["r"] if "r" in self.ways else self.ways["input"]
 
     @cached_property

@@ -363,7 +363,8 @@ class _DepthAttention(Function):
             return definition_gradients(_DepthAttention.definition, inputs, dout, *later)
         X, affine = tensors[: ctx.L], tensors[ctx.L :]
         if dout is None:
-            return None, None, None, None, None, *later, *[None] * len(affine)
+            no_gradients = [None] * len(affine)
+            return None, None, None, None, None, *later, *no_gradients
         dX, dq, daffine = _depth_attention_backward(
             dout, later, X, q, saved, z, rstd, lse, affine, *options
         )

@@ -370,13 +370,17 @@ def _(
     affine: Sequence[Tensor],
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     dS = [s.new_empty(s.shape) for s in S]
-    dy, dbeta, dpool = (t.new_empty(t.shape) for t in (y, beta, pool))
+    dy = y.new_empty(y.shape)
+    dbeta = beta.new_empty(beta.shape)
+    dpool = pool.new_empty(pool.shape)
     dscore = pool.new_empty(0 if score is None else pool.shape[0])
     return dS, dy, dbeta, dpool, dscore, [p.new_empty(p.shape) for p in affine]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    S, y, beta, pool, score, ctx.eps, affine, *ctx.norm_options = inputs
+    S, y, beta, pool, score, eps, affine, norm_eps, norm_centred = inputs
+    ctx.eps = eps
+    ctx.norm_options = (norm_eps, norm_centred)
     _, _, q, z, rstd = output
     ctx.mark_non_differentiable(z, rstd)
     ctx.scored = score is not None
@@ -405,7 +409,10 @@ def _backward(ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any) -> 
     S, affine = rows[: ctx.n], rows[ctx.n :]
     if torch.is_grad_enabled():  # create_graph
         inputs = (S, y, beta, pool, score, ctx.eps, affine, *ctx.norm_options)
-        return definition_gradients(_define, inputs, *dout, dh, *([dq] if ctx.scored else []))
+        gradients = [*dout, dh]
+        if ctx.scored:
+            gradients.append(dq)
+        return definition_gradients(_define, inputs, *gradients)
     dS, dy, dbeta, dpool, dscore, daffine = _gate_pool_backward(
         dout, dh, dq, S, y, beta, pool, score, q, z, rstd, affine, *ctx.norm_options
     )

@@ -344,7 +344,8 @@ def _hyper_connection(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     H = H.contiguous()
     outputs = _empty_outputs(H, W, inputs, centred)
-    n, D, K = *H.shape[-2:], W.shape[1]
+    n, D = H.shape[-2:]
+    K = W.shape[1]
     N, block = H.shape[:-2].numel(), launch.block_size(D)
     # A processor runs two, three or four side by side: none idles at the end.
     programs = launch.program_count(N, H, per_processor=12)
@@ -397,8 +398,12 @@ def _hyper_connection_backward(
     norm_eps: float,
     norm_centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    H, dx, dout, dnew_beta = (t.contiguous() for t in (H, dx, dout, dnew_beta))
-    n, D, K = *H.shape[-2:], W.shape[1]
+    H = H.contiguous()
+    dx = dx.contiguous()
+    dout = dout.contiguous()
+    dnew_beta = dnew_beta.contiguous()
+    n, D = H.shape[-2:]
+    K = W.shape[1]
     N, block, centred = H.shape[:-2].numel(), launch.block_size(D), mu.numel() > 0
     # One on a processor, as each fills the registers and has a partial sum of dW.
     programs = launch.program_count(N, H, per_processor=1)
@@ -436,8 +441,12 @@ def _empty_gradients(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, ctx.bound, ctx.eps, ctx.centred, ctx.inputs, affine, norm_eps, norm_centred = inputs
-    ctx.norm_options = norm_eps, norm_centred
+    *tensors, bound, eps, centred, mixtures, affine, norm_eps, norm_centred = inputs
+    ctx.bound = bound
+    ctx.eps = eps
+    ctx.centred = centred
+    ctx.inputs = mixtures
+    ctx.norm_options = (norm_eps, norm_centred)
     _, _, _, z, rstd, mu = output
     ctx.mark_non_differentiable(z, rstd, mu)
     ctx.save_for_backward(*tensors, z, rstd, mu, *affine)
@@ -483,7 +492,9 @@ def _backward(ctx: Any, dx: Tensor, dout: Tensor, dnew_beta: Tensor, *_: Any) ->
     dstatic = dcoefficients.sum_to_size(static.shape)
     if Y is None:
         dY, dbeta = None, None
-    return dH, dY, dbeta, dW.mT, dbias, dscale, dstatic, *[None] * 4, daffine, None, None
+    return (
+        dH, dY, dbeta, dW.mT, dbias, dscale, dstatic, None, None, None, None, daffine, None, None,
+    )  # fmt: skip
 
 
 _hyper_connection.register_autograd(_backward, setup_context=_save_for_backward)

@@ -138,7 +138,8 @@ def _(new: Tensor, affine: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, y, affine, *ctx.norm_options = inputs
+    _, y, affine, eps, centred = inputs
+    ctx.norm_options = (eps, centred)
     ctx.y_dtype = y.dtype
     ctx.save_for_backward(output[0], *affine)
 

@@ -155,12 +155,13 @@ def write_norm_project_forward(
             spread += tl.sum(v * v, 1)
     row = tl.arange(0, R)
     if JOINT:
-        row, real = first + row, first + row < N
+        row = first + row
+        real = row < N
     else:
-        row, real = (
-            (first + row // SIDE) * n + row % SIDE,
-            (first + row // SIDE < N) & (row % SIDE < n),
-        )
+        token = first + row // SIDE
+        stream = row % SIDE
+        row = token * n + stream
+        real = (token < N) & (stream < n)
     if IS_SPLIT:
         # `join_splits` continues.
         row += tl.program_id(1) * tl.cast(N, tl.int64) * (1 if JOINT else n)
@@ -199,12 +200,13 @@ def write_norm_project_backward(
         first = tl.cast(tile, tl.int64) * TILE
         t, row = first + tl.arange(0, TILE)[:, None, None], tl.arange(0, R)
         if JOINT:
-            row, real = first + row, first + row < N
+            row = first + row
+            real = row < N
         else:
-            row, real = (
-                (first + row // SIDE) * n + row % SIDE,
-                (first + row // SIDE < N) & (row % SIDE < n),
-            )
+            token = first + row // SIDE
+            stream = row % SIDE
+            row = token * n + stream
+            real = (token < N) & (stream < n)
         on = (t < N) & (s < n) & (d < D)
         rows = tl.reshape(tl.load(new + (t * n + s) * D + d, mask=on, other=0.0), [R, C])
         v = rows.to(tl.float32)
@@ -360,7 +362,9 @@ def _(new: Tensor, Y: Tensor | None, W: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, Y, beta, W, ctx.eps, ctx.centred = inputs
+    _, Y, beta, W, eps, centred = inputs
+    ctx.eps = eps
+    ctx.centred = centred
     new, z, rstd, mu = output
     ctx.mark_non_differentiable(rstd, mu)
     ctx.save_for_backward(new, None if beta is None else Y, beta, W, z, rstd, mu)

@@ -274,8 +274,11 @@ def _tile_sizes(H: Tensor, K: int) -> dict[str, int]:
 def _single_pass_connection(
     H: Tensor, y: Tensor, beta: Tensor, res: Tensor | None, pre: Tensor, W: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    H, y, beta, pre = (t.contiguous() for t in (H, y, beta, pre))
-    outputs = x, new, z, rstd = _empty_outputs(H, W)
+    H = H.contiguous()
+    y = y.contiguous()
+    beta = beta.contiguous()
+    pre = pre.contiguous()
+    x, new, z, rstd = _empty_outputs(H, W)
     sizes = _tile_sizes(H, W.shape[1])
     D, N = H.shape[-1], H.shape[:-2].numel()
     tiles = launch.ceil_div(N, sizes["TILE"])
@@ -290,7 +293,7 @@ def _single_pass_connection(
     )  # fmt: skip
     split_width = splits.pieces * sizes["BLOCK"] * sizes["n"]
     launch_join(sums, [z, rstd, rstd.new_empty(0)], len(W), split_width, eps)
-    return outputs
+    return x, new, z, rstd
 
 
 @_single_pass_connection.register_fake
@@ -315,7 +318,13 @@ def _single_pass_connection_backward(
     z: Tensor,
     rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dnew, dz, H, y, beta, pre = (t.contiguous() for t in (dx, dnew, dz, H, y, beta, pre))
+    dx = dx.contiguous()
+    dnew = dnew.contiguous()
+    dz = dz.contiguous()
+    H = H.contiguous()
+    y = y.contiguous()
+    beta = beta.contiguous()
+    pre = pre.contiguous()
     sizes = _tile_sizes(H, W.shape[1])
     D, N = H.shape[-1], H.shape[:-2].numel()
     g = dz * rstd[..., None]
@@ -346,7 +355,8 @@ def _empty_gradients(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, ctx.eps = inputs
+    *tensors, eps = inputs
+    ctx.eps = eps
     _, new, z, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.save_for_backward(*tensors, new, z, rstd)

@@ -157,7 +157,9 @@ def _(logits: Tensor) -> Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    logits, ctx.rounds, ctx.eps = inputs
+    logits, rounds, eps = inputs
+    ctx.rounds = rounds
+    ctx.eps = eps
     ctx.save_for_backward(logits)
 
 

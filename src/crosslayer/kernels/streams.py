@@ -232,12 +232,15 @@ def _width_connection_backward(
 def _(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dH, dpre, dres = (t.new_empty(t.shape) for t in (H, pre, res))
+    dH = H.new_empty(H.shape)
+    dpre = pre.new_empty(pre.shape)
+    dres = res.new_empty(res.shape)
     return dH, dpre, dres, [p.new_empty(p.shape) for p in affine]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    H, pre, res, affine, *ctx.norm_options = inputs
+    H, pre, res, affine, eps, centred = inputs
+    ctx.norm_options = (eps, centred)
     ctx.save_for_backward(H, pre, res, *affine)
 
 
