@@ -16,6 +16,8 @@ from .validation import check_option_type
 class use_kernels:
     """Switch the Triton kernels on CUDA tensors on or off, from here on or within a `with` block.
 
+    The switch is the process's, not the thread's: blocks of several threads undo each other's.
+
         crosslayer.use_kernels(True)
         with crosslayer.use_kernels(False):
             ...

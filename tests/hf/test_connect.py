@@ -191,6 +191,28 @@ def test_only_a_pretrained_model_causes_a_warning(tmp_path):
         crosslayer.connect(olmo, "postnorm")
 
 
+def test_connect_within_inference_mode():
+    config = transformers.GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0
+    )
+    with torch.inference_mode():
+        model = transformers.GPT2LMHeadModel(config).eval()
+        expected = model(ids()).logits
+        assert torch.equal(crosslayer.connect(model, "mudd")(ids()).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["T5", "MT5", "SwitchTransformers"])
+def test_decoders_that_attend_to_an_encoder_are_refused(family):
+    """Their sub-layers are in a list, and the one that reads the encoder needs an argument."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        num_decoder_layers=2, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    with pytest.raises(ValueError, match="it attends to an encoder"):
+        crosslayer.connect(model.get_decoder(), "mudd")
+
+
 def test_a_model_that_skips_layers_in_training_causes_a_warning():
     config = transformers.OPTConfig(
         vocab_size=97, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,

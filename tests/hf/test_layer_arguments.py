@@ -83,6 +83,58 @@ class DefaultBlock(Block):
         return x if width is not None else 2 * x
 
 
+class EncoderBlock(Block):
+    """Its second attention gets an encoder's outputs and mask, under the names of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_3 = nn.LayerNorm(DIM)
+        self.cross = CrossAttention()
+
+    def attend_encoder(self, x: Tensor, states: Any, mask: Any) -> Tensor:
+        return x + self.cross(self.norm_3(x), states, mask=mask)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.attn(self.norm_1(x), mask)
+        x = self.attend_encoder(x, encoder_hidden_states, encoder_attention_mask)
+        return x + self.mlp(self.norm_2(x))
+
+
+class CrossAttention(MaskedAttention):
+    def forward(self, x: Tensor, states: Tensor | None = None, mask: Any = None) -> Tensor:
+        states = x if states is None else states
+        q, k, v = self.q_proj(x), self.k_proj(states), self.v_proj(states)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask))
+
+
+class ScalingEncoderBlock(EncoderBlock):
+    """It does something else with an encoder's outputs than to pass them on."""
+
+    def attend_encoder(self, x: Tensor, states: Any, mask: Any) -> Tensor:
+        return super().attend_encoder(x, None if states is None else states.tanh(), mask)
+
+
+class FlagBlock(Block):
+    """Its switch has no default but None, and is taken as `if` takes it."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, parallel: Any = None) -> Tensor:
+        y = self.attend(x, mask, False)
+        if parallel:
+            return x + (y + self.mlp(self.norm_2(x)))
+        return x + y + self.mlp(self.norm_2(x + y))
+
+
+class NumberBlock(FlagBlock):
+    def forward(self, x: Tensor, mask: Tensor | None = None, parallel: int = 0) -> Tensor:
+        return super().forward(x, mask, parallel)
+
+
 class CountingBlock(Block):
     def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
         self.attn.last_length = x.shape[1]
@@ -102,7 +154,17 @@ class Model(nn.Module):
         return self.norm(x)
 
 
+class StarModel(Model):
+    """Its forward takes any number of arguments by position."""
+
+    def forward(self, x: Tensor, *masks: Tensor, **arguments: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *masks, **arguments)
+        return self.norm(x)
+
+
 MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+MEMORY = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +182,21 @@ MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
         (MaskMakingBlock, {}, "is called without mask. Its own code then does something else"),
         (ChoosingBlock, {"mask": MASK}, None),
         (ChoosingBlock, {"mask": None}, "is called without mask"),
+        (EncoderBlock, {}, None),
+        (EncoderBlock, {"mask": MASK}, None),
+        (
+            EncoderBlock,
+            {"encoder_hidden_states": MEMORY, "encoder_attention_mask": MASK[:, :4]},
+            None,
+        ),
+        (ScalingEncoderBlock, {"mask": MASK}, None),
+        (ScalingEncoderBlock, {"encoder_hidden_states": MEMORY}, "with encoder_hidden_states"),
+        (FlagBlock, {"parallel": True}, None),
+        (FlagBlock, {"parallel": 0}, r"layer 0 \(FlagBlock\) is called with parallel=False"),
+        (FlagBlock, {}, "is called without parallel"),
+        (NumberBlock, {}, None),
+        (NumberBlock, {"parallel": 0}, None),
+        (NumberBlock, {"parallel": 1}, "is called with parallel=True"),
     ],
 )
 def test_a_call_computes_what_the_host_does_or_is_refused(block, arguments, message):
@@ -131,6 +208,18 @@ def test_a_call_computes_what_the_host_does_or_is_refused(block, arguments, mess
     else:
         with pytest.raises(ValueError, match=message):
             model(x, **arguments)
+
+
+def test_a_model_with_any_number_of_arguments():
+    plain = StarModel(Block)
+    model = crosslayer.connect(copy.deepcopy(plain), "prenorm")
+    x = torch.randn(2, 5, DIM)
+    assert torch.equal(model(x, MASK), plain(x, MASK))
+    assert torch.equal(model(x, None, True), plain(x, None, True))
+    assert torch.equal(model(x, mask=MASK), plain(x, mask=MASK))
+    for one in (plain, model):
+        with pytest.raises(TypeError, match="'wrong'"):
+            one(x, wrong=MASK)
 
 
 def test_a_layer_that_sets_an_attribute_is_refused():

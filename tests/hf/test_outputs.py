@@ -45,6 +45,7 @@ def test_hidden_states_are_the_hosts_under_prenorm(family):
 
 @parametrize_cells(each_family(RECORDING))
 def test_hidden_states_are_what_the_next_attention_reads(family, spec):
+    """Or, where it reads mixtures for q, k and v, the stream that its output joins."""
     model = connected(family, spec)
     out = model(**inputs(family), output_hidden_states=True)
     assert torch.equal(out.logits, output(model, family))
@@ -56,8 +57,12 @@ def test_hidden_states_are_what_the_next_attention_reads(family, spec):
     for layer, hidden_state in zip(layers[1:], out.hidden_states[1:], strict=False):
         assert hidden_state.shape == out.hidden_states[0].shape
         read = []
-        norm = layer.connections[0].norms[0]
-        hook = norm.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+        connection = layer.connections[0]
+        if "q" in connection.ports:
+            hook = connection.register_forward_hook(lambda _, args, out: read.append(out[1].h))
+        else:
+            norm = connection.norms[0]
+            hook = norm.register_forward_pre_hook(lambda _, args: read.append(args[0]))
         model(**inputs(family))
         hook.remove()
         assert torch.equal(read[0], hidden_state)

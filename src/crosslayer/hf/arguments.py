@@ -11,12 +11,24 @@ from torch import nn
 from ..class_swap import original_class
 from .families import RESIDUAL_ARGUMENTS, REST_OF_ARGUMENTS
 
+# Types of defaults that an `if` of the layer's own code may look at.
+_SWITCHES = (bool, int, float, str, tuple)
+
 
 class LayerArgument:
-    """Stands for an argument of a layer, such as its attention mask: modules receive it as is."""
+    """Stands for an argument of a layer, such as its attention mask: modules receive it as is.
 
-    def __init__(self, name: str):
+    Args:
+        name: of the argument.
+        truth: what an `if` takes it for.
+    """
+
+    def __init__(self, name: str, truth: bool = True):
         self.name = name
+        self.truth = truth
+
+    def __bool__(self) -> bool:
+        return self.truth
 
     def __repr__(self) -> str:
         return f"the argument {self.name!r}"
@@ -38,53 +50,65 @@ class LayerArgument:
 
 
 class LayerSwitch(LayerArgument):
-    """Stands for an argument of a layer that is True or False."""
-
-    def __init__(self, name: str, value: bool):
-        super().__init__(name)
-        self.value = value
-
-    def __bool__(self) -> bool:
-        return self.value
+    """Stands for an argument of a layer that is a number or a text, by default, or on or off."""
 
 
 def layer_arguments(layer: nn.Module) -> dict[str, Any]:
     """What a layer's shadow is called with besides the stream.
 
-    Switches have their defaults. Only `output_attentions` is True, so that the layer returns all
-    that it can return.
+    Switches are as their defaults. Only `output_attentions` is True, so that the layer returns all
+    that it can return. Second streams are left out where they have a default.
     """
     arguments: dict[str, Any] = {}
     for name, parameter in argument_parameters(layer).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments[REST_OF_ARGUMENTS] = LayerArgument(REST_OF_ARGUMENTS)
-        elif name == "output_attentions" or isinstance(parameter.default, bool):
-            is_on = name == "output_attentions" or parameter.default
+        elif name == "output_attentions" or isinstance(parameter.default, _SWITCHES):
+            is_on = name == "output_attentions" or bool(parameter.default)
             arguments[name] = LayerSwitch(name, is_on)
-        elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_second_stream(name):
+        elif parameter.kind is not parameter.VAR_POSITIONAL and not _is_second_stream(parameter):
             arguments[name] = LayerArgument(name)
     return arguments
 
 
-def other_arguments(layer: nn.Module) -> Iterator[tuple[str, bool | None, dict[str, Any]]]:
-    """Each argument's name, its value other than in `layer_arguments`, and all arguments with it.
+def second_streams(layer: nn.Module) -> dict[str, Any]:
+    """The arguments that `layer_arguments` leaves out, for a call with all of them."""
+    parameters = argument_parameters(layer).values()
+    return {p.name: LayerArgument(p.name) for p in parameters if _is_second_stream(p)}
 
-    The other value of a switch is its opposite, and that of any other argument is None. One with a
-    default that is not None has no other value, so that it can be left out.
+
+def other_arguments(
+    layer: nn.Module, arguments: dict[str, Any]
+) -> Iterator[tuple[str, bool | None, dict[str, Any]]]:
+    """Each argument's name, another value of it, and all arguments with that value.
+
+    The other value of a switch is its opposite. Those of any other argument are None and one that
+    is false. One with a default that is not None has no other value, so that it can be left out.
     """
-    arguments = layer_arguments(layer)
     parameters = argument_parameters(layer)
     for name, argument in arguments.items():
         if isinstance(argument, LayerSwitch):
-            value = not argument.value
+            value = not argument.truth
             yield name, value, arguments | {name: LayerSwitch(name, value)}
         elif name in parameters and parameters[name].default in (None, inspect.Parameter.empty):
             yield name, None, arguments | {name: None}
+            yield name, False, arguments | {name: LayerArgument(name, False)}
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters of a module's forward after self; the first is the stream's."""
-    return tuple(_forward_parameters(module))[1:]
+    """The names of the parameters of a module's forward after self; the first is the stream's.
+
+    Without those of *args and **kwargs.
+    """
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    _, *parameters = _forward_parameters(module).values()
+    return tuple(p.name for p in parameters if p.kind not in variable)
+
+
+def takes_any_keyword(module: nn.Module) -> bool:
+    """Whether a module's forward has **kwargs."""
+    parameters = _forward_parameters(module).values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
@@ -131,10 +155,11 @@ def function_definition(function: Any) -> ast.FunctionDef | None:
     return definition if isinstance(definition, ast.FunctionDef) else None
 
 
-def _is_second_stream(name: str) -> bool:
-    """Whether an argument is a stream beside the layer's own, which keeps its default."""
+def _is_second_stream(parameter: inspect.Parameter) -> bool:
+    """Whether an argument may be a stream beside the layer's own, and can be left out."""
     # No model passes DeBERTa's query_states.
-    return name.startswith("encoder_") or name == "query_states"
+    is_named_so = parameter.name.startswith("encoder_") or parameter.name == "query_states"
+    return is_named_so and parameter.default is None
 
 
 def join_arguments(

@@ -10,7 +10,7 @@ from ..class_swap import swap_class
 from ..connection import SPLIT_PORTS, Connection, NormFactory, Site, plan_layers
 from ..partitioned import parameter_shape
 from ..spec import ConnectionSpec
-from .arguments import argument_names
+from .arguments import argument_names, takes_any_keyword
 from .connected_model import ConnectedModel, mark_as_initialised
 from .families import FAMILIES, FunctionCall, LayerWiring, ModelWiring
 from .host_norms import FinalNormReference, NormFunction, NormReference, copy_norm
@@ -93,6 +93,7 @@ def connect_layer(
     layer.connections = nn.ModuleList(connections).train(layer.training)
     layer.wiring = layer_wiring
     layer.argument_names = argument_names(layer)
+    layer.takes_any_keyword = takes_any_keyword(layer)
     swap_class(layer, ConnectedLayer)
     for connection, sublayers in zip(connections, layer_wiring.sites, strict=False):
         for sublayer in sublayers:

@@ -172,14 +172,16 @@ def _connect_backbone(
             '"Separate inputs for q, k and v" in docs/your-model.md',
             stacklevel=3,
         )
-    layer_drop = getattr(getattr(backbone, "config", None), "layerdrop", 0)
-    if layer_drop:
-        warnings.warn(
-            f"in training this model skips layers at random (config.layerdrop is {layer_drop}), "
-            "but a connection needs them all, and a step that skips one raises an error; load it "
-            "with layerdrop=0",
-            stacklevel=3,
-        )
+    name = type(backbone).__name__
+    for key, part in (("layerdrop", ""), ("encoder_layerdrop", "Encoder")):
+        share = getattr(getattr(backbone, "config", None), key, 0)
+        if share and part in name:
+            warnings.warn(
+                f"in training this model skips layers at random (config.{key} is {share}), but a "
+                "connection needs them all: a step that skips one raises an error, unless it is "
+                f"one of the last; load the model with {key}=0",
+                stacklevel=3,
+            )
     scale_output_weights(backbone, wiring)
 
 

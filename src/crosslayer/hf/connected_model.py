@@ -31,7 +31,7 @@ class ConnectedModel:
 
     connection_spec: str  # the connection's name and options
     wiring: ModelWiring
-    argument_names: tuple[str, ...]  # of the host's forward
+    argument_names: tuple[str, ...]  # of the host's forward; none where it takes *args
     # vLLM lets the host's `__init__` decide whether to compile. It has run before `connect`.
     do_not_compile = True
 
@@ -52,7 +52,10 @@ class ConnectedModel:
         )
         signature = copied.__signature__ = inspect.signature(vars(cls)["host"].forward)
         cls.forward = copied  # type: ignore[method-assign]
-        cls.argument_names = tuple(signature.parameters)[1:]  # without self
+        _, *parameters = signature.parameters.values()  # without self
+        has_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        cls.argument_names = () if has_any else tuple(named)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)

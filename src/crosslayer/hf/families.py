@@ -7,7 +7,7 @@ model has no such config. Add one of your own from anywhere: `FAMILIES["mine"] =
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,10 @@ class Sublayer(NamedTuple):
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
 
 
+# Of an argument: True or False, as `if` takes it; None, or left out; or anything but None.
+UnreadValue = bool | Literal["given"] | None
+
+
 class ReturnedArgument(NamedTuple):
     """An argument that a layer returns unchanged besides the stream."""
 
@@ -123,8 +127,8 @@ class LayerWiring(NamedTuple):
     extras: tuple[LayerExtra, ...] | None = None
     condition: "Condition | None" = None  # where it is conditioned on more than its input
     # Values of the layer's arguments with which its code does something else, so that a call with
-    # one of them is refused. None also stands for an argument that is left out.
-    unread_values: tuple[tuple[str, bool | None], ...] = ()
+    # one of them is refused.
+    unread_values: tuple[tuple[str, UnreadValue], ...] = ()
     # The norm of what a post-norm layer returns. The next layer's first sub-layers read through it.
     last_norm: str = ""
     # The first layer's norm of the embedding, which its stream begins with, as RWKV has it.

@@ -7,6 +7,7 @@ after each sub-layer, and returns it normed. Everything else is refused with the
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from .arguments import (
     is_constant,
     opens_rest,
     residual_argument,
+    second_streams,
 )
 from .families import (
     NO_RESIDUAL,
@@ -177,13 +179,23 @@ def _norm_of_input(layer: nn.Module, trace: LayerTrace, vector: int) -> str:
 
 def _check_all_called(layer: nn.Module, trace: LayerTrace) -> None:
     """Raise a ValueError where a module of the layer has not run."""
-    for name, child in layer.named_children():
+    for name, child in _named_parts(layer):
         is_called = any(f"{call.path}.".startswith(f"{name}.") for call in trace.calls)
         if is_called or not any(True for _ in child.parameters()):
             continue
-        if any(part in name.lower() for part in _CROSS_ATTENTION):
+        names = f"{name} {' '.join(inner for inner, _ in child.named_children())}".lower()
+        if any(part in names for part in _CROSS_ATTENTION):
             raise ValueError(_TWO_INPUTS)
         raise ValueError(f"its {name} does not run in the forward passes that connect tries")
+
+
+def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules within a layer that it calls itself, those in its lists among them."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from ((f"{name}.{inner}", part) for inner, part in _named_parts(child))
+        else:
+            yield name, child
 
 
 def _read_post_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
@@ -321,7 +333,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif isinstance(value, OtherOutput) and not name.endswith("]"):
             sources.append((name, value.output))
-        elif name in of_layer and value is of_layer[name].default:  # a second stream
+        elif value is None and name in second_streams(layer):
             sources.append((name, name))
         elif name in constants and (name.endswith("]") or not is_constant(value)):
             raise ValueError(

@@ -29,6 +29,7 @@ from .families import (
     Modulation,
     ReturnedArgument,
     Sublayer,
+    UnreadValue,
 )
 from .hidden_states import (
     HiddenState,
@@ -39,6 +40,8 @@ from .hidden_states import (
 )
 from .host_norms import FinalNormReference, ModuleReference, find_attribute
 from .qkv import QKVInputs
+
+RECORDER = "hidden_state_recorder"  # the argument by which a layer gets one
 
 
 class OpaqueTree:
@@ -65,6 +68,7 @@ class ConnectedLayer:
     connections: Sequence[Connection[Any]]
     wiring: LayerWiring
     argument_names: tuple[str, ...]  # of the host's forward; the first is the stream
+    takes_any_keyword: bool  # whether the host's forward has **kwargs
     training: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,10 +82,12 @@ class ConnectedLayer:
         if len(args) > len(names):
             raise TypeError(f"{type(self).__name__} takes {len(names)} arguments, got {len(args)}")
         kwargs = join_arguments(names, args, kwargs)
+        if not self.takes_any_keyword and (unknown := kwargs.keys() - {*names, RECORDER}):
+            raise TypeError(f"{type(self).__name__} has no argument {min(unknown)!r}")
         hidden_states = kwargs.pop(names[0])
         number = self.connections[0].site.layer
         for name, value in self.wiring.unread_values:
-            if _is_switched_to(kwargs.get(name), value):
+            if _is_given(kwargs, name, value):
                 raise ValueError(_describe_unread(type(self).__name__, number, name, value))
         check_order(hidden_states, number)
         is_first = isinstance(hidden_states, Tensor)
@@ -91,7 +97,7 @@ class ConnectedLayer:
         if not is_first:
             stream = (hidden_states.state, hidden_states.dtype_like, hidden_states.stream_scale)
         leaves, spec = tree_flatten(stream)
-        recorder = kwargs.pop("hidden_state_recorder", None)
+        recorder = kwargs.pop(RECORDER, None)
         kwargs["records"] = recorder is not None and not is_first
         call_host: Any = super().__call__  # type: ignore[misc]
         *leaves, before, tree = call_host(*leaves, tree=OpaqueTree(spec), **kwargs)
@@ -221,15 +227,22 @@ class ConnectedLayer:
         return module * y if isinstance(module, Tensor) else module(y)
 
 
-def _is_switched_to(given: Any, value: bool | None) -> bool:
+def _is_given(kwargs: dict[str, Any], name: str, value: UnreadValue) -> bool:
     """Whether an argument has a value; 0 and a tensor of False are False, as in `if` of a layer."""
-    if value is None or given is None:
-        return given is value
-    return bool(given) == value
+    given = kwargs.get(name)
+    if value is None:
+        return given is None
+    if value == "given":
+        return given is not None
+    return name in kwargs and bool(given) == value
 
 
-def _describe_unread(layer: str, number: int, name: str, value: bool | None) -> str:
-    given = f"without {name}" if value is None else f"with {name}={value}"
+def _describe_unread(layer: str, number: int, name: str, value: UnreadValue) -> str:
+    given = f"with {name}={value}"
+    if value is None:
+        given = f"without {name}"
+    elif value == "given":
+        given = f"with {name}"
     return (
         f"layer {number} ({layer}) is called {given}. Its own code then does something else than "
         "what connect has read; put that branch into one of its modules"

@@ -173,8 +173,9 @@ class FusedLinear(FusedProjection):
     bias: Tensor | None
 
     def _takes_all_inputs(self) -> bool:
-        # Not a quantised weight, nor one that is distributed over ranks.
-        return type(self.weight) in (nn.Parameter, Tensor)
+        # Not a quantised weight, nor one that is distributed over ranks. Others may have replaced
+        # the forward, like some libraries of adapters.
+        return type(self.weight) in (nn.Parameter, Tensor) and "forward" not in vars(self)
 
     def forward(self, x: Any) -> Tensor:
         if not isinstance(x, QKVInputs):

@@ -26,8 +26,16 @@ from .arguments import (
     name_arguments,
     other_arguments,
     residual_argument,
+    second_streams,
 )
-from .families import SAME_INPUT, ArgumentProduct, FunctionCall, LayerExtra, ReturnedArgument
+from .families import (
+    SAME_INPUT,
+    ArgumentProduct,
+    FunctionCall,
+    LayerExtra,
+    ReturnedArgument,
+    UnreadValue,
+)
 from .shadow import MOST_OUTPUTS, OtherOutput, SeveralStreamsError, run_layer_shadow
 
 STREAM_VECTOR = 0
@@ -71,7 +79,7 @@ class LayerTrace(NamedTuple):
     calls: list[ModuleCall]
     output: StreamSum
     extras: tuple[LayerExtra, ...] | None  # as in `LayerWiring`
-    unread_values: tuple[tuple[str, bool | None], ...] = ()  # as in `LayerWiring`
+    unread_values: tuple[tuple[str, UnreadValue], ...] = ()  # as in `LayerWiring`
 
 
 class _Recorder:
@@ -237,9 +245,10 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
     """
     paths = set(opened)
     trace_once = partial(_trace_once, layer, width, paths, {})
+    given = layer_arguments(layer)
     while True:
         try:
-            trace = trace_once()
+            trace = trace_once(given)
             break
         except SeveralStreamsError as error:
             if error.path in paths or not any(
@@ -247,6 +256,14 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
             ):
                 raise
             paths.add(error.path)
+    unread_streams: list[tuple[str, UnreadValue]] = [
+        (name, "given")
+        for name, stream in second_streams(layer).items()
+        if not _is_same_trace(layer, trace_once, trace, given | {name: stream})
+    ]
+    if not unread_streams and second_streams(layer):
+        given |= second_streams(layer)
+        trace = trace_once(given)
     seeds = [1, 2]
     # `is_causal=length > 1` is another value where a token is decoded. One token of few channels
     # is too little to tell many outputs apart, so it is tried only where there is such a value.
@@ -254,22 +271,43 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
     if any(isinstance(value, bool | int | float | str) for value in arguments):
         seeds.append(_OF_ONE_TOKEN)
     for seed in seeds:
-        _check_other_values(layer, trace_once, trace, seed)
-    _check_training(layer, trace_once, trace)
-    return trace._replace(unread_values=tuple(_unread_values(layer, trace_once, trace)))
+        _check_other_values(layer, partial(trace_once, given), trace, seed)
+    _check_training(layer, partial(trace_once, given), trace)
+    unread_values = (*unread_streams, *_unread_values(layer, trace_once, trace, given))
+    return trace._replace(unread_values=unread_values)
+
+
+def _is_same_trace(
+    layer: nn.Module,
+    trace_once: Callable[..., LayerTrace],
+    trace: LayerTrace,
+    arguments: dict[str, Any],
+) -> bool:
+    """Whether the layer calls the same with other arguments, apart from these."""
+    try:
+        other = trace_once(arguments)
+    except ValueError:
+        return False
+    return _same_calls(trace, other) and trace.extras == other.extras
 
 
 def _unread_values(
-    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace
+    layer: nn.Module,
+    trace_once: Callable[..., LayerTrace],
+    trace: LayerTrace,
+    given: dict[str, Any],
 ) -> Iterator[tuple[str, bool | None]]:
-    """The values of arguments with which the layer does something else than in its trace."""
-    for name, value, arguments in other_arguments(layer):
-        given = {f"the argument {name!r}": repr(None)} if value is None else {}
+    """The values of arguments with which the layer does something else than in its trace.
+
+    given: the arguments of that trace.
+    """
+    for name, value, arguments in other_arguments(layer, given):
+        replaced = {f"the argument {name!r}": repr(None)} if value is None else {}
         try:
-            other = trace_once(arguments=arguments)
+            other = trace_once(arguments)
             is_same = (
                 _same_calls(trace, other)
-                and _same_arguments(layer, trace, other, given)
+                and _same_arguments(layer, trace, other, replaced)
                 and _same_extras(trace, other, name, value)
             )
         except ValueError:
@@ -409,9 +447,9 @@ def _trace_once(
     width: int,
     opened: Collection[str],
     lengths: dict[str, int],
+    arguments: dict[str, Any],
     seed: int = 0,
     training: bool = False,
-    arguments: dict[str, Any] | None = None,
 ) -> LayerTrace:
     """`trace_layer` with one set of values for the layer's arguments, parameters and buffers.
 
@@ -420,7 +458,7 @@ def _trace_once(
     recorder, output = run_layer_shadow(
         layer,
         lambda: _Recorder(width, seed),
-        layer_arguments(layer) if arguments is None else arguments,
+        arguments,
         lengths,
         opened,
         seed,

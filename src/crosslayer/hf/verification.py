@@ -65,7 +65,7 @@ def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
         verified.add(kind)
         _check_projections(layer_wiring)
         try:
-            with torch.device("cpu"), torch.enable_grad():
+            with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
                 difference = _layer_difference(layer, layer_wiring, wiring.dim)
         except ValueError as error:
             name = type(layer).__name__
