@@ -18,8 +18,8 @@ from crosslayer import methods
 from crosslayer.cli.main import main
 from crosslayer.connection import assign_normal, assign_value, float32_parameter
 from crosslayer.connections.prenorm import PreNorm, Stream
-from crosslayer.methods import code_digest
 from crosslayer.testing.tiny_model import tiny_gpt, token_ids
+from crosslayer.train.method_code import code_digest
 
 PACKAGE = '''
 from crosslayer.connection import float32_parameter

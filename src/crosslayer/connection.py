@@ -15,15 +15,15 @@ separately, so it is causal and needs no cache when decoding. A whole model:
 Axes: B batch, T token, D width, L sources, C ways, n streams.
 """
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from .float32_parameters import Float32Parameters
 from .method_checks import (
     check_class_attributes,
     check_embedding,
@@ -35,7 +35,7 @@ from .method_checks import (
     stream_shape,
 )
 from .mixing import MixingWeights
-from .validation import HALF_DTYPES, check_option_type, check_positive
+from .validation import check_option_type, check_positive
 
 # A state is a NamedTuple of tensors, tuples and None. Its first element is a tensor, or a tuple
 # that begins with one. Only the method that made it looks inside.
@@ -129,7 +129,7 @@ def plan_layers(ports_of_layers: Sequence[Sequence[tuple[str, ...]]]) -> list[Si
     return [*sites, Site(depth, layers, ("out",), True, layers, depth)]
 
 
-class Connection(nn.Module, Generic[StateT]):
+class Connection(Float32Parameters, Generic[StateT]):
     """The interface of every method: four functions of an immutable state.
 
     `init(x) -> state`, `read(state) -> (inputs, state)`, `write(state, y) -> state`,
@@ -193,9 +193,6 @@ class Connection(nn.Module, Generic[StateT]):
         if package == "crosslayer.connections":
             cls.name = module
         check_state_class(cls)
-        if "reset_parameters" in vars(cls):
-            reset: Any = _reset_in_float32(cls.reset_parameters)
-            cls.reset_parameters = reset  # type: ignore[method-assign]
 
     def __init__(
         self, site: Site, dim: int, norm: NormFactory, ports: tuple[str, ...] | None = None
@@ -399,70 +396,6 @@ class Connection(nn.Module, Generic[StateT]):
         for name, parameter in self.named_parameters(recurse=False):
             parts.append(f"{name} {list(parameter.shape)}")
         return ", ".join(parts)
-
-    def __getattr__(self, name: str) -> Any:
-        # Others may have cast the connection's own parameters (FSDP's mixed precision, a loader):
-        # use them in float32.
-        value = super().__getattr__(name)
-        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-            return value.float()
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # `FullyShardedDataParallel` puts plain tensors in the place of parameters, as attributes
-        # that `__getattr__` does not see.
-        is_parameter = isinstance(value, nn.Parameter)
-        if isinstance(value, Tensor) and not is_parameter and value.dtype in HALF_DTYPES:
-            value = value.float()
-        super().__setattr__(name, value)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add or replace a parameter. In place of a frozen one it is frozen, too.
-
-        transformers replaces all parameters of a model that it loads by ones that learn.
-        """
-        replaced = self._parameters.get(name)
-        if replaced is not None and param is not None and not replaced.requires_grad:
-            param.requires_grad_(False)
-        super().register_parameter(name, param)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay
-        # float32, where nothing else has cast them.
-        def apply_in_float32(t: Tensor) -> Tensor:
-            new = fn(t)
-            casts_down = new.dtype in HALF_DTYPES and t.dtype not in HALF_DTYPES
-            return t.to(new.device, torch.float32) if casts_down else new
-
-        if recurse:
-            for name, child in self.named_children():
-                # torch.nn.utils.parametrize moves own parameters into this child
-                child._apply(apply_in_float32 if name == "parametrizations" else fn)
-        return super()._apply(apply_in_float32, recurse=False)
-
-
-def _reset_in_float32(reset_parameters: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Let a reset reach parameters that others have cast, of which `__getattr__` returns copies."""
-
-    @functools.wraps(reset_parameters)
-    def reset(connection: Any) -> None:
-        copies = {
-            name: parameter.detach().float()
-            for name, parameter in connection._parameters.items()
-            if parameter is not None and parameter.dtype in HALF_DTYPES
-            if name not in vars(connection)  # within the reset of a subclass
-        }
-        vars(connection).update(copies)
-        try:
-            reset_parameters(connection)
-        finally:
-            for name in copies:
-                del vars(connection)[name]
-        with torch.no_grad():
-            for name, copy in copies.items():
-                connection._parameters[name].copy_(copy)
-
-    return reset
 
 
 def _check_ports(ports: tuple[str, ...], site: Site) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def gathered_parameters(modules: Sequence[Any]) -> Iterator[None]:
+def unsharded_modules(modules: Sequence[Any]) -> Iterator[None]:
     """Gather the parameters of sharded modules, and shard them again."""
     for module in modules:
         module.unshard()

@@ -48,7 +48,7 @@ from .forward_conditions import (
     method_name,
     site_name,
 )
-from .fsdp import gathered_parameters
+from .fsdp import unsharded_modules
 from .ops.manual_backward import is_transformed
 from .validation import check_choice
 
@@ -191,7 +191,7 @@ class _RecomputedRead:
         connection = self.connection
         modules = _modules_sharded_now(connection)
         with (
-            gathered_parameters(modules),
+            unsharded_modules(modules),
             self.conditions.restored(),
             torch.no_grad(),
             autocast_disabled(state),

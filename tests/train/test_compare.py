@@ -22,9 +22,9 @@ from crosslayer.cli.main import main
 from crosslayer.connection import Connection
 from crosslayer.cost.estimate import activation_bytes
 from crosslayer.files import write_json
-from crosslayer.methods import code_digest
 from crosslayer.train.compare import prepare_comparison, run_comparison, run_folder
 from crosslayer.train.comparison_results import DivergedRun, describe_environment
+from crosslayer.train.method_code import code_digest
 from crosslayer.train.optimizers import build_optimizers, lr_schedule, warmup_steps
 from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.report import plot_curves, plot_tradeoff

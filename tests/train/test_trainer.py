@@ -27,13 +27,13 @@ from crosslayer.cli.train import train_and_export
 from crosslayer.data.tokenizing import Tokenizer
 from crosslayer.files import lock_folder
 from crosslayer.losses import next_token_loss
-from crosslayer.methods import code_digest
 from crosslayer.run_folders import checkpoint_name
 from crosslayer.spec import make
 from crosslayer.train.callbacks import ConnectAtStep, SaveCheckpoints
 from crosslayer.train.checkpoint import list_checkpoints
 from crosslayer.train.checkpoint_reader import CheckpointReader
 from crosslayer.train.evaluation import summarise_metrics
+from crosslayer.train.method_code import code_digest
 from crosslayer.train.parallel import prepare_model
 from crosslayer.train.recipe import Arm, Recipe
 from crosslayer.train.run import launch_run

@@ -61,11 +61,11 @@ from ._streams import shared_write
 
 Gelu = Literal["erf", "tanh"]
 Normed = bool | Literal["pre", "post", "every way"]
-STREAMS = "qkvr"
-# The stream that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
+WAYS = "qkvr"
+# The way that each port of a sub-layer reads. An attention with one port reads S_q = S_k = S_v.
 # What mixes tokens in another way has one input, which is what it moves between them: S_v. So does
 # the latent of MLA, which is all that an attention moves, its keys too.
-STREAM_OF_PORT = {
+WAY_OF_PORT = {
     "attn": "q", "latent_attn": "q", "q": "q", "k": "k", "v": "v", "kv": "v", "mixer": "v",
     "mlp": "r", "out": "r",
 }  # fmt: skip
@@ -76,15 +76,15 @@ class NormedForm(NamedTuple):
 
     norms_sources: bool  # X_j are normed by n_j
     adds_block: bool  # X_l is added to every mixture
-    post_streams: str  # the streams whose mixture is normed before X_l is added
+    post_ways: str  # the ways whose mixture is normed before X_l is added
 
 
 NORMED_FORMS: dict[Normed, NormedForm] = {
-    False: NormedForm(norms_sources=False, adds_block=False, post_streams=""),
-    True: NormedForm(norms_sources=True, adds_block=True, post_streams="r"),
-    "pre": NormedForm(norms_sources=True, adds_block=False, post_streams=""),
-    "post": NormedForm(norms_sources=False, adds_block=True, post_streams="r"),
-    "every way": NormedForm(norms_sources=True, adds_block=True, post_streams=STREAMS),
+    False: NormedForm(norms_sources=False, adds_block=False, post_ways=""),
+    True: NormedForm(norms_sources=True, adds_block=True, post_ways="r"),
+    "pre": NormedForm(norms_sources=True, adds_block=False, post_ways=""),
+    "post": NormedForm(norms_sources=False, adds_block=True, post_ways="r"),
+    "every way": NormedForm(norms_sources=True, adds_block=True, post_ways=WAYS),
 }
 
 
@@ -96,9 +96,9 @@ class Mudd(FusedNormConnection[History]):
     MLPs that grow with depth too (Eq. 9): `connect(model, "mudd", reallocate=True)`.
 
     Args:
-        ways: the mixtures, separated by spaces, each named by the streams it feeds. "q k v r" is
-            the paper's method. "qkvr" feeds all streams one mixture (DDFormer, section 2.2).
-            "k v r" is the ablation −Q: a stream that no way feeds reads X_l, as in a plain
+        ways: the mixtures, separated by spaces, each named by the ways q, k, v and r that it feeds.
+            "q k v r" is the paper's method. "qkvr" feeds all ways one mixture (DDFormer, section
+            2.2). "k v r" is the ablation −Q: a way without a mixture reads X_l, as in a plain
             residual.
         dynamic: the weights A depend on the token; False for the static part `a` alone. Static
             weights with one way are DenseFormer's averages (section 2.1), without its weight decay.
@@ -164,23 +164,23 @@ class Mudd(FusedNormConnection[History]):
                 "never mixed would be idle"
             )
         mixtures = _mixtures_at_site(ways, site)
-        mixture_of_stream = _mixture_of_stream(mixtures)
+        mixture_of_way = _mixture_of_way(mixtures)
         averages = DepthAverages(dilation, period, window)
         sources = averages.averaged_blocks(site) if mixtures else ()
-        ports = _ports_mixed_apart(site, mixture_of_stream) if sources else site.ports
+        ports = _ports_mixed_apart(site, mixture_of_way) if sources else site.ports
         super().__init__(site, dim, norm, ports)
         self.averages = averages
         self.sources = sources
         self.weighs_channels = bool(normed)
-        self.mixture_of_stream = mixture_of_stream
-        self.port_streams = tuple(STREAM_OF_PORT[port] for port in ports)
+        self.mixture_of_way = mixture_of_way
+        self.port_ways = tuple(WAY_OF_PORT[port] for port in ports)
         self.gelu_approximation = "tanh" if gelu == "tanh" else "none"
         self.eps = eps
         self.normed_form = form
         if form.norms_sources != form.adds_block:
             self.initial_function = "other"
         # The op that mixes makes every port's input, unless X_l is added after it.
-        all_ports_mixed = all(mixture_of_stream[s] is not None for s in self.port_streams)
+        all_ports_mixed = all(mixture_of_way[s] is not None for s in self.port_ways)
         self.can_fuse_norms = not sources or (all_ports_mixed and not form.adds_block)
 
         C = len(mixtures)
@@ -203,9 +203,9 @@ class Mudd(FusedNormConnection[History]):
         self.weigh = float32_parameter(self.dim) if form.norms_sources and generates else None
         # of n_post, one for r or one for each mixture
         self.post = None
-        if self.a is not None and form.post_streams == STREAMS:
+        if self.a is not None and form.post_ways == WAYS:
             self.post = float32_parameter(len(self.a), self.dim)
-        elif self.a is not None and form.post_streams and self.mixture_of_stream["r"] is not None:
+        elif self.a is not None and form.post_ways and self.mixture_of_way["r"] is not None:
             self.post = float32_parameter(self.dim)
 
     @torch.no_grad()
@@ -243,8 +243,8 @@ class Mudd(FusedNormConnection[History]):
             inputs, h, mixed = self._mix_and_norm(mixed, A, h, norms)
         else:
             S, mixed = depth_mix(mixed, A)
-            inputs = tuple(self._stream(stream, h, S) for stream in self.port_streams)
-            h = self._stream("r", h, S)
+            inputs = tuple(self._way(way, h, S) for way in self.port_ways)
+            h = self._way("r", h, S)
         return inputs, History(replace_blocks(X, self.sources, mixed), h)
 
     def _mix_and_norm(
@@ -255,11 +255,11 @@ class Mudd(FusedNormConnection[History]):
         A mixture that only feeds a norm is not returned, so a kernel need not store it.
         """
         outputs: list[tuple[int, NormSpec | None]] = []
-        for stream, norm in zip(self.port_streams, norms, strict=True):
-            c = self.mixture_of_stream[stream]
+        for way, norm in zip(self.port_ways, norms, strict=True):
+            c = self.mixture_of_way[way]
             assert c is not None, "can_fuse_norms: every port reads a mixture"
             outputs.append((c, norm))
-        r = self.mixture_of_stream["r"]
+        r = self.mixture_of_way["r"]
         if r is None:
             inputs, X = depth_mix(X, A, tuple(outputs))
             return inputs, h, X
@@ -287,21 +287,21 @@ class Mudd(FusedNormConnection[History]):
         generated = project_tall(hidden, self.W2)
         return H[..., 0, :], generated.unflatten(-1, self.a.shape) + self.a
 
-    def _post_weight(self, stream: str, c: int) -> Tensor | None:
-        """The weight of n_post for mixture c, if this stream is normed by it."""
-        if self.post is None or stream not in self.normed_form.post_streams:
+    def _post_weight(self, way: str, c: int) -> Tensor | None:
+        """The weight of n_post for mixture c, if this way is normed by it."""
+        if self.post is None or way not in self.normed_form.post_ways:
             return None
         return self.post if self.post.dim() == 1 else self.post[c]
 
-    def _stream(self, stream: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
-        """S_c of one stream, where h is X_l."""
-        c = self.mixture_of_stream[stream]
+    def _way(self, way: str, h: Tensor, mixtures: tuple[Tensor, ...]) -> Tensor:
+        """S_c of one way, where h is X_l."""
+        c = self.mixture_of_way[way]
         if c is None:
             return h
         m = mixtures[c]
         if not self.normed_form.adds_block:
             return m
-        weight = self._post_weight(stream, c)
+        weight = self._post_weight(way, c)
         if weight is not None:
             m = (rms(m, self.eps) * weight).to(h.dtype)
         return h + m
@@ -325,26 +325,24 @@ class Mudd(FusedNormConnection[History]):
             return MixingWeights(write, h, join_rows(X, h))
         _, A = self.write_and_weigh(state.h, state.y)
         written = torch.stack((*state.X, X_l), -2)
-        S = {stream: self._stream_weights(stream, h, A, X, written) for stream in STREAMS}
-        read = join_rows(*(S[stream] for stream in self.port_streams))
+        S = {way: self._way_weights(way, h, A, X, written) for way in WAYS}
+        read = join_rows(*(S[way] for way in self.port_ways))
         return MixingWeights(write, read, join_rows(X, S["r"]))
 
-    def _stream_weights(
-        self, stream: str, h: Tensor, A: Tensor, X: Tensor, written: Tensor
-    ) -> Tensor:
-        """The weights of S_c of one stream over the written parts, [.. 1 parts K].
+    def _way_weights(self, way: str, h: Tensor, A: Tensor, X: Tensor, written: Tensor) -> Tensor:
+        """The weights of S_c of one way over the written parts, [.. 1 parts K].
 
         h: the weights of X_l.  A: [.. C L].  X: the weights of the finished blocks.
         written: the written parts themselves, [B T parts D].
         """
-        c = self.mixture_of_stream[stream]
+        c = self.mixture_of_way[way]
         if c is None:
             return h
         sources = X[..., list(self.sources), :, :]
         m = (A[..., c, :, None, None] * sources).sum(-3, keepdim=True)
         if not self.normed_form.adds_block:
             return m
-        weight = self._post_weight(stream, c)
+        weight = self._post_weight(way, c)
         if weight is not None:
             value = (m.squeeze(-3) * written).sum(-2)
             m = m * (rstd(value, self.eps)[..., None] * weight)[..., None, None, :]
@@ -358,11 +356,11 @@ class Mudd(FusedNormConnection[History]):
 
 
 def _parse_ways(ways: str) -> list[str]:
-    """The streams of each mixture: "qk v" -> ["qk", "v"]."""
+    """The ways that each mixture feeds: "qk v" -> ["qk", "v"]."""
     mixtures = ways.split() if isinstance(ways, str) else []
-    streams = "".join(mixtures)
-    named_twice = len(set(streams)) < len(streams)
-    if not streams or named_twice or not set(streams) <= set(STREAMS):
+    named = "".join(mixtures)
+    is_named_twice = len(set(named)) < len(named)
+    if not named or is_named_twice or not set(named) <= set(WAYS):
         raise ValueError(
             "mudd: ways must name each of q, k, v, r at most once, like 'q k v r' or 'qkvr', "
             f"got {ways!r}"
@@ -371,31 +369,31 @@ def _parse_ways(ways: str) -> list[str]:
 
 
 def _mixtures_at_site(ways: str, site: Site) -> list[str]:
-    """The streams of each mixture that this site reads.
+    """The ways that each mixture which this site reads feeds.
 
-    The readout, and a layer without an attention, read fewer streams than there are.
+    The readout, and a layer without an attention, read fewer mixtures than there are.
     """
-    read = {"r", *(STREAM_OF_PORT[port] for port in _split_attention(site.ports))}
-    return [streams for streams in _parse_ways(ways) if read & set(streams)]
+    read = {"r", *(WAY_OF_PORT[port] for port in _split_attention(site.ports))}
+    return [mixture for mixture in _parse_ways(ways) if read & set(mixture)]
 
 
-def _mixture_of_stream(mixtures: list[str]) -> dict[str, int | None]:
-    """c for each stream that mixture c feeds; None for a stream that reads X_l itself."""
-    mixture_of_stream: dict[str, int | None] = dict.fromkeys(STREAMS)
-    for c, streams in enumerate(mixtures):
-        for stream in streams:
-            mixture_of_stream[stream] = c
-    return mixture_of_stream
+def _mixture_of_way(mixtures: list[str]) -> dict[str, int | None]:
+    """c for each way that mixture c feeds; None for a way that reads X_l itself."""
+    mixture_of_way: dict[str, int | None] = dict.fromkeys(WAYS)
+    for c, ways in enumerate(mixtures):
+        for way in ways:
+            mixture_of_way[way] = c
+    return mixture_of_way
 
 
-def _ports_mixed_apart(site: Site, mixture_of_stream: dict[str, int | None]) -> tuple[str, ...]:
+def _ports_mixed_apart(site: Site, mixture_of_way: dict[str, int | None]) -> tuple[str, ...]:
     """The ports of a site that averages.
 
     Where q, k and v are mixed separately, each is a port of the attention with another norm.
     """
     split_ports = _split_attention(site.ports)
     qkv = [port for port in split_ports if port in SPLIT_PORT_NAMES]
-    mixtures = {mixture_of_stream[STREAM_OF_PORT[port]] for port in qkv}
+    mixtures = {mixture_of_way[WAY_OF_PORT[port]] for port in qkv}
     return split_ports if len(mixtures) > 1 else site.ports
 
 

@@ -1,13 +1,12 @@
 """Parameters, FLOPs, activation memory and memory traffic of a model, before it is trained.
 
 The model is built and connected on the meta device. Its forward pass runs there under torch's FLOP
-counter and under hooks on the tensors that autograd saves. Only the traffic is a formula: each
-method's `memory_traffic` and `backward_memory_traffic`.
+counter, which `flops.py` extends, and under hooks on the tensors that autograd saves. Attention is
+fused, which saves no T × T weights.
 
-FLOPs: see `flops.py`. Activation memory: with flash attention.
-
-Traffic: every site moves `memory_traffic()` · D elements a token in the forward pass, and
-`backward_memory_traffic()` · D in the backward pass: the least, if it is one kernel in each.
+The traffic is a formula, each method's `memory_traffic` and `backward_memory_traffic`: every site
+moves `memory_traffic()` · D elements a token in the forward pass, and in the backward pass
+`backward_memory_traffic()` · D. That is the least, if it is one kernel in each.
 """
 
 import copy
@@ -238,10 +237,10 @@ def _causal_attention(
 
 
 class _FusedAttention(Function):
-    """What a fused causal attention saves and allocates, on the meta device.
+    """A fused causal attention on the meta device: saves and allocates what the real kernel does.
 
-    Of torch's own, this one has a window, and values of another width than queries. Its backward
-    pass does not run on the meta device.
+    torch's efficient attention knows windows, and values of another width than queries. Its
+    backward pass has no implementation for the meta device, so this one returns empty gradients.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ from ..validation import check_counts, check_non_negative, check_positive
 from .sources import (
     CORPUS_FILE,
     TRAIN_SET,
-    check_has_files,
+    check_regular_files,
     check_sources,
     name_sets,
     read_sets,
@@ -149,7 +149,7 @@ def _open_streams(
 ) -> dict[str, TokenStream]:
     import datasets
 
-    check_has_files(folder)
+    check_regular_files(folder)
     saved = datasets.load_from_disk(str(folder))
     streams = {}
     for name, sizes in counts.items():

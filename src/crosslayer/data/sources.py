@@ -40,7 +40,7 @@ FEW_DOCUMENTS = 40  # fewer than these are split at their tail
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from, parsed once from what the user wrote.
+    """Where documents come from, as `parse` reads it from what the user wrote.
 
     Args:
         place: the string as the user wrote it.
@@ -280,7 +280,7 @@ def _load_rows(source: TextSource) -> Any:
 
     if source.kind == "dataset":
         return datasets.load_dataset(source.path, source.config, split=source.split, streaming=True)
-    check_has_files(Path(source.path))
+    check_regular_files(Path(source.path))
     saved = datasets.load_from_disk(source.path)
     if not isinstance(saved, datasets.DatasetDict):
         return saved
@@ -298,11 +298,11 @@ def _kind_of_path(path: str) -> Literal["remote", "tokens", "saved", "files"]:
     return "saved" if _is_saved(path) else "files"
 
 
-def check_has_files(folder: Path) -> None:
+def check_regular_files(folder: Path) -> None:
     """Raise a ValueError for a pipe or a device in a folder: Arrow would wait for ever for it."""
     for path in folder.rglob("*"):
         if not path.is_file() and not path.is_dir():
-            raise ValueError(f"{path.relative_to(folder)} is not a file")
+            raise ValueError(f"{path.relative_to(folder)} is neither a file nor a folder")
 
 
 def _is_saved(path: str) -> bool:

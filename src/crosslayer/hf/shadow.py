@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,19 @@ class Observer(FunctionObserver, Protocol):
 
         A plain tensor can be unpacked as a tuple with the tensor first.
         """
+
+
+class Trial(NamedTuple):
+    """One set of values with which a layer's forward runs."""
+
+    shape: tuple[int, int] = (1, 2)  # sequences, tokens
+    stream_size: float = 1.0  # of the stream and of what modules return
+    # What multiplies the layer's own parameters and buffers, which then have random signs. None
+    # leaves them near 1.
+    parameter_factor: float | None = None
+
+
+FIRST_TRIAL = Trial()
 
 
 class OtherOutput:
@@ -162,7 +175,7 @@ def run_layer_shadow(
     arguments: Mapping[str, Any],
     lengths: dict[str, int],
     opened: Collection[str] = (),
-    seed: int = 0,
+    trial: Trial = FIRST_TRIAL,
     training: bool = False,
 ) -> tuple[Any, Any]:
     """Run a layer's forward with stand-ins for its modules, on the observer's `stream`.
@@ -175,7 +188,7 @@ def run_layer_shadow(
         lengths: into how many names stand-ins' outputs are unpacked, by path. A run adds what it
             finds, so the next one with the same dict need not be run again.
         opened: paths of the modules that run their own code, with stand-ins for their modules.
-        seed: of the values of parameters and buffers.
+        trial: says what values parameters and buffers have.
         training: as in `nn.Module`, of the layer and of those opened.
 
     Returns:
@@ -192,7 +205,7 @@ def run_layer_shadow(
         _check_attributes(attributes, _attributes(shadow))
         return output
 
-    make = partial(make_shadow, layer, opened=opened, seed=seed, training=training)
+    make = partial(make_shadow, layer, opened=opened, trial=trial, training=training)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         return _run_until_unpacked(layer, make, make_observer, run, lengths)
 
@@ -303,7 +316,7 @@ def make_shadow(
     lengths: dict[str, int],
     replaced: Collection[str] | None = None,
     opened: Collection[str] = (),
-    seed: int = 0,
+    trial: Trial = FIRST_TRIAL,
     training: bool = False,
 ) -> Any:
     """A module of the same class with stand-ins for its modules, except for those that are opened.
@@ -317,27 +330,27 @@ def make_shadow(
         lengths: into how many names a stand-in's output is unpacked, by path; any other has
             `MOST_OUTPUTS`.
         replaced: paths of the modules that stand-ins replace; None for all.
-        opened, seed, training: as in `run_layer_shadow`.
+        opened, trial, training: as in `run_layer_shadow`.
     """
     shadow = _copy_without_modules(module, original_class(module))
     shared = {"observer": observer, "lengths": lengths, "training": training}
     _add_stand_ins(shadow, module, "", shared, replaced, opened)
     _rebind_functions(shadow, module)
-    generator = torch.Generator().manual_seed(min(seed, 1))
+    # The same signs in all trials that have any, so that the sign of the factor decides.
+    generator = torch.Generator().manual_seed(0 if trial.parameter_factor is None else 1)
     for copy in shadow.modules():
         if isinstance(copy, StandIn) or (replaced is not None and copy is not shadow):
             continue
         copy.training = training
         if replaced is None:
-            _randomise(copy, generator, seed)
+            _randomise(copy, generator, trial.parameter_factor)
     return shadow
 
 
-def _randomise(copy: nn.Module, generator: torch.Generator, seed: int) -> None:
+def _randomise(copy: nn.Module, generator: torch.Generator, factor: float | None) -> None:
     """Replace a copy's parameters and buffers, so that nothing of the host's is changed.
 
-    Floats become random: near 1 with seed 0, small with both signs with seed 1, large with the
-    opposite signs with seed 2.
+    Floats become random, and near 1 where there is no factor. With one they have both signs.
     """
     for tensors in (copy._parameters, copy._buffers):
         for name, tensor in tensors.items():
@@ -348,9 +361,9 @@ def _randomise(copy: nn.Module, generator: torch.Generator, seed: int) -> None:
                 continue
             shape = parameter_shape(tensor)
             values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
-            if seed > 0:
+            if factor is not None:
                 signs = torch.randint(2, shape, generator=generator) * 2 - 1
-                values *= signs * (0.01 if seed == 1 else -100)
+                values *= signs * factor
             tensors[name] = values.requires_grad_()  # type: ignore[assignment]
     for name, value in vars(copy).items():
         if isinstance(value, Tensor):

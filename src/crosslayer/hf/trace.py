@@ -36,13 +36,20 @@ from .families import (
     ReturnedArgument,
     UnreadValue,
 )
-from .shadow import MOST_OUTPUTS, OtherOutput, SeveralStreamsError, run_layer_shadow
+from .shadow import (
+    FIRST_TRIAL,
+    MOST_OUTPUTS,
+    OtherOutput,
+    SeveralStreamsError,
+    Trial,
+    run_layer_shadow,
+)
 
 STREAM_VECTOR = 0
-# Sequences and tokens of a trace, and the size of its values, by the seed. What a layer does
-# depends on neither length nor size. OPT flattens its sequences, so there is one.
-SHAPES_AND_SIZES = (((1, 2), 1.0), ((1, 5), 1e3), ((1, 5), 1e3), ((1, 1), 1.0))
-_OF_ONE_TOKEN = 3
+# What a layer does depends neither on lengths nor on sizes or signs. OPT flattens its sequences, so
+# there is one.
+_OTHER_TRIALS = (Trial((1, 5), 1e3, 0.01), Trial((1, 5), 1e3, -100.0))
+_OF_ONE_TOKEN = Trial((1, 1), 1.0, -100.0)
 _TOLERANCE = 1e-6
 # Vector -> its factor. Vector 0 is the layer's input, vector i + 1 what call i returned or made.
 StreamSum = dict[int, float]
@@ -87,10 +94,11 @@ class _Recorder:
 
     parameters: dict[str, Tensor | None]
 
-    def __init__(self, width: int, seed: int = 0):
+    def __init__(self, width: int, trial: Trial):
         self.generator = torch.Generator().manual_seed(0)
         self.width = width
-        self.shape, self.size = SHAPES_AND_SIZES[seed]
+        self.shape = trial.shape
+        self.size = trial.stream_size
         self.calls: list[ModuleCall] = []
         # Flat. Zeros stand for an output times a single number.
         self.vectors: list[numpy.ndarray] = []
@@ -264,14 +272,14 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
     if not unread_streams and second_streams(layer):
         given |= second_streams(layer)
         trace = trace_once(given)
-    seeds = [1, 2]
+    trials = [*_OTHER_TRIALS]
     # `is_causal=length > 1` is another value where a token is decoded. One token of few channels
     # is too little to tell many outputs apart, so it is tried only where there is such a value.
     arguments = [value for call in trace.calls for value in call.arguments.values()]
     if any(isinstance(value, bool | int | float | str) for value in arguments):
-        seeds.append(_OF_ONE_TOKEN)
-    for seed in seeds:
-        _check_other_values(layer, partial(trace_once, given), trace, seed)
+        trials.append(_OF_ONE_TOKEN)
+    for trial in trials:
+        _check_other_values(layer, partial(trace_once, given), trace, trial)
     _check_training(layer, partial(trace_once, given), trace)
     unread_values = (*unread_streams, *_unread_values(layer, trace_once, trace, given))
     return trace._replace(unread_values=unread_values)
@@ -351,13 +359,13 @@ def _same_arguments(
 
 
 def _check_other_values(
-    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace, seed: int
+    layer: nn.Module, trace_once: Callable[..., LayerTrace], trace: LayerTrace, trial: Trial
 ) -> None:
     """Raise a ValueError where a layer's sums depend on its own parameters and buffers, or on the
     length of the sequence.
     """
     try:
-        other = trace_once(seed=seed)
+        other = trace_once(trial=trial)
         is_same = _same_calls(trace, other) and _same_arguments(layer, trace, other, {})
     except ValueError:
         is_same = False
@@ -448,7 +456,7 @@ def _trace_once(
     opened: Collection[str],
     lengths: dict[str, int],
     arguments: dict[str, Any],
-    seed: int = 0,
+    trial: Trial = FIRST_TRIAL,
     training: bool = False,
 ) -> LayerTrace:
     """`trace_layer` with one set of values for the layer's arguments, parameters and buffers.
@@ -457,11 +465,11 @@ def _trace_once(
     """
     recorder, output = run_layer_shadow(
         layer,
-        lambda: _Recorder(width, seed),
+        lambda: _Recorder(width, trial),
         arguments,
         lengths,
         opened,
-        seed,
+        trial,
         training,
     )
     extras: tuple[LayerExtra, ...] | None = None

@@ -100,7 +100,7 @@ def ablate_blocks(model: nn.Module, batches: Sequence[ModelInputs]) -> BlockAbla
 
 
 def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAblation | None:
-    """The loss without each way of MUDD: the streams it feeds read X_l, as in a plain residual.
+    """The loss without each mixture of MUDD: the ways it feeds read X_l, as in a plain residual.
 
     None for a model without ways.
 
@@ -162,9 +162,9 @@ def block_removals(model: nn.Module) -> list[tuple[str, Removal]]:
 
 
 def way_removals(model: nn.Module) -> list[tuple[str, Removal]]:
-    """MUDD's ways: the streams that each feeds, like "qk", and contexts in which these read X_l."""
+    """The ways that each mixture of MUDD feeds, like "qk", and contexts in which they read X_l."""
     sites = [site for site in find_connections(model) if isinstance(site, Mudd)]
-    of_sites = [streams_of_ways(site) for site in sites]
+    of_sites = [ways_of_mixtures(site) for site in sites]
     ways = max(of_sites, key=len, default=[])  # an MLP or the readout may have fewer
     return [(way, partial(_without_way, sites, way)) for way in ways]
 
@@ -199,26 +199,26 @@ def _find_outputs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             site += 1
 
 
-def streams_of_ways(site: Mudd) -> list[str]:
-    """The streams that each mixture of a site feeds, in their order."""
-    streams = [""] * (0 if site.a is None else len(site.a))
-    for stream, mixture in site.mixture_of_stream.items():
-        if mixture is not None and streams:
-            streams[mixture] += stream
-    return streams
+def ways_of_mixtures(site: Mudd) -> list[str]:
+    """The ways that each mixture of a site feeds, in their order."""
+    ways = [""] * (0 if site.a is None else len(site.a))
+    for way, mixture in site.mixture_of_way.items():
+        if mixture is not None and ways:
+            ways[mixture] += way
+    return ways
 
 
 @contextmanager
-def _without_way(sites: Sequence[Mudd], streams: str) -> Iterator[None]:
-    before = [(site.mixture_of_stream, site.can_fuse_norms) for site in sites]
+def _without_way(sites: Sequence[Mudd], ways: str) -> Iterator[None]:
+    before = [(site.mixture_of_way, site.can_fuse_norms) for site in sites]
     for site in sites:
-        site.mixture_of_stream = site.mixture_of_stream | dict.fromkeys(streams)
+        site.mixture_of_way = site.mixture_of_way | dict.fromkeys(ways)
         site.can_fuse_norms = False  # X_l is no output of the op that mixes
     try:
         yield
     finally:
         for site, (mixtures, can_fuse) in zip(sites, before, strict=True):
-            site.mixture_of_stream = mixtures
+            site.mixture_of_way = mixtures
             site.can_fuse_norms = can_fuse
 
 

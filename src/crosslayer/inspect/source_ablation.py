@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..connection import Connection, autocast_disabled, find_connections
 from ..connections.denseformer import DenseFormer
 from ..connections.mudd import Mudd
-from .ablation import Removal, losses_without, streams_of_ways
+from .ablation import Removal, losses_without, ways_of_mixtures
 from .mixing_summary import MixingAnalysis, SiteMixing, averaged_sources
 from .observation import ModelInputs, SiteVisit, observe_model, site_label
 
@@ -123,7 +123,7 @@ def _way_labels(connection: Mudd) -> list[str]:
     """Like "3.q" or "3.qkv", by the streams that each mixture feeds."""
     if connection.is_readout:
         return [site_label(connection)]
-    return [f"{connection.site.layer}.{streams}" for streams in streams_of_ways(connection)]
+    return [f"{connection.site.layer}.{ways}" for ways in ways_of_mixtures(connection)]
 
 
 @contextmanager

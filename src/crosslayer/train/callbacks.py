@@ -10,12 +10,12 @@ import torch
 
 from ..data.sampler import evenly_spaced_steps
 from ..hf import connect, disconnect
-from ..methods import code_digest
 from ..run_folders import kept_model_name
 from ..spec import make
 from .checkpoint import Checkpoints
 from .diagnostics import connection_diagnostics
 from .export import export_trained
+from .method_code import code_digest
 from .metrics_log import MetricsLog
 from .run_state import StepResult
 from .trainer import Callback, Trainer

@@ -18,7 +18,6 @@ import torch
 
 from ..errors import is_out_of_memory
 from ..files import write_json
-from ..methods import code_digest
 from ..run_folders import (
     COMPARISON_RESULTS_FILE,
     DATA_DIGEST,
@@ -35,6 +34,7 @@ from .comparison_results import (
     join_environments,
     load_matching_results,
 )
+from .method_code import code_digest
 from .metrics_log import check_loggers
 from .optimizers import build_optimizers
 from .parallel import apply_recomputation, launch_fabric

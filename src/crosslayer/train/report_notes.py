@@ -7,11 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 from ..hf.config import make_config
-from ..methods import code_digest
 from ..number_texts import format_loss
 from ..spec import make
 from .compare import Comparison
 from .comparison_results import TORCH_OPERATIONS, DivergedRun
+from .method_code import code_digest
 from .optimizers import warmup_steps
 from .rate_search import best_factor, is_limit, names_at_rates, next_factor
 from .recipe import Arm

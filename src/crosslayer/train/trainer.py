@@ -15,6 +15,7 @@ import math
 import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,11 @@ from torch.utils.data import DataLoader
 
 from ..cost.estimate import count_parameters
 from ..data.sampler import evenly_spaced, evenly_spaced_steps
-from ..methods import code_digest
 from ..optim import zero_connection_updates
 from ..run_folders import DATA_DIGEST
 from ..spec import make
 from .evaluation import evaluate_examples, summarise_metrics
+from .method_code import code_digest
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
 from .parallel import setup_model
 from .profiling import (
@@ -47,6 +48,9 @@ from .settings import EXECUTION_OPTIONS, Settings
 from .signals import StopSignals
 from .task import LANGUAGE_TASK, Batch, Examples, TrainingTask
 from .weight_averages import averaged_weights
+
+WARM_UP_STEPS = 3  # of a process, which are slower
+TIMED_STEPS = 200  # whose median duration tells the speed
 
 
 class RunDiverged(Exception):
@@ -143,7 +147,8 @@ class Trainer:
         }
         self._batches: Iterator[Batch] | None = None
         self.last_batch: Batch = None
-        self._durations: list[float] = []
+        self._first_durations: list[float] = []  # of the steps that warm up caches
+        self._durations: deque[float] = deque(maxlen=TIMED_STEPS)  # of those after them
         self._signals = StopSignals()
         self.optimizers: list[torch.optim.Optimizer] = []
         shares = fabric.world_size * engine.accumulate
@@ -278,15 +283,15 @@ class Trainer:
         )
 
     def _record_duration(self, duration: float) -> float:
-        """Record how long a step took; the median of the last 200.
+        """Record how long a step took; the median of the last `TIMED_STEPS`.
 
-        The first three steps of a process, which warm up caches, count only as long as there are no
+        The first steps of a process, which warm up caches, count only as long as there are no
         others. A resumed run has the speed of its checkpoint until then.
         """
-        self._durations.append(duration)
-        del self._durations[3:-200]
-        seconds = statistics.median(self._durations[3:] or self._durations)
-        if len(self._durations) > 3 or self.state.step < len(self._durations):
+        is_first = len(self._first_durations) < WARM_UP_STEPS
+        (self._first_durations if is_first else self._durations).append(duration)
+        seconds = statistics.median(self._durations or self._first_durations)
+        if self._durations or self.state.step < len(self._first_durations):
             micro_batches = self.fabric.world_size * self.settings.engine.accumulate
             units = self.task.count_units(self.last_batch) * micro_batches
             self.state.tokens_per_second = units / seconds

@@ -1,0 +1,87 @@
+"""Parameters that are used in float32, whoever has cast them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor, float32, nn, no_grad
+
+from .validation import HALF_DTYPES
+
+
+class Float32Parameters(nn.Module):
+    """A module whose own parameters stay float32, or wider, in a model of half precision.
+
+    Its child modules are cast as usual. Where others have cast the own parameters, like FSDP's
+    mixed precision or a loader, attributes return them in float32.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "reset_parameters" in vars(cls):
+            of_class: Any = cls
+            of_class.reset_parameters = _reset_in_float32(of_class.reset_parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        # Others may have cast the connection's own parameters (FSDP's mixed precision, a loader):
+        # use them in float32.
+        value = super().__getattr__(name)
+        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+            return value.float()
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `FullyShardedDataParallel` puts plain tensors in the place of parameters, as attributes
+        # that `__getattr__` does not see.
+        is_parameter = isinstance(value, nn.Parameter)
+        if isinstance(value, Tensor) and not is_parameter and value.dtype in HALF_DTYPES:
+            value = value.float()
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add or replace a parameter. In place of a frozen one it is frozen, too.
+
+        transformers replaces all parameters of a model that it loads by ones that learn.
+        """
+        replaced = self._parameters.get(name)
+        if replaced is not None and param is not None and not replaced.requires_grad:
+            param.requires_grad_(False)
+        super().register_parameter(name, param)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `model.bfloat16()` casts the norms, which belong to the host; the own parameters stay
+        # float32, where nothing else has cast them.
+        def apply_in_float32(t: Tensor) -> Tensor:
+            new = fn(t)
+            casts_down = new.dtype in HALF_DTYPES and t.dtype not in HALF_DTYPES
+            return t.to(new.device, float32) if casts_down else new
+
+        if recurse:
+            for name, child in self.named_children():
+                # torch.nn.utils.parametrize moves own parameters into this child
+                child._apply(apply_in_float32 if name == "parametrizations" else fn)
+        return super()._apply(apply_in_float32, recurse=False)
+
+
+def _reset_in_float32(reset_parameters: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Let a reset reach parameters that others have cast, of which `__getattr__` returns copies."""
+
+    @functools.wraps(reset_parameters)
+    def reset(connection: Any) -> None:
+        copies = {
+            name: parameter.detach().float()
+            for name, parameter in connection._parameters.items()
+            if parameter is not None and parameter.dtype in HALF_DTYPES
+            if name not in vars(connection)  # within the reset of a subclass
+        }
+        vars(connection).update(copies)
+        try:
+            reset_parameters(connection)
+        finally:
+            for name in copies:
+                del vars(connection)[name]
+        with no_grad():
+            for name, copy in copies.items():
+                connection._parameters[name].copy_(copy)
+
+    return reset
