@@ -211,8 +211,7 @@ def test_what_triton_compiles_apart_is_told_apart():
         return str(native_specialize_impl(CUDABackend, value, False, True, True))
 
     def our_type(value):
-        types = []
-        launch._describe_arguments([value], types)
+        _, types = launch._describe_arguments([value])
         return types
 
     for a, b in itertools.combinations(values, 2):

@@ -46,7 +46,7 @@ from .fused_norm import (
     weight_and_bias,
 )
 from .library_op import LibraryOp
-from .row_sums import repeat_conversion, row_sum, sum_rows
+from .row_sums import pick_number, repeat_conversion, sum_rows
 from .sources import bucket_size, load_numbers, load_rows, pad_sources
 
 # Sources of which one launch computes the gradients.
@@ -74,18 +74,13 @@ def memory_traffic_bytes(N: int, D: int, L: int, size: int, parameters: int = 0)
         size: bytes an element.
         parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
     """
-    saved = 0
+    saved_bytes = 0
     if _saves_output(L):
-        saved = N * D * (size if parameters else 4)
-    forward = N * D * (L + 1) * size + saved + 4 * D * (1 + parameters)
+        saved_bytes = N * D * (size if parameters else 4)
+    forward = N * D * (L + 1) * size + saved_bytes + 4 * D * (1 + parameters)
     launches = len(_gradient_launches(L))
-    backward = (
-        N * D * (3 * L + launches) * size
-        + launches * saved
-        + 8 * D
-        + norm_backward_bytes(D, parameters)
-    )
-    return forward, backward
+    backward = N * D * (3 * L + launches) * size + launches * saved_bytes + 8 * D
+    return forward, backward + norm_backward_bytes(D, parameters)
 
 
 def _saves_output(L: int) -> bool:
@@ -122,10 +117,12 @@ def _attend(
     tl.store(rstd + t * count + first + k, r, mask=first + k < count)
     tl.store(z + t * count + first + k, scores, mask=first + k < count)
     higher = tl.maximum(top, tl.max(scores, 0))
-    fade, p = tl.exp(top - higher), tl.exp(scores - higher)
-    mass, mean = mass * fade + tl.sum(p, 0), mean * fade
+    fade = tl.exp(top - higher)
+    p = tl.exp(scores - higher)
+    mass = mass * fade + tl.sum(p, 0)
+    mean = mean * fade
     for i in tl.static_range(GROUP):
-        mean += row_sum(p, i) * repeat_conversion(rows[i])
+        mean += pick_number(p, i) * repeat_conversion(rows[i])
     return higher, mass, mean
 
 
@@ -150,7 +147,7 @@ def _attend_back(
     for i in tl.static_range(GROUP):
         x = repeat_conversion(rows[first * KEPT + i])
         p = tl.exp(scores[i] - log_sum)
-        u = p * (row_sum(a, i) - mean) * r_group[i]
+        u = p * (pick_number(a, i) - mean) * r_group[i]
         dx = p * dout_t + u * (query - (scores[i] * r_group[i] / D) * x)
         if later[first + i] is not None:
             dx += passed[i].to(tl.float32)
@@ -172,7 +169,9 @@ def depth_attention_forward(
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         row = t * D + d
-        top, mass, mean = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32)
+        top = -float("inf")
+        mass = 0.0
+        mean = tl.zeros([BLOCK], tl.float32)
         for first in tl.static_range(0, L, GROUP):
             if first == 0 or first < count:
                 top, mass, mean = _attend(
@@ -202,14 +201,16 @@ def depth_attention_backward(
     if weight is not None:
         w, _ = load_affine(weight, None, d, D)
     if dweight is not None:
-        dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        dw = tl.zeros([BLOCK], tl.float32)
+        db = tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         row = t * D + d
         passed = load_rows(later, 0, GROUP, count, row, d, D)
         dout_t = tl.load(dout + row, mask=d < D, other=0.0).to(tl.float32)
         log_sum = tl.load(lse + t)
-        own_z, own_rstd = z + t * total + begin, rstd + t * total + begin
+        own_z = z + t * total + begin
+        own_rstd = rstd + t * total + begin
         rows = ()
         if saved is not None:
             out = tl.load(saved + row, mask=d < D, other=0.0).to(tl.float32)
@@ -228,7 +229,7 @@ def depth_attention_backward(
                 dw += dout_t * normed[0]
                 db += dout_t
             dout_t = gradients[0]
-        mean = row_sum(sum_rows((dout_t * out,), BLOCK), 0)  # summed as a_l is
+        mean = pick_number(sum_rows((dout_t * out,), BLOCK), 0)  # summed as a_l is
         for first in tl.static_range(0, L, GROUP):
             if first == 0 or first < count:
                 dquery = _attend_back(
@@ -254,7 +255,8 @@ def _depth_attention(
     q = q.contiguous()
     affine = [p.contiguous() for p in affine]
     out, z, rstd, lse, saved = _empty_outputs(X, q, affine)
-    N, D = launch.token_count(X[0]), X[0].shape[-1]
+    N = launch.token_count(X[0])
+    D = X[0].shape[-1]
     block = launch.block_size(D)
     launch.launch_kernel(
         depth_attention_forward, (launch.program_count(N, q),),
@@ -270,8 +272,10 @@ def _depth_attention(
 def _empty_outputs(
     X: Sequence[Tensor], q: Tensor, affine: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    shape, L = X[0].shape, len(X)
-    z, rstd = q.new_empty(*shape[:-1], L), q.new_empty(*shape[:-1], L)
+    shape = X[0].shape
+    L = len(X)
+    z = q.new_empty(*shape[:-1], L)
+    rstd = q.new_empty(*shape[:-1], L)
     saved = []
     if _saves_output(L):
         # A norm's backward makes dout orthogonal to out. Without one, ⟨dout, out⟩ counts.
@@ -294,10 +298,12 @@ def _depth_attention_backward(
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     X = [x.contiguous() for x in X]
-    q, dout = q.contiguous(), dout.contiguous()
+    q = q.contiguous()
+    dout = dout.contiguous()
     later = [None if d is None else d.contiguous() for d in later]
     affine = [p.contiguous() for p in affine]
-    N, D = launch.token_count(X[0]), X[0].shape[-1]
+    N = launch.token_count(X[0])
+    D = X[0].shape[-1]
     block = launch.block_size(D)
     programs = launch.program_count(N, q)
     launches = _gradient_launches(len(X))
@@ -346,9 +352,13 @@ class _DepthAttention(Function):
     def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: see `ops.mix._DepthMix`.
         ctx, q, eps, norm_eps, centred, L, *tensors = args
-        X, affine = tensors[:L], tensors[L:]
+        X = tensors[:L]
+        affine = tensors[L:]
         out, z, rstd, lse, saved = _depth_attention(X, q, eps, affine, norm_eps, centred)
-        ctx.eps, ctx.norm_eps, ctx.centred, ctx.L = eps, norm_eps, centred, L
+        ctx.eps = eps
+        ctx.norm_eps = norm_eps
+        ctx.centred = centred
+        ctx.L = L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
         ctx.save_for_backward(q, z, rstd, lse, *tensors, *saved)
         return out, *X
@@ -361,7 +371,8 @@ class _DepthAttention(Function):
         if torch.is_grad_enabled():  # create_graph
             inputs = (q, ctx.eps, *options, ctx.L, *tensors)
             return definition_gradients(_DepthAttention.definition, inputs, dout, *later)
-        X, affine = tensors[: ctx.L], tensors[ctx.L :]
+        X = tensors[: ctx.L]
+        affine = tensors[ctx.L :]
         if dout is None:
             no_gradients = [None] * len(affine)
             return None, None, None, None, None, *later, *no_gradients

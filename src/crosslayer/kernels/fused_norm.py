@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..norms import NormSpec
 from . import launch
-from .row_sums import row_sum, sum_rows
+from .row_sums import pick_number, sum_rows
 
 
 def norm_backward_bytes(D: int, parameters: int) -> int:
@@ -40,7 +40,8 @@ def normalise_row(x, d, D, eps, CENTRED: tl.constexpr):
 @triton.jit
 def load_affine(weight, bias, d, D):
     """A norm's weight and bias; the bias is 0 where it has none."""
-    w, b = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32), 0.0
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    b = 0.0
     if bias is not None:
         b = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
     return w, b
@@ -52,7 +53,8 @@ def norm_rows_backward(rows, douts, weights, d, D, eps, CENTRED: tl.constexpr, B
 
     The sums of all rows are computed together.
     """
-    centred, means = rows, ()
+    centred = rows
+    means = ()
     if CENTRED:
         products = ()
         for i in tl.static_range(len(rows)):
@@ -60,20 +62,22 @@ def norm_rows_backward(rows, douts, weights, d, D, eps, CENTRED: tl.constexpr, B
         sums = sum_rows(products, BLOCK)
         centred = ()
         for i in tl.static_range(len(rows)):
-            centred = centred + (tl.where(d < D, rows[i] - row_sum(sums, 2 * i) / D, 0.0),)
-            means = means + (row_sum(sums, 2 * i + 1) / D,)
+            centred = centred + (tl.where(d < D, rows[i] - pick_number(sums, 2 * i) / D, 0.0),)
+            means = means + (pick_number(sums, 2 * i + 1) / D,)
     products = ()
     for i in tl.static_range(len(rows)):
         products = products + (centred[i] * centred[i], douts[i] * weights[i] * centred[i])
     sums = sum_rows(products, BLOCK)
-    normed, gradients = (), ()
+    normed = ()
+    gradients = ()
     for i in tl.static_range(len(rows)):
-        r = tl.rsqrt(row_sum(sums, 2 * i) / D + eps)
+        r = tl.rsqrt(pick_number(sums, 2 * i) / D + eps)
         x = centred[i] * r
-        dx = douts[i] * weights[i] - x * (r * row_sum(sums, 2 * i + 1) / D)
+        dx = douts[i] * weights[i] - x * (r * pick_number(sums, 2 * i + 1) / D)
         if CENTRED:
             dx = tl.where(d < D, dx - means[i], 0.0)
-        normed, gradients = normed + (x,), gradients + (r * dx,)
+        normed = normed + (x,)
+        gradients = gradients + (r * dx,)
     return normed, gradients
 
 

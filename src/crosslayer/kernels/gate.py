@@ -44,8 +44,8 @@ from .fused_norm import (
 )
 from .library_op import LibraryOp
 from .row_sums import (
+    pick_number,
     repeat_conversion,
-    row_sum,
     sum_in_thread,
     sum_partial_sums,
     sum_rows,
@@ -82,10 +82,11 @@ def memory_traffic_bytes(
         scored: whether the scores of a next gate are computed.
         parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
     """
-    gates = 4 * N * n
-    queries = 4 * D * (1 + scored)
-    forward = N * D * (2 * n + 2) * size + gates * (1 + scored) + queries + 4 * D * parameters
-    backward = N * D * (3 * n + 3) * size + gates * (2 + scored) + 2 * queries
+    gate_bytes = 4 * N * n
+    query_bytes = 4 * D * (1 + scored)
+    forward = N * D * (2 * n + 2) * size + gate_bytes * (1 + scored) + query_bytes
+    forward += 4 * D * parameters
+    backward = N * D * (3 * n + 3) * size + gate_bytes * (2 + scored) + 2 * query_bytes
     return forward, backward + norm_backward_bytes(D, parameters)
 
 
@@ -118,25 +119,31 @@ def gate_pool_forward(
         y_t = tl.load(y + row, mask=d < D, other=0.0).to(tl.float32)
         rows = load_rows(S, 0, n, n, row, d, D)
         betas = load_numbers(beta + t * n, 0, n, n, 0.0)
-        gated, products = (), ()
+        gated = ()
+        products = ()
         for i in tl.static_range(n):
             new = _lerp(rows[i].to(tl.float32), y_t, betas[i]).to(out[i].dtype.element_ty)
             tl.store(out[i] + row, new, mask=d < D)
             x = new.to(tl.float32)
-            gated, products = gated + (new,), products + (x * x, pool_query * x)
+            gated = gated + (new,)
+            products = products + (x * x, pool_query * x)
             if SCORED:
                 products = products + (score_query * x,)
         sums = sum_rows(products, BLOCK)
         EACH: tl.constexpr = 2 + SCORED
-        top, mass, pooled, scores = -float("inf"), 0.0, tl.zeros([BLOCK], tl.float32), ()
+        top = -float("inf")
+        mass = 0.0
+        pooled = tl.zeros([BLOCK], tl.float32)
+        scores = ()
         for i in tl.static_range(n):
-            r = tl.rsqrt(row_sum(sums, i * EACH) / D + eps)
-            z_i = r * row_sum(sums, i * EACH + 1)
+            r = tl.rsqrt(pick_number(sums, i * EACH) / D + eps)
+            z_i = r * pick_number(sums, i * EACH + 1)
             tl.store(rstd + t * n + i, r)
             tl.store(z + t * n + i, z_i)
             if SCORED:
-                tl.store(q + t * n + i, r * row_sum(sums, i * EACH + 2))
-            top, scores = tl.maximum(top, z_i), scores + (z_i,)
+                tl.store(q + t * n + i, r * pick_number(sums, i * EACH + 2))
+            top = tl.maximum(top, z_i)
+            scores = scores + (z_i,)
         for i in tl.static_range(n):
             p = tl.exp(scores[i] - top)
             mass += p
@@ -151,7 +158,9 @@ def gate_pool_forward(
 @triton.jit
 def _softmax(scores, n: tl.constexpr):
     """The softmax of n numbers, as a tuple."""
-    top, mass, p = -float("inf"), 0.0, ()
+    top = -float("inf")
+    mass = 0.0
+    p = ()
     for i in tl.static_range(n):
         top = tl.maximum(top, scores[i])
     for i in tl.static_range(n):
@@ -183,12 +192,13 @@ def _pool(rows, S, row, p, y_t, betas, d, D, BLOCK: tl.constexpr):
 @triton.jit
 def _score_dots(rows, S, row, p, dh_t, y_t, betas, d, D, BLOCK: tl.constexpr):
     """a_i = ⟨dh, s'_i⟩, and their mean Σ p_i a_i."""
-    products, mean = (), 0.0
+    products = ()
+    mean = 0.0
     for i in tl.static_range(len(p)):
         products = products + (dh_t * _load_gated(rows, S, row, i, y_t, betas, d, D),)
     a = sum_rows(products, BLOCK)
     for i in tl.static_range(len(p)):
-        mean += p[i] * row_sum(a, i)
+        mean += p[i] * pick_number(a, i)
     return a, mean
 
 
@@ -213,7 +223,8 @@ def gate_pool_backward(
         dscore_query = tl.zeros([BLOCK], tl.float32)
     if weight is not None:
         w, _ = load_affine(weight, None, d, D)
-        dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        dw = tl.zeros([BLOCK], tl.float32)
+        db = tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         row = t * D + d
@@ -237,7 +248,8 @@ def gate_pool_backward(
             db += dh_t
             dh_t = gradients[0]
         a, mean = _score_dots(rows, S, row, p, dh_t, y_t, betas, d, D, BLOCK)
-        dy_t, dbetas = tl.zeros([BLOCK], tl.float32), ()
+        dy_t = tl.zeros([BLOCK], tl.float32)
+        dbetas = ()
         for first in tl.static_range(0, n, GROUP):
             if first > 0:
                 douts = load_rows(dout, first, min(GROUP, n - first), n, row, d, D)
@@ -247,7 +259,7 @@ def gate_pool_backward(
                 s = rows[i] if KEEP_ROWS else group[i - first]
                 new = _gate_row(s, y_t, betas[i])
                 dnew = douts[i - first].to(tl.float32) + p[i] * dh_t
-                u = p[i] * (row_sum(a, i) - mean) * rs[i]
+                u = p[i] * (pick_number(a, i) - mean) * rs[i]
                 dnew += _score_gradient(u, pool_query, scores[i], rs[i], new, D)
                 dpool_query += u * new
                 if SCORED:
@@ -283,9 +295,13 @@ def _gate_pool(
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     S = [s.contiguous() for s in S]
-    y, beta, pool = y.contiguous(), beta.contiguous(), pool.contiguous()
+    y = y.contiguous()
+    beta = beta.contiguous()
+    pool = pool.contiguous()
     affine = [p.contiguous() for p in affine]
-    n, N, D = len(S), launch.token_count(y), y.shape[-1]
+    n = len(S)
+    N = launch.token_count(y)
+    D = y.shape[-1]
     block = launch.block_size(D)
     out = [torch.empty_like(s) for s in S]
     h = torch.empty_like(S[0])
@@ -333,10 +349,15 @@ def _gate_pool_backward(
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     S = [s.contiguous() for s in S]
     dout = [s.contiguous() for s in dout]
-    y, beta, pool = y.contiguous(), beta.contiguous(), pool.contiguous()
-    dh, dq = dh.contiguous(), dq.contiguous()
+    y = y.contiguous()
+    beta = beta.contiguous()
+    pool = pool.contiguous()
+    dh = dh.contiguous()
+    dq = dq.contiguous()
     affine = [p.contiguous() for p in affine]
-    n, N, D = len(S), launch.token_count(y), y.shape[-1]
+    n = len(S)
+    N = launch.token_count(y)
+    D = y.shape[-1]
     block = launch.block_size(D)
     programs = launch.program_count(N, y)
     dS = [torch.empty_like(s) for s in S]
@@ -406,7 +427,8 @@ def _define(
 
 def _backward(ctx: Any, dout: list[Tensor], dh: Tensor, dq: Tensor, *_: Any) -> tuple[Any, ...]:
     y, beta, pool, score, q, z, rstd, *rows = ctx.saved_tensors
-    S, affine = rows[: ctx.n], rows[ctx.n :]
+    S = rows[: ctx.n]
+    affine = rows[ctx.n :]
     if torch.is_grad_enabled():  # create_graph
         inputs = (S, y, beta, pool, score, ctx.eps, affine, *ctx.norm_options)
         gradients = [*dout, dh]

@@ -43,7 +43,7 @@ from .fused_norm import (
 )
 from .library_op import LibraryOp
 from .project import pending_write
-from .row_sums import repeat_conversion, row_sum, sum_in_thread, sum_partial_sums
+from .row_sums import pick_number, repeat_conversion, sum_in_thread, sum_partial_sums
 from .sources import load_numbers, load_streams
 from .split_products import centre_columns
 
@@ -106,12 +106,13 @@ def memory_traffic_bytes(
         parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
     """
     K = n + inputs + 1
-    W, number = 4 * D * K, 4 * N * n  # a number of each stream
+    weight_bytes = 4 * D * K
+    number_bytes = 4 * N * n  # of one float32 for each stream of each token
     has_beta = pending > 0
-    forward = N * D * (2 * n + pending + inputs) * size + W + 4 * D * parameters
-    backward = N * D * (3 * n + 2 * pending + inputs) * size + 2 * W
-    forward += number * (K + 2 + has_beta)
-    backward += number * (4 * K + 2 + 2 * has_beta) + norm_backward_bytes(D, parameters)
+    forward = N * D * (2 * n + pending + inputs) * size + weight_bytes + 4 * D * parameters
+    backward = N * D * (3 * n + 2 * pending + inputs) * size + 2 * weight_bytes
+    forward += number_bytes * (K + 2 + has_beta)
+    backward += number_bytes * (4 * K + 2 + 2 * has_beta) + norm_backward_bytes(D, parameters)
     return forward, backward
 
 
@@ -200,7 +201,7 @@ def hyper_connection_forward(
         if CENTRED:
             partial = ()
             for s in tl.static_range(n):
-                mean = row_sum(sums, s * SUMS) / D
+                mean = pick_number(sums, s * SUMS) / D
                 tl.store(mu + t * n + s, mean)
                 off = tl.where(d < D, repeat_conversion(rows[s]) - mean, 0.0)
                 partial = partial + (sum_in_thread(off * off, BLOCK),)
@@ -208,13 +209,13 @@ def hyper_connection_forward(
         coefficients = ()
         for s in tl.static_range(n):
             if CENTRED:
-                spread = row_sum(spreads, s)
+                spread = pick_number(spreads, s)
             else:
-                spread = row_sum(sums, s * SUMS)
+                spread = pick_number(sums, s * SUMS)
             r = tl.rsqrt(spread / D + eps)
             tl.store(rstd + t * n + s, r)
             for k in tl.static_range(K):
-                z_k = r * row_sum(sums, s * SUMS + 1 + k)
+                z_k = r * pick_number(sums, s * SUMS + 1 + k)
                 tl.store(z + (t * n + s) * K + k, z_k)
                 bounded = BOUND(z_k + tl.load(bias + k))
                 number = tl.load(static + s * K + k) + tl.load(scale + k) * bounded
@@ -243,7 +244,8 @@ def hyper_connection_backward(
     w_rows = _load_weight_rows(W, d, D, K)
     if weight is not None:
         w, _ = load_affine(weight, None, d, D)
-        dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        dw = tl.zeros([BLOCK], tl.float32)
+        db = tl.zeros([BLOCK], tl.float32)
     dw_rows = ()
     for _ in tl.static_range(K):
         dw_rows = dw_rows + (tl.zeros([BLOCK], tl.float32),)
@@ -264,7 +266,8 @@ def hyper_connection_backward(
             dw += dx_t * normed[0]
             db += dx_t
         gradients = dxs + douts
-        dy, dbetas = tl.zeros([BLOCK], tl.float32), ()
+        dy = tl.zeros([BLOCK], tl.float32)
+        dbetas = ()
         partial = ()
         for s in tl.static_range(n):
             v = repeat_conversion(rows[s])
@@ -275,10 +278,11 @@ def hyper_connection_backward(
         for s in tl.static_range(n):
             at = (t * n + s) * K
             numbers = load_numbers(coefficients + at, 0, K, K, 0.0)
-            g, k_s = (), 0.0
+            g = ()
+            k_s = 0.0
             for k in tl.static_range(K):
                 if k < C:
-                    dnumber = row_sum(sums, s * C + k)
+                    dnumber = pick_number(sums, s * C + k)
                 else:
                     dnumber = tl.load(dnew_beta + t * n + s)
                 tl.store(dcoefficients + at + k, dnumber)
@@ -292,11 +296,11 @@ def hyper_connection_backward(
                 dv += k_s * tl.load(mu + t * n + s)
             for c in tl.static_range(C):
                 dv += numbers[c] * repeat_conversion(gradients[c])
-            sums_w = ()
+            new_dw_rows = ()
             for k in tl.static_range(K):
                 dv += g[k] * w_rows[k]
-                sums_w = sums_w + (dw_rows[k] + g[k] * v,)
-            dw_rows = sums_w
+                new_dw_rows = new_dw_rows + (dw_rows[k] + g[k] * v,)
+            dw_rows = new_dw_rows
             stream_at = (t * n + s) * D + d
             tl.store(dH + stream_at, dv.to(dH.dtype.element_ty), mask=d < D)
             if PENDING > 0:
@@ -346,7 +350,8 @@ def _hyper_connection(
     outputs = _empty_outputs(H, W, inputs, centred)
     n, D = H.shape[-2:]
     K = W.shape[1]
-    N, block = H.shape[:-2].numel(), launch.block_size(D)
+    N = H.shape[:-2].numel()
+    block = launch.block_size(D)
     # A processor runs two, three or four side by side: none idles at the end.
     programs = launch.program_count(N, H, per_processor=12)
     affine = [p.contiguous() for p in affine]
@@ -404,7 +409,9 @@ def _hyper_connection_backward(
     dnew_beta = dnew_beta.contiguous()
     n, D = H.shape[-2:]
     K = W.shape[1]
-    N, block, centred = H.shape[:-2].numel(), launch.block_size(D), mu.numel() > 0
+    N = H.shape[:-2].numel()
+    block = launch.block_size(D)
+    centred = mu.numel() > 0
     # One on a processor, as each fills the registers and has a partial sum of dW.
     programs = launch.program_count(N, H, per_processor=1)
     affine = [p.contiguous() for p in affine]
@@ -491,7 +498,8 @@ def _backward(ctx: Any, dx: Tensor, dout: Tensor, dnew_beta: Tensor, *_: Any) ->
     dscale = (dcoefficients * bounded).sum_to_size(scale.shape)
     dstatic = dcoefficients.sum_to_size(static.shape)
     if Y is None:
-        dY, dbeta = None, None
+        dY = None
+        dbeta = None
     return (
         dH, dY, dbeta, dW.mT, dbias, dscale, dstatic, None, None, None, None, daffine, None, None,
     )  # fmt: skip

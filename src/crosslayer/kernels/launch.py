@@ -15,7 +15,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_ROW_BLOCK = 4096
 # What triton compiled, by the kernel and everything that it was compiled for.
 _compiled_kernels: dict[tuple[Any, ...], Any] = {}
-# Bytes of rows that one program may keep in registers: measured to compile with hardly a spill.
+# Bytes of rows that one program may keep in registers. A multiprocessor has 256 KiB of them, and
+# addresses, masks and sums need the rest. `python -m benchmarks machine_code` compiles all kernels
+# without a GPU; its column "spilled bytes" shows what the limit allows. In benchmarks/results most
+# kernels spill nothing, and none more than 512 bytes a thread.
 REGISTER_BYTES = 160 * 1024
 
 
@@ -128,10 +131,9 @@ def launch_kernel(
             )  # fmt: skip
         return
     # triton takes longer to find a compiled kernel than to launch it, so it is asked once.
-    types: list[Any] = [id(kernel), device, num_warps, num_stages, max_registers]
-    types.extend(constants.values())
-    addresses = _describe_arguments(args, types)
-    key = tuple(types)
+    addresses, types = _describe_arguments(args)
+    options = (num_warps, num_stages, max_registers)
+    key = (id(kernel), device, *options, *constants.values(), *types)
     compiled = _compiled_kernels.get(key)
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*addresses, *constants.values())
@@ -140,7 +142,7 @@ def launch_kernel(
     compiled = kernel[grid](
         *[tuple(a) if isinstance(a, list) else a for a in args],
         **constants,
-        **compiler_options(num_warps, num_stages, max_registers),
+        **compiler_options(*options),
     )
     # Its interpreter compiles nothing. On AMD it also looks at the size of a tensor's memory.
     if compiled is not None and torch.version.hip is None:
@@ -164,9 +166,10 @@ def _check_one_device(kernel: Any, args: Sequence[Any]) -> None:
         raise ValueError(f"{kernel.__name__}: tensors on {names}, expected one device")
 
 
-def _describe_arguments(args: Sequence[Any], types: list[Any]) -> list[Any]:
-    """The arguments with addresses for tensors. Appends to `types` what triton compiles for."""
+def _describe_arguments(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The arguments with addresses for tensors; and of each, what triton compiles a kernel for."""
     values: list[Any] = []
+    types: list[Any] = []
     for a in args:
         if isinstance(a, Tensor):
             address = a.data_ptr()
@@ -179,6 +182,7 @@ def _describe_arguments(args: Sequence[Any], types: list[Any]) -> list[Any]:
             values.append(a)
             types.append((a == 1, a % 16 == 0, a >= 2**31))
         else:
-            types.append((len(a),))
-            values.append(tuple(_describe_arguments(a, types)))
-    return values
+            list_values, list_types = _describe_arguments(a)
+            values.append(tuple(list_values))
+            types.append(tuple(list_types))
+    return values, types

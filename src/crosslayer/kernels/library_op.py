@@ -114,7 +114,8 @@ def _make_function(
             with torch._C._AutoDispatchBelowAutograd():
                 output = overload(*inputs)
             setup_context(ctx, inputs, output)
-            ctx.structure, ctx.output_structure = structure, output_structure
+            ctx.structure = structure
+            ctx.output_structure = output_structure
             if isinstance(output, Tensor):
                 output_structure.append(None)
                 return output

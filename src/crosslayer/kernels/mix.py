@@ -105,9 +105,9 @@ def memory_traffic_bytes(
         normed: the number of outputs that are norms of mixtures.
         parameters: tensors of each norm: 1 (weight) or 2 (and bias).
     """
-    w = 4 * C * L * (1 if static else N)
-    forward = N * D * (L + plain + normed) * size + w + 4 * D * normed * parameters
-    backward = N * D * (3 * L + plain + normed) * size + 2 * w
+    weight_bytes = 4 * C * L * (1 if static else N)
+    forward = N * D * (L + plain + normed) * size + weight_bytes + 4 * D * normed * parameters
+    backward = N * D * (3 * L + plain + normed) * size + 2 * weight_bytes
     return forward, backward + normed * norm_backward_bytes(D, parameters)
 
 
@@ -156,7 +156,8 @@ def _mix_back(
     passed = load_rows(later, first, GROUP, count, row, d, D)
     if not KEPT:  # a second time where there are norms, then from cache
         rows = load_rows(X, first, GROUP, count, row, d, D)
-    w_group, products = (), ()
+    w_group = ()
+    products = ()
     for c in tl.static_range(C):
         w_group = w_group + (load_numbers(w_t + c * count, first, GROUP, count, 0.0),)
         for i in tl.static_range(GROUP):
@@ -190,9 +191,11 @@ def depth_mix_forward(
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         row = t * D + d
-        sums, every = (), ()
+        sums = ()
+        every = ()
         for c in tl.static_range(C):
-            sums, every = sums + (tl.zeros([BLOCK], tl.float32),), every + (c,)
+            sums = sums + (tl.zeros([BLOCK], tl.float32),)
+            every = every + (c,)
         for first in tl.static_range(0, L, LOADED):
             # A branch, across which the compiler moves no loads: it would first load the weights of
             # all sources, and the registers would be too few for the rows of a group.
@@ -217,7 +220,9 @@ def depth_mix_backward(
     # Whether the rows that were read for the norms' backward are still in registers.
     KEPT: tl.constexpr = len(NORMED) > 0 and L == LOADED
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    weights, dweights, dbiases = (), (), ()
+    weights = ()
+    dweights = ()
+    dbiases = ()
     for i in tl.static_range(len(NORMED)):
         weights = weights + (load_affine(weight[i], None, d, D)[0],)
         dweights = dweights + (tl.zeros([BLOCK], tl.float32),)
@@ -227,11 +232,14 @@ def depth_mix_backward(
         row = t * D + d
         w_t = w + t * step
         dw_t = dw + (tl.program_id(1) * tl.cast(N, tl.int64) + t) * C * count
-        douts, kept = (), ()
+        douts = ()
+        kept = ()
         for c in tl.static_range(C):
             douts = douts + (_load_row(dout[c], t, d, D, BLOCK),)
         if len(NORMED) > 0:
-            mixed, dnorms, gradients = (), (), ()
+            mixed = ()
+            dnorms = ()
+            gradients = ()
             for i in tl.static_range(len(NORMED)):
                 mixed = mixed + (tl.zeros([BLOCK], tl.float32),)
                 dnorms = dnorms + (_load_row(dnormed[i], t, d, D, BLOCK),)
@@ -246,11 +254,13 @@ def depth_mix_backward(
             for i in tl.static_range(len(NORMED)):
                 rounded = rounded + (mixed[i].to(X[0].dtype.element_ty).to(tl.float32),)
             normed, dmixed = norm_rows_backward(rounded, dnorms, weights, d, D, eps, CENTRED, BLOCK)
-            more, more_b = (), ()
+            new_dweights = ()
+            new_dbiases = ()
             for i in tl.static_range(len(NORMED)):
-                more = more + (dweights[i] + dnorms[i] * normed[i],)
-                more_b = more_b + (dbiases[i] + dnorms[i],)
-            dweights, dbiases = more, more_b
+                new_dweights = new_dweights + (dweights[i] + dnorms[i] * normed[i],)
+                new_dbiases = new_dbiases + (dbiases[i] + dnorms[i],)
+            dweights = new_dweights
+            dbiases = new_dbiases
             for c in tl.static_range(C):
                 dout_c = douts[c]
                 for i in tl.static_range(len(NORMED)):
@@ -280,7 +290,8 @@ def _weights_and_biases(
 def _launch_sizes(x: Tensor, w: Tensor, norms: int) -> tuple[tuple[int, int], int, dict[str, int]]:
     """The grid, the step from a token's weights to the next one's, and a launch's constants."""
     C, L = w.shape[-2:]
-    N, D = launch.token_count(x), x.shape[-1]
+    N = launch.token_count(x)
+    D = x.shape[-1]
     block = launch.block_size(D, launch.MAX_ROW_BLOCK)
     # One program a token, unless programs have partial sums of a norm's gradient.
     programs = launch.program_count(N, x) if norms else N
@@ -317,7 +328,8 @@ def _depth_mix(
     X = [x.contiguous() for x in X]
     w = w.contiguous()
     affine = [p.contiguous() for p in affine]
-    N, D = launch.token_count(X[0]), X[0].shape[-1]
+    N = launch.token_count(X[0])
+    D = X[0].shape[-1]
     mixed = [torch.empty_like(X[0]) for _ in plain]
     normed = [torch.empty_like(X[0]) for _ in normed_mixtures]
     grid, step, constants = _launch_sizes(X[0], w, len(normed_mixtures))
@@ -355,7 +367,8 @@ def _depth_mix_backward(
     affine = [p.contiguous() for p in affine]
     dout = [None if d is None else d.contiguous() for d in dout]
     later = [None if d is None else d.contiguous() for d in later]
-    N, D = launch.token_count(X[0]), X[0].shape[-1]
+    N = launch.token_count(X[0])
+    D = X[0].shape[-1]
     grid, step, constants = _launch_sizes(X[0], w, len(normed_mixtures))
     dX = [torch.empty_like(x) for x in X]
     dw = launch.empty_partial_sums(w, *grid[1:], N, *w.shape[-2:])
@@ -394,7 +407,8 @@ class _DepthMix(Function):
         L: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        X, affine = tensors[:L], tensors[L:]
+        X = tensors[:L]
+        affine = tensors[L:]
         step = len(affine) // max(1, len(normed_mixtures))
         outputs: list[tuple[int, NormSpec | None]] = [(c, None) for c in plain]
         for i, c in enumerate(normed_mixtures):
@@ -406,9 +420,11 @@ class _DepthMix(Function):
     def forward(*args: Any) -> tuple[Tensor, ...]:
         # One *args: see `ops.mix._DepthMix`.
         ctx, w, plain, normed_mixtures, eps, centred, L, *tensors = args
-        X, affine = tensors[:L], tensors[L:]
+        X = tensors[:L]
+        affine = tensors[L:]
         out = _depth_mix(X, w, affine, plain, normed_mixtures, eps, centred)
-        ctx.options, ctx.L = (plain, normed_mixtures, eps, centred), L
+        ctx.options = (plain, normed_mixtures, eps, centred)
+        ctx.L = L
         ctx.set_materialize_grads(False)  # the kernel would read the zeros
         ctx.save_for_backward(w, *tensors)
         return *out, *X
@@ -420,7 +436,9 @@ class _DepthMix(Function):
             inputs = (w, *ctx.options, ctx.L, *tensors)
             dw, _, _, *others = definition_gradients(_DepthMix.definition, inputs, *gradients)
             return dw, None, None, *others  # for a tuple of numbers it returns a tuple
-        dout, later = gradients[: -ctx.L], gradients[-ctx.L :]
-        X, affine = tensors[: ctx.L], tensors[ctx.L :]
+        dout = gradients[: -ctx.L]
+        later = gradients[-ctx.L :]
+        X = tensors[: ctx.L]
+        affine = tensors[ctx.L :]
         dX, dw, daffine = _depth_mix_backward(dout, later, X, w, affine, *ctx.options)
         return dw, None, None, None, None, None, *dX, *daffine

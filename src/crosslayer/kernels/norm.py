@@ -75,7 +75,8 @@ def add_norm_backward(
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-    dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    dw = tl.zeros([BLOCK], tl.float32)
+    db = tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         x = tl.load(new + t * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -96,7 +97,8 @@ def _add_norm(
     h = h.contiguous()
     y = y.contiguous()
     affine = [p.contiguous() for p in affine]
-    N, D = launch.token_count(h), h.shape[-1]
+    N = launch.token_count(h)
+    D = h.shape[-1]
     block = launch.block_size(D)
     new = torch.empty_like(h)
     out = torch.empty_like(h)
@@ -117,9 +119,12 @@ def _(h: Tensor) -> tuple[Tensor, Tensor]:
 def _add_norm_backward(
     dnew: Tensor, dout: Tensor, new: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    dnew, dout, new = dnew.contiguous(), dout.contiguous(), new.contiguous()
+    dnew = dnew.contiguous()
+    dout = dout.contiguous()
+    new = new.contiguous()
     affine = [p.contiguous() for p in affine]
-    N, D = launch.token_count(new), new.shape[-1]
+    N = launch.token_count(new)
+    D = new.shape[-1]
     block = launch.block_size(D)
     programs = launch.program_count(N, new)
     dh = torch.empty_like(new)

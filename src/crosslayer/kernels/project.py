@@ -36,8 +36,8 @@ from .split_products import (
     padded_columns,
     split_operand,
     stored_columns,
-    weight_bytes,
     weight_operand,
+    weight_operand_bytes,
 )
 
 # Columns of W of which a piece fits a program. MUDD has more from 33 sources on: torch computes its
@@ -66,7 +66,8 @@ def columns_fit_program(
     H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, *options: Any, **named_options: Any
 ) -> bool:
     """Whether the kernel supports these arguments of `write_norm_project`."""
-    n, K = H.shape[-2], W.shape[1]
+    n = H.shape[-2]
+    K = W.shape[1]
     if W.shape[0] > H.shape[-1]:
         return launch.next_power_of_2(n) * padded_columns(K) <= MAX_JOINT_COLUMNS
     return K <= MAX_COLUMNS
@@ -95,12 +96,15 @@ def memory_traffic_bytes(
         weighted: the write has weights. Without them, and with one stream, dY is dH.
     """
     W_rows = D * (n if joint else 1)
-    W, dW = weight_bytes(W_rows, K, size), 4 * K * W_rows
+    weight_bytes = weight_operand_bytes(W_rows, K, size)
+    weight_gradient_bytes = 4 * K * W_rows
     rows = N if joint else N * n
-    weights = pending if weighted else 0
-    beta = 4 * N * n * (weights > 0)
-    forward = N * D * (2 * n + pending) * size + beta + 4 * rows * (K + 1) + W
-    backward = N * D * (3 * n + 2 * weights) * size + 2 * beta + 4 * rows * (K + 1) + W + dW
+    weighted_rows = pending if weighted else 0  # of Y a token
+    beta_bytes = 4 * N * n * (weighted_rows > 0)
+    projection_bytes = 4 * rows * (K + 1)
+    forward = N * D * (2 * n + pending) * size + beta_bytes + projection_bytes + weight_bytes
+    backward = N * D * (3 * n + 2 * weighted_rows) * size + 2 * beta_bytes + projection_bytes
+    backward += weight_bytes + weight_gradient_bytes
     return forward, backward
 
 
@@ -116,13 +120,16 @@ def write_norm_project_forward(
     C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
     VECTORS: tl.constexpr = n if JOINT else 1  # of D numbers in a row
     first = tl.program_id(0).to(tl.int64) * TILE
-    t, s = first + tl.arange(0, TILE)[:, None, None], tl.arange(0, SIDE)[None, :, None]
-    k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
+    t = first + tl.arange(0, TILE)[:, None, None]
+    s = tl.arange(0, SIDE)[None, :, None]
+    k = tl.arange(0, WIDE)[None, :]
+    column = tl.arange(0, C)[:, None]
     b = 1.0
     if WEIGHTED:
         b = tl.load(beta + t * n + s, mask=(t < N) & (s < n), other=0.0)
     dots = tl.zeros([R, WIDE], tl.float32)
-    mean, spread = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
+    mean = tl.zeros([R], tl.float32)
+    spread = tl.zeros([R], tl.float32)
     begin = tl.program_id(1) * pieces_a_split * BLOCK
     end = tl.minimum(D, begin + pieces_a_split * BLOCK)
     for start in range(begin, end, BLOCK):
@@ -145,7 +152,8 @@ def write_norm_project_forward(
         dots += multiply_by_parts(rows, load_parts(w_at, in_W, VECTORS * D * W_columns, PARTS))
         if CENTRED:
             # Welford: join this piece's mean and squared deviations to those of the pieces before.
-            before, count = (start - begin) * VECTORS, tl.minimum(D - start, BLOCK) * VECTORS
+            before = (start - begin) * VECTORS
+            count = tl.minimum(D - start, BLOCK) * VECTORS
             piece = tl.sum(v, 1) / count
             off = tl.where(tl.reshape(on.to(tl.int32), [R, C]) > 0, v - piece[:, None], 0.0)
             step = piece - mean
@@ -186,11 +194,10 @@ def write_norm_project_backward(
     R: tl.constexpr = TILE if JOINT else TILE * SIDE
     C: tl.constexpr = SIDE * BLOCK if JOINT else BLOCK
     VECTORS: tl.constexpr = n if JOINT else 1
-    d, s = (
-        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :],
-        tl.arange(0, SIDE)[None, :, None],
-    )
-    k, column = tl.arange(0, WIDE)[None, :], tl.arange(0, C)[:, None]
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    s = tl.arange(0, SIDE)[None, :, None]
+    k = tl.arange(0, WIDE)[None, :]
+    column = tl.arange(0, C)[:, None]
     at = tl.program_id(0) * BLOCK + column % BLOCK
     in_W = (column // BLOCK < n) & (at < D) & (k < W_columns)
     w_at = W + (column // BLOCK * D + at) * W_columns + k
@@ -198,7 +205,8 @@ def write_norm_project_backward(
     dw = tl.zeros([C, WIDE], tl.float32)
     for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
         first = tl.cast(tile, tl.int64) * TILE
-        t, row = first + tl.arange(0, TILE)[:, None, None], tl.arange(0, R)
+        t = first + tl.arange(0, TILE)[:, None, None]
+        row = tl.arange(0, R)
         if JOINT:
             row = first + row
             real = row < N
@@ -278,7 +286,8 @@ def _write_norm_project(
     W = centre_columns(W) if centred else W
     tokens = max(32, 128 // launch.next_power_of_2(H.shape[-2]))
     sizes = _tile_sizes(H, W, joint_tokens=64, tokens=tokens, elements=8192, keeps_W=False)
-    D, N = H.shape[-1], H.shape[:-2].numel()
+    D = H.shape[-1]
+    N = H.shape[:-2].numel()
     tiles = launch.ceil_div(N, sizes["TILE"])
     splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
     sums = empty_sums(splits, z, rstd, mu)
@@ -318,8 +327,11 @@ def _write_norm_project_backward(
     rstd: Tensor,
     mu: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dnew, dz = dnew.contiguous(), dz.contiguous()
-    n, D, N = new.shape[-2], new.shape[-1], new.shape[:-2].numel()
+    dnew = dnew.contiguous()
+    dz = dz.contiguous()
+    n = new.shape[-2]
+    D = new.shape[-1]
+    N = new.shape[:-2].numel()
     # Each piece of D reads a token's g and c again, so pieces are long and tiles have few tokens.
     tokens = max(1, 16 // launch.next_power_of_2(n))
     sizes = _tile_sizes(new, W, joint_tokens=16, tokens=tokens, elements=4096, keeps_W=True)
@@ -327,7 +339,8 @@ def _write_norm_project_backward(
     W = centre_columns(W) if centred else W
     g = dz * rstd[..., None]
     c = (dz * z).sum(-1) * rstd * rstd / len(W)
-    pieces, tiles = launch.ceil_div(D, sizes["BLOCK"]), launch.ceil_div(N, sizes["TILE"])
+    pieces = launch.ceil_div(D, sizes["BLOCK"])
+    tiles = launch.ceil_div(N, sizes["TILE"])
     splits = min(tiles, 1)
     if new.is_cuda:
         splits = min(tiles, max(1, launch.program_count(4 * N, new) // pieces))

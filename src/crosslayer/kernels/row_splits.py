@@ -57,7 +57,8 @@ def launch_join(
     z, rstd, mu = outputs
     if dots is z:
         return
-    rows, K = rstd.numel(), z.shape[-1]
+    rows = rstd.numel()
+    K = z.shape[-1]
     launch.launch_kernel(
         join_splits, (rows,),
         dots, spreads, means, z, rstd, mu, rows, K, width, split_width, len(dots), eps,
@@ -73,7 +74,8 @@ def join_splits(
     CENTRED: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    split, k = tl.arange(0, SIDE), tl.arange(0, WIDE)
+    split = tl.arange(0, SIDE)
+    k = tl.arange(0, WIDE)
     on = split < splits
     at = split * tl.cast(rows, tl.int64) + row
     sums = tl.load(dots + at[:, None] * K + k, mask=on[:, None] & (k < K), other=0.0)

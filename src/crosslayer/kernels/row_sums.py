@@ -3,6 +3,10 @@
 A sum over a row is a wait for all warps of a program. So a kernel asks for all rows before it waits
 for a sum, and computes independent sums together: each thread adds up its own elements, and what
 is left of all rows is reduced once.
+
+`sum_rows` does both steps. A kernel that does not hold all rows at once does them itself:
+`sum_in_thread` for a row, then `sum_partial_sums` for all. Either way the sums are in one tensor,
+which a kernel computes on as a whole, or takes numbers out of with `pick_number`.
 """
 
 import torch
@@ -22,9 +26,9 @@ def _padded_count(count):
 
 @triton.jit
 def sum_in_thread(x, BLOCK: tl.constexpr):
-    """Partial sums of a row [BLOCK]: those of 8 neighbours.
+    """The first step for one row [BLOCK]: the sums of 8 neighbours each, [BLOCK / 8].
 
-    One thread has them, as it loads 16 bytes at once, so no thread waits for another.
+    One thread has the neighbours, as it loads 16 bytes at once, so no thread waits for another.
     """
     EACH: tl.constexpr = 8 if BLOCK >= 8 else BLOCK
     return tl.sum(tl.reshape(x, [BLOCK // EACH, EACH]), 1)
@@ -32,9 +36,12 @@ def sum_in_thread(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def sum_partial_sums(partial):
-    """The sums of a tuple of `sum_in_thread`, in one tensor that every thread has whole.
+    """The second step for all rows: a tensor with the sum of each, which every thread has whole.
 
-    Its length is a power of two: `row_sum` takes a number out of it.
+    Its length is the next power of two, at least 2. The numbers beyond the rows are 0.
+
+    Args:
+        partial: a tuple with the `sum_in_thread` of each row.
     """
     LANES: tl.constexpr = partial[0].shape[0]
     COUNT: tl.constexpr = _padded_count(len(partial))
@@ -52,7 +59,7 @@ def sum_partial_sums(partial):
 
 @triton.jit
 def sum_rows(rows, BLOCK: tl.constexpr):
-    """The sum of each of a tuple of rows [BLOCK], as `sum_partial_sums` returns it."""
+    """Both steps for a tuple of rows [BLOCK]: the tensor that `sum_partial_sums` returns."""
     partial = ()
     for i in tl.static_range(len(rows)):
         partial = partial + (sum_in_thread(rows[i], BLOCK),)
@@ -60,11 +67,14 @@ def sum_rows(rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_sum(sums, row: tl.constexpr):
-    """One number of `sum_rows`, or of a tensor computed from it."""
-    COUNT: tl.constexpr = sums.numel
+def pick_number(numbers, index: tl.constexpr):
+    """numbers[index] of the tensor that `sum_rows` returns, or of one computed from it.
+
+    triton indexes no tensor, so all other numbers are replaced by zeros, and the sum is the number.
+    """
+    COUNT: tl.constexpr = numbers.numel
     # -0.0 is what a compiler can leave out of a sum.
-    return tl.sum(tl.where(tl.arange(0, COUNT) == row, sums, -0.0), 0)
+    return tl.sum(tl.where(tl.arange(0, COUNT) == index, numbers, -0.0), 0)
 
 
 @triton.jit

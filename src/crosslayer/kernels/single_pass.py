@@ -35,9 +35,9 @@ from .split_products import (
     padded_columns,
     split_operand,
     stored_columns,
-    weight_bytes,
     weight_gradient,
     weight_operand,
+    weight_operand_bytes,
 )
 
 # Columns of W of which a piece fits a program: with more, as of 7 streams, registers spill.
@@ -91,11 +91,13 @@ def memory_traffic_bytes(
         size: bytes an element.
         mixes: there is a `res`.
     """
-    W, dW = weight_bytes(n * D, K, size), 4 * n * D * K
-    coefficients = 4 * N * (2 * n + n * n * mixes)
-    projection = 4 * N * (K + 1)
-    forward = N * D * (2 * n + 2) * size + coefficients + projection + W
-    backward = N * D * (4 * n + 3) * size + 2 * coefficients + 2 * projection + W + dW
+    weight_bytes = weight_operand_bytes(n * D, K, size)
+    weight_gradient_bytes = 4 * n * D * K
+    coefficient_bytes = 4 * N * (2 * n + n * n * mixes)
+    projection_bytes = 4 * N * (K + 1)
+    forward = N * D * (2 * n + 2) * size + coefficient_bytes + projection_bytes + weight_bytes
+    backward = N * D * (4 * n + 3) * size + 2 * coefficient_bytes + 2 * projection_bytes
+    backward += weight_bytes + weight_gradient_bytes
     return forward, backward
 
 
@@ -128,9 +130,11 @@ def single_pass_connection_forward(
 ):  # fmt: skip
     W_columns = stored_columns(K, PARTS)
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    live, k = t < N, tl.arange(0, WIDE)[None, :]
+    live = t < N
+    k = tl.arange(0, WIDE)[None, :]
     t_2 = t[:, None]
-    b, p = _load_coefficients(beta, t_2, t_2 < N, n), _load_coefficients(pre, t_2, t_2 < N, n)
+    b = _load_coefficients(beta, t_2, t_2 < N, n)
+    p = _load_coefficients(pre, t_2, t_2 < N, n)
     R = _load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
     dots = tl.zeros([TILE, WIDE], tl.float32)
     squares = tl.zeros([TILE, BLOCK], tl.float32)
@@ -210,9 +214,11 @@ def single_pass_connection_backward(
     W_columns = stored_columns(K, PARTS)
     COLUMNS: tl.constexpr = n + 2 if MIXES else 2  # of `sums`, for each stream
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    live, k = t < N, tl.arange(0, WIDE)[None, :]
+    live = t < N
+    k = tl.arange(0, WIDE)[None, :]
     t_2 = t[:, None]
-    b, p = _load_coefficients(beta, t_2, t_2 < N, n), _load_coefficients(pre, t_2, t_2 < N, n)
+    b = _load_coefficients(beta, t_2, t_2 < N, n)
+    p = _load_coefficients(pre, t_2, t_2 < N, n)
     R = _load_coefficients(res, t_2, t_2 < N, n * n if MIXES else 0)
     g_t = tl.load(g + t_2 * K + k, mask=live[:, None] & (k < K), other=0.0)
     c_t = tl.load(c + t_2, mask=t_2 < N, other=0.0)
@@ -226,7 +232,8 @@ def single_pass_connection_backward(
         d = start + tl.arange(0, BLOCK)
         on = live[:, None] & (d < D)[None, :]
         token_at = t_2 * D + d[None, :]
-        streams, dhs = (), ()
+        streams = ()
+        dhs = ()
         rows = load_streams(H, t_2, d[None, :], D, on, n)
         for s in tl.static_range(n):
             streams = streams + (rows[s].to(tl.float32),)
@@ -280,7 +287,8 @@ def _single_pass_connection(
     pre = pre.contiguous()
     x, new, z, rstd = _empty_outputs(H, W)
     sizes = _tile_sizes(H, W.shape[1])
-    D, N = H.shape[-1], H.shape[:-2].numel()
+    D = H.shape[-1]
+    N = H.shape[:-2].numel()
     tiles = launch.ceil_div(N, sizes["TILE"])
     splits = split_rows(tiles, launch.ceil_div(D, sizes["BLOCK"]), H)
     sums = empty_sums(splits, z, rstd, rstd.new_empty(0))
@@ -326,7 +334,8 @@ def _single_pass_connection_backward(
     beta = beta.contiguous()
     pre = pre.contiguous()
     sizes = _tile_sizes(H, W.shape[1])
-    D, N = H.shape[-1], H.shape[:-2].numel()
+    D = H.shape[-1]
+    N = H.shape[:-2].numel()
     g = dz * rstd[..., None]
     c = (dz * z).sum(-1) * rstd * rstd / len(W)
     tiles = launch.ceil_div(N, sizes["TILE"])
@@ -368,7 +377,8 @@ def _backward(ctx: Any, dx: Tensor, dnew: Tensor, dz: Tensor, _: Any) -> tuple[A
         definition = reference_of(ops.single_pass_connection)
         return definition_gradients(definition, (*tensors, ctx.eps), dx, dnew, dz)
     dH, dy, sums, dW = _single_pass_connection_backward(dx, dnew, dz, *tensors, new, z, rstd)
-    dbeta, dpre = sums[0].movedim(0, -1), sums[1].movedim(0, -1)
+    dbeta = sums[0].movedim(0, -1)
+    dpre = sums[1].movedim(0, -1)
     dres = sums[2:].movedim((0, 1), (-2, -1)) if len(sums) > 2 else None
     return dH, dy, dbeta, dres, dpre, dW, None
 

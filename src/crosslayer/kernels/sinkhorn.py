@@ -59,7 +59,8 @@ def sinkhorn_forward(
     z, out, N, rounds, eps, n: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr
 ):
     m = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None, None]
-    i, j = tl.arange(0, SIDE)[None, :, None], tl.arange(0, SIDE)[None, None, :]
+    i = tl.arange(0, SIDE)[None, :, None]
+    j = tl.arange(0, SIDE)[None, None, :]
     on = (m < N) & (i < n) & (j < n)
     at = (m * n + i) * n + j
     M = _masked_softmax(tl.load(z + at, mask=on, other=0.0).to(tl.float32), on)
@@ -77,7 +78,8 @@ def sinkhorn_backward(
     n: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None, None]
-    i, j = tl.arange(0, SIDE)[None, :, None], tl.arange(0, SIDE)[None, None, :]
+    i = tl.arange(0, SIDE)[None, :, None]
+    j = tl.arange(0, SIDE)[None, None, :]
     on = (m < N) & (i < n) & (j < n)
     at = (m * n + i) * n + j
     P = _masked_softmax(tl.load(z + at, mask=on, other=0.0).to(tl.float32), on)
@@ -138,7 +140,8 @@ def _(logits: Tensor) -> Tensor:
 
 @LibraryOp
 def _sinkhorn_backward(dout: Tensor, logits: Tensor, rounds: int, eps: float) -> Tensor:
-    logits, dout = logits.contiguous(), dout.contiguous()
+    logits = logits.contiguous()
+    dout = dout.contiguous()
     dz = torch.empty_like(logits)
     n = logits.shape[-1]
     N = logits.numel() // n**2

@@ -26,7 +26,7 @@ def bucket_size(count: int) -> int:
 def pad_sources(X: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The sources of a bucket: the last one is repeated."""
     missing = bucket_size(len(X)) - len(X)
-    return [*X, *([X[-1]] * missing)]
+    return list(X) + [X[-1]] * missing
 
 
 @triton.jit

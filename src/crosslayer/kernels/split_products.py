@@ -21,7 +21,8 @@ from .launch import INTERPRETED
 def multiply_parts(a, b, acc):
     """acc + a b of two bfloat16 tensors."""
     if INTERPRETED:  # It multiplies the bits of bfloat16 numbers, not their values.
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, acc)
 
 
@@ -109,7 +110,8 @@ def split_weight_rows(
     w = tl.load(W + row * row_stride + k * column_stride, mask=(row < rows) & (k < K), other=0.0)
     first, second, third = split_parts(w)
     columns = stored_columns(K, 3)
-    at, size = parts + row * columns + k, tl.cast(rows, tl.int64) * columns
+    at = parts + row * columns + k
+    size = tl.cast(rows, tl.int64) * columns
     stored = (row < rows) & (k < columns)
     tl.store(at, first, mask=stored)
     tl.store(at + size, second, mask=stored)
@@ -130,7 +132,8 @@ def weight_operand(W: Tensor, H: Tensor, is_reused: bool = True) -> tuple[Tensor
     rows, K = W.shape
     if not is_reused or H.dtype != torch.bfloat16:
         return W.contiguous(), 1
-    columns, tile = aligned_columns(K), 64
+    columns = aligned_columns(K)
+    tile = 64
     parts = torch.empty(3, rows, columns, dtype=torch.bfloat16, device=W.device)
     launch.launch_kernel(
         split_weight_rows, (launch.ceil_div(rows, tile),),
@@ -155,15 +158,15 @@ def padded_columns(K: int) -> int:
     return max(16, launch.next_power_of_2(K))
 
 
-def weight_bytes(rows: int, K: int, size: int) -> int:
+def weight_operand_bytes(rows: int, K: int, size: int) -> int:
     """Bytes that the use of W [rows K] moves: W and, for bfloat16 streams, its parts twice.
 
     Args:
         rows, K: of W.
         size: bytes an element of the streams.
     """
-    parts = 3 * 2 * rows * aligned_columns(K)
-    return 4 * rows * K + (2 * parts if size == 2 else 0)
+    part_bytes = 3 * 2 * rows * aligned_columns(K)
+    return 4 * rows * K + (2 * part_bytes if size == 2 else 0)
 
 
 def weight_gradient(rows: Tensor, g: Tensor) -> Tensor:
@@ -176,9 +179,13 @@ def weight_gradient(rows: Tensor, g: Tensor) -> Tensor:
     Returns:
         [nD K] float32.
     """
-    width, K = rows.shape[-2:].numel(), g.shape[-1]
-    N, tile, block = g.shape[:-1].numel(), 64, 128
-    pieces, tiles = launch.ceil_div(width, block), launch.ceil_div(N, tile)
+    width = rows.shape[-2:].numel()
+    K = g.shape[-1]
+    N = g.shape[:-1].numel()
+    tile = 64
+    block = 128
+    pieces = launch.ceil_div(width, block)
+    tiles = launch.ceil_div(N, tile)
     splits = max(1, min(tiles, launch.program_count(tiles, rows) // pieces))
     partial = launch.empty_partial_sums(g, splits, width, K)
     launch.launch_kernel(
@@ -194,7 +201,8 @@ def sum_weight_gradient(
     rows, g, dW, N, width, PARTS: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    column, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :]
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, WIDE)[None, :]
     dw = tl.zeros([BLOCK, WIDE], tl.float32)
     for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
         t = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)[:, None]

@@ -77,10 +77,10 @@ def memory_traffic_bytes(N: int, D: int, n: int, size: int, parameters: int = 0)
         size: bytes an element.
         parameters: tensors of the norm: 0, 1 (weight) or 2 (and bias).
     """
-    coefficients = 4 * N * (n + n * n)
-    forward = N * D * (2 * n + 1) * size + coefficients + 4 * D * parameters
-    backward = N * D * (3 * n + 1) * size + 2 * coefficients + norm_backward_bytes(D, parameters)
-    return forward, backward
+    coefficient_bytes = 4 * N * (n + n * n)
+    forward = N * D * (2 * n + 1) * size + coefficient_bytes + 4 * D * parameters
+    backward = N * D * (3 * n + 1) * size + 2 * coefficient_bytes
+    return forward, backward + norm_backward_bytes(D, parameters)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -93,7 +93,8 @@ def width_connection_forward(
         w, b = load_affine(weight, bias, d, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        read, streams = tl.zeros([BLOCK], tl.float32), ()
+        read = tl.zeros([BLOCK], tl.float32)
+        streams = ()
         for s in tl.static_range(n):
             h = tl.load(H + (t * n + s) * D + d, mask=d < D, other=0.0).to(tl.float32)
             read += tl.load(pre + t * n + s) * h
@@ -117,7 +118,8 @@ def width_connection_backward(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if weight is not None:
         w, _ = load_affine(weight, None, d, D)
-        dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        dw = tl.zeros([BLOCK], tl.float32)
+        db = tl.zeros([BLOCK], tl.float32)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         row = tl.program_id(1) * tl.cast(N, tl.int64) + t
@@ -176,12 +178,15 @@ def _program_count(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
 def _width_connection(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    H, pre, res = H.contiguous(), pre.contiguous(), res.contiguous()
+    H = H.contiguous()
+    pre = pre.contiguous()
+    res = res.contiguous()
     affine = [p.contiguous() for p in affine]
     n, D = H.shape[-2:]
     x = H.new_empty(*H.shape[:-2], D)
     out = torch.empty_like(H)
-    N, block = launch.token_count(x), _piece_size(n, D)
+    N = launch.token_count(x)
+    block = _piece_size(n, D)
     launch.launch_kernel(
         width_connection_forward, (_program_count(N, affine, H), launch.ceil_div(D, block)),
         H, pre, res, *weight_and_bias(affine), x, out, N, D, eps,
@@ -206,12 +211,17 @@ def _width_connection_backward(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dx, dout = dx.contiguous(), dout.contiguous()
-    H, pre, res = H.contiguous(), pre.contiguous(), res.contiguous()
+    dx = dx.contiguous()
+    dout = dout.contiguous()
+    H = H.contiguous()
+    pre = pre.contiguous()
+    res = res.contiguous()
     affine = [p.contiguous() for p in affine]
     n, D = H.shape[-2:]
-    N, block = launch.token_count(dx), _piece_size(n, D)
-    programs, pieces = _program_count(N, affine, H), launch.ceil_div(D, block)
+    N = launch.token_count(dx)
+    block = _piece_size(n, D)
+    programs = _program_count(N, affine, H)
+    pieces = launch.ceil_div(D, block)
     dH = torch.empty_like(H)
     dpre = launch.empty_partial_sums(pre, pieces, *pre.shape)
     dres = launch.empty_partial_sums(res, pieces, *res.shape)

@@ -239,6 +239,11 @@ def _check_model(recipe: Recipe, arm: Arm, num_classes: int) -> None:
     """Raise a ValueError where an arm's model cannot be built, or not be trained as asked."""
     settings = recipe.settings(arm)
     with _named_in_errors(recipe, arm):
+        if settings.data.batch % settings.engine.accumulate:
+            raise ValueError(
+                f"batch must be a multiple of accumulate, got {settings.data.batch} for "
+                f"{settings.engine.accumulate}"
+            )
         check_loggers(settings.engine.loggers)
         model = build_model(settings, arm.connection, num_classes, 0, recipe.task)
         apply_recomputation(model, settings.engine)

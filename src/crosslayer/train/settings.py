@@ -307,13 +307,7 @@ class Settings(NamedTuple):
         for group in GROUPS:
             own = {name: v for name, v in options.items() if GROUP_OF_OPTION[name] is group}
             groups.append(group(**own))
-        settings = cls(*groups)
-        if settings.data.batch % settings.engine.accumulate:
-            raise ValueError(
-                f"batch must be a multiple of accumulate, got {settings.data.batch} for "
-                f"{settings.engine.accumulate}"
-            )
-        return settings
+        return cls(*groups)
 
     @property
     def pretrained_tokenizer(self) -> str | None:
