@@ -93,10 +93,12 @@ def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
         )
     trace = trace_layer(layer, width, opened)
     _check_all_called(layer, trace)
-    trace, stream_factor = _without_stream_factor(trace)
     is_post_norm = STREAM_VECTOR not in trace.output and len(trace.output) == 1
-    read = _read_post_norm_wiring if is_post_norm else _read_pre_norm_wiring
-    wiring = read(layer, trace)._replace(stream_factor=stream_factor)
+    if is_post_norm:
+        wiring = _read_post_norm_wiring(layer, trace)
+    else:
+        trace, stream_factor = _without_stream_factor(trace)
+        wiring = _read_pre_norm_wiring(layer, trace)._replace(stream_factor=stream_factor)
     _check_handed_outputs(wiring)
     return wiring
 
