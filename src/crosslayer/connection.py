@@ -35,7 +35,7 @@ from .method_checks import (
     stream_shape,
 )
 from .mixing import MixingWeights
-from .validation import check_option_type, check_positive
+from .validation import check_option_type, check_positive, format_shape
 
 # A state is a NamedTuple of tensors, tuples and None. Its first element is a tensor, or a tuple
 # that begins with one. Only the method that made it looks inside.
@@ -308,8 +308,8 @@ class Connection(Float32Parameters, Generic[StateT]):
         expected = stream_shape(self, state, y.dim())
         if y.shape != expected:
             raise ValueError(
-                "write takes an output of the stream's shape, "
-                f"[{' '.join(map(str, expected))}], got [{' '.join(map(str, y.shape))}]"
+                f"write takes an output of the stream's shape, {format_shape(expected)}, got "
+                f"{format_shape(y.shape)}"
             )
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
         fields: dict[str, Any] = dict(zip(names, state, strict=True))  # type: ignore[call-overload]

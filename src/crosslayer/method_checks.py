@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .validation import HALF_DTYPES, check_option_type, dtype_name
+from .validation import HALF_DTYPES, check_option_type, dtype_name, format_shape
 
 _CONSTANTS = (
     "Make a constant tensor in mix_inputs, or let it be a parameter with requires_grad_(False)"
@@ -72,7 +72,7 @@ def check_embedding(connection: Any, x: Any) -> None:
     if not x.is_floating_point():
         raise TypeError(f"{expected}, got {dtype_name(x.dtype)}; embed token ids first")
     if x.dim() == 0 or x.shape[-1] != connection.dim:
-        raise ValueError(f"{expected}, got [{' '.join(map(str, x.shape))}]")
+        raise ValueError(f"{expected}, got {format_shape(x.shape)}")
 
 
 def check_given_state(connection: Any, state: Any) -> None:
@@ -145,7 +145,7 @@ def check_mixed(connection: Any, state: Any, mixed: Any) -> None:
         if x.shape != expected:
             raise ValueError(
                 f"{name}.mix_inputs must return inputs of the stream's shape, "
-                f"[{' '.join(map(str, expected))}], got [{' '.join(map(str, x.shape))}]"
+                f"{format_shape(expected)}, got {format_shape(x.shape)}"
             )
     _check_state_fields(type(connection), type(next_state))
     if next_state.y is not None:

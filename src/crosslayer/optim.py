@@ -148,11 +148,16 @@ def _layers_in(module: nn.Module) -> list[nn.Module]:
         return []
     # members that are models of transformers have lists of their own
     children = [c for c in module.children() if not hasattr(c, "get_input_embeddings")]
-    layers = [child for child in children if any(True for _ in child.children())]
+    layers = [child for child in children if has_children(child)]
     if isinstance(module, nn.Sequential):
         is_model = any(isinstance(child, nn.Embedding) for child in children)
         return [] if is_model else layers
     return children if layers or isinstance(module, nn.ModuleDict) else []
+
+
+def has_children(module: nn.Module) -> bool:
+    """Whether a module contains others."""
+    return any(True for _ in module.children())
 
 
 def has_numbered_layers(modules: nn.ModuleDict) -> bool:

@@ -222,6 +222,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def format_shape(shape: Sequence[int]) -> str:
+    """Like "[2 5 64]"."""
+    return f"[{' '.join(map(str, shape))}]"
+
+
 def did_you_mean(word: object, known_words: Iterable[str]) -> str:
     """` (did you mean 'mudd'?)` where a known word is close to `word`, else an empty string."""
     close = difflib.get_close_matches(str(word), list(known_words), n=1)

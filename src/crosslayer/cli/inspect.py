@@ -146,8 +146,9 @@ def _print_remarks(
             console.print(f"{inspection.name}: {line}", soft_wrap=True)
     for name in not_drawn:
         console.print(f"{name} is not drawn: nothing in these models to show there")
-    for line in [] if training is None else [*training.notes, *training.not_drawn]:
-        console.print(line, soft_wrap=True)
+    if training is not None:
+        for line in [*training.notes, *training.not_drawn]:
+            console.print(line, soft_wrap=True)
 
 
 def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:

@@ -52,6 +52,9 @@ _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecatten
 def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     """The sub-layers of a layer.
 
+    Where the layer cannot be read, it is read once more with the modules that contain norms of the
+    stream opened.
+
     Args:
         layer: a layer of a host.
         width: of its stream.
@@ -66,7 +69,9 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
         try:
             return _read_wiring(layer, width, opened)
         except ValueError as inner_error:
-            raise inner_error if isinstance(error, _NoSumError) else error from None
+            if isinstance(error, _NoSumError):  # An opened module may tell more.
+                raise inner_error from None
+            raise error from None
 
 
 class _NoSumError(ValueError):

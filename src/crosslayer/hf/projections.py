@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..class_swap import original_class
+from ..optim import has_children
 from ..partitioned import parameter_shape
 from .arguments import function_definition
 from .families import FUSED_PROJECTIONS, OWN_PROJECTIONS, SAME_INPUT, FusedQKV, Sublayer
@@ -123,7 +124,7 @@ def _find_joint_projections(attention: Any, name: str) -> tuple[tuple[str, ...],
     if row in FUSED_PROJECTIONS:
         fused = _order_of_outputs(row, attention, module)
         return ((name,), fused) if fused else ((), None)
-    if not any(True for _ in module.children()):
+    if not has_children(module):
         return (), None
     names, fused = find_projections(module)
     return tuple(f"{name}.{projection}" for projection in names), fused

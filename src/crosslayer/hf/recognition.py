@@ -3,14 +3,14 @@ layers' own code does (`layer_recognition.py`).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..optim import has_numbered_layers
+from ..optim import has_children, has_numbered_layers
 from ..partitioned import parameter_shape
 from .families import LayerWiring, ModelWiring, list_layers
 from .layer_recognition import recognise_layer
@@ -174,12 +174,11 @@ def _find_layers(backbone: nn.Module) -> tuple[nn.Module, str, list[str]]:
             )
         raise NoLayersError(f"it has no list of layers; {remedy}")
     # a list of embeddings is none of layers
-    found = [place for place in found if any(True for _ in place.layers[0].children())] or found
+    found = _prefer(found, lambda place: has_children(place.layers[0]))
     # a sequence of one module may be a head
-    found = [p for p in found if len(p.layers) > 1 or not p.is_sequence] or found
+    found = _prefer(found, lambda place: len(place.layers) > 1 or not place.is_sequence)
     count = getattr(config, "num_hidden_layers", None)
-    of_count = [place for place in found if len(place.layers) == count]
-    candidates = of_count or found
+    candidates = _prefer(found, lambda place: len(place.layers) == count)
     # Beside a list, a sequence is no list of layers, but may be a stem of convolutions.
     siblings = [place for place in candidates if place.owner is candidates[0].owner]
     chosen = min(siblings, key=lambda place: place.is_sequence)
@@ -212,6 +211,11 @@ class _ListPlace(NamedTuple):
         return isinstance(getattr(self.owner, self.name), nn.Sequential)
 
 
+def _prefer(places: list[_ListPlace], condition: Callable[[_ListPlace], bool]) -> list[_ListPlace]:
+    """The places that satisfy a condition; all of them where none does."""
+    return [place for place in places if condition(place)] or places
+
+
 def _find_lists(backbone: nn.Module) -> list[_ListPlace]:
     """The lists of modules in a backbone."""
     found: list[_ListPlace] = []
@@ -237,8 +241,7 @@ def _is_list(module: Any) -> bool:
     if isinstance(module, nn.Sequential):  # Most are MLPs, or parts of a model.
         layers = _layers_before_norm(module)
         classes = {type(layer) for layer in layers}
-        have_modules = all(any(True for _ in layer.children()) for layer in layers)
-        return len(classes) == 1 and nn.Sequential not in classes and have_modules
+        return len(classes) == 1 and nn.Sequential not in classes and all(map(has_children, layers))
     return isinstance(module, nn.ModuleList)
 
 
@@ -254,7 +257,7 @@ def _has_layers_and_others(module: nn.Module) -> bool:
     """Whether it is a sequence in which several layers are beside other modules."""
     if not isinstance(module, nn.Sequential) or _is_list(module):
         return False
-    classes = [type(m) for m in module.children() if any(True for _ in m.children())]
+    classes = [type(m) for m in module.children() if has_children(m)]
     return len(set(classes)) < len(classes)
 
 

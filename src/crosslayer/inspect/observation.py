@@ -22,6 +22,7 @@ from ..hf.attach import find_backbone
 from ..hf.disconnect import remove_connections
 from ..hf.families import own_connection
 from ..mixing import MixingWeights
+from ..validation import format_shape
 
 # a model's arguments, like input_ids and attention_mask; of images also their classes
 ModelInputs = Mapping[str, Tensor]
@@ -111,7 +112,7 @@ class SiteVisit:
             if matrix.dim() < 3 or matrix.shape[-2] != columns:
                 raise ValueError(
                     f"mixing_weights of {self.connection.name}: {name} must be [out {columns} K] "
-                    f"or [B T out {columns} K], got [{' '.join(map(str, matrix.shape))}]"
+                    f"or [B T out {columns} K], got {format_shape(matrix.shape)}"
                 )
             if name == "write":  # what the other two mix
                 columns = matrix.shape[-3]
