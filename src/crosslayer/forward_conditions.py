@@ -61,6 +61,7 @@ def _registered_parameters(connection: Connection) -> Iterator[tuple[str, Tensor
 
 
 def is_called_functionally(connection: Connection) -> bool:
+    """Whether `torch.func.functional_call` has put other tensors in the place of parameters."""
     return not all(isinstance(p, nn.Parameter) for _, p in _registered_parameters(connection))
 
 

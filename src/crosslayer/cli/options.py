@@ -106,6 +106,9 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
     Args:
         options: the given ones alone, without defaults. Options of `Settings` override the file's.
         arms: if neither a file nor --arms is given.
+
+    Raises:
+        ValueError: an option has a value that it cannot have, or needs a file.
     """
     from ..train.recipe import Arm, Recipe, load_recipe
     from ..train.settings import GROUP_OF_OPTION

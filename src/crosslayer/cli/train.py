@@ -189,7 +189,11 @@ def check_out_folder(folder: Path) -> None:
 
 
 def choose_arm(recipe: "Recipe", name: str | None) -> "Arm":
-    """The recipe's arm of this name, or an arm of this connection; without a name, the only arm."""
+    """The recipe's arm of this name, or an arm of this connection; without a name, the only arm.
+
+    Raises:
+        ValueError: there is no such arm and no such connection, or no name for one of several arms.
+    """
     from ..train.recipe import Arm
 
     arms = {arm.name: arm for arm in recipe.arms}

@@ -74,7 +74,11 @@ def list_text_files(path: Path) -> list[tuple[Path, str]]:
 
 
 def read_file(file: Path, name: str) -> Iterator[Document]:
-    """The documents of a file. Each file is a separate dataset, so that an error names it."""
+    """The documents of a file. Each file is a separate dataset, so that an error names it.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
     if "::" in str(file):
         raise ValueError(f"{file}: a path with :: cannot be read; rename it")
     if file.suffix.lower() == ".zst":
@@ -83,7 +87,11 @@ def read_file(file: Path, name: str) -> Iterator[Document]:
 
 
 def read_remote(pattern: str) -> Iterator[Document]:
-    """The documents of files by a URL: https://…, or hf://datasets/OWNER/NAME/PATTERN."""
+    """The documents of files by a URL: https://…, or hf://datasets/OWNER/NAME/PATTERN.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
     if pattern.lower().endswith(".zst") and not find_spec("zstandard"):
         raise ValueError(f"{pattern}: {ZSTANDARD_MISSING}")
     return _read_pattern(pattern, pattern, pattern)

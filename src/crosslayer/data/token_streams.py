@@ -50,7 +50,11 @@ class TokenStream:
         return self._ends[-1]
 
     def window(self, start: int, length: int) -> Tensor:
-        """The ids from `start` on, [length] int64."""
+        """The ids from `start` on, [length] int64.
+
+        Raises:
+            IndexError: the stream has not as many.
+        """
         if not 0 <= start < start + length <= len(self):
             raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
         pieces = []

@@ -104,5 +104,7 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 
 def exp_or_inf(x: float) -> float:
-    # The perplexity of an untrained model's words, or of a diverged run, may be no float.
+    """e^x, or infinity: the perplexity of an untrained model's words, or of a diverged run, may be
+    no float.
+    """
     return math.inf if x >= 700 else math.exp(x)

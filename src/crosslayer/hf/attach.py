@@ -147,6 +147,7 @@ def _final_norm_path(backbone: nn.Module, wiring: ModelWiring) -> str | None:
 
 
 def is_connected(backbone: Any) -> bool:
+    """Whether this module itself is a connected backbone."""
     return isinstance(backbone, ConnectedModel)
 
 
@@ -183,6 +184,7 @@ def check_not_dispatched(*modules: nn.Module) -> None:
 
 
 def is_diffusers_model(model: Any) -> bool:
+    """Whether a model is one of diffusers, whose config is kept by `register_to_config`."""
     return hasattr(model, "register_to_config")
 
 

@@ -53,6 +53,7 @@ _PRODUCTS = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__
 
 
 def is_norm_function(call: FunctionCall) -> bool:
+    """Whether a function is a norm of the last axis."""
     return call.function.__name__ in _NORM_NAMES
 
 

@@ -277,12 +277,14 @@ def _has_attribute(module: Any, path: str) -> bool:
 
 
 def has_matrix(module: nn.Module | Tensor) -> bool:
+    """Whether a module, or one within it, has a parameter of two dimensions or more."""
     return isinstance(module, nn.Module) and any(
         len(parameter_shape(p)) > 1 for p in module.parameters()
     )
 
 
 def is_norm(name: str, module: nn.Module) -> bool:
+    """Whether a module is called a norm, by its name or its class, and has no matrix."""
     is_named_norm = "norm" in f"{name} {type(module).__name__}".lower()
     return is_named_norm and not has_matrix(module)
 

@@ -158,6 +158,10 @@ def observe_model(
         batches: arguments of the model. Tokens whose `attention_mask` is 0 are left out, and so are
             batches without any other.
         analyses: called in their order.
+
+    Raises:
+        TypeError: a batch is no mapping.
+        ValueError: `connect` does not recognise the model, or a state is not finite.
     """
     device = next(model.parameters()).device
     with connected_for_analysis(model), evaluation_mode(model):

@@ -123,7 +123,11 @@ def load_examples(settings: Settings, task: TrainingTask) -> Examples:
 
 
 def load_texts(data: DataSettings, model_config: dict[str, Any]) -> Examples:
-    """Windows of a corpus, each [context + 1] tokens."""
+    """Windows of a corpus, each [context + 1] tokens.
+
+    Raises:
+        ValueError: the data or the tokenizer cannot be read, or there is an option of another task.
+    """
     from ..data.corpus import load_corpus
 
     for name in data.task_options:
@@ -152,7 +156,12 @@ def load_texts(data: DataSettings, model_config: dict[str, Any]) -> Examples:
 def build_language_model(
     model: ModelSettings, data: DataSettings, num_classes: int, dtype: torch.dtype
 ) -> nn.Module:
-    """A causal language model of transformers with random weights."""
+    """A causal language model of transformers with random weights.
+
+    Raises:
+        ValueError: the family is unknown, has no model of these sizes, or no experts for
+            `router_z_loss`.
+    """
     config = make_config(
         model.family, model.layers, model.dim, model.heads, num_classes, model.model_config
     )
