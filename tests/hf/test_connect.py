@@ -201,18 +201,6 @@ def test_connect_within_inference_mode():
         assert torch.equal(crosslayer.connect(model, "mudd")(ids()).logits, expected)
 
 
-@pytest.mark.parametrize("family", ["T5", "MT5", "SwitchTransformers"])
-def test_decoders_that_attend_to_an_encoder_are_refused(family):
-    """Their sub-layers are in a list, and the one that reads the encoder needs an argument."""
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-        num_decoder_layers=2, decoder_start_token_id=0,
-    )  # fmt: skip
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
-    with pytest.raises(ValueError, match="it attends to an encoder"):
-        crosslayer.connect(model.get_decoder(), "mudd")
-
-
 def test_a_model_that_skips_layers_in_training_causes_a_warning():
     config = transformers.OPTConfig(
         vocab_size=97, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,

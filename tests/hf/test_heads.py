@@ -215,16 +215,3 @@ def test_what_needs_known_projections_is_refused_on_bert(spec, options, reason):
     with pytest.raises(ValueError, match=reason):
         crosslayer.connect(model, spec, **options)
     assert "crosslayer" not in vars(model.config)
-
-
-@pytest.mark.parametrize("host", ["t5", "bart"])
-def test_an_encoder_decoder_is_refused(host):
-    sizes = {
-        "t5": {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8},
-        "bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
-    }
-    config = transformers.AutoConfig.for_model(host, vocab_size=97, **sizes[host])
-    with torch.device("meta"):
-        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
-    with pytest.raises(ValueError, match="encoder-decoder models cannot be connected"):
-        crosslayer.connect(model, "mudd")

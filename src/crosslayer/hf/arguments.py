@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..class_swap import original_class
-from .families import RESIDUAL_ARGUMENTS, REST_OF_ARGUMENTS
+from .families import RESIDUAL_ARGUMENTS, REST_OF_ARGUMENTS, UnreadValue
 
 # Types of defaults that an `if` of the layer's own code may look at.
 _SWITCHES = (bool, int, float, str, tuple)
@@ -75,6 +75,15 @@ def second_streams(layer: nn.Module) -> dict[str, Any]:
     """The arguments that `layer_arguments` leaves out, for a call with all of them."""
     parameters = argument_parameters(layer).values()
     return {p.name: LayerArgument(p.name) for p in parameters if _is_second_stream(p)}
+
+
+def read_arguments(
+    layer: nn.Module, unread_values: Sequence[tuple[str, UnreadValue]]
+) -> dict[str, Any]:
+    """All arguments that a layer was read with, by the values that it was not read with."""
+    unread = {name for name, value in unread_values if value == "given"}
+    streams = second_streams(layer).items()
+    return layer_arguments(layer) | {name: s for name, s in streams if name not in unread}
 
 
 def other_arguments(

@@ -19,7 +19,6 @@ from .arguments import (
     is_constant,
     opens_rest,
     residual_argument,
-    second_streams,
 )
 from .families import (
     NO_RESIDUAL,
@@ -45,11 +44,14 @@ from .trace import (
     trace_layer,
 )
 
-_TWO_INPUTS = "it attends to an encoder, and layers with two inputs cannot be connected"
+_NO_ENCODER = (
+    "it attends to an encoder, which its model has not; the decoder of a whole model can be "
+    "connected, like connect(model.get_decoder(), spec)"
+)
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")
 
 
-def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
+def recognise_layer(layer: nn.Module, width: int, attends_encoder: bool = False) -> LayerWiring:
     """The sub-layers of a layer.
 
     Where the layer cannot be read, it is read once more with the modules that contain norms of the
@@ -58,16 +60,17 @@ def recognise_layer(layer: nn.Module, width: int) -> LayerWiring:
     Args:
         layer: a layer of a host.
         width: of its stream.
+        attends_encoder: the layer gets an encoder's outputs in each call.
 
     Raises:
         ValueError: the layer is no row of sub-layers on a stream. The message says why.
     """
     try:
-        return _read_wiring(layer, width, set())
+        return _read_wiring(layer, width, set(), attends_encoder)
     except ValueError as error:
         opened = _modules_around_norms(layer, width)
         try:
-            return _read_wiring(layer, width, opened)
+            return _read_wiring(layer, width, opened, attends_encoder)
         except ValueError as inner_error:
             if isinstance(error, _NoSumError):  # An opened module may tell more.
                 raise inner_error from None
@@ -90,13 +93,15 @@ def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
     return paths - {""}
 
 
-def _read_wiring(layer: nn.Module, width: int, opened: set[str]) -> LayerWiring:
+def _read_wiring(
+    layer: nn.Module, width: int, opened: set[str], attends_encoder: bool
+) -> LayerWiring:
     """`recognise_layer`, where the modules of some paths are opened."""
     if opens_rest(layer):
         raise ValueError(
             "its own code takes arguments out of its **kwargs; name them in its forward"
         )
-    trace = trace_layer(layer, width, opened)
+    trace = trace_layer(layer, width, opened, attends_encoder)
     _check_all_called(layer, trace)
     is_post_norm = STREAM_VECTOR not in trace.output and len(trace.output) == 1
     if is_post_norm:
@@ -192,7 +197,7 @@ def _check_all_called(layer: nn.Module, trace: LayerTrace) -> None:
             continue
         names = f"{name} {' '.join(inner for inner, _ in child.named_children())}".lower()
         if any(part in names for part in _CROSS_ATTENTION):
-            raise ValueError(_TWO_INPUTS)
+            raise ValueError(_NO_ENCODER)
         raise ValueError(f"its {name} does not run in the forward passes that connect tries")
 
 
@@ -329,7 +334,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
     for name, value in call.arguments.items():
         is_required = name in of_module and of_module[name].default is inspect.Parameter.empty
         if value is None and is_required and name.startswith("encoder_"):
-            raise ValueError(_TWO_INPUTS)
+            raise ValueError(_NO_ENCODER)
         known = (*of_layer, REST_OF_ARGUMENTS, SAME_INPUT)
         if isinstance(value, LayerArgument) and value.name in known:
             if name.endswith("]"):  # of *args
@@ -340,8 +345,6 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif isinstance(value, OtherOutput) and not name.endswith("]"):
             sources.append((name, value.output))
-        elif value is None and name in second_streams(layer):
-            sources.append((name, name))
         elif name in constants and (name.endswith("]") or not is_constant(value)):
             raise ValueError(
                 f"it gives {call.path} an argument that it makes itself, {name}={value!r}"

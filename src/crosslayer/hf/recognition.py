@@ -37,8 +37,8 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     """
     if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
         raise NoLayersError(
-            "encoder-decoder models cannot be connected, as their layers have two inputs; an "
-            "encoder alone can, such as T5EncoderModel"
+            "an encoder-decoder model has two lists of layers; connect those you choose, like "
+            "connect(model.get_decoder(), spec)"
         )
     owner, path, alike = _find_layers(backbone)
     layers = _layers_before_norm(owner.get_submodule(path))
@@ -47,7 +47,9 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     config = next(_configs((owner, backbone, *layers)), None)
     dim = _stream_width(owner, layers, final, config, backbone)
     try:
-        of_layers = _recognise_layers(layers, dim)
+        # A decoder whose config names no encoder is used without one.
+        attends_encoder = getattr(config, "is_encoder_decoder", False)
+        of_layers = _recognise_layers(layers, dim, attends_encoder)
     except ValueError:
         _check_list_of_layers(owner, path)
         raise
@@ -78,7 +80,9 @@ def _check_layers(layers: list[Any]) -> None:
         raise ValueError("its layers are compiled; connect the model first, then compile it")
 
 
-def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
+def _recognise_layers(
+    layers: list[Any], dim: int, attends_encoder: bool
+) -> tuple[LayerWiring, ...]:
     wiring_of_kind: dict[Any, LayerWiring] = {}
     of_layers = []
     for number, layer in enumerate(layers):
@@ -90,7 +94,7 @@ def _recognise_layers(layers: list[Any], dim: int) -> tuple[LayerWiring, ...]:
         kind = layer_kind(layer)
         if kind not in wiring_of_kind:
             try:
-                wiring_of_kind[kind] = recognise_layer(layer, dim)
+                wiring_of_kind[kind] = recognise_layer(layer, dim, attends_encoder)
             except ValueError as error:
                 name = type(layer).__name__
                 if name.endswith("Stage"):

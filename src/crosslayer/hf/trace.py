@@ -238,7 +238,9 @@ class _Recorder:
         return vector
 
 
-def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> LayerTrace:
+def trace_layer(
+    layer: nn.Module, width: int, opened: Collection[str] = (), attends_encoder: bool = False
+) -> LayerTrace:
     """Run a shadow of a layer.
 
     Args:
@@ -246,6 +248,7 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
         width: of its stream.
         opened: paths of its modules that run their own code. A module that gets the stream in more
             than one argument is opened too, as it may add one to its output.
+        attends_encoder: it gets an encoder's outputs in each call.
 
     Raises:
         ValueError: what a module gets is no sum of the stream and of modules' outputs, or it
@@ -254,6 +257,10 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
     paths = set(opened)
     trace_once = partial(_trace_once, layer, width, paths, {})
     given = layer_arguments(layer)
+    streams = second_streams(layer)
+    if attends_encoder:
+        given |= streams
+        streams = {}
     while True:
         try:
             trace = trace_once(given)
@@ -264,13 +271,12 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
             ):
                 raise
             paths.add(error.path)
+    read_streams = _streams_that_change_nothing(layer, trace_once, trace, given, streams)
     unread_streams: list[tuple[str, UnreadValue]] = [
-        (name, "given")
-        for name, stream in second_streams(layer).items()
-        if not _is_same_trace(layer, trace_once, trace, given | {name: stream})
+        (name, "given") for name in streams if name not in read_streams
     ]
-    if not unread_streams and second_streams(layer):
-        given |= second_streams(layer)
+    if read_streams:
+        given |= read_streams
         trace = trace_once(given)
     trials = [*_OTHER_TRIALS]
     # `is_causal=length > 1` is another value where a token is decoded. One token of few channels
@@ -283,6 +289,25 @@ def trace_layer(layer: nn.Module, width: int, opened: Collection[str] = ()) -> L
     _check_training(layer, partial(trace_once, given), trace)
     unread_values = (*unread_streams, *_unread_values(layer, trace_once, trace, given))
     return trace._replace(unread_values=unread_values)
+
+
+def _streams_that_change_nothing(
+    layer: nn.Module,
+    trace_once: Callable[..., LayerTrace],
+    trace: LayerTrace,
+    given: dict[str, Any],
+    streams: dict[str, Any],
+) -> dict[str, Any]:
+    """The second streams with which a layer calls the same as in its trace, which has none.
+
+    given: the arguments of that trace.
+    """
+    alone = {
+        name: stream
+        for name, stream in streams.items()
+        if _is_same_trace(layer, trace_once, trace, given | {name: stream})
+    }
+    return alone if _is_same_trace(layer, trace_once, trace, given | alone) else {}
 
 
 def _is_same_trace(

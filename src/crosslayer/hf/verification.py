@@ -18,7 +18,7 @@ from torch.overrides import resolve_name
 
 from ..class_swap import original_class
 from ..spec import make
-from .arguments import LayerArgument, layer_arguments, name_arguments, residual_argument
+from .arguments import LayerArgument, name_arguments, read_arguments, residual_argument
 from .attach import attach_connections
 from .families import (
     ArgumentProduct,
@@ -123,7 +123,7 @@ class _Functions:
 
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
     """The largest relative difference of output and gradient; infinite for other arguments."""
-    arguments = layer_arguments(layer)
+    arguments = read_arguments(layer, wiring.unread_values)
     opened = {outer for path in wiring.modules for outer in paths_around(path)}
     lengths: dict[str, int] = {}
     host, expected = run_layer_shadow(layer, lambda: _Functions(width), arguments, lengths, opened)
