@@ -22,6 +22,7 @@ BART = {
 SIZES = {
     "T5": T5,
     "MT5": T5,
+    "UMT5": T5,
     "SwitchTransformers": {**T5, "num_experts": 2},
     "Bart": BART,
     "MBart": BART,
@@ -92,6 +93,33 @@ def test_generation_with_a_cache_of_both_attentions(family):
     assert torch.equal(cached, uncached)
     beams = model.generate(**inputs, **options, num_beams=2)
     assert beams.shape == cached.shape
+
+
+@pytest.mark.parametrize("decoder", ["gpt2", "trocr", "bert"])
+def test_a_decoder_that_is_joined_to_an_encoder(decoder):
+    """By `VisionEncoderDecoderModel`; its config has `add_cross_attention`."""
+    torch.manual_seed(0)
+    sizes = {
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+        "trocr": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4},
+        "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    }
+    config = transformers.AutoConfig.for_model(
+        decoder, vocab_size=97, is_decoder=True, add_cross_attention=True, **sizes[decoder]
+    )
+    images = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+        image_size=8, patch_size=4,
+    )  # fmt: skip
+    whole = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, config)
+    plain = perturb_weights(transformers.VisionEncoderDecoderModel(whole)).eval()
+    model = copy.deepcopy(plain)
+    post_norm = decoder in ("trocr", "bert")
+    crosslayer.connect(model.decoder, "postnorm" if post_norm else "mudd")
+    inputs = {"pixel_values": torch.randn(2, 3, 8, 8), "decoder_input_ids": torch.ones(2, 4).long()}
+    assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
+    others = inputs | {"pixel_values": torch.zeros(2, 3, 8, 8)}
+    assert not torch.allclose(model(**others).logits, plain(**inputs).logits, atol=1e-3)
 
 
 def test_a_decoder_needs_its_encoder_in_each_call():

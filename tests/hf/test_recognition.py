@@ -116,7 +116,10 @@ def test_generating_saving_and_disconnecting(family, tmp_path):
         ("doge", "the layer scales what post_attention_layernorm gets by its own parameters"),
         ("xlm", "its sub-layers are in separate lists, attentions, layer_norm1, ffns"),
         ("zaya", "post_attention_residual_scale gets more of the stream, as its argument"),
-        ("pegasus", "it attends to an encoder, which its model has not; the decoder of a whole"),
+        (
+            "pegasus",
+            "it attends to an encoder, which this model does not have; the decoder of a whole",
+        ),
     ],
 )
 def test_what_is_no_stream_is_refused(family, reason):

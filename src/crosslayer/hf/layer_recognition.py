@@ -45,7 +45,7 @@ from .trace import (
 )
 
 _NO_ENCODER = (
-    "it attends to an encoder, which its model has not; the decoder of a whole model can be "
+    "it attends to an encoder, which this model does not have; the decoder of a whole model can be "
     "connected, like connect(model.get_decoder(), spec)"
 )
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "encdecattention")

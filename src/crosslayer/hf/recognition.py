@@ -48,7 +48,8 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     dim = _stream_width(owner, layers, final, config, backbone)
     try:
         # A decoder whose config names no encoder is used without one.
-        attends_encoder = getattr(config, "is_encoder_decoder", False)
+        names = ("is_encoder_decoder", "add_cross_attention")
+        attends_encoder = any(getattr(config, name, False) for name in names)
         of_layers = _recognise_layers(layers, dim, attends_encoder)
     except ValueError:
         _check_list_of_layers(owner, path)

@@ -127,7 +127,10 @@ class _Output(Tensor):
                 "number may differ"
             )
         outputs = self._as_tuple()[index]
-        return _Outputs(outputs) if isinstance(index, slice) else outputs
+        if not isinstance(index, slice):
+            return outputs
+        _Output.unpacked = self.path  # by whoever unpacks a tuple with these
+        return _Outputs(outputs)
 
     def _as_tuple(self) -> tuple[Any, ...]:
         others = [OtherOutput(ExtraOutput(self.path, i)) for i in range(1, self.length)]
