@@ -135,6 +135,41 @@ class NumberBlock(FlagBlock):
         return super().forward(x, mask, parallel)
 
 
+class MaskedStep(nn.Linear):
+    """What an attention returns passes it, with an argument of the layer's."""
+
+    def forward(self, y: Tensor, mask: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        y = factor * super().forward(y)
+        return y if mask is None else y * mask.mean()
+
+
+class StepBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.step = MaskedStep(DIM, DIM)
+
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        return self.step(super().attend(x, mask, causal), mask, factor=0.5)
+
+
+class GatedNorm(nn.LayerNorm):
+    """A norm with a matrix, such as A.X K2's."""
+
+    def __init__(self, dim: int):
+        super().__init__(dim)
+        self.gate = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * self.gate(x).sigmoid()
+
+
+class GatedNormBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm_1, self.norm_2 = GatedNorm(DIM), GatedNorm(DIM)
+
+
 class CountingBlock(Block):
     def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
         self.attn.last_length = x.shape[1]
@@ -182,6 +217,9 @@ MEMORY = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(2))
         (MaskMakingBlock, {}, "is called without mask. Its own code then does something else"),
         (ChoosingBlock, {"mask": MASK}, None),
         (ChoosingBlock, {"mask": None}, "is called without mask"),
+        (StepBlock, {}, None),
+        (StepBlock, {"mask": MASK}, None),
+        (GatedNormBlock, {"mask": MASK}, None),
         (EncoderBlock, {}, None),
         (EncoderBlock, {"mask": MASK}, None),
         (
@@ -208,6 +246,19 @@ def test_a_call_computes_what_the_host_does_or_is_refused(block, arguments, mess
     else:
         with pytest.raises(ValueError, match=message):
             model(x, **arguments)
+
+
+def test_a_norm_with_matrices_is_the_norm_of_each_input():
+    plain = Model(GatedNormBlock)
+    model = crosslayer.connect(copy.deepcopy(plain), "mudd")
+    connection = model.layers[1].connections[0]
+    assert connection.ports == ("q", "k", "v")
+    x = torch.randn(2, 5, DIM)
+    assert torch.equal(model(x), plain(x))
+    model(x).sum().backward()
+    owned = [norm for norm in connection.norms if any(p.dim() == 2 for p in norm.parameters())]
+    assert len(owned) == 2, "k and v have norms of their own, with matrices"
+    assert all(norm.gate.weight.grad is not None for norm in owned)
 
 
 def test_a_model_with_any_number_of_arguments():

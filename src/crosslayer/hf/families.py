@@ -70,6 +70,25 @@ class ArgumentProduct(NamedTuple):
         return f"a product with {self.argument}"
 
 
+class ModuleCall(NamedTuple):
+    """A module that a layer calls with more than its input, and how. Fields as in `Sublayer`."""
+
+    module: str
+    arguments: ArgumentSources
+    preset_arguments: tuple[tuple[str, Any], ...] = ()
+    by_position: tuple[str, ...] = ()
+    input_name: str = ""
+
+    def __repr__(self) -> str:
+        return f"{self.module}(…)"
+
+
+# What a sub-layer's output passes before it is added to the stream: a module by its name or with
+# its arguments, a factor by the name of the layer's parameter, dropout by its probability, a
+# function, or a product with an argument.
+OutputStep = str | float | ModuleCall | FunctionCall | ArgumentProduct
+
+
 class Sublayer(NamedTuple):
     """An attention, an MLP or another mixer: names of modules within its layer.
 
@@ -78,9 +97,7 @@ class Sublayer(NamedTuple):
 
     module: str
     norm: str | FunctionCall | None  # before it; None where the family norms outputs only
-    # What its output passes before it is added to the stream: modules by name, factors by the name
-    # of the layer's parameter, dropout by its probability, and other functions.
-    after: tuple[str | float | FunctionCall | ArgumentProduct, ...] = ()
+    after: tuple[OutputStep, ...] = ()  # what its output passes before it is added to the stream
     up_projections: tuple[str, ...] = ()  # within an MLP: the projections to its hidden width
     # Within the sub-layer: the projection to the stream's width, a module or its weight. Attentions
     # whose output is normed before the stream name none.
@@ -100,6 +117,12 @@ class Sublayer(NamedTuple):
     preset_arguments: tuple[tuple[str, Any], ...] = ()
     by_position: tuple[str, ...] = ()  # those that the layer passes by position, after its input
     input_name: str = ""  # by which the layer passes its input; empty where it does so by position
+
+    @property
+    def paths_after(self) -> list[str]:
+        """The modules and parameters that its output passes."""
+        steps = [step.module if isinstance(step, ModuleCall) else step for step in self.after]
+        return [step for step in steps if isinstance(step, str)]
 
 
 # Of an argument: True or False, as `if` takes it; None, or left out; or anything but None.
@@ -142,7 +165,7 @@ class LayerWiring(NamedTuple):
         """The paths of all modules that are named."""
         paths = [norm for norm in (self.last_norm, self.embedding_norm) if norm]
         for sublayer in self.sublayers:
-            steps = (sublayer.module, sublayer.norm, *sublayer.after)
+            steps = (sublayer.module, sublayer.norm, *sublayer.paths_after)
             paths += [step for step in steps if isinstance(step, str)]
         return paths
 

@@ -28,17 +28,19 @@ from .families import (
     ExtraOutput,
     FunctionCall,
     LayerWiring,
+    ModuleCall,
+    OutputStep,
     Sublayer,
 )
 from .function_calls import is_norm_function
 from .host_norms import find_attribute
-from .projections import describe_sublayer, has_matrix, is_norm
+from .projections import describe_sublayer, has_matrix, is_named_norm, is_norm
 from .shadow import OtherOutput
 from .trace import (
     STREAM_VECTOR,
     LayerTrace,
-    ModuleCall,
     StreamSum,
+    TracedCall,
     constant_arguments,
     same_sum,
     trace_layer,
@@ -279,15 +281,20 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
         names = ", ".join(call.title for call in calls)
         raise ValueError(f"{names} is no sub-layer with at most one norm before it")
     main = heavy.index(True)
+    if (
+        main == 0
+        and heavy[1:2] == [True]
+        and is_named_norm(calls[0].path, layer.get_submodule(calls[0].path))
+    ):
+        main = 1  # a norm with matrices, such as A.X K2's, which has a gate
     norm = _norm_before(layer, calls[0], calls[1]) if main else None
     factors = [factor for call in calls[1:] for factor in call.inputs.values()]
     input_scale = factors.pop(0) if main else 1.0
-    has_arguments = any(call.arguments for i, call in enumerate(calls) if i != main)
-    if has_arguments or any(factor != 1 for factor in factors):
-        raise ValueError(
-            f"what {calls[main].path} returns is scaled, or passes modules with more than one input"
-        )
-    after = tuple(call.path or call.function or call.dropout for call in calls[main + 1 :])
+    if main and calls[0].arguments:
+        raise ValueError(f"{calls[0].path}, which norms the stream, gets more than one input")
+    if any(factor != 1 for factor in factors):
+        raise ValueError(f"what {calls[main].path} returns is scaled before it reaches the stream")
+    after = tuple(_output_step(layer, call) for call in calls[main + 1 :])
     sources = _sources(layer, calls[main])
     return describe_sublayer(
         layer,
@@ -305,7 +312,19 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
     )
 
 
-def _norm_before(layer: nn.Module, call: ModuleCall, next_call: ModuleCall) -> str | FunctionCall:
+def _output_step(layer: nn.Module, call: TracedCall) -> OutputStep:
+    """A call between a sub-layer's module and the stream, as a step of its output."""
+    if not call.arguments:
+        return call.path or call.function or call.dropout
+    sources = _sources(layer, call)
+    for name, source in sources:
+        if isinstance(source, ExtraOutput):
+            raise ValueError(f"{call.path} gets an output of {source.module} as {name!r}")
+    preset = _preset_arguments(layer, call, sources)
+    return ModuleCall(call.path, sources, preset, call.by_position, call.input_name)
+
+
+def _norm_before(layer: nn.Module, call: TracedCall, next_call: TracedCall) -> str | FunctionCall:
     """The norm that a call is: the path of a module, or a function."""
     if isinstance(call.function, FunctionCall) and is_norm_function(call.function):
         return call.function
@@ -322,7 +341,7 @@ def _exact_factor(layer: nn.Module, factor: float) -> float:
     return factor
 
 
-def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
+def _sources(layer: nn.Module, call: TracedCall) -> ArgumentSources:
     """From which of the layer's arguments, or of earlier modules' outputs, those of a call come."""
     of_layer = argument_parameters(layer)
     module = layer.get_submodule(call.path)
@@ -353,7 +372,7 @@ def _sources(layer: nn.Module, call: ModuleCall) -> ArgumentSources:
 
 
 def _preset_arguments(
-    layer: nn.Module, call: ModuleCall, sources: ArgumentSources
+    layer: nn.Module, call: TracedCall, sources: ArgumentSources
 ) -> tuple[tuple[str, Any], ...]:
     """The values of a module's arguments that the layer's code sets, and the layer's defaults of
     the others, where the module has another default or none.

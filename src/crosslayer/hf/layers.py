@@ -27,6 +27,8 @@ from .families import (
     FunctionCall,
     LayerWiring,
     Modulation,
+    ModuleCall,
+    OutputStep,
     ReturnedArgument,
     Sublayer,
     UnreadValue,
@@ -213,9 +215,7 @@ class ConnectedLayer:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), outputs
 
-    def _apply_step(
-        self, step: str | float | FunctionCall | ArgumentProduct, y: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor:
+    def _apply_step(self, step: OutputStep, y: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A step between a sub-layer's module and the stream. kwargs: the layer's arguments."""
         if isinstance(step, float):
             return nn.functional.dropout(y, step, self.training)
@@ -223,6 +223,11 @@ class ConnectedLayer:
             return step(y)
         if isinstance(step, ArgumentProduct):
             return y * kwargs[step.argument]
+        if isinstance(step, ModuleCall):
+            selected = _select_arguments(step.arguments, kwargs, self.argument_names, y, {})
+            arguments = dict(step.preset_arguments) | selected
+            outputs = _call_as_host(find_attribute(self, step.module), step, y, arguments)
+            return outputs[0] if isinstance(outputs, tuple | list) else outputs
         module: Any = find_attribute(self, step)
         return module * y if isinstance(module, Tensor) else module(y)
 
@@ -249,16 +254,16 @@ def _describe_unread(layer: str, number: int, name: str, value: UnreadValue) -> 
     )
 
 
-def _call_as_host(module: Any, sublayer: Sublayer, x: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a sub-layer's module with arguments by name or by position, as the host's layer does.
+def _call_as_host(module: Any, call: Sublayer | ModuleCall, x: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a module with arguments by name or by position, as the host's layer does.
 
     Hooks may depend on it, and modules that are put in place of the host's.
     """
-    if sublayer.input_name:
-        return module(**{sublayer.input_name: x}, **kwargs)
+    if call.input_name:
+        return module(**{call.input_name: x}, **kwargs)
     rest = dict(kwargs)
     positional = []
-    for name in sublayer.by_position:
+    for name in call.by_position:
         if name not in rest:  # the host leaves it out
             break
         positional.append(rest.pop(name))

@@ -58,7 +58,7 @@ def describe_sublayer(layer: nn.Module, sublayer: Sublayer) -> Sublayer:
     children = dict(module.named_modules())
     up = next((names for names in _UP if all(name in children for name in names)), ())
     output = next((name for name in _OUTPUT if _has_attribute(module, name)), "")
-    steps = [find_attribute(layer, step) for step in sublayer.after if isinstance(step, str)]
+    steps = [find_attribute(layer, path) for path in sublayer.paths_after]
     if any(has_matrix(step) for step in steps):
         output = ""  # It is one of these steps.
     if not is_mlp and any(_has_parameters(step) for step in steps):
@@ -285,8 +285,12 @@ def has_matrix(module: nn.Module | Tensor) -> bool:
 
 def is_norm(name: str, module: nn.Module) -> bool:
     """Whether a module is called a norm, by its name or its class, and has no matrix."""
-    is_named_norm = "norm" in f"{name} {type(module).__name__}".lower()
-    return is_named_norm and not has_matrix(module)
+    return is_named_norm(name, module) and not has_matrix(module)
+
+
+def is_named_norm(name: str, module: nn.Module) -> bool:
+    """Whether a module is called a norm, by its name or its class."""
+    return "norm" in f"{name} {type(module).__name__}".lower()
 
 
 def _has_parameters(module: nn.Module | Tensor) -> bool:

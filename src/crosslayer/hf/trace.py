@@ -60,7 +60,7 @@ def same_sum(a: StreamSum, b: StreamSum) -> bool:
     return a.keys() == b.keys() and all(abs(a[key] - b[key]) < 10 * _TOLERANCE for key in a)
 
 
-class ModuleCall(NamedTuple):
+class TracedCall(NamedTuple):
     """A call of a module or a function, or a product with a parameter of the layer's."""
 
     path: str  # of the module or the parameter in the layer; empty for a function
@@ -83,7 +83,7 @@ class ModuleCall(NamedTuple):
 class LayerTrace(NamedTuple):
     """The calls of a layer's forward, in order, and the sum that it returns."""
 
-    calls: list[ModuleCall]
+    calls: list[TracedCall]
     output: StreamSum
     extras: tuple[LayerExtra, ...] | None  # as in `LayerWiring`
     unread_values: tuple[tuple[str, UnreadValue], ...] = ()  # as in `LayerWiring`
@@ -99,7 +99,7 @@ class _Recorder:
         self.width = width
         self.shape = trial.shape
         self.size = trial.stream_size
-        self.calls: list[ModuleCall] = []
+        self.calls: list[TracedCall] = []
         # Flat. Zeros stand for an output times a single number.
         self.vectors: list[numpy.ndarray] = []
         self.single_products: dict[tuple[int, str], int] = {}  # vector and parameter -> vector
@@ -124,20 +124,20 @@ class _Recorder:
                 arguments[name] = LayerArgument(SAME_INPUT)
         input_name = first if first in kwargs else ""
         self.calls.append(
-            ModuleCall(path, inputs, arguments, by_position=by_position, input_name=input_name)
+            TracedCall(path, inputs, arguments, by_position=by_position, input_name=input_name)
         )
         output = self._next_vector()
         return output if residual is None else output + residual
 
     def drop_out(self, x: Tensor, p: float) -> Tensor:
-        self.calls.append(ModuleCall("", self.decompose(x, "a dropout"), {}, p))
+        self.calls.append(TracedCall("", self.decompose(x, "a dropout"), {}, p))
         return self._next_vector()
 
     def call_function(self, x: Tensor, call: FunctionCall) -> Tensor:
         if x.requires_grad or x.shape != (*self.shape, self.width):
             return call(x)  # of a parameter
         inputs = self.decompose(x, repr(call))
-        self.calls.append(ModuleCall("", inputs, {}, function=call))
+        self.calls.append(TracedCall("", inputs, {}, function=call))
         return self._next_vector()
 
     def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
@@ -146,7 +146,7 @@ class _Recorder:
                 "its own code computes with its arguments, where most layers pass them on"
             )
         inputs = self.decompose(x, repr(product))
-        self.calls.append(ModuleCall("", inputs, {}, function=product))
+        self.calls.append(TracedCall("", inputs, {}, function=product))
         return self._next_vector()
 
     def decompose(self, x: Any, where: str) -> StreamSum:
@@ -184,7 +184,7 @@ class _Recorder:
             found[vector] = 1.0 if abs(factor - 1) < _TOLERANCE else factor
         return found
 
-    def _add_product(self, call: ModuleCall, product: numpy.ndarray) -> int:
+    def _add_product(self, call: TracedCall, product: numpy.ndarray) -> int:
         self.calls.append(call)
         self.vectors.append(product)
         return len(self.calls)
@@ -208,12 +208,12 @@ class _Recorder:
         As a direction it is no new one.
         """
         if (number, name) not in self.single_products:
-            call = ModuleCall(name, {number: 1.0}, {}, is_single_product=True)
+            call = TracedCall(name, {number: 1.0}, {}, is_single_product=True)
             zeros = numpy.zeros_like(self.vectors[0])
             self.single_products[number, name] = self._add_product(call, zeros)
         return self.single_products[number, name]
 
-    def _scaled_outputs(self) -> list[tuple[ModuleCall, numpy.ndarray]]:
+    def _scaled_outputs(self) -> list[tuple[TracedCall, numpy.ndarray]]:
         """Each output times each of the layer's own parameters, such as a learned scale, but those
         that were found before.
         """
@@ -226,7 +226,7 @@ class _Recorder:
             # One row for each token.
             scales = numpy.tile(parameter.detach().flatten().numpy(), self.shape[0] * self.shape[1])
             for vector in range(1, len(self.vectors)):
-                call = ModuleCall(name, {vector: 1.0}, {})
+                call = TracedCall(name, {vector: 1.0}, {})
                 if call not in self.calls:
                     scaled.append((call, self.vectors[vector] * scales))
         return scaled

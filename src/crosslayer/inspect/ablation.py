@@ -186,13 +186,15 @@ def _find_outputs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     site = 0
     for number, layer in enumerate(wiring.find_layers(backbone)):
         layer_wiring = wiring.of_layers[number]
-        steps = Counter(step for sublayer in layer_wiring.sublayers for step in sublayer.after)
+        steps = Counter(
+            step for sublayer in layer_wiring.sublayers for step in sublayer.paths_after
+        )
         for sublayers in layer_wiring.sites:
             for sublayer in sublayers if site not in appended else ():
                 path = sublayer.module
-                for step in sublayer.after:
+                for step in sublayer.paths_after:
                     # ViT's attention and MLP pass the same dropout. BEiT's scales are parameters.
-                    if isinstance(step, str) and steps[step] == 1:
+                    if steps[step] == 1:
                         is_module = isinstance(find_attribute(layer, step), nn.Module)
                         path = step if is_module else path
                 yield f"{number}.{port_label(sublayer.port)}", layer.get_submodule(path)
