@@ -250,7 +250,7 @@ class OpeningBlock(LibraryBlock):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (ScaledBlock, "passes modules with more than one input"),
+        (ScaledBlock, "mlp_norm, which norms the stream, gets more than one input"),
         (LateResidualBlock, "mlp_norm gets more of the stream, as its argument 'residual'"),
         (RoutedBlock, "it gives mlp an output of router, which is no sub-layer that runs before"),
         (OpeningBlock, r"takes arguments out of its \*\*kwargs; name them in its forward"),

@@ -47,10 +47,7 @@ def recognise_model(backbone: Any) -> tuple[Any, ModelWiring]:
     config = next(_configs((owner, backbone, *layers)), None)
     dim = _stream_width(owner, layers, final, config, backbone)
     try:
-        # A decoder whose config names no encoder is used without one.
-        names = ("is_encoder_decoder", "add_cross_attention")
-        attends_encoder = any(getattr(config, name, False) for name in names)
-        of_layers = _recognise_layers(layers, dim, attends_encoder)
+        of_layers = _recognise_layers(layers, dim, _attends_encoder(config))
     except ValueError:
         _check_list_of_layers(owner, path)
         raise
@@ -79,6 +76,17 @@ def _check_layers(layers: list[Any]) -> None:
         for layer in layers
     ):
         raise ValueError("its layers are compiled; connect the model first, then compile it")
+
+
+def _attends_encoder(config: Any) -> bool:
+    """Whether the config says that a decoder gets an encoder's outputs.
+
+    ProphetNet's `add_cross_attention` is True by default, with an encoder or without.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        return True
+    is_default = getattr(type(config), "add_cross_attention", False)
+    return bool(getattr(config, "add_cross_attention", False)) and not is_default
 
 
 def _recognise_layers(
