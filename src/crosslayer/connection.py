@@ -4,8 +4,8 @@
               │ read, write(y_1) │     │ read, write(y_2) │        │ readout
 
 A connection decides what a sub-layer reads and where its output goes. It processes each token
-separately, so it is causal and needs no cache when decoding. Sites run in the order of depth; most
-methods cannot tell that they do not. A whole model:
+separately, so it is causal and needs no cache when decoding. Sites must run in the order of depth;
+most methods cannot detect another order. A whole model:
 
     state = sites[0].init(embed(tokens))
     for connection, sublayer in zip(sites, sublayers):

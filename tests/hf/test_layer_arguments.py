@@ -130,6 +130,35 @@ class FlagBlock(Block):
         return x + y + self.mlp(self.norm_2(x + y))
 
 
+class DoubleFlagBlock(FlagBlock):
+    """None and False are two things to it."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, parallel: Any = None) -> Tensor:
+        return super().forward(x, mask, parallel is not None and not parallel)
+
+
+class TypeBlock(Block):
+    """It passes its mask on where that is a tensor."""
+
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        return super().attend(x, mask if isinstance(mask, Tensor) else None, causal)
+
+
+class TupleStep(nn.Linear):
+    def forward(self, y: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
+        return super().forward(y), 3
+
+
+class TupleStepBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.step = TupleStep(DIM, DIM)
+
+    def attend(self, x: Tensor, mask: Any, causal: Any) -> Tensor:
+        y, _ = self.step(super().attend(x, mask, causal))
+        return y
+
+
 class NumberBlock(FlagBlock):
     def forward(self, x: Tensor, mask: Tensor | None = None, parallel: int = 0) -> Tensor:
         return super().forward(x, mask, parallel)
@@ -232,6 +261,11 @@ MEMORY = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(2))
         (FlagBlock, {"parallel": True}, None),
         (FlagBlock, {"parallel": 0}, r"layer 0 \(FlagBlock\) is called with parallel=False"),
         (FlagBlock, {}, "is called without parallel"),
+        (DoubleFlagBlock, {}, None),
+        (DoubleFlagBlock, {"parallel": None}, None),
+        (DoubleFlagBlock, {"parallel": False}, "is called with parallel=False"),
+        (TypeBlock, {"mask": MASK}, None),
+        (TupleStepBlock, {}, None),
         (NumberBlock, {}, None),
         (NumberBlock, {"parallel": 0}, None),
         (NumberBlock, {"parallel": 1}, "is called with parallel=True"),

@@ -181,6 +181,47 @@ def test_a_layer_is_called_with_what_it_multiplies_by():
             hidden[index]
 
 
+def test_factors_that_streams_have_no_range_for():
+    host = FactorHost()
+    with torch.no_grad():
+        host.layers[1].keep.fill_(-0.5)
+    with pytest.raises(ValueError, match=r"layer 1 multiplies .* by keep, which is -0.5"):
+        crosslayer.connect(host, "mudd")
+    with torch.no_grad():
+        for layer in host.layers:
+            layer.keep.fill_(0.03)
+    assert "mudd" in str(crosslayer.connect(copy.deepcopy(host), "mudd").connection_spec)
+    half = copy.deepcopy(host).half()
+    with pytest.raises(ValueError, match=r"up to layer 1 .* streams of float16 have no range"):
+        crosslayer.connect(copy.deepcopy(half), "mudd")
+    connected = crosslayer.connect(copy.deepcopy(half), "mudd(stream_dtype='float32')")
+    gate = torch.linspace(0, 2, 8).half()
+    actual, expected = connected(make_ids(), gate), half(make_ids(), gate)
+    assert actual.isfinite().all() and actual.dtype == torch.float16
+    assert relative_difference(actual.float(), expected.float()) < 0.1
+
+
+class InPlaceHost(FactorHost):
+    """Changes an output in place, which another name has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(InPlaceBlock(nn.LayerNorm) for _ in range(2))
+
+
+class InPlaceBlock(FactorBlock):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y = self.down(self.up(self.norm(x)))
+        z = y
+        z *= gate.mean() if isinstance(gate, Tensor) else gate
+        return x + y
+
+
+def test_a_product_in_place_is_refused():
+    with pytest.raises(ValueError, match="its own code computes with its arguments"):
+        crosslayer.connect(InPlaceHost(), "mudd")
+
+
 class DyTNorm(nn.Module):
     """Its output grows with its input."""
 

@@ -11,6 +11,7 @@ from torch import nn
 from ..class_swap import original_class
 from .families import RESIDUAL_ARGUMENTS, REST_OF_ARGUMENTS, UnreadValue
 
+COMPUTES_WITH_ARGUMENTS = "its own code computes with its arguments, where most layers pass them on"
 # Types of defaults that an `if` of the layer's own code may look at.
 _SWITCHES = (bool, int, float, str, tuple)
 
@@ -38,7 +39,8 @@ class LayerArgument:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        raise TypeError(f"unsupported operand: {cls.__name__}")
+        # No TypeError, after which Python tries `x * argument` for `x *= argument`.
+        raise ValueError(COMPUTES_WITH_ARGUMENTS)
 
     # A layer that compares an argument, like `if step == 0:`, may do something else with another.
     def __eq__(self, other: object) -> bool:
@@ -50,7 +52,7 @@ class LayerArgument:
 
 
 class LayerSwitch(LayerArgument):
-    """Stands for an argument of a layer that is a number or a text, by default, or on or off."""
+    """Stands for an argument whose default is a bool, a number, a text or a tuple."""
 
 
 def layer_arguments(layer: nn.Module) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def read_arguments(
 
 def other_arguments(
     layer: nn.Module, arguments: dict[str, Any]
-) -> Iterator[tuple[str, bool | None, dict[str, Any]]]:
+) -> Iterator[tuple[str, UnreadValue, dict[str, Any]]]:
     """Each argument's name, another value of it, and all arguments with that value.
 
     The other value of a switch is its opposite. Those of any other argument are None and one that
@@ -101,7 +103,7 @@ def other_arguments(
             yield name, value, arguments | {name: LayerSwitch(name, value)}
         elif name in parameters and parameters[name].default in (None, inspect.Parameter.empty):
             yield name, None, arguments | {name: None}
-            yield name, False, arguments | {name: LayerArgument(name, False)}
+            yield name, "false", arguments | {name: LayerArgument(name, False)}
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:

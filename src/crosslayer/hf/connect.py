@@ -1,6 +1,7 @@
 """`connect`: replace the residual connections of a model."""
 
 import copy
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ..connection import PRENORM_FUNCTIONS, SPLIT_PORT_NAMES, Connection, find_c
 from ..partitioned import gathered_parameters, parameter_shape
 from ..spec import ConnectionSpec, make
 from ..stack import Stack
+from ..validation import dtype_name, parse_dtype
 from .adapters import register_with_imported_peft
 from .attach import (
     attach_connections,
@@ -25,6 +27,7 @@ from .attach import (
     set_config_keys,
 )
 from .families import ModelWiring
+from .host_norms import find_attribute
 from .mlp_widths import growing_widths, mlp_hidden_width
 from .projections import has_projection_names
 from .registration import register_with_diffusers
@@ -91,7 +94,7 @@ def connect(
             f"{spec} ends with a norm of its streams, and {type(backbone).__name__} has no norm "
             "after its layers"
         )
-    _check_stream_factors(backbone, wiring)
+    _check_stream_factors(backbone, wiring, spec)
     mlp_widths = None
     if reallocate:
         layers = wiring.find_layers(backbone)
@@ -264,14 +267,16 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
             weight.mul_(scale)
 
 
-def _check_stream_factors(backbone: Any, wiring: ModelWiring) -> None:
+def _check_stream_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSpec) -> None:
     """Raise a ValueError where layers multiply the stream and a norm does not remove the factor.
 
-    A connection's streams are without these factors.
+    A connection's streams are without these factors. Nor may they be too large or too small for
+    that, or negative, as norms keep signs.
     """
     factor = next((w.stream_factor for w in wiring.of_layers if w.stream_factor), "")
     if not factor:
         return
+    _check_size_of_factors(backbone, wiring, factor, spec)
     norms = {f"its final norm, {wiring.final},": final_norm(backbone, wiring)}
     pairs = zip(wiring.find_layers(backbone), wiring.of_layers, strict=True)
     for number, (layer, layer_wiring) in enumerate(pairs):
@@ -282,6 +287,40 @@ def _check_stream_factors(backbone: Any, wiring: ModelWiring) -> None:
             raise ValueError(
                 f"its layers multiply their stream by {factor}, and {name} does not remove this "
                 "factor, as connections need it"
+            )
+
+
+@torch.no_grad()
+def _check_size_of_factors(
+    backbone: Any, wiring: ModelWiring, name: str, spec: ConnectionSpec
+) -> None:
+    """Raise a ValueError for factors that are not positive, or whose product leaves the range of
+    the streams' dtype. Nothing is known of those on the meta device.
+    """
+    dtype = next(backbone.parameters()).dtype
+    if spec.options.get("stream_dtype") is not None:
+        dtype = parse_dtype(spec.options["stream_dtype"], "stream_dtype")
+    largest = math.sqrt(torch.finfo(dtype).max)  # the streams need the other half of the range
+    product = 1.0
+    pairs = zip(wiring.find_layers(backbone), wiring.of_layers, strict=True)
+    for number, (layer, layer_wiring) in enumerate(pairs):
+        if not layer_wiring.stream_factor:
+            continue
+        factor = find_attribute(layer, layer_wiring.stream_factor)
+        if factor.is_meta:
+            continue
+        value = factor.item()
+        if not value > 0:
+            raise ValueError(
+                f"layer {number} multiplies its stream by {name}, which is {value:.3g}; "
+                "connections need positive factors"
+            )
+        product *= value
+        if not 1 / largest < product < largest:
+            raise ValueError(
+                f"up to layer {number} its layers multiply the stream by {product:.3g} in all "
+                f"({name}), and streams of {dtype_name(dtype)} have no range for its inverse; try "
+                f"stream_dtype='float32'"
             )
 
 

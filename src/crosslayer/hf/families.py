@@ -125,8 +125,9 @@ class Sublayer(NamedTuple):
         return [step for step in steps if isinstance(step, str)]
 
 
-# Of an argument: True or False, as `if` takes it; None, or left out; or anything but None.
-UnreadValue = bool | Literal["given"] | None
+# Of an argument. True or False: as `if` takes it, so None is False. "false": False, but not None.
+# None: None, or left out. "given": anything but None.
+UnreadValue = bool | Literal["false", "given"] | None
 
 
 class ReturnedArgument(NamedTuple):

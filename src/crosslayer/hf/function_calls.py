@@ -49,7 +49,7 @@ def _find_functions() -> dict[Any, Callable[..., Tensor]]:
 
 
 _FUNCTIONS = _find_functions()
-_PRODUCTS = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
+_PRODUCTS = {torch.mul, Tensor.mul}  # of `*` too; one in place would change other names' tensors
 
 
 def is_norm_function(call: FunctionCall) -> bool:

@@ -69,7 +69,7 @@ class HiddenState(NamedTuple):
         )
 
     def _select(self, leaf: Any, tokens: slice) -> Any:
-        """What the state holds of some tokens. Coefficients without leading axes are of all."""
+        """What the state holds of some tokens. Tensors without axes of batch and token stay."""
         if isinstance(leaf, Tensor) and leaf.dim() >= 3 and leaf.shape[:2] == self.shape[:2]:
             return leaf[:, tokens]
         return leaf

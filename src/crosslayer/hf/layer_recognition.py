@@ -19,11 +19,13 @@ from .arguments import (
     is_constant,
     opens_rest,
     residual_argument,
+    second_streams,
 )
 from .families import (
     NO_RESIDUAL,
     REST_OF_ARGUMENTS,
     SAME_INPUT,
+    ArgumentProduct,
     ArgumentSources,
     ExtraOutput,
     FunctionCall,
@@ -119,19 +121,22 @@ def _without_stream_factor(trace: LayerTrace) -> tuple[LayerTrace, str]:
     """The trace without a number that all of the returned sum is multiplied by, and the name of
     that parameter or buffer; empty where there is none.
     """
-    products = [trace.calls[vector - 1] if vector else None for vector in trace.output]
-    names = {product.path if product and product.is_single_product else "" for product in products}
+    if STREAM_VECTOR in trace.output:
+        return trace, ""
+    products = [trace.calls[vector - 1] for vector in trace.output]
+    names = {product.path if product.is_one_number else "" for product in products}
     if len(names) != 1 or names == {""} or set(trace.output.values()) != {1.0}:
         return trace, ""
     output: StreamSum = {}
     for product in products:
-        assert product is not None
         output |= product.inputs
     return trace._replace(output=output), names.pop()
 
 
 def _check_handed_outputs(wiring: LayerWiring) -> None:
-    """Raise a ValueError where a sub-layer gets an output of what is no sub-layer before it."""
+    """Raise a ValueError where a sub-layer gets an output of what is no sub-layer before it, or the
+    layer returns one.
+    """
     before: set[str] = set()
     for sublayer in wiring.sublayers:
         for name, source in sublayer.arguments or ():
@@ -141,6 +146,11 @@ def _check_handed_outputs(wiring: LayerWiring) -> None:
                     f"sub-layer that runs before it, as its argument {name!r}"
                 )
         before.add(sublayer.module)
+    for extra in wiring.extras or ():
+        if isinstance(extra, ExtraOutput) and extra.module not in before:
+            raise ValueError(
+                f"it returns an output of {extra.module}, which is no sub-layer, besides its stream"
+            )
 
 
 def _read_pre_norm_wiring(layer: nn.Module, trace: LayerTrace) -> LayerWiring:
@@ -314,6 +324,13 @@ def _sublayer(layer: nn.Module, trace: LayerTrace, chain: list[int], scale: floa
 
 def _output_step(layer: nn.Module, call: TracedCall) -> OutputStep:
     """A call between a sub-layer's module and the stream, as a step of its output."""
+    if isinstance(call.function, ArgumentProduct):
+        default = argument_parameters(layer)[call.function.argument].default
+        if default not in (None, inspect.Parameter.empty):
+            raise ValueError(
+                f"the default of its argument {call.function.argument!r}, which multiplies an "
+                "output, is not None"
+            )
     if not call.arguments:
         return call.path or call.function or call.dropout
     sources = _sources(layer, call)
@@ -364,6 +381,9 @@ def _sources(layer: nn.Module, call: TracedCall) -> ArgumentSources:
             sources.append((name, value.name))
         elif isinstance(value, OtherOutput) and not name.endswith("]"):
             sources.append((name, value.output))
+        elif name in set(of_layer) - set(second_streams(layer)) and value is of_layer[name].default:
+            # Its code may pass on what it was given, of one type alone.
+            sources.append((name, name))
         elif name in constants and (name.endswith("]") or not is_constant(value)):
             raise ValueError(
                 f"it gives {call.path} an argument that it makes itself, {name}={value!r}"

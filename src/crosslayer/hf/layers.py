@@ -89,7 +89,7 @@ class ConnectedLayer:
         hidden_states = kwargs.pop(names[0])
         number = self.connections[0].site.layer
         for name, value in self.wiring.unread_values:
-            if _is_given(kwargs, name, value):
+            if _has_value(kwargs, name, value):
                 raise ValueError(_describe_unread(type(self).__name__, number, name, value))
         check_order(hidden_states, number)
         is_first = isinstance(hidden_states, Tensor)
@@ -148,11 +148,13 @@ class ConnectedLayer:
                     y, returned[sublayer.module] = self._run_sublayer(
                         sublayer, x, modulation, kwargs, returned
                     )
-                    # The host's stream is the connection's times its scale, which norms remove.
-                    outputs.append(y if stream_scale is None else y / stream_scale)
+                    if stream_scale is not None:
+                        y = _divide(y, stream_scale, connection)
+                    outputs.append(y)
             state = connection.write(state, sum(outputs[1:], outputs[0]))
         if self.wiring.stream_factor:
-            stream_scale = _multiply(stream_scale, find_attribute(self, self.wiring.stream_factor))
+            factor = find_attribute(self, self.wiring.stream_factor)
+            stream_scale = _scale_after(stream_scale, factor)
         after: Any = (state, dtype_like, stream_scale)
         if self.connections[-1].is_readout:
             after = scale_stream(self.connections[-1].readout(state), stream_scale).to(dtype)
@@ -229,28 +231,35 @@ class ConnectedLayer:
             outputs = _call_as_host(find_attribute(self, step.module), step, y, arguments)
             return outputs[0] if isinstance(outputs, tuple | list) else outputs
         module: Any = find_attribute(self, step)
-        return module * y if isinstance(module, Tensor) else module(y)
+        if isinstance(module, Tensor):
+            return module * y
+        outputs = module(y)
+        return outputs[0] if isinstance(outputs, tuple | list) else outputs
 
 
-def _is_given(kwargs: dict[str, Any], name: str, value: UnreadValue) -> bool:
+def _has_value(kwargs: dict[str, Any], name: str, value: UnreadValue) -> bool:
     """Whether an argument has a value; 0 and a tensor of False are False, as in `if` of a layer."""
     given = kwargs.get(name)
     if value is None:
         return given is None
     if value == "given":
         return given is not None
+    if value == "false":
+        return given is not None and not given
     return name in kwargs and bool(given) == value
 
 
-def _describe_unread(layer: str, number: int, name: str, value: UnreadValue) -> str:
+def _describe_unread(layer_class: str, number: int, name: str, value: UnreadValue) -> str:
     given = f"with {name}={value}"
     if value is None:
         given = f"without {name}"
     elif value == "given":
         given = f"with {name}"
+    elif value == "false":
+        given = f"with {name}=False"
     return (
-        f"layer {number} ({layer}) is called {given}. Its own code then does something else than "
-        "what connect has read; put that branch into one of its modules"
+        f"layer {number} ({layer_class}) is called {given}. Its own code then does something else "
+        "than what connect has read; put that branch into one of its modules"
     )
 
 
@@ -318,10 +327,20 @@ def _select_arguments(
     return selected
 
 
-def _multiply(stream_scale: Tensor | None, factor: Tensor) -> Tensor:
+def _scale_after(stream_scale: Tensor | None, factor: Tensor) -> Tensor:
     """The scale of the stream after a layer. factor: of one number, in the host's dtype."""
     wide = factor.to(torch.promote_types(factor.dtype, torch.float32)).reshape(())
     return wide if stream_scale is None else stream_scale * wide
+
+
+def _divide(y: Tensor, stream_scale: Tensor, connection: Connection[Any]) -> Tensor:
+    """What joins a connection's stream where y would join the host's.
+
+    The host's stream is the connection's times the scale, which norms remove. The quotient may be
+    too large for the host's dtype, so a wider one of the streams gets it whole.
+    """
+    quotient = y.to(torch.promote_types(y.dtype, torch.float32)) / stream_scale
+    return quotient if connection.stream_dtype is not None else quotient.to(y.dtype)
 
 
 def _scale_inputs(x: Any, scale: float | Tensor) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import (
+    COMPUTES_WITH_ARGUMENTS,
     LayerArgument,
     argument_parameters,
     is_constant,
@@ -70,7 +71,7 @@ class TracedCall(NamedTuple):
     function: FunctionCall | ArgumentProduct | None = None  # where it is another one
     by_position: tuple[str, ...] = ()  # those of the others that are passed by position
     input_name: str = ""  # of its first argument, where it is passed by name
-    is_single_product: bool = False  # with a parameter or buffer of one number
+    is_one_number: bool = False  # with a parameter or buffer of one number
 
     @property
     def title(self) -> str:
@@ -142,9 +143,7 @@ class _Recorder:
 
     def multiply(self, x: Tensor, product: ArgumentProduct) -> Tensor:
         if x.shape != (*self.shape, self.width):
-            raise ValueError(
-                "its own code computes with its arguments, where most layers pass them on"
-            )
+            raise ValueError(COMPUTES_WITH_ARGUMENTS)
         inputs = self.decompose(x, repr(product))
         self.calls.append(TracedCall("", inputs, {}, function=product))
         return self._next_vector()
@@ -208,7 +207,7 @@ class _Recorder:
         As a direction it is no new one.
         """
         if (number, name) not in self.single_products:
-            call = TracedCall(name, {number: 1.0}, {}, is_single_product=True)
+            call = TracedCall(name, {number: 1.0}, {}, is_one_number=True)
             zeros = numpy.zeros_like(self.vectors[0])
             self.single_products[number, name] = self._add_product(call, zeros)
         return self.single_products[number, name]
@@ -329,7 +328,7 @@ def _unread_values(
     trace_once: Callable[..., LayerTrace],
     trace: LayerTrace,
     given: dict[str, Any],
-) -> Iterator[tuple[str, bool | None]]:
+) -> Iterator[tuple[str, UnreadValue]]:
     """The values of arguments with which the layer does something else than in its trace.
 
     given: the arguments of that trace.
@@ -349,7 +348,7 @@ def _unread_values(
             yield name, value
 
 
-def _same_extras(a: LayerTrace, b: LayerTrace, name: str, value: bool | None) -> bool:
+def _same_extras(a: LayerTrace, b: LayerTrace, name: str, value: UnreadValue) -> bool:
     """Whether the same is returned besides the stream where an argument has a value in b."""
     if name == "output_attentions":  # a layer is read with all that it can return
         return True
