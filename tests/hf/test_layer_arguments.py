@@ -159,6 +159,15 @@ class TupleStepBlock(Block):
         return y
 
 
+GATE = torch.ones(DIM)
+
+
+class TensorDefaultBlock(Block):
+    def forward(self, x: Tensor, gate: Tensor = GATE) -> Tensor:
+        x = x + self.attn(self.norm_1(x)) * gate
+        return x + self.mlp(self.norm_2(x))
+
+
 class NumberBlock(FlagBlock):
     def forward(self, x: Tensor, mask: Tensor | None = None, parallel: int = 0) -> Tensor:
         return super().forward(x, mask, parallel)
@@ -280,6 +289,11 @@ def test_a_call_computes_what_the_host_does_or_is_refused(block, arguments, mess
     else:
         with pytest.raises(ValueError, match=message):
             model(x, **arguments)
+
+
+def test_a_factor_with_a_default_is_refused():
+    with pytest.raises(ValueError, match="default of its argument 'gate', which multiplies an"):
+        crosslayer.connect(Model(TensorDefaultBlock), "mudd")
 
 
 def test_a_norm_with_matrices_is_the_norm_of_each_input():

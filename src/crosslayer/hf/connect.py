@@ -16,7 +16,7 @@ from ..connection import PRENORM_FUNCTIONS, SPLIT_PORT_NAMES, Connection, find_c
 from ..partitioned import gathered_parameters, parameter_shape
 from ..spec import ConnectionSpec, make
 from ..stack import Stack
-from ..validation import dtype_name, parse_dtype
+from ..validation import HALF_DTYPES, dtype_name, parse_dtype
 from .adapters import register_with_imported_peft
 from .attach import (
     attach_connections,
@@ -317,10 +317,10 @@ def _check_size_of_factors(
             )
         product *= value
         if not 1 / largest < product < largest:
+            remedy = "; try stream_dtype='float32'" if dtype in HALF_DTYPES else ""
             raise ValueError(
                 f"up to layer {number} its layers multiply the stream by {product:.3g} in all "
-                f"({name}), and streams of {dtype_name(dtype)} have no range for its inverse; try "
-                f"stream_dtype='float32'"
+                f"({name}), and {dtype_name(dtype)} has no range for its inverse{remedy}"
             )
 
 

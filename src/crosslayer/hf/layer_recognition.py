@@ -326,7 +326,7 @@ def _output_step(layer: nn.Module, call: TracedCall) -> OutputStep:
     """A call between a sub-layer's module and the stream, as a step of its output."""
     if isinstance(call.function, ArgumentProduct):
         default = argument_parameters(layer)[call.function.argument].default
-        if default not in (None, inspect.Parameter.empty):
+        if default is not None and default is not inspect.Parameter.empty:
             raise ValueError(
                 f"the default of its argument {call.function.argument!r}, which multiplies an "
                 "output, is not None"
