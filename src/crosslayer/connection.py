@@ -33,6 +33,7 @@ from .method_checks import (
     check_state,
     check_state_class,
     first_tensor,
+    method_name,
     stream_shape,
 )
 from .mixing import MixingWeights
@@ -276,6 +277,11 @@ class Connection(Float32Parameters, Generic[StateT]):
         """`read` or `hidden_state`, as a call of the module: its hooks (FSDP, offloading) run."""
         return getattr(self, verb)(state)
 
+    @property
+    def splits_inputs(self) -> bool:
+        """Whether q, k and v, or q and the latent, have mixtures of their own."""
+        return not SPLIT_PORT_NAMES.isdisjoint(self.ports)
+
     def hidden_state(self, state: StateT) -> Tensor:
         """The hidden state at this depth, [B T D]: the input before its norm.
 
@@ -283,7 +289,7 @@ class Connection(Float32Parameters, Generic[StateT]):
         """
         with autocast_disabled(state):
             inputs, next_state = self.mix_inputs(state)
-        if SPLIT_PORT_NAMES.intersection(self.ports):
+        if self.splits_inputs:
             return self.state_parts(next_state)[-1]
         return inputs[0]
 
@@ -393,7 +399,7 @@ class Connection(Float32Parameters, Generic[StateT]):
 
     def extra_repr(self) -> str:
         """Name and options, place, and the shapes of the connection's own parameters."""
-        parts = [format_spec(self.name or type(self).__name__, self.options), self.site.place]
+        parts = [format_spec(method_name(self), self.options), self.site.place]
         for name, parameter in self.named_parameters(recurse=False):
             parts.append(f"{name} {list(parameter.shape)}")
         return ", ".join(parts)

@@ -23,8 +23,6 @@ class Float32Parameters(nn.Module):
             of_class.reset_parameters = _reset_in_float32(of_class.reset_parameters)
 
     def __getattr__(self, name: str) -> Any:
-        # Others may have cast the connection's own parameters (FSDP's mixed precision, a loader):
-        # use them in float32.
         value = super().__getattr__(name)
         if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
             return value.float()

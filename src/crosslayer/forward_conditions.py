@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from .connection import Connection
+from .method_checks import method_name
 from .ops import dispatch
 
 
@@ -63,11 +64,6 @@ def _registered_parameters(connection: Connection) -> Iterator[tuple[str, Tensor
 def is_called_functionally(connection: Connection) -> bool:
     """Whether `torch.func.functional_call` has put other tensors in the place of parameters."""
     return not all(isinstance(p, nn.Parameter) for _, p in _registered_parameters(connection))
-
-
-def method_name(connection: Connection) -> str:
-    """What messages call a connection's method."""
-    return connection.name or type(connection).__name__
 
 
 def site_name(connection: Connection) -> str:

@@ -35,6 +35,12 @@ _ATTRIBUTE_TYPES: dict[str, Any] = {
 }
 
 
+def method_name(connection: Any) -> str:
+    """What messages call a connection's method."""
+    name: str = connection.name or type(connection).__name__
+    return name
+
+
 def check_class_attributes(cls: Any) -> None:
     """Check the names of a class's attributes, and those that contain names."""
     for former, name in _FORMER_ATTRIBUTES.items():
@@ -83,11 +89,11 @@ def check_given_state(connection: Any, state: Any) -> None:
     """
     known = connection.state_class
     if not hasattr(state, "_fields") or (known is not None and not isinstance(state, known)):
-        name = connection.name or type(connection).__name__
+        kind = "" if known is None else f", a {known.__name__}"
         raise TypeError(
-            f"{name} takes a state{'' if known is None else f', a {known.__name__}'}, got a "
-            f"{type(state).__name__}; start with sites[0].init(embedding), and pass each read and "
-            "write what the one before it returned"
+            f"{method_name(connection)} takes a state{kind}, got a {type(state).__name__}; start "
+            "with sites[0].init(embedding), and pass each read and write what the one before it "
+            "returned"
         )
 
 
@@ -248,7 +254,8 @@ def check_contents(connection: Any, base: type, site: Any, dim: int) -> None:
                 f"{name}: the parameter {key!r} has no dimension, which FSDP cannot shard; use "
                 "float32_parameter(1)"
             )
-    if parameters and type(connection).reset_parameters is base.reset_parameters:  # type: ignore[attr-defined]
+    of_base: Any = base
+    if parameters and type(connection).reset_parameters is of_base.reset_parameters:
         raise TypeError(
             f"{name} has the parameter {min(parameters)!r} and no method reset_parameters, which "
             "sets the initial values"

@@ -45,10 +45,10 @@ from .connection import Connection, State, autocast_disabled
 from .forward_conditions import (
     ForwardConditions,
     is_called_functionally,
-    method_name,
     site_name,
 )
 from .fsdp import unsharded_modules
+from .method_checks import method_name
 from .ops.manual_backward import is_transformed
 from .validation import check_choice
 

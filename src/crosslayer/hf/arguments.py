@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..class_swap import original_class
 from .families import RESIDUAL_ARGUMENTS, REST_OF_ARGUMENTS, UnreadValue
@@ -111,9 +111,13 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
     Without those of *args and **kwargs.
     """
+    return named_parameters(_forward_parameters(module))
+
+
+def named_parameters(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, ...]:
+    """The names of a method's parameters after self, without those of *args and **kwargs."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    _, *parameters = _forward_parameters(module).values()
-    return tuple(p.name for p in parameters if p.kind not in variable)
+    return tuple(p.name for p in list(parameters.values())[1:] if p.kind not in variable)
 
 
 def takes_any_keyword(module: nn.Module) -> bool:
@@ -218,3 +222,16 @@ def is_constant(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(is_constant, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def constant_arguments(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that the layer's own code makes, like `need_weights=False`, where the
+    module has another default or none.
+    """
+    of_module = argument_parameters(module)
+    return {
+        name: value
+        for name, value in arguments.items()
+        if not isinstance(value, LayerArgument | Tensor)
+        and (name not in of_module or value is not of_module[name].default)
+    }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..connection import PRENORM_FUNCTIONS, SPLIT_PORT_NAMES, Connection, find_connections, plan
+from ..connection import PRENORM_FUNCTIONS, Connection, find_connections, plan
 from ..partitioned import gathered_parameters, parameter_shape
 from ..spec import ConnectionSpec, make
 from ..stack import Stack
@@ -204,7 +204,7 @@ def _splits_inputs(spec: ConnectionSpec, backbone: Any, wiring: ModelWiring) -> 
     sites = plan(len(wiring.find_layers(backbone)))
     with torch.device("meta"):
         connections = [spec(site, dim, lambda port: nn.Identity()) for site in sites]
-    return any(SPLIT_PORT_NAMES.intersection(connection.ports) for connection in connections)
+    return any(connection.splits_inputs for connection in connections)
 
 
 @contextmanager
@@ -270,8 +270,8 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
 def _check_stream_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSpec) -> None:
     """Raise a ValueError where layers multiply the stream and a norm does not remove the factor.
 
-    A connection's streams are without these factors. Nor may they be too large or too small for
-    that, or negative, as norms keep signs.
+    A connection's streams are without these factors. `_check_size_of_factors` has the limits of
+    their values.
     """
     factor = next((w.stream_factor for w in wiring.of_layers if w.stream_factor), "")
     if not factor:
@@ -294,8 +294,8 @@ def _check_stream_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSp
 def _check_size_of_factors(
     backbone: Any, wiring: ModelWiring, name: str, spec: ConnectionSpec
 ) -> None:
-    """Raise a ValueError for factors that are not positive, or whose product leaves the range of
-    the streams' dtype. Nothing is known of those on the meta device.
+    """Raise a ValueError for factors that are not positive, because norms keep signs, or whose
+    product leaves the range of the streams' dtype. Those on the meta device are not checked.
     """
     dtype = next(backbone.parameters()).dtype
     if spec.options.get("stream_dtype") is not None:

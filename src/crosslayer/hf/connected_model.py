@@ -11,7 +11,7 @@ from ..connection import Connection
 from ..partitioned import gathered_parameters
 from ..recompute import map_pending_write
 from .adapters import register_with_imported_peft
-from .arguments import join_arguments
+from .arguments import join_arguments, named_parameters
 from .families import ModelWiring
 from .hidden_states import (
     HiddenState,
@@ -52,10 +52,9 @@ class ConnectedModel:
         )
         signature = copied.__signature__ = inspect.signature(vars(cls)["host"].forward)
         cls.forward = copied  # type: ignore[method-assign]
-        _, *parameters = signature.parameters.values()  # without self
-        has_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        cls.argument_names = () if has_any else tuple(named)
+        parameters = signature.parameters
+        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        cls.argument_names = () if takes_any else named_parameters(parameters)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)

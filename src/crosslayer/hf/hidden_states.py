@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .layers import ConnectedLayer
 
 
-ALL = slice(None)
+_ALL = slice(None)
 
 
 class HiddenState(NamedTuple):
@@ -97,7 +97,7 @@ def find_token_slice(index: Any) -> slice | None:
     """The slice of tokens in an index of a stream, [B T D]; None where it selects anything else."""
     match index:
         case (slice() as sequences, slice() as tokens, *rest):
-            return tokens if sequences == ALL and rest in ([], [ALL]) else None
+            return tokens if sequences == _ALL and rest in ([], [_ALL]) else None
     return None
 
 

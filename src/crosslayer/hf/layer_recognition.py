@@ -16,6 +16,7 @@ from ..partitioned import parameter_shape
 from .arguments import (
     LayerArgument,
     argument_parameters,
+    constant_arguments,
     is_constant,
     opens_rest,
     residual_argument,
@@ -37,16 +38,9 @@ from .families import (
 from .function_calls import is_norm_function
 from .host_norms import find_attribute
 from .projections import describe_sublayer, has_matrix, is_named_norm, is_norm
+from .recorder import STREAM_VECTOR, LayerTrace, StreamSum, TracedCall, same_sum
 from .shadow import OtherOutput
-from .trace import (
-    STREAM_VECTOR,
-    LayerTrace,
-    StreamSum,
-    TracedCall,
-    constant_arguments,
-    same_sum,
-    trace_layer,
-)
+from .trace import trace_layer
 
 _NO_ENCODER = (
     "it attends to an encoder, which this model does not have; the decoder of a whole model can be "

@@ -18,7 +18,14 @@ from torch.overrides import resolve_name
 
 from ..class_swap import original_class
 from ..spec import make
-from .arguments import LayerArgument, name_arguments, read_arguments, residual_argument
+from .arguments import (
+    LayerArgument,
+    constant_arguments,
+    name_arguments,
+    read_arguments,
+    residual_argument,
+    second_streams,
+)
 from .attach import attach_connections
 from .families import (
     ArgumentProduct,
@@ -39,7 +46,6 @@ from .shadow import (
     run_backbone_shadow,
     run_layer_shadow,
 )
-from .trace import constant_arguments
 
 _TOKENS = 2
 _TOLERANCE = 1e-6  # relative; in float64, but some hosts add to their stream in float32
@@ -75,7 +81,8 @@ def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
             raise ValueError(
                 f"connect would change what layer {number} ({type(layer).__name__}) computes: "
                 f"relative difference {difference:.2g} under {own}. Its wiring was taken to be\n"
-                f"{format_wiring(layer_wiring)}\n{_describe_actual(layer, wiring.dim)}"
+                f"{format_wiring(layer_wiring)}\n"
+                f"{_describe_actual(layer, layer_wiring, wiring.dim)}"
             )
     if not next(backbone.parameters()).is_meta:
         _check_backbone(backbone, wiring)
@@ -352,10 +359,12 @@ def _format_sublayer(sublayer: Sublayer) -> str:
     return f"Sublayer({sublayer.module!r}, norm={sublayer.norm!r}{''.join(options)})"
 
 
-def _describe_actual(layer: nn.Module, width: int) -> str:
+def _describe_actual(layer: nn.Module, assumed: LayerWiring, width: int) -> str:
     """What the layer's own code does, as a row or as the reason why there is none."""
+    arguments = read_arguments(layer, assumed.unread_values)
+    attends_encoder = not arguments.keys().isdisjoint(second_streams(layer))
     try:
-        wiring = recognise_layer(layer, width)
+        wiring = recognise_layer(layer, width, attends_encoder)
     except ValueError as error:
         return f"It cannot be connected: {error}."
     return (

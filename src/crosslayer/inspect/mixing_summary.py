@@ -16,7 +16,7 @@ from ..connections._dense import History
 from ..connections.denseformer import DenseFormer
 from ..connections.mudd import Mudd
 from .moments import RunningMoments
-from .observation import SiteVisit, input_labels, site_label, splits_ways
+from .observation import SiteVisit, input_labels, site_label
 
 
 @dataclass
@@ -67,7 +67,7 @@ class MixingAnalysis:
             per_token_weights(matrix) for matrix in (visit.weights.read, visit.weights.carry)
         )
         inputs = _input_labels(connection, read.shape[-2])
-        if splits_ways(connection):
+        if connection.splits_inputs:
             # r is the next state's stream, its last part. It stands after q, k and v, in the place
             # of the MLP of a parallel block, which reads r too.
             apart = sum(port in SPLIT_PORT_NAMES for port in connection.ports)

@@ -85,7 +85,7 @@ class SiteVisit:
         sub-layer's output joins.
         """
         inputs = [x.flatten(0, -2).float() for x in self.inputs]
-        if not splits_ways(self.connection):
+        if not self.connection.splits_inputs:
             return {"input": inputs[0]}
         stream = self.connection.state_parts(self.next_state)[-1]
         apart = [port for port in self.connection.ports if port in SPLIT_PORT_NAMES]
@@ -93,7 +93,9 @@ class SiteVisit:
 
     @property
     def hidden(self) -> Tensor:
-        """`Connection.hidden_state`, [N D]: the input, or the stream r where ways differ."""
+        """The hidden state at this depth, [N D]: as `Connection.hidden_state` has it, but normed
+        where the norm is the stream's.
+        """
         return self.ways["r"] if "r" in self.ways else self.ways["input"]
 
     @cached_property
@@ -275,11 +277,6 @@ def check_observed(of_sites: Collection[Any]) -> None:
     """Raise a ValueError where an analysis was shown no site."""
     if not of_sites:
         raise ValueError("nothing was observed: give at least one batch of at least one token")
-
-
-def splits_ways(connection: Connection[Any]) -> bool:
-    """Whether the attention's q, k and v have mixtures of their own, other than the stream r's."""
-    return "q" in connection.ports
 
 
 def site_label(connection: Connection[Any]) -> str:
