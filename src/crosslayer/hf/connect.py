@@ -1,22 +1,20 @@
 """`connect`: replace the residual connections of a model."""
 
 import copy
-import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..connection import PRENORM_FUNCTIONS, Connection, find_connections, plan
-from ..partitioned import gathered_parameters, parameter_shape
+from ..connection import find_connections, plan
+from ..partitioned import gathered_parameters
 from ..spec import ConnectionSpec, make
 from ..stack import Stack
-from ..validation import HALF_DTYPES, dtype_name, parse_dtype
 from .adapters import register_with_imported_peft
 from .attach import (
     attach_connections,
@@ -27,17 +25,15 @@ from .attach import (
     set_config_keys,
 )
 from .families import ModelWiring
-from .host_norms import find_attribute
+from .initial_outputs import KeptScales, find_kept_scales, looks_pretrained, reason_for_change
 from .mlp_widths import growing_widths, mlp_hidden_width
 from .projections import has_projection_names
 from .registration import register_with_diffusers
 from .sharding import keep_parameters_apart
+from .stream_factors import check_stream_factors
 from .verification import verify_wiring
 
 Model = TypeVar("Model", bound=nn.Module)
-
-# of methods that scale the stream, which a norm removes
-SCALING_FUNCTIONS = ("prenorm up to scales", "prenorm up to scale of readout")
 
 
 def connect(
@@ -84,23 +80,29 @@ def connect(
         raise ValueError(_already_connected(model, backbone))
     if verify:
         verify_wiring(backbone, wiring)
-    if spec.method.norms_its_stream and not wiring.norms_inputs:
-        raise ValueError(
-            f"{spec} applies the norms before sub-layers to its streams, "
-            "and this family has no such norms"
-        )
-    if spec.method.norms_its_stream and final_norm(backbone, wiring) is None:
-        raise ValueError(
-            f"{spec} ends with a norm of its streams, and {type(backbone).__name__} has no norm "
-            "after its layers"
-        )
-    _check_stream_factors(backbone, wiring, spec)
+    if spec.method.norms_its_stream:
+        _check_norms(backbone, wiring, spec)
+    check_stream_factors(backbone, wiring, spec)
     mlp_widths = None
     if reallocate:
         layers = wiring.find_layers(backbone)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, wiring))
+    kept_scales = find_kept_scales(backbone, wiring, spec)
     with _restored_on_error(model):
-        _connect_backbone(model, backbone, wiring, spec, mlp_widths)
+        _give_own_config(model, backbone)
+        attach_connections(backbone, wiring, spec, mlp_widths)
+        set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
+        for part in (backbone, model):
+            keep_parameters_apart(part)
+        register_with_imported_peft()  # It may have put adapters into the model.
+        for message in (
+            _describe_change(backbone, wiring, spec, kept_scales, reallocate),
+            _describe_joint_inputs(backbone, wiring, spec),
+            *_describe_skipped_layers(backbone),
+        ):
+            if message:
+                warnings.warn(message, stacklevel=2)
+        scale_output_weights(backbone, wiring)  # Last, because an error does not restore weights.
     return model
 
 
@@ -119,6 +121,20 @@ def _check_not_wrapped(model: nn.Module) -> None:
             )
 
 
+def _check_norms(backbone: nn.Module, wiring: ModelWiring, spec: ConnectionSpec) -> None:
+    """Raise a ValueError where a connection norms its streams and a model has no norms for it."""
+    if not wiring.norms_inputs:
+        raise ValueError(
+            f"{spec} applies the norms before sub-layers to its streams, "
+            "and this family has no such norms"
+        )
+    if final_norm(backbone, wiring) is None:
+        raise ValueError(
+            f"{spec} ends with a norm of its streams, and {type(backbone).__name__} has no norm "
+            "after its layers"
+        )
+
+
 def _already_connected(model: Any, backbone: Any) -> str:
     """What is wrong with connecting a model that has a connected backbone."""
     spec = repr(backbone.connection_spec)
@@ -131,61 +147,58 @@ def _already_connected(model: Any, backbone: Any) -> str:
     )
 
 
-def _connect_backbone(
-    model: Any,
-    backbone: Any,
-    wiring: ModelWiring,
-    spec: ConnectionSpec,
-    mlp_widths: list[int] | None,
-) -> None:
-    """Change a model whose connection has been checked. What changes weights comes last."""
+def _give_own_config(model: Any, backbone: Any) -> None:
+    """Give a model a config that may name its connection, where it may share its config."""
     if is_diffusers_model(model):
         register_with_diffusers()
     elif model is not backbone and (_has_config_of(model, backbone) or _has_head(model)):
         _unshare_config(model)
-    final_keeps_scale = inputs_keep_scale = False
-    if spec.method.initial_function in SCALING_FUNCTIONS:
-        final = final_norm(backbone, wiring)
-        final_keeps_scale = final is not None and _keeps_scale(final, wiring.dim)
-        first_norms = _norms_of_first_layer(backbone, wiring)
-        inputs_keep_scale = any(_keeps_scale(norm, wiring.dim) for norm in first_norms)
-    attach_connections(backbone, wiring, spec, mlp_widths)
-    set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)
-    for part in (backbone, model):
-        keep_parameters_apart(part)
-    register_with_imported_peft()  # It may have put adapters into the model.
+
+
+def _describe_change(
+    backbone: Any,
+    wiring: ModelWiring,
+    spec: ConnectionSpec,
+    kept_scales: KeptScales,
+    reallocate: bool,
+) -> str:
+    """Why a pretrained model no longer computes the same; empty where it does."""
     connections = find_connections(backbone)
-    reasons = [
-        inequivalence_reason(c, wiring, final_keeps_scale, inputs_keep_scale) for c in connections
-    ]
-    if mlp_widths is not None:
+    reasons = [reason_for_change(connection, wiring, kept_scales) for connection in connections]
+    if reallocate:
         reasons.append("reallocate replaces the weights of its MLPs")
     reason = next(filter(None, reasons), "")
-    if reason and looks_pretrained(backbone, wiring):
-        warnings.warn(
-            f"connecting {spec} changes the outputs of this pretrained model ({reason}); "
-            "fine-tune it before use",
-            stacklevel=3,
-        )
+    if not reason or not looks_pretrained(backbone, wiring):
+        return ""
+    return (
+        f"connecting {spec} changes the outputs of this pretrained model ({reason}); fine-tune it "
+        "before use"
+    )
+
+
+def _describe_joint_inputs(backbone: Any, wiring: ModelWiring, spec: ConnectionSpec) -> str:
+    """That q, k and v have one input, where the connection would separate it; else empty."""
     joint = _joint_attention(backbone, wiring)
-    if joint and _splits_inputs(spec, backbone, wiring):
-        warnings.warn(
-            f"connecting {spec} gives the attention of this model one input for q, k and v ("
-            f"{joint} does more with its input than to call three projections of it); see "
-            '"Separate inputs for q, k and v" in docs/your-model.md',
-            stacklevel=3,
-        )
+    if not joint or not _splits_inputs(spec, backbone, wiring):
+        return ""
+    return (
+        f"connecting {spec} gives the attention of this model one input for q, k and v ({joint} "
+        "does more with its input than to call three projections of it); see "
+        '"Separate inputs for q, k and v" in docs/your-model.md'
+    )
+
+
+def _describe_skipped_layers(backbone: Any) -> Iterator[str]:
+    """That a model skips layers in training, once for each option of its config that says so."""
     name = type(backbone).__name__
     for key, part in (("layerdrop", ""), ("encoder_layerdrop", "Encoder")):
         share = getattr(getattr(backbone, "config", None), key, 0)
         if share and part in name:
-            warnings.warn(
+            yield (
                 f"in training this model skips layers at random (config.{key} is {share}), but a "
                 "connection needs them all: a step that skips one raises an error, unless it is "
-                f"one of the last; load the model with {key}=0",
-                stacklevel=3,
+                f"one of the last; load the model with {key}=0"
             )
-    scale_output_weights(backbone, wiring)
 
 
 def _joint_attention(backbone: Any, wiring: ModelWiring) -> str:
@@ -265,142 +278,6 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
     for weight, scale in weights.values():  # once all are found
         with gathered_parameters([weight], changes=True):
             weight.mul_(scale)
-
-
-def _check_stream_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSpec) -> None:
-    """Raise a ValueError where layers multiply the stream and a norm does not remove the factor.
-
-    A connection's streams are without these factors. `_check_size_of_factors` has the limits of
-    their values.
-    """
-    factor = next((w.stream_factor for w in wiring.of_layers if w.stream_factor), "")
-    if not factor:
-        return
-    _check_size_of_factors(backbone, wiring, factor, spec)
-    norms = {f"its final norm, {wiring.final},": final_norm(backbone, wiring)}
-    pairs = zip(wiring.find_layers(backbone), wiring.of_layers, strict=True)
-    for number, (layer, layer_wiring) in enumerate(pairs):
-        for path in layer_wiring.input_norms:
-            norms[f"the {path} of layer {number}"] = layer.get_submodule(path)
-    for name, norm in norms.items():
-        if norm is not None and _keeps_scale(norm, wiring.dim):
-            raise ValueError(
-                f"its layers multiply their stream by {factor}, and {name} does not remove this "
-                "factor, as connections need it"
-            )
-
-
-@torch.no_grad()
-def _check_size_of_factors(
-    backbone: Any, wiring: ModelWiring, name: str, spec: ConnectionSpec
-) -> None:
-    """Raise a ValueError for factors that are not positive, because norms keep signs, or whose
-    product leaves the range of the streams' dtype. Those on the meta device are not checked.
-    """
-    dtype = next(backbone.parameters()).dtype
-    if spec.options.get("stream_dtype") is not None:
-        dtype = parse_dtype(spec.options["stream_dtype"], "stream_dtype")
-    largest = math.sqrt(torch.finfo(dtype).max)  # the streams need the other half of the range
-    product = 1.0
-    pairs = zip(wiring.find_layers(backbone), wiring.of_layers, strict=True)
-    for number, (layer, layer_wiring) in enumerate(pairs):
-        if not layer_wiring.stream_factor:
-            continue
-        factor = find_attribute(layer, layer_wiring.stream_factor)
-        if factor.is_meta:
-            continue
-        value = factor.item()
-        if not value > 0:
-            raise ValueError(
-                f"layer {number} multiplies its stream by {name}, which is {value:.3g}; "
-                "connections need positive factors"
-            )
-        product *= value
-        if not 1 / largest < product < largest:
-            remedy = "; try stream_dtype='float32'" if dtype in HALF_DTYPES else ""
-            raise ValueError(
-                f"up to layer {number} its layers multiply the stream by {product:.3g} in all "
-                f"({name}), and {dtype_name(dtype)} has no range for its inverse{remedy}"
-            )
-
-
-def _norms_of_first_layer(backbone: Any, wiring: ModelWiring) -> list[nn.Module]:
-    """Those before its sub-layers."""
-    first_layer = wiring.find_layers(backbone)[0]
-    return [first_layer.get_submodule(path) for path in wiring.of_layers[0].input_norms]
-
-
-@torch.no_grad()
-def _keeps_scale(norm: nn.Module, dim: int) -> bool:
-    """Whether what a norm returns grows with its input, as BatchNorm's and DyT's does.
-
-    A copy of it is tried. False where that cannot be: on the meta device, or where a norm gets more
-    than its input.
-    """
-    if any(parameter.is_meta for parameter in norm.parameters()):
-        return False  # its weights may be offloaded, and a copy would have all of the model's
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
-    try:
-        with gathered_parameters(norm.parameters()):
-            tried = copy.deepcopy(norm).to("cpu", torch.float64).eval()
-        once, thrice = tried(x), tried(3 * x)
-        return not torch.allclose(once, thrice, rtol=1e-2, atol=1e-2 * once.abs().max().item())
-    except Exception:
-        return False
-
-
-def inequivalence_reason(
-    connection: Connection[Any],
-    wiring: ModelWiring,
-    final_keeps_scale: bool,
-    inputs_keep_scale: bool,
-) -> str:
-    """Why connecting changes what a model computes; empty where it does not.
-
-    Args:
-        connection: of the model.
-        wiring: of its layers.
-        final_keeps_scale: whether the final norm does not remove the scale of its input.
-        inputs_keep_scale: whether a norm before a sub-layer does not.
-    """
-    if connection.output_scale != 1:
-        return "output_scale multiplies weights of the model"
-    if wiring.is_post_norm:
-        is_same = connection.initial_function == "bitwise postnorm"
-        return "" if is_same else "its layers are post-norm: postnorm alone computes the same"
-    if connection.initial_function not in PRENORM_FUNCTIONS:
-        return "not equivalent to pre-norm at initialisation"
-    scales_inputs = connection.initial_function == "prenorm up to scales"
-    scales_readout = connection.initial_function in SCALING_FUNCTIONS
-    if scales_readout and wiring.final is None:
-        return "it scales the hidden state, and no norm beside the layers removes that"
-    if scales_inputs and not wiring.norms_inputs:
-        return "it scales the inputs of sub-layers, and this family has no norm there"
-    if (scales_readout and final_keeps_scale) or (scales_inputs and inputs_keep_scale):
-        return "it scales what norms get, and one of them keeps the scale of its input"
-    return ""
-
-
-def looks_pretrained(backbone: Any, wiring: ModelWiring) -> bool:
-    """Whether the final norm has left its initial value; without its weight, a norm of the first
-    layer.
-
-    Where no norm has a weight: whether the model was loaded from somewhere.
-    """
-    final = final_norm(backbone, wiring)
-    vectors = _norm_weights([] if final is None else [final])
-    vectors = vectors or _norm_weights(wiring.find_layers(backbone)[0].modules())
-    if not vectors:
-        return bool(getattr(getattr(backbone, "config", None), "_name_or_path", ""))
-    with gathered_parameters(vectors):
-        return any(not vector.is_meta and bool((vector != vector[0]).any()) for vector in vectors)
-
-
-def _norm_weights(norms: Iterable[nn.Module]) -> list[Tensor]:
-    """The weights of those modules whose weight is a vector."""
-    weights = [getattr(norm, "weight", None) for norm in norms]
-    return [w for w in weights if isinstance(w, Tensor) and len(parameter_shape(w)) == 1]
 
 
 def _unshare_config(model: Any) -> None:
