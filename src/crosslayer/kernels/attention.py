@@ -251,9 +251,6 @@ def _depth_attention(
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """out; z, rstd and lse; out before its norm, where the backward reads it."""
-    X = [x.contiguous() for x in X]
-    q = q.contiguous()
-    affine = [p.contiguous() for p in affine]
     out, z, rstd, lse, saved = _empty_outputs(X, q, affine)
     N = launch.token_count(X[0])
     D = X[0].shape[-1]
@@ -297,11 +294,6 @@ def _depth_attention_backward(
     norm_eps: float,
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    X = [x.contiguous() for x in X]
-    q = q.contiguous()
-    dout = dout.contiguous()
-    later = [None if d is None else d.contiguous() for d in later]
-    affine = [p.contiguous() for p in affine]
     N = launch.token_count(X[0])
     D = X[0].shape[-1]
     block = launch.block_size(D)

@@ -294,11 +294,6 @@ def _gate_pool(
     norm_eps: float,
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
-    S = [s.contiguous() for s in S]
-    y = y.contiguous()
-    beta = beta.contiguous()
-    pool = pool.contiguous()
-    affine = [p.contiguous() for p in affine]
     n = len(S)
     N = launch.token_count(y)
     D = y.shape[-1]
@@ -310,7 +305,7 @@ def _gate_pool(
     q = beta.new_empty(0) if score is None else torch.empty_like(beta)
     launch.launch_kernel(
         gate_pool_forward, (launch.program_count(N, y),),
-        S, y, beta, pool, pool if score is None else score.contiguous(), *weight_and_bias(affine),
+        S, y, beta, pool, pool if score is None else score, *weight_and_bias(affine),
         out, h, q, z, rstd, N, D, eps, norm_eps,
         n=n, SCORED=score is not None, CENTRED=centred, BLOCK=block,
         # Two programs side by side: where one waits for a sum, the other one loads.
@@ -347,14 +342,6 @@ def _gate_pool_backward(
     norm_eps: float,
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    S = [s.contiguous() for s in S]
-    dout = [s.contiguous() for s in dout]
-    y = y.contiguous()
-    beta = beta.contiguous()
-    pool = pool.contiguous()
-    dh = dh.contiguous()
-    dq = dq.contiguous()
-    affine = [p.contiguous() for p in affine]
     n = len(S)
     N = launch.token_count(y)
     D = y.shape[-1]
@@ -369,7 +356,7 @@ def _gate_pool_backward(
     keep_rows = launch.fits_in_registers(S, block, rows=9 + 2 * len(affine))
     launch.launch_kernel(
         gate_pool_backward, (programs,),
-        S, y, beta, pool, pool if score is None else score.contiguous(),
+        S, y, beta, pool, pool if score is None else score,
         weight_and_bias(affine)[0], q, z, rstd, dout, dh, dq,
         dS, dy, dbeta, dpool, dscore, *weight_and_bias(daffine), N, D, norm_eps,
         n=n, SCORED=score is not None, CENTRED=centred, KEEP_ROWS=keep_rows, GROUP=4,

@@ -16,6 +16,7 @@ the ops of the definition run.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -329,7 +330,7 @@ def _pending_rows(Y: Tensor | None) -> int:
     return 0 if Y is None else Y.shape[-2]
 
 
-@LibraryOp
+@partial(LibraryOp, keeps_strides="W")
 def _hyper_connection(
     H: Tensor,
     Y: Tensor | None,
@@ -346,7 +347,6 @@ def _hyper_connection(
     norm_eps: float,
     norm_centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    H = H.contiguous()
     outputs = _empty_outputs(H, W, inputs, centred)
     n, D = H.shape[-2:]
     K = W.shape[1]
@@ -354,11 +354,10 @@ def _hyper_connection(
     block = launch.block_size(D)
     # A processor runs two, three or four side by side: none idles at the end.
     programs = launch.program_count(N, H, per_processor=12)
-    affine = [p.contiguous() for p in affine]
     launch.launch_kernel(
         hyper_connection_forward, (programs,),
-        H, *pending_write(H, Y, beta), _weight_rows(W, centred), bias.contiguous(),
-        scale.contiguous(), static.contiguous(), *weight_and_bias(affine), *outputs,
+        H, *pending_write(H, Y, beta), _weight_rows(W, centred), bias,
+        scale, static, *weight_and_bias(affine), *outputs,
         N, D, eps, norm_eps,
         BOUND=DEVICE_BOUNDS[bound], CENTRED=centred, NORM_CENTRED=norm_centred,
         PENDING=_pending_rows(Y), INPUTS=inputs, n=n, K=K, BLOCK=block,
@@ -385,7 +384,7 @@ def _empty_outputs(
     return x, H.new_empty(H.shape), beta, z, rstd, W.new_empty(rstd.shape if centred else 0)
 
 
-@LibraryOp
+@partial(LibraryOp, keeps_strides="W")
 def _hyper_connection_backward(
     dx: Tensor,
     dout: Tensor,
@@ -403,10 +402,6 @@ def _hyper_connection_backward(
     norm_eps: float,
     norm_centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    H = H.contiguous()
-    dx = dx.contiguous()
-    dout = dout.contiguous()
-    dnew_beta = dnew_beta.contiguous()
     n, D = H.shape[-2:]
     K = W.shape[1]
     N = H.shape[:-2].numel()
@@ -414,14 +409,13 @@ def _hyper_connection_backward(
     centred = mu.numel() > 0
     # One on a processor, as each fills the registers and has a partial sum of dW.
     programs = launch.program_count(N, H, per_processor=1)
-    affine = [p.contiguous() for p in affine]
     dH, dY, dbeta, dcoefficients, _, _ = _empty_gradients(H, Y, W, affine)
     dW = launch.empty_partial_sums(W, programs, K, D)
     daffine = empty_affine_partial_sums(affine, programs)
     launch.launch_kernel(
         hyper_connection_backward, (programs,),
-        H, *pending_write(H, Y, beta), _weight_rows(W, centred), coefficients.contiguous(),
-        g_factors.contiguous(), z, rstd, mu, weight_and_bias(affine)[0], dx, dout, dnew_beta,
+        H, *pending_write(H, Y, beta), _weight_rows(W, centred), coefficients,
+        g_factors, z, rstd, mu, weight_and_bias(affine)[0], dx, dout, dnew_beta,
         dH, dY, dbeta, dcoefficients, dW, *weight_and_bias(daffine), N, D, norm_eps,
         CENTRED=centred, NORM_CENTRED=norm_centred, PENDING=_pending_rows(Y),
         INPUTS=dx.shape[-1] // D, n=n, K=K, BLOCK=block,

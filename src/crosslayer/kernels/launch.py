@@ -73,7 +73,7 @@ def _processors_of_device(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def fits_in_registers(sources: list[Tensor], block: int, rows: int) -> bool:
+def fits_in_registers(sources: Sequence[Tensor], block: int, rows: int) -> bool:
     """Whether a program can keep a token's sources in registers between two passes.
 
     Args:

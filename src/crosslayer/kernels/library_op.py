@@ -24,8 +24,8 @@ Fake = TypeVar("Fake", bound=Callable[..., Any])
 class LibraryOp:
     """`torch.ops.crosslayer.NAME`, which runs the function `_NAME` that this class decorates.
 
-    The function's annotations are the op's schema. It changes no argument, and returns new tensors.
-    Calling `_NAME` calls the op.
+    The function's annotations are the op's schema. It gets contiguous tensors, changes no argument,
+    and returns new tensors. Calling `_NAME` calls the op.
 
         @LibraryOp
         def _scale(x: Tensor, factor: float) -> Tensor: ...
@@ -33,14 +33,27 @@ class LibraryOp:
         @_scale.register_fake
         def _(x: Tensor) -> Tensor:
             return x.new_empty(x.shape)
+
+    Args:
+        run: the function.
+        keeps_strides: the name of an argument that the function gets as it is, contiguous or not.
     """
 
-    def __init__(self, run: Callable[..., Any]):
+    def __init__(self, run: Callable[..., Any], keeps_strides: str = ""):
         self.name = run.__name__.removeprefix("_")
         self._signature = inspect.signature(run)
+        names = list(self._signature.parameters)
+        unchanged = names.index(keeps_strides) if keeps_strides else None
         schema = torch.library.infer_schema(run, mutates_args=())
         _LIBRARY.define(self.name + schema, tags=torch.Tag.pt2_compliant_tag)
-        self._implement(run, "CompositeExplicitAutograd")
+
+        def run_on_contiguous(*inputs: Any) -> Any:
+            contiguous = [_make_contiguous(value) for value in inputs]
+            if unchanged is not None:
+                contiguous[unchanged] = inputs[unchanged]
+            return run(*contiguous)
+
+        self._implement(run_on_contiguous, "CompositeExplicitAutograd")
         self.overload = getattr(getattr(torch.ops, _NAMESPACE), self.name).default
         # What torch calls first. Eager callers reach it without torch's detour.
         self._run_eagerly: Callable[..., Any] = self.overload
@@ -135,6 +148,15 @@ def _make_function(
             return tuple(flat)
 
     return LibraryFunction
+
+
+def _make_contiguous(value: Any) -> Any:
+    """An op's argument with contiguous tensors in place of others."""
+    if isinstance(value, Tensor):
+        return value.contiguous()
+    if isinstance(value, list | tuple):
+        return [_make_contiguous(item) for item in value]
+    return value
 
 
 def _any_requires_grad(flat: Sequence[Any]) -> bool:

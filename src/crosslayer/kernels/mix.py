@@ -325,9 +325,6 @@ def _depth_mix(
     eps: float,
     centred: bool,
 ) -> list[Tensor]:
-    X = [x.contiguous() for x in X]
-    w = w.contiguous()
-    affine = [p.contiguous() for p in affine]
     N = launch.token_count(X[0])
     D = X[0].shape[-1]
     mixed = [torch.empty_like(X[0]) for _ in plain]
@@ -362,11 +359,6 @@ def _depth_mix_backward(
     eps: float,
     centred: bool,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    X = [x.contiguous() for x in X]
-    w = w.contiguous()
-    affine = [p.contiguous() for p in affine]
-    dout = [None if d is None else d.contiguous() for d in dout]
-    later = [None if d is None else d.contiguous() for d in later]
     N = launch.token_count(X[0])
     D = X[0].shape[-1]
     grid, step, constants = _launch_sizes(X[0], w, len(normed_mixtures))

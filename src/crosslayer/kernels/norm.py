@@ -94,9 +94,6 @@ def add_norm_backward(
 def _add_norm(
     h: Tensor, y: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    h = h.contiguous()
-    y = y.contiguous()
-    affine = [p.contiguous() for p in affine]
     N = launch.token_count(h)
     D = h.shape[-1]
     block = launch.block_size(D)
@@ -119,10 +116,6 @@ def _(h: Tensor) -> tuple[Tensor, Tensor]:
 def _add_norm_backward(
     dnew: Tensor, dout: Tensor, new: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    dnew = dnew.contiguous()
-    dout = dout.contiguous()
-    new = new.contiguous()
-    affine = [p.contiguous() for p in affine]
     N = launch.token_count(new)
     D = new.shape[-1]
     block = launch.block_size(D)

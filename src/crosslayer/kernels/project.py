@@ -17,6 +17,7 @@ Where the streams are bfloat16, W is split into three bfloat16 parts beforehand 
 but not in a forward whose programs share rows: they read W once.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -277,11 +278,10 @@ def _tile_sizes(
     }  # fmt: skip
 
 
-@LibraryOp
+@partial(LibraryOp, keeps_strides="W")
 def _write_norm_project(
     H: Tensor, Y: Tensor | None, beta: Tensor | None, W: Tensor, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    H = H.contiguous()
     new, z, rstd, mu = _empty_outputs(H, W, centred)
     W = centre_columns(W) if centred else W
     tokens = max(32, 128 // launch.next_power_of_2(H.shape[-2]))
@@ -304,8 +304,8 @@ def _write_norm_project(
 
 
 def pending_write(H: Tensor, Y: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and beta; for one that is None, a pointer that the kernel does not read."""
-    return H if Y is None else Y.contiguous(), H if beta is None else beta.contiguous()
+    """Y and beta; H for one that is None, as a pointer that the kernel does not read."""
+    return H if Y is None else Y, H if beta is None else beta
 
 
 @_write_norm_project.register_fake
@@ -315,7 +315,7 @@ def _empty_outputs(H: Tensor, W: Tensor, centred: bool) -> tuple[Tensor, Tensor,
     return H.new_empty(H.shape), z, z.new_empty(rows), z.new_empty(rows if centred else 0)
 
 
-@LibraryOp
+@partial(LibraryOp, keeps_strides="W")
 def _write_norm_project_backward(
     dnew: Tensor,
     dz: Tensor,
@@ -327,8 +327,6 @@ def _write_norm_project_backward(
     rstd: Tensor,
     mu: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dnew = dnew.contiguous()
-    dz = dz.contiguous()
     n = new.shape[-2]
     D = new.shape[-1]
     N = new.shape[:-2].numel()

@@ -13,6 +13,7 @@ registers, and computes H' again. dW is a sum over tokens: a second kernel reads
 A norm of x needs all of x: it follows the kernel.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -277,14 +278,10 @@ def _tile_sizes(H: Tensor, K: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-@LibraryOp
+@partial(LibraryOp, keeps_strides="W")
 def _single_pass_connection(
     H: Tensor, y: Tensor, beta: Tensor, res: Tensor | None, pre: Tensor, W: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    H = H.contiguous()
-    y = y.contiguous()
-    beta = beta.contiguous()
-    pre = pre.contiguous()
     x, new, z, rstd = _empty_outputs(H, W)
     sizes = _tile_sizes(H, W.shape[1])
     D = H.shape[-1]
@@ -295,7 +292,7 @@ def _single_pass_connection(
     operand, parts = weight_operand(W, H, is_reused=splits.count == 1)
     launch.launch_kernel(
         single_pass_connection_forward, (tiles, splits.count),
-        H, y, beta, pre if res is None else res.contiguous(), pre, operand, new, x, *sums[:2],
+        H, y, beta, pre if res is None else res, pre, operand, new, x, *sums[:2],
         N, D, eps, splits.pieces,
         MIXES=res is not None, IS_SPLIT=splits.count > 1, PARTS=parts, **sizes,
     )  # fmt: skip
@@ -311,7 +308,7 @@ def _empty_outputs(H: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return H.new_empty(*lead, D), H.new_empty(H.shape), z, z.new_empty(lead)
 
 
-@LibraryOp
+@partial(LibraryOp, keeps_strides="W")
 def _single_pass_connection_backward(
     dx: Tensor,
     dnew: Tensor,
@@ -326,13 +323,6 @@ def _single_pass_connection_backward(
     z: Tensor,
     rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx = dx.contiguous()
-    dnew = dnew.contiguous()
-    dz = dz.contiguous()
-    H = H.contiguous()
-    y = y.contiguous()
-    beta = beta.contiguous()
-    pre = pre.contiguous()
     sizes = _tile_sizes(H, W.shape[1])
     D = H.shape[-1]
     N = H.shape[:-2].numel()
@@ -345,7 +335,7 @@ def _single_pass_connection_backward(
     sums_parts = launch.empty_partial_sums(W, splits.count, *sums.shape)
     launch.launch_kernel(
         single_pass_connection_backward, (tiles, splits.count),
-        H, y, beta, pre if res is None else res.contiguous(), pre, operand, g, c, dx, dnew,
+        H, y, beta, pre if res is None else res, pre, operand, g, c, dx, dnew,
         dH, dy, sums_parts, N, D, splits.pieces, MIXES=res is not None, PARTS=parts, **sizes,
     )  # fmt: skip
     dW = weight_gradient(new, g)

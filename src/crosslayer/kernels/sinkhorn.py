@@ -121,7 +121,6 @@ def _tile_sizes(n: int) -> tuple[int, int]:
 
 @LibraryOp
 def _sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
-    logits = logits.contiguous()
     out = torch.empty_like(logits)
     n = logits.shape[-1]
     N = logits.numel() // n**2
@@ -140,8 +139,6 @@ def _(logits: Tensor) -> Tensor:
 
 @LibraryOp
 def _sinkhorn_backward(dout: Tensor, logits: Tensor, rounds: int, eps: float) -> Tensor:
-    logits = logits.contiguous()
-    dout = dout.contiguous()
     dz = torch.empty_like(logits)
     n = logits.shape[-1]
     N = logits.numel() // n**2

@@ -178,10 +178,6 @@ def _program_count(N: int, affine: Sequence[Tensor], like: Tensor) -> int:
 def _width_connection(
     H: Tensor, pre: Tensor, res: Tensor, affine: Sequence[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    H = H.contiguous()
-    pre = pre.contiguous()
-    res = res.contiguous()
-    affine = [p.contiguous() for p in affine]
     n, D = H.shape[-2:]
     x = H.new_empty(*H.shape[:-2], D)
     out = torch.empty_like(H)
@@ -211,12 +207,6 @@ def _width_connection_backward(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dx = dx.contiguous()
-    dout = dout.contiguous()
-    H = H.contiguous()
-    pre = pre.contiguous()
-    res = res.contiguous()
-    affine = [p.contiguous() for p in affine]
     n, D = H.shape[-2:]
     N = launch.token_count(dx)
     block = _piece_size(n, D)
