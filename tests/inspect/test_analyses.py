@@ -231,17 +231,17 @@ def test_a_model_that_is_no_number_fails_alone():
     with torch.no_grad():
         broken.lm_head.weight[0] = broken.model.embed_tokens.weight[:] = math.nan
     inspection = inspect_model("broken", InspectionSubject(broken, BATCHES), ("mixing", "scales"))
-    assert "is not finite" in inspection.not_done[0] and not inspection.results
+    assert "is not finite" in inspection.failures()[0] and not inspection.results
     sizes = dict(SIZES, num_attention_heads=2, max_position_embeddings=16)
     encoder = BertLMHeadModel(BertConfig(**sizes, is_decoder=False)).eval()
     inspection = inspect_model("encoder", InspectionSubject(encoder, BATCHES), ("lens", "cosines"))
-    assert inspection.not_done[0].startswith("lens: BertLMHeadModel sees the tokens")
+    assert inspection.failures()[0].startswith("lens: BertLMHeadModel sees the tokens")
     assert list(inspection.results) == ["cosines"]
     # what does not apply to it is not called failed, and without batches nothing is
     subject = InspectionSubject(encoder, [])
     for analyses, batches in ((("ways", "pruning"), BATCHES), (("lens", "ablation"), [])):
         inspection = inspect_model("encoder", replace(subject, batches=batches), analyses)
-        reasons = [line.partition(": ")[2] for line in inspection.not_done]
+        reasons = list(inspection.not_done.values())
         assert all(reason.startswith("nothing was") for reason in reasons)
         assert len(reasons) == (0 if batches else 2) and not inspection.results
 

@@ -140,7 +140,7 @@ def test_values_of_other_shapes_are_not_averaged(seeds):
     apart["mixing"][-1].read_mean = torch.zeros(1, 9)
     mean = average_seeds([seeds[0], apart], "mean")
     assert set(mean.results) == {"scales", "gradients", "alarms"}
-    assert "mixing: not averaged, the seeds have values of different shapes" in mean.not_done[0]
+    assert "not averaged, the seeds have values of different shapes" in mean.not_done["mixing"]
     assert SECTION["mixing"].panels([mean]) == []
 
 
@@ -330,7 +330,7 @@ def test_every_analysis_of_a_host_of_another_kind(kind, family, spec):
     subject = InspectionSubject(model, [batch], groups={"one": [batch], "other": [batch]})
     inspection = inspect_model(family, subject, ANALYSES, lambda *step: steps.append(step))
     # Active heads are defined for texts, and where each layer has one attention and nothing else.
-    not_done = [line.partition(":")[0] for line in inspection.not_done]
+    not_done = list(inspection.not_done)
     # DINOv2's head reads the class token beside the mean over patches, BEiT's that mean.
     has_lens = family not in ("dinov2", "beit")
     assert not_done == (["attention"] if has_lens else ["lens", "attention"])
@@ -345,7 +345,7 @@ def test_what_needs_a_classifier_is_not_done_without_one(images, tmp_path):
     inspection = inspect_model("vit", subject, names)
     assert set(inspection.results) == {"unfolded", "findings"}
     assert len(inspection.not_done) == 4
-    assert "ViTModel has no head" in inspection.not_done[0]
+    assert "ViTModel has no head" in inspection.failures()[0]
 
 
 def test_groups_of_texts(tmp_path):

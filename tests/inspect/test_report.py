@@ -315,7 +315,7 @@ def test_models_whose_folders_end_alike_have_longer_names():
 def test_every_section_of_every_method_is_drawn(spec):
     inspection = inspect_model(spec, InspectionSubject(language_model(spec), BATCHES))
     without_lens = ["lens: resi_dual reads out by 2 norms, not by one"]
-    assert inspection.not_done == (without_lens if spec == "resi_dual" else [])
+    assert inspection.failures() == (without_lens if spec == "resi_dual" else [])
     for section in SECTIONS:
         for _, draw in section.panels([inspection]):
             draw(Figure().subplots())
@@ -337,7 +337,7 @@ def test_a_method_without_mixing_weights_has_the_other_analyses(monkeypatch):
     names = ["scales", "mixing", "cosines", "distances", "lens", "ablation"]
     inspection = inspect_model("mine", subject, names)
     assert set(inspection.results) == {"cosines", "distances", "lens", "ablation"}
-    assert inspection.not_done == ["mixing, scales: prenorm has no mixing_weights"]
+    assert inspection.failures() == ["mixing, scales: prenorm has no mixing_weights"]
     # nor do those that read the input alone need the parts of a state
     monkeypatch.setattr(PreNorm, "state_parts", Connection.state_parts)
     assert set(inspect_model("mine", subject, names).results) == {"distances", "lens", "ablation"}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import lock_folder
 from ..run_folders import TRAINED_MODEL_FOLDER, is_comparison_folder, is_run_folder
@@ -96,10 +96,11 @@ def run(options: Any) -> int:
     folder = Path(options.out)
     if (folder / REPORT_FILE).exists():
         raise ValueError(f"{folder / REPORT_FILE} exists already; choose another folder with --out")
-    sections, views = _choose_sections(options.sections)
+    choice = _choose_sections(options.sections)
+    sections, views = choice.sections, choice.views
     sources = list(dict.fromkeys(options.models))
     models, runs = _find_sources(sources)
-    _check_sources(options, sections, views, models, runs)
+    _check_sources(options, choice, models, runs)
     console = make_console()
     start = time.perf_counter()
     training = _read_training(runs, views, options.running_mean) if runs and views else None
@@ -114,38 +115,31 @@ def run(options: Any) -> int:
             count = sum(len(group.seeds) for group in training.groups)
             setup = f"{count} {'run' if count == 1 else 'runs'}. {setup}"
         with console.status("drawing"):
-            report = write_inspection_report(inspections, folder, setup, sections, training)
-    not_drawn = _sections_not_drawn(options, sections, inspections)
-    _print_remarks(inspections, not_drawn, training, console)
-    console.print(f"Report: {report} ({time.perf_counter() - start:.0f} s)")
+            not_drawn = write_inspection_report(inspections, folder, setup, sections, training)
+    _print_remarks(inspections, training, console)
+    if choice.names_each and inspections:
+        for name in _sections_to_explain(sections, not_drawn, inspections):
+            console.print(f"{name} is not drawn: nothing in these models to show there")
+    console.print(f"Report: {folder / REPORT_FILE} ({time.perf_counter() - start:.0f} s)")
     return 0
 
 
-def _sections_not_drawn(
-    options: Any, sections: "list[Section]", inspections: "list[ModelInspection]"
+def _sections_to_explain(
+    sections: "list[Section]", not_drawn: list[str], inspections: "list[ModelInspection]"
 ) -> list[str]:
-    """The sections that --sections names and no model has anything to show in."""
-    if not inspections or not _names_each_section(options):
-        return []
-    return [section.name for section in sections if not section.panels(inspections)]
-
-
-def _names_each_section(options: Any) -> bool:
-    return not {"all", "standard"} & set(",".join(options.sections).split(","))
+    """The sections that are not drawn although none of their analyses failed."""
+    failed = {analysis for inspection in inspections for analysis in inspection.not_done}
+    names = [section.name for section in sections if failed.isdisjoint(section.analyses)]
+    return [name for name in names if name in not_drawn]
 
 
 def _print_remarks(
-    inspections: "list[ModelInspection]",
-    not_drawn: list[str],
-    training: "TrainingReport | None",
-    console: Any,
+    inspections: "list[ModelInspection]", training: "TrainingReport | None", console: Any
 ) -> None:
-    """Print alarms, analyses that failed, and what could not be drawn."""
+    """Print alarms, analyses that failed, and views that could not be drawn."""
     for inspection in inspections:
-        for line in [*inspection.results.get("alarms", []), *inspection.not_done]:
+        for line in [*inspection.results.get("alarms", []), *inspection.failures()]:
             console.print(f"{inspection.name}: {line}", soft_wrap=True)
-    for name in not_drawn:
-        console.print(f"{name} is not drawn: nothing in these models to show there")
     if training is not None:
         for line in [*training.notes, *training.not_drawn]:
             console.print(line, soft_wrap=True)
@@ -170,28 +164,24 @@ def _find_sources(sources: list[str]) -> tuple[dict[str, str], list[Path]]:
 
 
 def _check_sources(
-    options: Any,
-    sections: "list[Section]",
-    views: "list[TrainingView]",
-    models: dict[str, str],
-    runs: list[Path],
+    options: Any, choice: "_SectionChoice", models: dict[str, str], runs: list[Path]
 ) -> None:
     """Raise a ValueError where nothing could be drawn of what --sections names, or not with these
     options.
     """
     from ..data.sources import check_exists
 
+    sections, views = choice.sections, choice.views
     if sections and models:
         check_exists(options.data)
         choose_device(options.device)
         parse_model_dtype(options.dtype)
-    is_choice = _names_each_section(options)
-    if not models and (is_choice or not views) and sections:
+    if not models and (choice.names_each or not views) and sections:
         raise ValueError(
             f"{', '.join(options.models)}: no model, which {sections[0].name} needs (a run of "
             f"compare keeps none); --sections {TRAINING} draws the views of training"
         )
-    if not runs and is_choice and views:
+    if not runs and choice.names_each and views:
         raise ValueError(
             f"{', '.join(options.models)}: no folder of crosslayer train or compare, which "
             f"{views[0].name} needs"
@@ -299,7 +289,21 @@ def _short_names(sources: list[str]) -> list[str]:
     return [names[source] for source in sources]
 
 
-def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingView]]":
+class _SectionChoice(NamedTuple):
+    """What --sections names.
+
+    Attributes:
+        sections: of the report, in its order.
+        views: of training.
+        names_each: whether the user named them, and not "all" or "standard".
+    """
+
+    sections: "list[Section]"
+    views: "list[TrainingView]"
+    names_each: bool
+
+
+def _choose_sections(words: list[str]) -> _SectionChoice:
     """The sections and the views of training that the words name, separated by spaces or commas.
 
     "all" stands for all of both, "standard" for those that are drawn by default, and "training" for
@@ -327,7 +331,8 @@ def _choose_sections(words: list[str]) -> "tuple[list[Section], list[TrainingVie
     if not names:
         raise ValueError(f"--sections names none; known: {', '.join(known)}")
     chosen = {part for name in names for part in known[name]}
-    return (
-        [section for section in SECTIONS if section.name in chosen],
-        [view for view in TRAINING_VIEWS if view.name in chosen],
+    return _SectionChoice(
+        sections=[section for section in SECTIONS if section.name in chosen],
+        views=[view for view in TRAINING_VIEWS if view.name in chosen],
+        names_each={"all", "standard"}.isdisjoint(names),
     )

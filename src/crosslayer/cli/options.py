@@ -81,7 +81,7 @@ def add_settings(parser: Any) -> None:
     """
     import docstring_parser
 
-    from ..train.settings import GROUPS, YAML_ONLY, default_of
+    from ..train.settings import DEFAULT_OPTIONS, GROUPS, YAML_ONLY
 
     for settings_group in GROUPS:
         doc = docstring_parser.parse(settings_group.__doc__)
@@ -95,7 +95,7 @@ def add_settings(parser: Any) -> None:
             group.add_argument(
                 "--" + option.name.replace("_", "-"),
                 type=types[option.name],
-                default=default_of(option),
+                default=DEFAULT_OPTIONS[option.name],
                 help=help_texts[option.name],
             )
 

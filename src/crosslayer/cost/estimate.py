@@ -33,15 +33,16 @@ class GPU(NamedTuple):
     """A GPU's peak rates, as its data sheet states them."""
 
     name: str
+    device_name: str  # torch's; other boards with the same chip are slower
     bandwidth: float  # memory, bytes/s
     flops: float  # dense bf16, FLOP/s
 
 
 GPUS = {
-    "A100": GPU("A100 SXM 80GB", 2039e9, 312e12),
-    "H100": GPU("H100 SXM", 3350e9, 989e12),
-    "H200": GPU("H200 SXM", 4800e9, 989e12),
-    "B200": GPU("B200", 8000e9, 2250e12),
+    "A100": GPU("A100 SXM 80GB", "NVIDIA A100-SXM4-80GB", 2039e9, 312e12),
+    "H100": GPU("H100 SXM", "NVIDIA H100 80GB HBM3", 3350e9, 989e12),
+    "H200": GPU("H200 SXM", "NVIDIA H200", 4800e9, 989e12),
+    "B200": GPU("B200", "NVIDIA B200", 8000e9, 2250e12),
 }
 
 

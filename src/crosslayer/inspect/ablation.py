@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from ..evaluate.windows import exp_or_inf
 from ..evaluation_mode import evaluation_mode
 from ..hf.attach import find_backbone
 from ..hf.host_norms import find_attribute
-from .observation import ModelInputs, connected_for_analysis, port_label
+from .observation import ModelInputs, connected_for_analysis, layer_label, port_label
 from .scoring import check_scored, score_logits
 
 # Static weights over depth, by method: the name of the parameter.
@@ -53,11 +53,12 @@ class SublayerAblation:
 
 @dataclass
 class BlockAblation:
-    """Perplexity of a language model without each block: both of its sub-layers' outputs are zero.
+    """Perplexity of a language model without each block: the outputs of its sub-layers are zero.
 
     Attributes:
         perplexity: of the whole model.
-        labels: of the blocks. Those of which MGR appends an output as a stream are left out.
+        labels: of the blocks. Left out are those of which MGR appends an output as a stream, and
+            those with a module that another layer has, too.
         increase: ΔPPL, the perplexity without a block less that of the whole model.
     """
 
@@ -146,18 +147,19 @@ def losses_without(
 def sublayer_removals(model: nn.Module) -> list[tuple[str, Removal]]:
     """The sub-layers that can be removed: their labels, and contexts in which they write zero."""
     found = _removable_sublayers(model)
-    return [(label, partial(_zero_outputs, [module])) for label, module in found]
+    return [(output.label, partial(_zero_outputs, [output.module])) for output in found]
 
 
 def block_removals(model: nn.Module) -> list[tuple[str, Removal]]:
-    """The blocks of which both sub-layers can be removed: their labels, and such contexts."""
-    blocks: dict[str, list[nn.Module]] = {}
-    for label, module in _removable_sublayers(model):
-        blocks.setdefault(label.partition(".")[0], []).append(module)
+    """The blocks of which all sub-layers can be removed: their labels, and such contexts."""
+    _, wiring = find_backbone(model)
+    blocks: dict[int, list[nn.Module]] = {}
+    for output in _removable_sublayers(model):
+        blocks.setdefault(output.layer, []).append(output.module)
     return [
-        (label, partial(_zero_outputs, modules))
-        for label, modules in blocks.items()
-        if len(modules) == 2
+        (str(layer), partial(_zero_outputs, modules))
+        for layer, modules in blocks.items()
+        if len(modules) == len(wiring.of_layers[layer].sublayers)
     ]
 
 
@@ -169,17 +171,30 @@ def way_removals(model: nn.Module) -> list[tuple[str, Removal]]:
     return [(way, partial(_without_way, sites, way)) for way in ways]
 
 
-def _removable_sublayers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The label of each sub-layer, and the last module that its output alone passes.
+class _SublayerOutput(NamedTuple):
+    """Where a sub-layer's output can be taken away.
 
-    Without modules that two layers share: neither can be removed alone.
+    Attributes:
+        layer: of the sub-layer.
+        label: like "3.mlp".
+        module: the last one that this output alone passes.
+    """
+
+    layer: int
+    label: str
+    module: nn.Module
+
+
+def _removable_sublayers(model: nn.Module) -> list[_SublayerOutput]:
+    """The outputs of sub-layers, without modules that two layers share: neither of these can be
+    removed alone.
     """
     found = list(_find_outputs(model))
-    uses = Counter(id(module) for _, module in found)
-    return [(label, module) for label, module in found if uses[id(module)] == 1]
+    uses = Counter(id(output.module) for output in found)
+    return [output for output in found if uses[id(output.module)] == 1]
 
 
-def _find_outputs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _find_outputs(model: nn.Module) -> Iterator[_SublayerOutput]:
     """`_removable_sublayers`, with shared modules."""
     backbone, wiring = find_backbone(model)
     appended = _appended_writes(model)
@@ -189,15 +204,21 @@ def _find_outputs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         steps = Counter(
             step for sublayer in layer_wiring.sublayers for step in sublayer.paths_after
         )
+        labels_before: Counter[str] = Counter()
         for sublayers in layer_wiring.sites:
-            for sublayer in sublayers if site not in appended else ():
+            for sublayer in sublayers:
+                name = port_label(sublayer.port)
+                label = layer_label(number, labels_before[name], name)
+                labels_before[name] += 1
+                if site in appended:
+                    continue
                 path = sublayer.module
                 for step in sublayer.paths_after:
                     # ViT's attention and MLP pass the same dropout. BEiT's scales are parameters.
                     if steps[step] == 1:
                         is_module = isinstance(find_attribute(layer, step), nn.Module)
                         path = step if is_module else path
-                yield f"{number}.{port_label(sublayer.port)}", layer.get_submodule(path)
+                yield _SublayerOutput(number, label, layer.get_submodule(path))
             site += 1
 
 

@@ -62,11 +62,14 @@ def find_patterns(unfolded: UnfoldedMap) -> MapFindings:
     rows = [row[:count] for row, count in zip(weights, counts, strict=True)]
     readout = rows[-1]
     attention = ["attn" in label and "mlp" not in label for label in unfolded.sources]
+    attention_share = math.nan
+    if any(attention):
+        attention_share = (weights[:, attention].sum() / weights.sum()).item()
     return MapFindings(
         lambda_score=_lambda_score(rows),
         embedding_in_readout=(readout[0] / readout.mean()).item(),
         parallel_pairs=_parallel_pairs(rows, unfolded),
-        attention_share=(weights[:, attention].sum() / weights.sum()).item(),
+        attention_share=attention_share,
         attention_reach=_attention_reach(weights, unfolded),
         wasted=_wasted_sources(weights, unfolded.sources),
         opposite_signs=_opposite_signs(unfolded),

@@ -124,37 +124,39 @@ SINGLE = {
     "attention": SingleAnalysis(_measure_attention),
     "ablation": SingleAnalysis(
         lambda subject: ablate_sublayers(subject.model, subject.batches),
-        lambda subject: 1 + len(sublayer_removals(subject.model)),
+        passes=lambda subject: 1 + len(sublayer_removals(subject.model)),
         scores=True,
     ),
     "ways": SingleAnalysis(
         lambda subject: ablate_ways(subject.model, subject.batches),
-        _count_way_passes,
+        passes=_count_way_passes,
         scores=True,
     ),
     "blocks": SingleAnalysis(
         lambda subject: ablate_blocks(subject.model, subject.batches),
-        lambda subject: 1 + len(block_removals(subject.model)),
+        passes=lambda subject: 1 + len(block_removals(subject.model)),
         scores=True,
     ),
     "sources": SingleAnalysis(
         lambda subject: ablate_sources(subject.model, subject.batches, _chosen_layers(subject)),
-        lambda subject: 2 + len(_find_mix_weights(subject)),
+        passes=lambda subject: 2 + len(_find_mix_weights(subject)),
         most_batches=1,
         scores=True,
     ),
     "pruning": SingleAnalysis(
         lambda subject: prune_depth_weights(subject.model, subject.batches, PRUNED_SHARES),
-        lambda subject: len(PRUNED_SHARES) if find_depth_weights(subject.model) else 0,
+        passes=lambda subject: len(PRUNED_SHARES) if find_depth_weights(subject.model) else 0,
         scores=True,
     ),
-    "pattern": SingleAnalysis(lambda subject: find_mix_pattern(subject.model), lambda subject: 0),
+    "pattern": SingleAnalysis(
+        lambda subject: find_mix_pattern(subject.model), passes=lambda subject: 0
+    ),
     "singular_values": SingleAnalysis(
-        lambda subject: measure_singular_values(subject.model), lambda subject: 0
+        lambda subject: measure_singular_values(subject.model), passes=lambda subject: 0
     ),
     "classes": SingleAnalysis(
         lambda subject: compare_groups(subject.model, subject.groups),
-        lambda subject: 0,  # its passes are over the groups
+        passes=lambda subject: 0,  # they are over the groups
     ),
 }
 DERIVED = {
@@ -174,7 +176,7 @@ class ModelInspection:
         name: of the model, for the reader.
         connection: its name and options.
         results: by the name of the analysis. Those that do not apply to the model are not there.
-        not_done: a line for each analysis that failed, with the reason.
+        not_done: the reason for each analysis that failed, by its name.
         run: the run that kept this model at one of its steps, for the reader.
         step: that step; None where it is not known.
         deviation: where this is the mean over seeds, the standard deviation of every number in it.
@@ -184,7 +186,7 @@ class ModelInspection:
     name: str
     connection: str
     results: dict[str, Any]
-    not_done: list[str]
+    not_done: dict[str, str]
     run: str = ""
     step: int | None = None
     deviation: "ModelInspection | None" = None
@@ -192,6 +194,13 @@ class ModelInspection:
 
     def __getitem__(self, analysis: str) -> Any:
         return self.results[analysis]
+
+    def failures(self) -> list[str]:
+        """A line for each reason in `not_done`, with the analyses that failed for it."""
+        analyses: dict[str, list[str]] = {}
+        for analysis, reason in self.not_done.items():
+            analyses.setdefault(reason, []).append(analysis)
+        return [f"{', '.join(names)}: {reason}" for reason, names in analyses.items()]
 
 
 class _SeparateAnalysis:
@@ -213,18 +222,31 @@ class _SeparateAnalysis:
 
 
 class _CountedBatches(Sequence[ModelInputs]):
-    """Batches that report each one that an analysis takes."""
+    """Batches that report each one that an analysis takes.
 
-    def __init__(self, batches: Sequence[ModelInputs], report_batch: Callable[[], None]):
+    Args:
+        batches: of a subject.
+        step: the name of the analysis.
+        passes: that it makes over the batches.
+        progress: as in `inspect_model`.
+    """
+
+    def __init__(self, batches: Sequence[ModelInputs], step: str, passes: int, progress: Progress):
         self.batches = batches
-        self.report_batch = report_batch
+        self.step = step
+        self.done = 0
+        self.total = passes * len(batches)
+        self.progress = progress
+        if self.total:
+            progress(step, 0, self.total)
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, place: Any) -> Any:
         batch = self.batches[place]
-        self.report_batch()
+        self.done += 1
+        self.progress(self.step, self.done, self.total)
         return batch
 
 
@@ -247,7 +269,7 @@ def inspect_model(
         spec = format_spec(connections[0].name, connections[0].options)
     else:
         spec = plain_connection(subject.model)
-    inspection = ModelInspection(name, spec, {}, [])
+    inspection = ModelInspection(name, spec, {}, {})
     _observe_subject(inspection, subject, analyses, progress)
     for key in SINGLE:
         if key in analyses:
@@ -268,20 +290,17 @@ def _observe_subject(
     observed = {key: _SeparateAnalysis(start()) for key, start in OBSERVED.items() if key in wanted}
     if not observed:
         return
-    batches = _count_batches(subject.batches, "connections", 1, progress)
+    batches = _CountedBatches(subject.batches, "connections", 1, progress)
     try:
         observe_model(subject.model, batches, list(observed.values()))
     except ValueError as error:
-        inspection.not_done.append(f"{', '.join(observed)}: {error}")
+        inspection.not_done |= dict.fromkeys(observed, str(error))
         return
-    failed: dict[str, list[str]] = {}
     for key, separate in observed.items():
         if separate.error:
-            failed.setdefault(separate.error, []).append(key)
+            inspection.not_done[key] = separate.error
         else:
             inspection.results[key] = separate.analysis.result()
-    for error_text, keys in failed.items():
-        inspection.not_done.append(f"{', '.join(keys)}: {error_text}")
 
 
 def _run_single(
@@ -291,35 +310,15 @@ def _run_single(
     batches = subject.batches[: analysis.most_batches]
     try:
         passes = analysis.passes(subject)
-        if analysis.scores and passes and _is_scored_by_next_token(batches):
+        if analysis.scores and passes and batches and has_next_tokens(batches[0]):
             check_causal(subject.model)
-        batches = _count_batches(batches, key, passes, progress)
+        batches = _CountedBatches(batches, key, passes, progress)
         result = analysis.run(dataclasses.replace(subject, batches=batches))
     except ValueError as error:
-        inspection.not_done.append(f"{key}: {error}")
+        inspection.not_done[key] = str(error)
         return
     if result is not None:
         inspection.results[key] = result
-
-
-def _is_scored_by_next_token(batches: Sequence[ModelInputs]) -> bool:
-    return any(has_next_tokens(batch) for batch in batches)
-
-
-def _count_batches(
-    batches: Sequence[ModelInputs], step: str, passes: int, progress: Progress
-) -> Sequence[ModelInputs]:
-    done = 0
-    total = passes * len(batches)
-
-    def count() -> None:
-        nonlocal done
-        done += 1
-        progress(step, done, total)
-
-    if total:
-        progress(step, 0, total)
-    return _CountedBatches(batches, count)
 
 
 def to_json_value(value: Any) -> Any:

@@ -27,7 +27,14 @@ from .observation import (
     site_label,
     visited_sites,
 )
-from .scoring import NO_TARGET, check_scored, find_head, score_logits, score_targets
+from .scoring import (
+    NO_TARGET,
+    check_scored,
+    find_head,
+    has_next_tokens,
+    score_logits,
+    score_targets,
+)
 
 LENS_ROUNDING = 5e-4  # of a loss, relative where it is above 1
 
@@ -120,7 +127,7 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
             targets = score_targets(batch).to(device)
             has_target = targets != NO_TARGET
             analysis.targets = targets[has_target]
-            if "input_ids" in batch:
+            if has_next_tokens(batch):
                 mask = arguments.get("attention_mask", torch.ones_like(targets))
                 analysis.is_scored = has_target[mask.bool()]
             if not has_target.any():

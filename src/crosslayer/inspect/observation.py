@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..class_swap import original_class
-from ..connection import SPLIT_PORT_NAMES, Connection, Site, autocast_disabled, find_connections
+from ..connection import SPLIT_PORT_NAMES, Connection, autocast_disabled, find_connections
 from ..evaluation_mode import evaluation_mode
 from ..hf import connect
 from ..hf.attach import find_backbone
@@ -237,7 +237,9 @@ def visited_sites(
 
     def visit(connection: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(connection, Connection)
-        if inputs[1:]:  # asked for something else than `read`, like a hidden state
+        # A site may be asked for a hidden state besides. The readout is asked for it alone where
+        # the host's stream has a factor.
+        if inputs[1:] and not connection.is_readout:
             return
         site_visit = _flatten_tokens(connection, inputs[0], arguments)
         for analysis in analyses:
@@ -285,7 +287,8 @@ def site_label(connection: Connection[Any]) -> str:
     """
     if connection.is_readout:
         return "readout"
-    return _label(connection.site, "+".join(map(port_label, connection.site.ports)))
+    site = connection.site
+    return layer_label(site.layer, site.repeat, "+".join(map(port_label, site.ports)))
 
 
 def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
@@ -293,12 +296,14 @@ def input_labels(connection: Connection[Any], inputs: int) -> list[str]:
     label = site_label(connection)
     if inputs == 1:
         return [label]
-    return [_label(connection.site, port_label(port)) for port in connection.ports]
+    site = connection.site
+    return [layer_label(site.layer, site.repeat, port_label(port)) for port in connection.ports]
 
 
-def _label(site: Site, ports: str) -> str:
-    letter = chr(ord("a") + site.repeat) if site.repeat else ""
-    return f"{site.layer}{letter}.{ports}"
+def layer_label(layer: int, repeat: int, ports: str) -> str:
+    """Like "3.mlp"; "3b.mlp" where one such label of the layer comes before it."""
+    letter = chr(ord("a") + repeat) if repeat else ""
+    return f"{layer}{letter}.{ports}"
 
 
 def port_label(port: str) -> str:

@@ -79,7 +79,7 @@ def write_inspection_report(
     setup: str,
     sections: Sequence[Section] = SECTIONS,
     training: TrainingReport | None = None,
-) -> Path:
+) -> list[str]:
     """Write inspection.json, the figures and report.html, with the models side by side.
 
     Args:
@@ -90,17 +90,18 @@ def write_inspection_report(
         training: of the runs' folders; None for no view of training.
 
     Returns:
-        The path of report.html.
+        The names of the sections in which no model has anything to show.
     """
     pictures = folder / FIGURE_FOLDER
     pictures.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"setup": setup, "models": to_json_value(models)}
+    panels_of_sections = [(section, section.panels(models)) for section in sections]
     drawn: list[tuple[Section | TrainingView, FigurePanels]] = []
     if training is not None:
         parts = {"groups": training.groups, "scaling": training.scaling}
         content["training"] = to_json_value(parts)
         drawn += training.pictures
-    drawn += [(section, section.panels(models)) for section in sections]
+    drawn += panels_of_sections
     write_json(folder / JSON_FILE, content)
     body = ""
     for section, panels in drawn:
@@ -113,7 +114,7 @@ def write_inspection_report(
         shape = ' class="wide"' if len(panels) > 1 else ""  # scrolls on a narrow screen
         body += f"<figure{shape}>{files['svg'].decode()}</figure>\n"
     write_text_atomic(folder / REPORT_FILE, _page_html(models, setup, body, training))
-    return folder / REPORT_FILE
+    return [section.name for section, panels in panels_of_sections if not panels]
 
 
 def _page_html(
@@ -226,7 +227,7 @@ def _findings_html(models: InspectedModels) -> str:
 def _notes_html(models: InspectedModels, training: TrainingReport | None) -> str:
     notes = []
     for model in models:
-        notes += [f"{model.name}: {line}." for line in model.not_done]
+        notes += [f"{model.name}: {line}." for line in model.failures()]
         unfolded = model.results.get("unfolded")
         if unfolded is not None and unfolded.by_projection:
             notes.append(

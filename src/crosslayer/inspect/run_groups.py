@@ -1,5 +1,6 @@
 """Runs of one arm with several seeds, arms of several sizes, and what they are compared with."""
 
+import json
 import math
 import statistics
 from collections import Counter
@@ -8,15 +9,19 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from ..number_texts import format_size
 from ..train.identity import PLACES_OF_DATA, distance_to_baseline
-from ..train.settings import ModelSettings
+from ..train.settings import CHANGEABLE_OPTIONS, DEFAULT_OPTIONS, ModelSettings
 from .runs import TrainingRun
 
 SHAPE = ("layers", "dim")  # of a backbone
 # MUDD's MLP widths belong to the method
 BACKBONE = tuple(option.name for option in fields(ModelSettings) if option.name != "reallocate")
 BATCHES = ("context", "batch")
+# The keys of transformers' configs for the number of experts in a layer.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DATA = tuple(sorted(PLACES_OF_DATA))
 
 
@@ -54,15 +59,13 @@ class RunGroup:
 def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
     """Runs with the same name, connection, settings and data as one group, in the given order.
 
-    A run that has not finished, or has diverged, is a group by itself. Of runs with the same seed
-    the first one counts: another is no further sample.
+    Settings that do not decide what is learned may differ, but for those that decide the speed. A
+    run that has not finished, or has diverged, is a group by itself. Of runs with the same seed the
+    first one counts: another is no further sample.
     """
     gathered: dict[str, list[TrainingRun]] = {}
     for run in runs:
-        own = "" if run.settings and not run.status else str(run.folder)
-        settings = sorted(run.settings.items(), key=str)
-        key = repr((run.name, run.connection, run.data_digest, settings, own))
-        gathered.setdefault(key, []).append(run)
+        gathered.setdefault(_group_key(run), []).append(run)
     groups = list(gathered.values())
     labels = _distinct_labels(groups)
     series = _series_labels(groups)
@@ -70,6 +73,21 @@ def group_runs(runs: Sequence[TrainingRun]) -> list[RunGroup]:
         _make_group(label, of_series, members)
         for label, of_series, members in zip(labels, series, groups, strict=True)
     ]
+
+
+def _group_key(run: TrainingRun) -> str:
+    """A text that the runs of one group share."""
+    own = "" if run.settings and not run.status else str(run.folder)
+    ignored = CHANGEABLE_OPTIONS | PLACES_OF_DATA if run.data_digest else CHANGEABLE_OPTIONS
+    # The runs of a comparison have no settings of execution, and older ones no newer options.
+    settings = {
+        name: value
+        for name, value in {**DEFAULT_OPTIONS, **run.settings}.items()
+        if name not in ignored
+    }
+    execution = run.result.get("execution", {})
+    parts = (run.name, run.connection, run.data_digest, own, settings, execution)
+    return json.dumps(parts, sort_keys=True)
 
 
 def _make_group(label: str, series: str, members: Sequence[TrainingRun]) -> RunGroup:
@@ -256,6 +274,10 @@ def describe_depth(group: RunGroup) -> str:
 
 
 def has_experts(group: RunGroup) -> bool:
-    """Whether the backbone is a mixture of experts."""
-    config = group.first.settings.get("model_config", {})
-    return any(key.startswith("num_") and "experts" in key for key in config)
+    """Whether the backbone is a mixture of experts, as its config counts them."""
+    settings = group.first.settings
+    config = dict(settings.get("model_config", {}))
+    family = settings.get("family")
+    if family in CONFIG_MAPPING:
+        config = vars(CONFIG_MAPPING[family]()) | config
+    return any(config.get(name) for name in _EXPERT_COUNTS)

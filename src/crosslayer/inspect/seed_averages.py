@@ -95,12 +95,13 @@ def _combine_inspections(
     first = models[0]
     shared = [key for key in first.results if all(key in model.results for model in models)]
     results = {}
-    not_done = _merge_texts([model.not_done for model in models])
+    failed = dict.fromkeys(key for model in models for key in model.not_done)
+    not_done = {key: _merge_reasons(models, key) for key in failed}
     for key in shared:
         try:
             results[key] = combine_values([model[key] for model in models], combine)
         except ValueError as error:
-            not_done.append(f"{key}: not averaged, {error}")
+            not_done[key] = f"not averaged, {error}"
     return dataclasses.replace(first, name=name, results=results, not_done=not_done)
 
 
@@ -148,6 +149,12 @@ def _is_text(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(item, str) for item in value)
     return isinstance(value, str)
+
+
+def _merge_reasons(models: Sequence[ModelInspection], analysis: str) -> str:
+    """Why an analysis failed, and for how many seeds."""
+    reasons = [[model.not_done[analysis]] if analysis in model.not_done else [] for model in models]
+    return "; ".join(_merge_texts(reasons))
 
 
 def _merge_texts(lists: Sequence[list[Any]]) -> list[Any]:

@@ -5,6 +5,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from ..data.images import class_order
 from ..data.readers import Document, list_text_files
 from ..data.sources import TextSource, read_documents
 from ..evaluate.language_models import check_context, context_limit
@@ -132,7 +133,7 @@ def _split_documents(
     if TextSource.parse(data).kind == "files" and folder.is_dir():
         parents = {name.rpartition("/")[0].partition("/")[0] for _, name in list_text_files(folder)}
         if len(parents) > 1 and "" not in parents:
-            return {name: read(str(folder / name)) for name in sorted(parents)}
+            return {name: read(str(folder / name)) for name in sorted(parents, key=class_order)}
     documents = read(data)
     first = list(islice(documents, most))
     if not first:
@@ -145,4 +146,4 @@ def _split_documents(
         if len(of_label) < most:
             of_label.append(document)
     by_label.pop("", None)  # documents without a label among later ones
-    return {label: iter(by_label[label]) for label in sorted(by_label)}
+    return {label: iter(by_label[label]) for label in sorted(by_label, key=class_order)}

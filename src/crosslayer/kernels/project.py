@@ -109,6 +109,23 @@ def memory_traffic_bytes(
     return forward, backward
 
 
+@triton.jit
+def _tile_rows(
+    first, N, R: tl.constexpr, SIDE: tl.constexpr, n: tl.constexpr, JOINT: tl.constexpr
+):  # fmt: skip
+    """The rows of z of a tile that begins at token `first`: their numbers, and which exist."""
+    row = tl.arange(0, R)
+    if JOINT:
+        row = first + row
+        real = row < N
+    else:
+        token = first + row // SIDE
+        stream = row % SIDE
+        row = token * n + stream
+        real = (token < N) & (stream < n)
+    return row, real
+
+
 @triton.jit(do_not_specialize=["N", "K", "pieces_a_split"])
 def write_norm_project_forward(
     H, Y, beta, W, new, z, rstd, mu, N, D, K, eps, pieces_a_split,
@@ -162,15 +179,7 @@ def write_norm_project_forward(
             spread += tl.sum(off * off, 1) + step * step * (before / (before + count) * count)
         else:
             spread += tl.sum(v * v, 1)
-    row = tl.arange(0, R)
-    if JOINT:
-        row = first + row
-        real = row < N
-    else:
-        token = first + row // SIDE
-        stream = row % SIDE
-        row = token * n + stream
-        real = (token < N) & (stream < n)
+    row, real = _tile_rows(first, N, R, SIDE, n, JOINT)
     if IS_SPLIT:
         # `join_splits` continues.
         row += tl.program_id(1) * tl.cast(N, tl.int64) * (1 if JOINT else n)
@@ -207,15 +216,7 @@ def write_norm_project_backward(
     for tile in range(tl.program_id(1), tl.cdiv(N, TILE), tl.num_programs(1)):
         first = tl.cast(tile, tl.int64) * TILE
         t = first + tl.arange(0, TILE)[:, None, None]
-        row = tl.arange(0, R)
-        if JOINT:
-            row = first + row
-            real = row < N
-        else:
-            token = first + row // SIDE
-            stream = row % SIDE
-            row = token * n + stream
-            real = (token < N) & (stream < n)
+        row, real = _tile_rows(first, N, R, SIDE, n, JOINT)
         on = (t < N) & (s < n) & (d < D)
         rows = tl.reshape(tl.load(new + (t * n + s) * D + d, mask=on, other=0.0), [R, C])
         v = rows.to(tl.float32)

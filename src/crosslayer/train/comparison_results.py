@@ -156,11 +156,13 @@ def load_matching_results(folder: Path, current: ComparisonResults) -> Compariso
     for name, arm in current.arms.items():
         if name in previous.arms and name in with_runs:
             before = previous.arms[name]
-            difference = first_difference(before, arm, {"options"})
-            difference = difference or first_difference(
-                before["options"], arm["options"], PLACES_OF_DATA | CHANGEABLE_OPTIONS
-            )
-            differences.append(difference and f"the arm {name} {difference}")
+            of_arm = [
+                first_difference(before, arm, {"options", "paper"}),
+                first_difference(
+                    before["options"], arm["options"], PLACES_OF_DATA | CHANGEABLE_OPTIONS
+                ),
+            ]
+            differences += [f"the arm {name} {difference}" for difference in of_arm if difference]
     for difference in differences:
         if difference:
             raise ValueError(

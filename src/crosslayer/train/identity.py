@@ -18,14 +18,17 @@ def first_difference(
     """The first key, in their alphabetical order, with another value, in words; "" without any.
 
     Args:
-        before: as it was read from JSON.
+        before: as it was read from JSON. An option that is missing has its default, as it is newer
+            than the file.
         now: may have tuples, which are lists in JSON.
         ignored: keys that may have any value.
     """
     now = json.loads(json.dumps(now))
+    defaults = json.loads(json.dumps(DEFAULT_OPTIONS))
     for key in sorted((before.keys() | now.keys()) - set(ignored)):
-        if before.get(key) != now.get(key):
-            return f"with {key} = {before.get(key)!r}; here it is {now.get(key)!r}"
+        value_before = before.get(key, defaults.get(key))
+        if value_before != now.get(key):
+            return f"with {key} = {value_before!r}; here it is {now.get(key)!r}"
     return ""
 
 

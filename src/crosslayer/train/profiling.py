@@ -33,10 +33,10 @@ def model_flops_utilization(forward_flops: int, seconds: float) -> float | None:
     if not torch.cuda.is_available():
         return None
     device = torch.cuda.get_device_name()
-    for name, gpu in GPUS.items():
-        if name in device:
-            return 3 * forward_flops / seconds / gpu.flops
-    return None
+    peaks = {gpu.device_name: gpu.flops for gpu in GPUS.values()}
+    if device not in peaks:
+        return None
+    return 3 * forward_flops / seconds / peaks[device]
 
 
 def reset_peak_memory() -> None:

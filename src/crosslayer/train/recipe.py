@@ -158,7 +158,7 @@ def join_options(options: dict[str, Any], later: dict[str, Any]) -> dict[str, An
     A pretrained model among these replaces the backbone and the tokenizer of the others.
     """
     if later.get("pretrained") is not None:
-        replaced = NEW_BACKBONE_OPTIONS | {"tokenizer"}
+        replaced = {*NEW_BACKBONE_OPTIONS, "tokenizer"}
         options = {name: value for name, value in options.items() if name not in replaced}
     return {**options, **later}
 

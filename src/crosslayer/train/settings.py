@@ -4,7 +4,7 @@ The fields' names are the keys of a recipe and, with dashes, the options of the 
 but `YAML_ONLY`).
 """
 
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self, get_origin, get_type_hints
 
@@ -18,12 +18,6 @@ from ..validation import (
     check_positive,
     describe_wrong_value,
     did_you_mean,
-)
-
-# Options of a backbone with random weights.
-NEW_BACKBONE_OPTIONS = frozenset(
-    {"family", "layers", "dim", "heads", "vocab", "model_config", "embedding_std", "reallocate"}
-    | {"router_z_loss"}
 )
 
 
@@ -70,13 +64,17 @@ class ModelSettings:
         if self.embedding_std is not None:
             check_non_negative(embedding_std=self.embedding_std)
         if self.pretrained is not None:
-            for option in fields(self):
-                value = getattr(self, option.name)
-                if option.name in NEW_BACKBONE_OPTIONS and value != default_of(option):
+            for name in NEW_BACKBONE_OPTIONS:
+                value = getattr(self, name)
+                if value != DEFAULT_OPTIONS[name]:
                     raise ValueError(
-                        f"{option.name} describes another backbone than the pretrained one, "
-                        f"{self.pretrained}; got {value!r}, expected no {option.name}"
+                        f"{name} describes another backbone than the pretrained one, "
+                        f"{self.pretrained}; got {value!r}, expected no {name}"
                     )
+
+
+# Options of a backbone with random weights.
+NEW_BACKBONE_OPTIONS = [f.name for f in fields(ModelSettings) if f.name != "pretrained"]
 
 
 @dataclass
@@ -216,7 +214,7 @@ class EngineSettings:
             by more than `max_loss_rise`: stop ends the run, skip leaves out the batch. The run ends
             too if most of its last 200 steps were left out.
         max_loss_rise: how far a step's loss may be above its running mean, in nats; 0 for no
-            limit.
+            limit. The first 20 steps have none.
         log_every: steps between lines of metrics.jsonl.
         diagnostics_every: steps between diagnostics of the connections; 0 for none.
         loggers: loggers in addition to metrics.jsonl.
@@ -341,14 +339,7 @@ class Settings(NamedTuple):
         }
 
 
-def default_of(option: Field[Any]) -> Any:
-    """The default value of a field of these groups."""
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return option.default
-
-
-DEFAULT_OPTIONS = {f.name: default_of(f) for group in GROUPS for f in fields(group)}
+DEFAULT_OPTIONS = {name: value for group in GROUPS for name, value in vars(group()).items()}
 
 
 def parse_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def _ablation_panels(models: InspectedModels) -> FigurePanels:
 
 def _block_panels(models: InspectedModels) -> FigurePanels:
     done = [(m.name, m["blocks"]) for m in models if m["blocks"].labels]
-    if not done:  # every block has an output that MGR appends
+    if not done:  # no block can be removed, such as where MGR appends an output of each
         return []
     return [("without each block", partial(draw_block_ablation, models=done))]
 

@@ -11,7 +11,7 @@ from ..scales import SiteScales
 from .section import MOST_STREAMS, FigurePanels, InspectedModels, Section
 
 # The ends of a writer's label, and the words for them. A parallel block is both.
-SUBLAYER_KINDS = {".attn": "attention", ".mlp": "MLP", ".attn+mlp": "blocks"}
+SUBLAYER_KINDS = {".attn": "attention", ".mixer": "mixer", ".mlp": "MLP", ".attn+mlp": "blocks"}
 Lines = list[tuple[str, list[float]]]
 
 
