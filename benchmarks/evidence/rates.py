@@ -83,7 +83,7 @@ def _rate_line(of_arm: Mapping[Schedule, SeedLoss], name: str) -> LineSeries:
         [statistics.fmean(values) for values in losses.values()],
         [min(values) for values in losses.values()],
         [max(values) for values in losses.values()],
-        points=True,
+        is_marked=True,
     )
 
 

@@ -59,7 +59,7 @@ def test_source_is_parsed_once():
         "datasets:org/name@test": ("dataset", "org/name", None, "test"),
         "datasets:org/name,cfg@test": ("dataset", "org/name", "cfg", "test"),
     }.items():
-        assert TextSource.parse(place) == TextSource(place, *expected)
+        assert TextSource.parse(place) == TextSource(*expected)
 
 
 def test_standard_library_is_whole_and_sorted():

@@ -218,7 +218,7 @@ def test_the_picture_of_a_speedup_is_of_the_curves_that_give_it(tmp_path):
     (speedup,) = measure_speedups(groups, 0.99).values()
     view = next(view for view in TRAINING_VIEWS if view.name == "speedups")
     (_, panel), *_ = view.draw_panels(GroupedRuns(groups))
-    names = panel.keywords["names"]
+    names = panel.keywords["axis_titles"]
     line = next(line for line in panel.keywords["lines"] if line.marks)
     assert names[1] == "loss on held-out" and f"{speedup.times:.2f}" in line.label
     ((place, level),) = line.marks
@@ -240,7 +240,7 @@ def test_gaps_are_those_to_pre_norm_where_its_loss_does_not_fall(tmp_path):
         }
         folders.append(write_comparison(tmp_path / f"{size:g}", arms, dim=int(size / 1e5)))
     panels = dict(TRAINING_VIEWS[7].draw_panels(GroupedRuns(read_groups(*folders))))
-    assert panels["gaps"].keywords["names"][1].endswith("minus that of prenorm (nats)")
+    assert panels["gaps"].keywords["axis_titles"][1].endswith("minus that of prenorm (nats)")
 
 
 def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
@@ -257,7 +257,7 @@ def test_the_baseline_is_pre_norm_at_its_best_rate(tmp_path):
     assert speedups_of(groups) == {"hyper": pytest.approx(1.8 / 1.2, abs=0.01)}
     # runs of equal size are points: no line says how the loss changes with size
     (_, speeds), *_ = TRAINING_VIEWS[5].draw_panels(GroupedRuns(groups))
-    assert [(line.label, line.line) for line in speeds.keywords["lines"]] == [
+    assert [(line.label, line.is_joined) for line in speeds.keywords["lines"]] == [
         ("prenorm", False),
         ("hyper", True),
     ]
@@ -403,7 +403,7 @@ def test_long_names_stay_within_the_figure(tmp_path, monkeypatch):
 def test_points_and_their_notes_can_be_told_apart():
     axes = Figure().subplots()
     lines = [
-        LineSeries(str(number), number, [1, 2], [3, 3], notes=["12", "24"], points=True)
+        LineSeries(str(number), number, [1, 2], [3, 3], notes=["12", "24"], is_marked=True)
         for number in range(8)
     ]
     draw_line_series(axes, lines, ("x", "y"))

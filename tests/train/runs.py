@@ -14,7 +14,7 @@ import torch
 
 from crosslayer.train.export import export_model
 from crosslayer.train.recipe import Arm
-from crosslayer.train.run import launch_run, train_arm
+from crosslayer.train.run import train_arm
 from crosslayer.train.settings import Settings
 from crosslayer.train.task import LANGUAGE_TASK
 
@@ -47,13 +47,12 @@ def run(settings, arm, folder=None, stop=None, seed=0, task=LANGUAGE_TASK):
     path = Path(folder) if folder else None
     arm = Arm.from_row(arm)
     examples = task.load_examples(options.data, options.model.model_config)
-    fabric = launch_run(options, arm, path)
     try:
-        trainer = train_arm(fabric, options, arm, seed, examples, task, path, on_step)
+        trainer = train_arm(options, arm, seed, examples, task, path, on_step)
     except Left:
         return {"losses": losses, "result": None, "weights": None}
     if path:
-        export_model(fabric, trainer.model, path / "model")
+        export_model(trainer.fabric, trainer.model, path / "model")
     result = asdict(trainer.result())
     return {"losses": losses, "result": result, "weights": digest(trainer.model)}
 

@@ -30,7 +30,7 @@ from crosslayer.train.recipe import Arm, Recipe, load_recipe
 from crosslayer.train.report import plot_curves, plot_tradeoff
 from crosslayer.train.report_notes import report_notes, run_notes
 from crosslayer.train.results_table import find_baseline_arms, result_table
-from crosslayer.train.run import launch_run, train_arm
+from crosslayer.train.run import train_arm
 from crosslayer.train.run_state import RunResult
 from crosslayer.train.settings import OptimizationSettings, Settings
 from crosslayer.train.task import LANGUAGE_TASK, build_model
@@ -68,7 +68,7 @@ def trained(options, arm, seed):
     settings = Settings.from_options(**options)
     arm = Arm.from_row(arm)
     examples = LANGUAGE_TASK.load_examples(settings.data, {})
-    return train_arm(launch_run(settings, arm), settings, arm, seed, examples).result()
+    return train_arm(settings, arm, seed, examples).result()
 
 
 def run_with_loss(arm, seed, loss):
@@ -775,14 +775,14 @@ def test_an_arm_without_memory_does_not_stop_the_others(text_file, tmp_path, cap
         models.append(weakref.ref(model))
         return model
 
-    def train(fabric, settings, arm, seed, examples, task, folder, on_step):
+    def train(settings, arm, seed, examples, task, folder, on_step):
         def report(result):
             tried.append((arm.name, seed))
             if arm.name == "hyper" and result.step == 2 and settings.engine.accumulate == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             on_step(result)
 
-        return train_arm(fabric, settings, arm, seed, examples, task, folder, report)
+        return train_arm(settings, arm, seed, examples, task, folder, report)
 
     monkeypatch.setattr("crosslayer.train.run.build_model", remember)
     monkeypatch.setattr("crosslayer.train.compare.train_arm", train)

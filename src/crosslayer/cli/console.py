@@ -88,6 +88,11 @@ class ProgressBars:
         if self._bars and not self._progress.disable:
             self._progress.stop()
 
+    @property
+    def have_shown(self) -> bool:
+        """Whether any run had a step left to do."""
+        return bool(self._bars)
+
     def show_step(self, name: str, steps: int, result: "StepResult") -> None:
         """Advance the bar of the run called `name` to a step's result, of `steps` in all."""
         if not self._bars:

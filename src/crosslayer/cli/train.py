@@ -1,6 +1,7 @@
 """`crosslayer train`: one arm, at any size, on one process or on all that torchrun started."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,9 @@ from .options import add_recipe, add_settings, make_parser, recipe_from_options
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
-    from ..train.run_state import RunResult, StepResult
+    from ..train.run_state import RunResult
     from ..train.settings import Settings
     from ..train.task import Examples
-    from ..train.trainer import Trainer
 
 DEFAULTS = False  # a recipe comes between an option's default and its given value
 
@@ -90,11 +90,15 @@ def _train_in_folder(
 ) -> int:
     from ..train.export import export_trained
     from ..train.parallel import shutdown_distributed
+    from ..train.run import train_arm
     from ..train.trainer import RunDiverged, RunStopped
 
     console = make_console()
+    settings = recipe.settings(arm)
     try:
-        trainer, was_trained = _train_with_bar(recipe, arm, seed, examples, folder, console)
+        with ProgressBars(console, recipe.task.unit) as bars:
+            show_step = partial(bars.show_step, arm.name, settings.optimization.steps)
+            trainer = train_arm(settings, arm, seed, examples, recipe.task, folder, show_step)
         result = trainer.result()
     except RunStopped as stop:
         if is_first_rank():
@@ -106,7 +110,7 @@ def _train_in_folder(
     export_trained(trainer, folder / TRAINED_MODEL_FOLDER)
     if trainer.fabric.is_global_zero:
         _write_result(folder, trainer.settings, arm, result)
-        if not was_trained:
+        if not bars.have_shown:
             note = f"{folder}: the run had ended already; nothing was trained."
             console.print(note, soft_wrap=True)
         optimization, data = trainer.settings.optimization, trainer.settings.data
@@ -118,26 +122,6 @@ def _train_in_folder(
             console.print(note, soft_wrap=True)
     shutdown_distributed()
     return 0
-
-
-def _train_with_bar(
-    recipe: "Recipe", arm: "Arm", seed: int, examples: "Examples", folder: Path, console: Any
-) -> tuple["Trainer", bool]:
-    """The trainer after its last step, and whether any step was left to do."""
-    from ..train.run import launch_run, train_arm
-
-    settings = recipe.settings(arm)
-    fabric = launch_run(settings, arm, folder)
-    was_trained = False
-    with ProgressBars(console, recipe.task.unit) as bars:
-
-        def show_step(result: "StepResult") -> None:
-            nonlocal was_trained
-            was_trained = True
-            bars.show_step(arm.name, settings.optimization.steps, result)
-
-        trainer = train_arm(fabric, settings, arm, seed, examples, recipe.task, folder, show_step)
-    return trainer, was_trained
 
 
 def _write_result(folder: Path, settings: "Settings", arm: "Arm", result: "RunResult") -> None:

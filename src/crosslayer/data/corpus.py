@@ -48,13 +48,11 @@ class Corpus:
     """Tokens for training and validation.
 
     Args:
-        name: the source.
         train: windows of the training tokens.
         valid: windows of each validation set.
         tokenizer: of all of them.
     """
 
-    name: str
     train: TokenWindows
     valid: dict[str, TokenWindows]
     tokenizer: Tokenizer
@@ -121,7 +119,7 @@ def load_corpus(
                 "one window"
             )
         windows[name] = TokenWindows(streams[name], context)
-    return Corpus(source, windows.pop(TRAIN_SET), windows, loaded)
+    return Corpus(windows.pop(TRAIN_SET), windows, loaded)
 
 
 def _open_with_sets(

@@ -43,7 +43,6 @@ class TextSource:
     """Where documents come from, as `parse` reads it from what the user wrote.
 
     Args:
-        place: the string as the user wrote it.
         kind: "stdlib"; "files"; "remote", files by a URL; "dataset", what `load_dataset` finds by
             name; "saved", a folder of `save_to_disk`; "tokens", files of token ids; "prepared", a
             folder of them.
@@ -52,7 +51,6 @@ class TextSource:
         split: of a dataset.
     """
 
-    place: str
     kind: Literal["stdlib", "files", "remote", "dataset", "saved", "tokens", "prepared"]
     path: str = ""
     config: str | None = None
@@ -66,7 +64,7 @@ class TextSource:
             ValueError: nothing is named, or datasets: without OWNER/NAME.
         """
         if place == "stdlib":
-            return cls(place, "stdlib")
+            return cls("stdlib")
         path = place.removeprefix("datasets:")
         if not place.strip() or "\0" in place:
             raise ValueError(
@@ -74,11 +72,11 @@ class TextSource:
                 f"got {place!r}"
             )
         if (Path(path) / CORPUS_FILE).is_file():
-            return cls(place, "prepared", path)
+            return cls("prepared", path)
         if path == place:
-            return cls(place, _kind_of_path(path), path)
+            return cls(_kind_of_path(path), path)
         if path and Path(path).exists():  # the name of a folder may contain , and @
-            return cls(place, "saved" if _is_saved(path) else "dataset", path)
+            return cls("saved" if _is_saved(path) else "dataset", path)
         # a name without an owner could be a format of `datasets`, such as pandas, which unpickles
         match = re.fullmatch(r"([^,@]+/[^,@]+)(?:,([^@]+))?(?:@(.+))?", path)
         if not match:
@@ -86,9 +84,8 @@ class TextSource:
                 f"{place}: no such folder; expected datasets:OWNER/NAME[,CONFIG][@SPLIT]"
             )
         name, config, split = match.groups()
-        return cls(
-            place, "saved" if _is_saved(name) else "dataset", name, config, split or TRAIN_SET
-        )
+        kind: Literal["saved", "dataset"] = "saved" if _is_saved(name) else "dataset"
+        return cls(kind, name, config, split or TRAIN_SET)
 
 
 def read_documents(place: str) -> Iterator[Document]:

@@ -30,7 +30,8 @@ def draw_matrix(
     columns: Sequence[str],
     limit: float | None = None,
     signed: bool = True,
-    names: tuple[str, str] = ("input of", "output of"),
+    row_title: str = "input of",
+    column_title: str = "output of",
     unit: str = "weight",
 ) -> None:
     """A matrix of weights. What is exactly zero, or NaN, stays blank.
@@ -42,7 +43,7 @@ def draw_matrix(
         columns: labels.
         limit: of the colour scale; None for the largest magnitude. Larger values take its ends.
         signed: colours on both sides of zero; else from zero upwards.
-        names: of the two axes.
+        row_title, column_title: beside the labels.
         unit: of the values, beside the colours.
     """
     shown = values.double().clone()
@@ -58,8 +59,8 @@ def draw_matrix(
     axes.spines[:].set_visible(True)
     label_ticks(axes.yaxis, rows)
     label_ticks(axes.xaxis, columns, rotation=90)
-    axes.set_ylabel(names[0])
-    axes.set_xlabel(names[1])
+    axes.set_ylabel(row_title)
+    axes.set_xlabel(column_title)
     above = (values > limit).any()
     below = (values < low).any()
     clipped = {(True, True): "both", (True, False): "max", (False, True): "min"}

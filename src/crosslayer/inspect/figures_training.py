@@ -22,67 +22,67 @@ class LineSeries:
 
     Attributes:
         label: in the legend; "" for none.
-        colour: number of its colour.
+        look_number: of its colour, line and mark, as `line_look` takes it.
         x, y: of its points.
         low, high: range over seeds at each point; empty for none.
         notes: a text at each point; empty for none.
         marks: (x, y) of further marks on it, like spikes.
-        line: whether the points are joined.
-        points: whether the points are marked.
-        style: of the line; "" for that of its colour's number.
+        is_joined: whether a line joins the points.
+        is_marked: whether each point has a mark.
+        style: of the line; "" for that of `look_number`.
     """
 
     label: str
-    colour: int
+    look_number: int
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     notes: Sequence[str] = ()
     marks: Sequence[tuple[float, float]] = field(default_factory=list)
-    line: bool = True
-    points: bool = False
+    is_joined: bool = True
+    is_marked: bool = False
     style: str = ""
 
 
 @dataclass
 class ValueBar:
-    """One bar of a figure: its value, its colour's number, and the ends of its interval."""
+    """One bar of a figure: its value, the number of its look, and the ends of its interval."""
 
     label: str
-    colour: int
+    look_number: int
     value: float
     low: float = math.nan
     high: float = math.nan
 
 
 def draw_line_series(
-    axes: Any, lines: Sequence[LineSeries], names: tuple[str, str], log_x: bool = False
+    axes: Any, lines: Sequence[LineSeries], axis_titles: tuple[str, str], log_x: bool = False
 ) -> None:
     """Lines or points, with ranges over seeds as bands or bars.
 
     Args:
         axes: of matplotlib.
         lines: to draw.
-        names: of the two axes, with units.
+        axis_titles: of x and y, with units.
         log_x: a logarithmic axis.
     """
     if log_x:
         axes.set_xscale("log")
     for line in lines:
-        look = line_look(line.colour)
+        look = line_look(line.look_number)
         colour = look["color"]
         axes.plot(
             line.x,
             line.y,
             color=colour,
             label=line.label or None,
-            linestyle=(line.style or look["linestyle"]) if line.line else "none",
+            linestyle=(line.style or look["linestyle"]) if line.is_joined else "none",
             linewidth=1.6,
-            marker=look["marker"] if line.points else None,
+            marker=look["marker"] if line.is_marked else None,
             markersize=5,
         )
-        if line.low and line.points:
+        if line.low and line.is_marked:
             # a mean's rounding may put it a little outside
             ends = numpy.maximum(
                 [numpy.subtract(line.y, line.low), numpy.subtract(line.high, line.y)], 0
@@ -92,8 +92,8 @@ def draw_line_series(
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
         for place, height in line.marks:
             axes.plot(place, height, "v", color=colour, markeredgecolor="white", markersize=9)
-    axes.set_xlabel(names[0])
-    axes.set_ylabel(names[1])
+    axes.set_xlabel(axis_titles[0])
+    axes.set_ylabel(axis_titles[1])
     axes.grid(True)
     _add_notes(axes, [line for line in lines if line.notes])
     place_legend(axes)
@@ -121,7 +121,7 @@ def _add_notes(axes: Any, lines: Sequence[LineSeries]) -> None:
                 ha="center",
                 va="center",
                 fontsize=8,
-                color=line_look(line.colour)["color"],
+                color=line_look(line.look_number)["color"],
             )
 
 
@@ -164,7 +164,7 @@ def draw_bars(
         start: the value where bars start.
     """
     for place, bar in enumerate(bars):
-        colour = line_look(bar.colour)["color"]
+        colour = line_look(bar.look_number)["color"]
         axes.barh(place, bar.value - start, 0.7, left=start, color=colour)
         text = f"{bar.value:{form}}"
         end = bar.value

@@ -31,7 +31,6 @@ class GateStatistics:
         mean: of all values.
         minimum, maximum: of all values.
         below_tenth: the share of values below 0.1.
-        stream_means: mean of each stream's values, [streams].
         quartiles: minimum, 25, 50, 75 % and maximum, [5].
         whiskers: the smallest and the largest value within 1.5 interquartile ranges of the box, as
             in Tukey's box plots. Values beyond are outliers.
@@ -46,7 +45,6 @@ class GateStatistics:
     minimum: float
     maximum: float
     below_tenth: float
-    stream_means: Tensor
     quartiles: Tensor
     whiskers: tuple[float, float]
     edges: Tensor
@@ -98,7 +96,6 @@ class _GateRecord:
             minimum=self.minimum,
             maximum=self.maximum,
             below_tenth=self.small.mean.mean().item(),
-            stream_means=self.moments.mean,
             quartiles=torch.tensor([self.minimum, low, median, high, self.maximum]).double(),
             whiskers=(inside.min().item(), inside.max().item()),
             edges=edges,

@@ -45,6 +45,11 @@ class RunGroup:
     def first(self) -> TrainingRun:
         return self.runs[0]
 
+    @property
+    def size(self) -> float:
+        """The number of parameters; NaN where it is not known."""
+        return self.mean("parameters")
+
     def values(self, name: str) -> list[float]:
         """A number of each run's result that has it."""
         known = [run.number(name) for run in self.runs]
@@ -266,6 +271,14 @@ def find_main_series(groups: Sequence[RunGroup]) -> str:
         return votes.most_common(1)[0][0]
     plain = (group.series for group in groups if group.first.connection == "prenorm")
     return next(plain, groups[0].series)
+
+
+def split_by_series(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
+    """The groups of each series, by its label."""
+    members: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        members.setdefault(group.series, []).append(group)
+    return members
 
 
 def describe_depth(group: RunGroup) -> str:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..intervals import MeanCurve, average_curves
@@ -16,6 +17,7 @@ from .run_groups import (
     has_experts,
     split_by_backbone,
     split_by_data,
+    split_by_series,
 )
 from .runs import TrainingRun
 from .training import (
@@ -97,7 +99,7 @@ def summarise_training(runs: GroupedRuns) -> list[GroupSummary]:
                 connection=group.first.connection,
                 data=data[group.label],
                 seeds=[run.seed for run in group.runs],
-                parameters=_none_unless_finite(group.mean("parameters")),
+                parameters=_none_unless_finite(group.size),
                 loss=_none_unless_finite(group.mean("valid_loss")),
                 loss_range=(min(losses), max(losses)) if losses else None,
                 spikes=sum(len(find_spikes(run.curve.losses)) for run in group.runs),
@@ -280,15 +282,12 @@ def measure_scaling(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
     Compute is 6 × parameters × tokens. Mixtures of experts are left out. The groups have the same
     data.
     """
-    gathered: dict[str, list[RunGroup]] = {}
-    for group in groups:
-        if math.isfinite(group.mean("valid_loss")) and not has_experts(group):
-            gathered.setdefault(group.series, []).append(group)
-    if not gathered:
+    dense = [g for g in groups if math.isfinite(g.mean("valid_loss")) and not has_experts(g)]
+    if not dense:
         return []
     series = [
-        ScalingSeries(label, sorted(members, key=lambda group: group.mean("parameters")))
-        for label, members in gathered.items()
+        ScalingSeries(label, sorted(members, key=attrgetter("size")))
+        for label, members in split_by_series(dense).items()
     ]
     for one in series:
         one.power_law = _fit_runs(one, run_size)

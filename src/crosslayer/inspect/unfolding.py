@@ -42,7 +42,6 @@ class UnfoldedMap:
         stream_means: the map to each part of the state as each site's read leaves it, a matrix
             [parts sources] for each site but the readout.
         one_token_streams: the same for the one token.
-        source_norms: mean of ‖y_j‖ over tokens, [sources].
         tokens: the number of tokens.
         error: the largest ‖x_k − Σ_j c_kj y_j − constant‖ / ‖x_k‖ of a token and an input.
         by_projection: channels are weighed separately, so the numbers are projections.
@@ -57,7 +56,6 @@ class UnfoldedMap:
     has_streams: bool
     stream_means: list[Tensor]
     one_token_streams: list[Tensor]
-    source_norms: Tensor
     tokens: int
     error: float
     by_projection: bool
@@ -72,7 +70,6 @@ class UnfoldingAnalysis:
 
     def __init__(self) -> None:
         self._maps = RunningMoments()
-        self._norms = RunningMoments()
         self._stream_maps: list[RunningMoments] = []
         self._sources: list[str] = []
         self._inputs: list[str] = []
@@ -99,7 +96,6 @@ class UnfoldingAnalysis:
             self._add_stream_map(connection.site.index, batch)
             return
         self._maps.add(torch.cat(batch.rows, -2))
-        self._norms.add(batch.sources[:, :-1].norm(dim=-1))
         if self._one_token is None:
             self._one_token = torch.cat(batch.rows, -2)[batch.one_token]
         self._batch = None
@@ -140,7 +136,6 @@ class UnfoldingAnalysis:
             has_streams=self._has_streams,
             stream_means=[moments.mean for moments in self._stream_maps],
             one_token_streams=self._one_token_streams,
-            source_norms=self._norms.mean,
             tokens=self._maps.count,
             error=self._error,
             by_projection=self._by_projection,

@@ -40,7 +40,7 @@ from .optimizers import build_optimizers
 from .parallel import apply_recomputation, launch_fabric
 from .rate_search import best_factor, names_at_rates, next_factor, scale_rates
 from .recipe import Arm, Recipe
-from .run import launch_run, train_arm
+from .run import train_arm
 from .run_state import RunResult, StepResult
 from .settings import RATES, OptimizationSettings
 from .signals import StopSignals
@@ -361,11 +361,10 @@ def _do_run(
     """Train one arm from one seed, and return the result. Only `keep_models` keeps models of it."""
     folder = run_folder(comparison, arm.name, seed)
     settings = comparison.recipe.settings(arm)
-    fabric = launch_run(settings, arm, folder)
     examples = comparison.examples[arm.name]
     task = comparison.recipe.task
     try:
-        trainer = train_arm(fabric, settings, arm, seed, examples, task, folder, on_step)
+        trainer = train_arm(settings, arm, seed, examples, task, folder, on_step)
         return trainer.result()
     except RunDiverged as error:  # a result too, and no reason to stop the other arms
         code = code_digest(make(arm.connection).method)

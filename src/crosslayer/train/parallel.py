@@ -193,11 +193,6 @@ def _shard_together(modules: Iterable[nn.Module], mesh: Any, policy: MixedPrecis
         fully_shard(group, mesh=mesh, mp_policy=policy)
 
 
-def setup_model(fabric: Fabric, model: Any, engine: EngineSettings) -> nn.Module:
-    """The module to call: `model` with recomputation and compilation, sharded by Fabric."""
-    return fabric.setup_module(prepare_model(model, engine))
-
-
 def apply_recomputation(model: Any, engine: EngineSettings) -> None:
     """Recompute in the backward pass what the settings name, in place.
 

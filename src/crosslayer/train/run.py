@@ -24,7 +24,6 @@ def launch_run(settings: Settings, arm: Arm, folder: Path | None = None) -> Fabr
 
 
 def train_arm(
-    fabric: Fabric,
     settings: Settings,
     arm: Arm,
     seed: int,
@@ -36,13 +35,13 @@ def train_arm(
     """Train an arm from one seed, or resume it.
 
     Args:
-        fabric: of `launch_run`.
         settings: the arm's.
         arm: its name and connection.
         seed: of the backbone's weights, the order of the examples, and dropout.
         examples: training and validation sets.
         task: what the model is trained to do.
-        folder: of checkpoints, metrics.jsonl and kept models; None to write none of them.
+        folder: of checkpoints, metrics.jsonl and kept models; None to write none of them. Other
+            loggers then write in the working directory.
         on_step: called after every step.
 
     Raises:
@@ -53,19 +52,20 @@ def train_arm(
     """
     engine = settings.engine
     check_vocab(settings.model, examples)
-    model = build_model(settings, arm.connection, examples.num_classes, seed, task)
-    trainer = Trainer(fabric, model, examples, settings, arm, seed, task)
+    fabric = launch_run(settings, arm, folder)
     callbacks: list[Callback] = [LogMetrics(folder, engine.log_every), OnStep(on_step)]
     if engine.diagnostics_every > 0:
         callbacks.append(LogDiagnostics(folder, engine.diagnostics_every))
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        saving = SaveCheckpoints(folder, engine.save_every, engine.keep_checkpoints)
-        saving.resume(trainer)
-        if engine.keep_models > 0:
-            callbacks.append(KeepModels(folder / KEPT_MODELS_FOLDER, engine.keep_models))
-        callbacks.append(saving)
     try:
+        model = build_model(settings, arm.connection, examples.num_classes, seed, task)
+        trainer = Trainer(fabric, model, examples, settings, arm, seed, task)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            saving = SaveCheckpoints(folder, engine.save_every, engine.keep_checkpoints)
+            saving.resume(trainer)
+            if engine.keep_models > 0:
+                callbacks.append(KeepModels(folder / KEPT_MODELS_FOLDER, engine.keep_models))
+            callbacks.append(saving)
         trainer.fit(callbacks)
     except BaseException:
         close_loggers(fabric, "failed")

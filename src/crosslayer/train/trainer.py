@@ -35,7 +35,7 @@ from ..spec import make
 from .evaluation import evaluate_examples, summarise_metrics
 from .method_code import code_digest
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
-from .parallel import setup_model
+from .parallel import prepare_model
 from .profiling import (
     measure_forward,
     model_flops_utilization,
@@ -166,7 +166,7 @@ class Trainer:
         """
         self.model = model
         self.parameters, self.extra_parameters = count_parameters(model)
-        self.module = setup_model(self.fabric, model, self.settings.engine)
+        self.module = self.fabric.setup_module(prepare_model(model, self.settings.engine))
         previous = self.optimizers
         self.optimizers = build_optimizers(model, self.settings.optimization)
         states = {p: state for optimizer in previous for p, state in optimizer.state.items()}

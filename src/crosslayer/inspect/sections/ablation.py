@@ -48,7 +48,8 @@ def _source_panels(models: InspectedModels) -> FigurePanels:
             rows=found.mixes,
             columns=found.sources,
             limit=limit,
-            names=("mix of", "without the weight of"),
+            row_title="mix of",
+            column_title="without the weight of",
             unit="increase of log perplexity, nats a token",
         )
         panels.append((m.name, draw))

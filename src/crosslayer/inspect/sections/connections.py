@@ -74,7 +74,8 @@ def _stream_panels(m: ModelInspection, maps: Sequence[Tensor]) -> FigurePanels:
             rows=[label for label, _ in rows],
             columns=unfolded.sources,
             limit=limit,
-            names=("after the read of", "output of"),
+            row_title="after the read of",
+            column_title="output of",
         )
         panels.append((f"{m.name}: stream {stream}", draw))
     return panels
@@ -125,7 +126,8 @@ def _read_panels(
                     rows=[label for label, _ in rows],
                     columns=columns[: values.shape[1]],
                     signed=signed,
-                    names=("input of", "weight of"),
+                    row_title="input of",
+                    column_title="weight of",
                     unit=unit,
                 )
                 panels.append((f"{m.name}: {way}{title}", draw))
@@ -152,13 +154,13 @@ def _stream_weight_panels(models: InspectedModels) -> FigurePanels:
         chosen = has_gate if any(has_gate) else written
         sites = [site for site, is_chosen in zip(m["mixing"], chosen, strict=True) if is_chosen]
         streams = max((site.parts for site in sites), key=len)
-        names = ("applied at", "weight in")
         draw = partial(
             draw_matrix,
             values=_stack_rows([site.write_mean for site in sites]),
             rows=[site.label for site in sites],
             columns=streams,
-            names=names,
+            row_title="applied at",
+            column_title="weight in",
         )
         panels.append((f"{m.name}: the write", draw))
         n = len(streams)
@@ -174,7 +176,8 @@ def _stream_weight_panels(models: InspectedModels) -> FigurePanels:
             values=torch.stack([site.carry_mean.flatten() for site in square]),
             rows=[site.label for site in square],
             columns=[f"{a} ← {b}" for a in range(n) for b in range(n)],
-            names=("read of", "next stream ← stream"),
+            row_title="read of",
+            column_title="next stream ← stream",
         )
         panels.append((f"{m.name}: between streams", draw))
     return panels

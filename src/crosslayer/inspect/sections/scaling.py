@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -11,7 +12,13 @@ import numpy
 from ...number_texts import format_size
 from ...plotting import STYLES
 from ..figures_training import LineSeries, ValueBar, draw_bars, draw_line_series, mark_level
-from ..run_groups import RunGroup, describe_depth, find_baseline_group, has_experts
+from ..run_groups import (
+    RunGroup,
+    describe_depth,
+    find_baseline_group,
+    has_experts,
+    split_by_series,
+)
 from ..training_summary import (
     GroupedRuns,
     ScalingSeries,
@@ -41,9 +48,9 @@ def _size_panels(runs: GroupedRuns) -> FigurePanels:
     lines = []
     for number, series in enumerate(scaling):
         lines += _law_lines(series, number)
-    names = ("parameters", "validation loss (nats)")
+    axis_titles = ("parameters", "validation loss (nats)")
     panels: FigurePanels = [
-        ("loss and power laws", partial(_draw_sizes, lines=lines, names=names)),
+        ("loss and power laws", partial(_draw_sizes, lines=lines, axis_titles=axis_titles)),
         *_gap_panels(scaling),
     ]
     bars = [
@@ -59,11 +66,9 @@ def _size_panels(runs: GroupedRuns) -> FigurePanels:
 
 def _law_lines(series: ScalingSeries, number: int) -> list[LineSeries]:
     """The losses of a series, and its power law through them."""
-    (points,) = series_lines(
-        series.groups, lambda group: group.mean("parameters"), "valid_loss", lambda group: ""
-    )
-    points.colour = number
-    points.line = False
+    (points,) = series_lines(series.groups, attrgetter("size"), "valid_loss", lambda group: "")
+    points.look_number = number
+    points.is_joined = False
     if series.power_law is None:
         return [points]
     law = series.power_law
@@ -73,10 +78,10 @@ def _law_lines(series: ScalingSeries, number: int) -> list[LineSeries]:
 
 
 def _draw_sizes(
-    axes: Any, lines: Sequence[LineSeries], names: tuple[str, str], level: float = math.nan
+    axes: Any, lines: Sequence[LineSeries], axis_titles: tuple[str, str], level: float = math.nan
 ) -> None:
-    draw_line_series(axes, lines, names, log_x=True)
-    sizes = sorted({x for line in lines if line.points for x in line.x})
+    draw_line_series(axes, lines, axis_titles, log_x=True)
+    sizes = sorted({x for line in lines if line.is_marked for x in line.x})
     ticks: list[float] = []
     for size in sizes:  # none beside another
         if not ticks or math.log(size / ticks[-1]) > 0.12 * math.log(sizes[-1] / sizes[0]):
@@ -92,35 +97,30 @@ def _gap_panels(scaling: Sequence[ScalingSeries]) -> FigurePanels:
     main = next(series for series in scaling if series.is_main)
     lines = []
     for number, series in enumerate(scaling):
-        line = LineSeries(series.label, number, [], [], points=True)
         x = []
         gaps = []
         low = []
         high = []
         for group in series.groups:
-            reference = _of_similar_size(main.groups, group.mean("parameters"))
+            reference = _of_similar_size(main.groups, group.size)
             if series is main or reference is None:
                 continue
             gap = _loss_gaps(group, reference)
-            x.append(group.mean("parameters"))
+            x.append(group.size)
             gaps.append(statistics.fmean(gap))
             low.append(min(gap))
             high.append(max(gap))
-        line.x = x
-        line.y = gaps
-        line.low = low
-        line.high = high
         if x:
-            lines.append(line)
+            lines.append(LineSeries(series.label, number, x, gaps, low, high, is_marked=True))
     if not lines:
         return []
-    names = ("parameters", f"ΔL: loss minus that of {main.label} (nats)")
-    return [("gaps", partial(_draw_sizes, lines=lines, names=names, level=0.0))]
+    axis_titles = ("parameters", f"ΔL: loss minus that of {main.label} (nats)")
+    return [("gaps", partial(_draw_sizes, lines=lines, axis_titles=axis_titles, level=0.0))]
 
 
 def _of_similar_size(groups: Sequence[RunGroup], size: float) -> RunGroup | None:
-    nearest = min(groups, key=lambda group: abs(math.log(group.mean("parameters") / size)))
-    similar = abs(nearest.mean("parameters") / size - 1) <= SIMILAR_SIZE
+    nearest = min(groups, key=lambda group: abs(math.log(group.size / size)))
+    similar = abs(nearest.size / size - 1) <= SIMILAR_SIZE
     return nearest if similar else None
 
 
@@ -138,30 +138,25 @@ def _depth_panels(runs: GroupedRuns) -> FigurePanels:
         return []
     by_size: list[LineSeries] = []
     by_depth: list[LineSeries] = []
-    for number, label in enumerate(dict.fromkeys(group.series for group in groups)):
-        members = [group for group in groups if group.series == label]
+    for number, (label, members) in enumerate(split_by_series(groups).items()):
         for lines, parts, x_of in (
-            (by_size, _split_by_depth(members), _size_of),
+            (by_size, _split_by_depth(members), attrgetter("size")),
             (by_depth, _split_by_size(members), _depth_of),
         ):
             for (title, part), style in zip(parts.items(), STYLES, strict=False):
                 part.sort(key=x_of)
-                line = mean_line(part, number, [x_of(group) for group in part], "valid_loss")
-                line.label = f"{label}, {title}"
+                x = [x_of(group) for group in part]
+                line = mean_line(f"{label}, {title}", part, number, x, "valid_loss")
                 line.style = style
-                line.line = has_different_sizes(part)
+                line.is_joined = has_different_sizes(part)
                 if title == OTHER_DEPTHS:
                     line.notes = [f"{_depth_of(group):g}" for group in part]
                 lines.append(line)
     loss = "validation loss (nats)"
     return [
-        ("against size", partial(_draw_sizes, lines=by_size, names=("parameters", loss))),
-        ("against depth", partial(draw_line_series, lines=by_depth, names=("layers", loss))),
+        ("against size", partial(_draw_sizes, lines=by_size, axis_titles=("parameters", loss))),
+        ("against depth", partial(draw_line_series, lines=by_depth, axis_titles=("layers", loss))),
     ]
-
-
-def _size_of(group: RunGroup) -> float:
-    return group.mean("parameters")
 
 
 def _depth_of(group: RunGroup) -> float:
@@ -182,15 +177,15 @@ def _split_by_depth(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
 def _split_by_size(members: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     """Groups of similar sizes; all together where no two of them have similar sizes."""
     parts: list[list[RunGroup]] = []
-    for group in sorted(members, key=_size_of):
-        if parts and _size_of(group) <= (1 + SIMILAR_SIZE) * _size_of(parts[-1][0]):
+    for group in sorted(members, key=attrgetter("size")):
+        if parts and group.size <= (1 + SIMILAR_SIZE) * parts[-1][0].size:
             parts[-1].append(group)
         else:
             parts.append([group])
     similar = [part for part in parts if len(part) > 1]
     if not similar:
         return {"all sizes": list(members)}
-    return {f"about {format_size(_size_of(part[0]))}": part for part in similar}
+    return {f"about {format_size(part[0].size)}": part for part in similar}
 
 
 @split_data
@@ -199,20 +194,16 @@ def _expert_panels(runs: GroupedRuns) -> FigurePanels:
     if len({has_experts(group) for group in groups}) < 2:
         return []
     bars = []
-    for with_experts in (False, True):
-        for group in groups:
-            if has_experts(group) is not with_experts:
-                continue
-            baseline = find_baseline_group(groups, group)
-            label = f"{group.label}\n{'MoE' if with_experts else 'dense'}"
-            if baseline is not None and baseline is not group:
-                gaps = _loss_gaps(group, baseline)
-                label += f", ΔL {statistics.fmean(gaps):+.4f}"
-            losses = group.values("valid_loss")
-            ends = (min(losses), max(losses)) if len(losses) > 1 else (math.nan, math.nan)
-            bars.append(
-                ValueBar(label, 0 if not with_experts else 1, group.mean("valid_loss"), *ends)
-            )
+    for group in sorted(groups, key=has_experts):
+        with_experts = has_experts(group)
+        baseline = find_baseline_group(groups, group)
+        label = f"{group.label}\n{'MoE' if with_experts else 'dense'}"
+        if baseline is not None and baseline is not group:
+            gaps = _loss_gaps(group, baseline)
+            label += f", ΔL {statistics.fmean(gaps):+.4f}"
+        losses = group.values("valid_loss")
+        ends = (min(losses), max(losses)) if len(losses) > 1 else (math.nan, math.nan)
+        bars.append(ValueBar(label, int(with_experts), group.mean("valid_loss"), *ends))
     values = [bar.value for bar in bars]
     start = min(values) - 0.5 * (max(values) - min(values))  # the differences are small
     draw = partial(draw_bars, bars=bars, name="validation loss (nats)", form=".4f", start=start)
@@ -225,15 +216,14 @@ def _task_size_panels(runs: GroupedRuns) -> FigurePanels:
     if len(groups) < 2:
         return []
     lines = []
-    for number, label in enumerate(dict.fromkeys(group.series for group in groups)):
-        members = [group for group in groups if group.series == label]
-        members.sort(key=lambda group: group.mean("parameters"))
-        x = [group.mean("parameters") for group in members]
+    for number, (label, members) in enumerate(split_by_series(groups).items()):
+        members.sort(key=attrgetter("size"))
+        x = [group.size for group in members]
         y = [mean_accuracy(group, tasks) for group in members]
-        line = has_different_sizes(members)
-        lines.append(LineSeries(label, number, x, y, points=True, line=line))
-    names = ("parameters", f"mean accuracy over {len(tasks)} tasks")
-    return [("accuracy", partial(_draw_sizes, lines=lines, names=names))]
+        is_joined = has_different_sizes(members)
+        lines.append(LineSeries(label, number, x, y, is_marked=True, is_joined=is_joined))
+    axis_titles = ("parameters", f"mean accuracy over {len(tasks)} tasks")
+    return [("accuracy", partial(_draw_sizes, lines=lines, axis_titles=axis_titles))]
 
 
 VIEWS = [

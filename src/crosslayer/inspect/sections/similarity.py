@@ -62,7 +62,8 @@ def _cka_panels(models: InspectedModels) -> FigurePanels:
             columns=d.labels,
             limit=1.0,
             signed=False,
-            names=("input of", "input of"),
+            row_title="input of",
+            column_title="input of",
             unit="CKA",
         )
         panels.append((m.name, draw))

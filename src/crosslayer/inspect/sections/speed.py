@@ -41,7 +41,7 @@ def _speed_panels(runs: GroupedRuns) -> FigurePanels:
             lambda group: describe_depth(group).split()[0] if len(depths) > 1 else "",
         )
         draw = partial(
-            draw_line_series, lines=lines, names=(f"{name}, {baseline.label} = 1", y_name)
+            draw_line_series, lines=lines, axis_titles=(f"{name}, {baseline.label} = 1", y_name)
         )
         panels.append((name, draw))
     return panels
@@ -116,14 +116,13 @@ def _panels_of_option(
             if not known:
                 continue
             x = [options[group.label][name] for group in known]
-            lines.append(mean_line(known, number, x, measure))
-            lines[-1].label = label
+            lines.append(mean_line(label, known, number, x, measure))
             baseline = find_baseline_group(groups, row[0])
             if baseline is not None and baseline.values(measure):
                 level = [baseline.mean(measure)] * 2
                 lines.append(LineSeries("", number, [x[0], x[-1]], level, style="--"))
         if lines:
-            draw = partial(draw_line_series, lines=lines, names=(name, axis))
+            draw = partial(draw_line_series, lines=lines, axis_titles=(name, axis))
             panels.append((f"{title} and {name}", draw))
     return panels
 

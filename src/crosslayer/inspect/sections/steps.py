@@ -43,7 +43,8 @@ def _weight_panels(models: InspectedModels) -> FigurePanels:
                 rows=_part_labels(of_run[-1], label),
                 columns=[str(model.step) for model in of_run],
                 limit=_second_largest(weights),
-                names=("part", "step"),
+                row_title="part",
+                column_title="step",
             )
             panels.append((f"{run}: into {label}", draw))
         lines.append((run, _at_steps(runs, of_run, distance_to_last(of_run))))

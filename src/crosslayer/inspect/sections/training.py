@@ -61,17 +61,17 @@ def _mean_curve_line(group: RunGroup, number: int, curve: MeanCurve, per_step: f
     several = len(group.runs) > 1
     return LineSeries(
         label=group.label,
-        colour=number,
+        look_number=number,
         x=[step * per_step for step in curve.x],
         y=curve.mean,
         low=curve.low if several else (),
         high=curve.high if several else (),
-        points=len(curve.x) <= MOST_MARKED_POINTS,  # one point alone is no line
+        is_marked=len(curve.x) <= MOST_MARKED_POINTS,  # one point alone is no line
     )
 
 
-def _draw_curves(axes: Any, lines: Sequence[LineSeries], names: tuple[str, str]) -> None:
-    draw_line_series(axes, lines, names)
+def _draw_curves(axes: Any, lines: Sequence[LineSeries], axis_titles: tuple[str, str]) -> None:
+    draw_line_series(axes, lines, axis_titles)
     focus_on_end(axes, lines)
 
 
@@ -95,7 +95,7 @@ def _loss_panels(runs: GroupedRuns) -> FigurePanels:
                 zip(part, smooth_runs(part, runs.decay), strict=True)
             )
         ]
-        panel = partial(_draw_curves, lines=lines, names=(axis, name))
+        panel = partial(_draw_curves, lines=lines, axis_titles=(axis, name))
         panels.append((title or "training loss", panel))
     return panels
 
@@ -137,7 +137,7 @@ def _curve_panels(
                 if curve.x:
                     lines.append(_mean_curve_line(group, number, curve, per_step[number]))
             if lines:
-                panel = partial(draw, lines=lines, names=(axis, y_name))
+                panel = partial(draw, lines=lines, axis_titles=(axis, y_name))
                 panels.append((join_titles(name, title), panel))
     return panels
 
@@ -183,7 +183,7 @@ def _speedup_panels(runs: GroupedRuns) -> FigurePanels:
         baselines = dict.fromkeys(speedup.baseline for speedup in speedups.values())
         levels = sorted({speedup.loss for speedup in speedups.values()})
         draw = partial(
-            _draw_with_levels, lines=lines, names=(axis, loss_name(valid_name)), losses=levels
+            _draw_with_levels, lines=lines, axis_titles=(axis, loss_name(valid_name)), losses=levels
         )
         panels.append((title or f"loss of {' and '.join(baselines)} reached", draw))
     if bars:
@@ -197,11 +197,11 @@ def _speedup_panels(runs: GroupedRuns) -> FigurePanels:
 def _draw_with_levels(
     axes: Any,
     lines: Sequence[LineSeries],
-    names: tuple[str, str],
+    axis_titles: tuple[str, str],
     losses: Sequence[float] = (),
     times: Sequence[float] = (),
 ) -> None:
-    _draw_curves(axes, lines, names)
+    _draw_curves(axes, lines, axis_titles)
     for loss in losses:
         mark_level(axes.axhline, loss)
     for time in times:
@@ -237,7 +237,7 @@ def _time_panels(runs: GroupedRuns) -> FigurePanels:
         draw = partial(
             _draw_with_levels,
             lines=lines,
-            names=(f"{unit} of training", loss_name(valid_name)),
+            axis_titles=(f"{unit} of training", loss_name(valid_name)),
             times=[equal_time / scale],
         )
         at = f"losses at {format_duration(equal_time)}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..figures_training import LineSeries
-from ..run_groups import RunGroup, join_titles, split_by_data
+from ..run_groups import RunGroup, join_titles, split_by_data, split_by_series
 from ..training_summary import GroupedRuns
 from .section import FigurePanels, ReportPicture
 
@@ -52,7 +52,7 @@ def loss_measure(groups: Sequence[RunGroup]) -> tuple[str, str]:
 
 def has_different_sizes(groups: Sequence[RunGroup]) -> bool:
     """Whether a line may join the groups: no two have the same size."""
-    return len({group.mean("parameters") for group in groups}) == len(groups)
+    return len({group.size for group in groups}) == len(groups)
 
 
 def series_lines(
@@ -65,32 +65,30 @@ def series_lines(
 
     Groups of which two have the same size are points.
     """
-    labels = dict.fromkeys(group.series for group in groups)
     lines = []
-    for number, label in enumerate(labels):
-        members = [group for group in groups if group.series == label]
-        members = [group for group in members if math.isfinite(x_of(group))]
+    for number, (label, of_series) in enumerate(split_by_series(groups).items()):
+        members = [group for group in of_series if math.isfinite(x_of(group))]
         members.sort(key=x_of)
         if members:
-            line = mean_line(members, number, [x_of(group) for group in members], y_name)
-            line.label = label
-            line.line = has_different_sizes(members)
+            x = [x_of(group) for group in members]
+            line = mean_line(label, members, number, x, y_name)
+            line.is_joined = has_different_sizes(members)
             line.notes = [note_of(group) for group in members]
             lines.append(line)
     return lines
 
 
 def mean_line(
-    groups: Sequence[RunGroup], number: int, x: Sequence[float], measure: str
+    label: str, groups: Sequence[RunGroup], number: int, x: Sequence[float], measure: str
 ) -> LineSeries:
     """Marked points of a measure of groups, with the range over seeds where there are several."""
     several = any(len(group.runs) > 1 for group in groups)
     return LineSeries(
-        label="",
-        colour=number,
+        label=label,
+        look_number=number,
         x=x,
         y=[group.mean(measure) for group in groups],
         low=[min(group.values(measure)) for group in groups] if several else (),
         high=[max(group.values(measure)) for group in groups] if several else (),
-        points=True,
+        is_marked=True,
     )
