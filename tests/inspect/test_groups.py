@@ -310,6 +310,7 @@ def test_classes_of_a_classifier(images, tmp_path):
 HOSTS = [
     # a mixer and an attention in parallel; its scan is a loop over tokens
     pytest.param(LANGUAGE, "falcon_h1", id="falcon_h1", marks=pytest.mark.slow),
+    pytest.param(LANGUAGE, "gemma4_text", id="gemma4_text"),  # a stream with a factor, two MLPs
     pytest.param(VISION, "beit", id="beit"),  # scales that are parameters
     pytest.param(VISION, "vit", id="vit"),
     pytest.param(VISION, "dinov2", id="dinov2"),  # its backbone takes embeddings
@@ -317,7 +318,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("kind", "family"), HOSTS)
-@pytest.mark.parametrize("spec", ["mudd", "denseformer"])
+@pytest.mark.parametrize("spec", ["mudd", "denseformer", "hyper"])
 def test_every_analysis_of_a_host_of_another_kind(kind, family, spec):
     model, inputs, _, _ = build_small(kind, family)
     connect(model, spec)
@@ -332,9 +333,17 @@ def test_every_analysis_of_a_host_of_another_kind(kind, family, spec):
     # Active heads are defined for texts, and where each layer has one attention and nothing else.
     not_done = list(inspection.not_done)
     # DINOv2's head reads the class token beside the mean over patches, BEiT's that mean.
-    has_lens = family not in ("dinov2", "beit")
-    assert not_done == (["attention"] if has_lens else ["lens", "attention"])
+    expected = {
+        "dinov2": ["lens", "attention"],
+        "beit": ["lens", "attention"],
+        "gemma4_text": [],
+    }
+    assert not_done == expected.get(family, ["attention"])
     assert {"findings", "ablation", "sources"} <= set(inspection.results)
+    sites = [label for label in inspection["unfolded"].sources[1:] if "+" not in label]
+    assert set(sites) <= set(inspection["ablation"].labels)
+    if family in ("gemma4_text", "falcon_h1"):  # three sub-layers in a block
+        assert inspection["blocks"].labels == ["0", "1", "2", "3"]
     assert all(done <= total for _, done, total in steps)
 
 

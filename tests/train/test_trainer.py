@@ -472,6 +472,15 @@ def test_options_that_may_change(text, left):
     assert steps(left) == [3, 6, 8, 12]
 
 
+def test_a_run_from_before_an_option_existed(text, left):
+    """What the option is now by default is what the run did."""
+    identity = json.loads((left / "run.json").read_text())
+    del identity["router_z_loss"]
+    (left / "run.json").write_text(json.dumps(identity))
+    run({"data": text, "save_every": 3}, "prenorm", left)
+    assert steps(left)[-1] == 12
+
+
 def test_changed_data(text, tmp_path):
     copy = tmp_path / "text.txt"
     copy.write_text(Path(text).read_text())

@@ -22,8 +22,8 @@ from .observation import (
     SiteVisit,
     check_observed,
     connected_for_analysis,
-    find_headless_model,
     model_arguments,
+    run_headless_model,
     site_label,
     visited_sites,
 )
@@ -134,7 +134,7 @@ def measure_site_losses(model: Any, batches: Iterable[ModelInputs]) -> SiteLosse
                 continue
             is_first = not analysis.losses
             with visited_sites(model, arguments, [analysis]):
-                find_headless_model(model, arguments)(**arguments)
+                run_headless_model(model, arguments)
             if is_first:
                 analysis.check_readout(model, batch)
     check_observed(analysis.losses)

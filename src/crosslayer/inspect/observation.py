@@ -178,7 +178,7 @@ def observe_model(
                 continue
             arguments = model_arguments(batch, device)
             with visited_sites(model, arguments, analyses):
-                find_headless_model(model, arguments)(**arguments)
+                run_headless_model(model, arguments)
 
 
 def model_arguments(batch: ModelInputs, device: torch.device) -> dict[str, Tensor]:
@@ -212,7 +212,17 @@ def connected_for_analysis(model: nn.Module) -> Iterator[None]:
             module.config = config
 
 
-def find_headless_model(model: nn.Module, arguments: ModelInputs) -> nn.Module:
+def run_headless_model(model: nn.Module, arguments: ModelInputs) -> None:
+    """Call a model with a batch, without its head where it can be left out, and without a cache."""
+    part = _find_headless_model(model, arguments)
+    host: Any = original_class(part)
+    options: dict[str, Any] = {}
+    if "use_cache" in signature(host.forward).parameters:
+        options["use_cache"] = False
+    part(**options | arguments)
+
+
+def _find_headless_model(model: nn.Module, arguments: ModelInputs) -> nn.Module:
     """What to call with a batch: of a transformers model the part without its head, if it takes it.
 
     Its backbone may be an encoder of embeddings (DINOv2), which does not.

@@ -163,6 +163,8 @@ def _without_part(connection: Connection[Any], part: int) -> Iterator[None]:
             x = visit.inputs[0]
             read = visit.weights.read
             x = x - (read[..., 0, part, :] * visit.written[:, part]).view(x.shape).to(x.dtype)
+            if isinstance(outputs, Tensor):  # asked for the hidden state, before its norm
+                return x
             return connection.apply_port_norms(x), visit.next_state
 
     with connection.register_forward_hook(read_others):
