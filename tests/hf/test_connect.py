@@ -199,6 +199,10 @@ def test_connect_within_inference_mode():
         model = transformers.GPT2LMHeadModel(config).eval()
         expected = model(ids()).logits
         assert torch.equal(crosslayer.connect(model, "mudd")(ids()).logits, expected)
+    trainable = transformers.GPT2LMHeadModel(config)
+    with torch.inference_mode():
+        crosslayer.connect(trainable, "mudd")
+    trainable(ids()).logits.sum().backward()
 
 
 def test_a_model_that_skips_layers_in_training_causes_a_warning():

@@ -44,7 +44,7 @@ from crosslayer.train.task import (
     Examples,
     build_model,
 )
-from crosslayer.train.trainer import RunDiverged, Trainer
+from crosslayer.train.trainer import RunDiverged, RunStopped, Trainer
 from tests.hf.backbones import connected, ids
 from tests.train.runs import SMALL, run
 
@@ -303,7 +303,7 @@ def test_evaluation_has_no_more_in_memory_than_training(text, monkeypatch):
     batches = []
 
     def remember(*arguments):
-        batches.append(arguments[-1])
+        batches.append(arguments[5])
         return {"loss": 1.0}
 
     monkeypatch.setattr("crosslayer.train.trainer.evaluate_examples", remember)
@@ -588,6 +588,37 @@ def test_sigterm_saves_and_stops(text, tmp_path):
         f"Stopped after step {step}; saved as {tmp_path / 'Run'}/step-" in printed
         and 0 < step < 4000
     )
+
+
+def test_a_signal_within_an_evaluation_stops_at_its_next_batch(text, tmp_path):
+    """No step follows, and the resumed run makes the evaluation: it logs what no signal leaves."""
+    asked = 0
+
+    def evaluate(model, examples, indices):
+        nonlocal asked
+        asked += 1
+        if asked == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return LANGUAGE_TASK.evaluate(model, examples, indices)
+
+    settings = {"data": text, "diagnostics_every": 1, "steps": 6, "evals": 3, "eval_batches": 4}
+    undisturbed = run(settings, "mudd", tmp_path / "undisturbed")
+    with pytest.raises(RunStopped, match=r"Stopped after step 4; saved as .*step-00000004"):
+        run(settings, "mudd", tmp_path / "run", task=LANGUAGE_TASK._replace(evaluate=evaluate))
+    assert asked == 6
+    resumed = run(settings, "mudd", tmp_path / "run")
+    assert resumed["losses"] == undisturbed["losses"][3:]  # that of the step before is shown again
+    assert resumed["weights"] == undisturbed["weights"]
+    assert resumed["result"]["curve"] == undisturbed["result"]["curve"]
+    lines = [without_times(tmp_path / name / "metrics.jsonl") for name in ("run", "undisturbed")]
+    assert lines[0] == lines[1]
+
+
+def without_times(file):
+    """The lines of a metrics.jsonl without what depends on the machine."""
+    timed = {"tokens_per_second", "seconds", "seconds_left", "memory", "mfu", "time"}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in timed} for line in lines]
 
 
 def failing_task(at, value):

@@ -88,7 +88,11 @@ def connect(
         layers = wiring.find_layers(backbone)
         mlp_widths = growing_widths(len(layers), mlp_hidden_width(backbone, wiring))
     kept_scales = find_kept_scales(backbone, wiring, spec)
-    with _restored_on_error(model):
+    # What is not made for inference can be trained, the connection's parameters as well.
+    makes_for_inference = (
+        torch.is_inference_mode_enabled() and next(backbone.parameters()).is_inference()
+    )
+    with _restored_on_error(model), torch.inference_mode(makes_for_inference):
         _give_own_config(model, backbone)
         attach_connections(backbone, wiring, spec, mlp_widths)
         set_config_keys(model, crosslayer=str(spec), crosslayer_widths=mlp_widths)

@@ -219,7 +219,7 @@ def run_headless_model(model: nn.Module, arguments: ModelInputs) -> None:
     options: dict[str, Any] = {}
     if "use_cache" in signature(host.forward).parameters:
         options["use_cache"] = False
-    part(**options | arguments)
+    part(**{**options, **arguments})
 
 
 def _find_headless_model(model: nn.Module, arguments: ModelInputs) -> nn.Module:

@@ -52,9 +52,15 @@ class SaveCheckpoints(Callback):
         is_due = self.every > 0 and result.step % self.every == 0
         is_last = result.step == trainer.settings.optimization.steps
         if is_due or is_last or trainer.stop_requested:
-            checkpoints = self._checkpoints(trainer)
-            checkpoints.save(trainer.model, trainer.optimizers, trainer.state)
-            trainer.latest_checkpoint = checkpoints.newest()
+            self._save(trainer)
+
+    def on_interruption(self, trainer: Trainer) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        checkpoints = self._checkpoints(trainer)
+        checkpoints.save(trainer.model, trainer.optimizers, trainer.state)
+        trainer.latest_checkpoint = checkpoints.newest()
 
     def _checkpoints(self, trainer: Trainer) -> Checkpoints:
         return Checkpoints(trainer.fabric, self.folder, trainer.identity(), self.keep)

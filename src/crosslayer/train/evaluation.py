@@ -1,6 +1,7 @@
 """Evaluation on validation sets, and the metrics that follow from it, on any number of ranks."""
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from ..evaluation_mode import evaluation_mode
 from .task import Examples, TrainingTask
 
 
+class EvaluationStopped(Exception):
+    """An evaluation ended before its last batch, because a rank was asked to stop."""
+
+
 @torch.no_grad()
 def evaluate_examples(
     fabric: Fabric,
@@ -22,6 +27,7 @@ def evaluate_examples(
     dataset: Any,
     indices: list[int],
     batch: int,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Means of a task's metrics over examples of one validation set.
 
@@ -32,6 +38,10 @@ def evaluate_examples(
         dataset: a validation set.
         indices: the examples, the same on every rank.
         batch: examples of all ranks at once.
+        should_stop: asked before each batch; the same answer on every rank.
+
+    Raises:
+        EvaluationStopped: the answer was True.
     """
     # Every rank evaluates the same number of full batches (FSDP's ranks must call the model
     # together): index -1 marks padding, whose weight is 0.
@@ -43,6 +53,8 @@ def evaluate_examples(
     sums: dict[str, Tensor] = {}
     with evaluation_mode(model):
         for start in range(0, len(rank_indices), rank_batch):
+            if should_stop():
+                raise EvaluationStopped
             chosen = rank_indices[start : start + rank_batch]
             padded = [max(index, 0) for index in chosen]
             examples = fabric.to_device(default_collate([dataset[index] for index in padded]))

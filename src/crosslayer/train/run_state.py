@@ -57,6 +57,8 @@ class RunState:
         seconds: of training, without evaluation.
         tokens_per_second: (or images, …) over all ranks.
         inference_speed: examples per second over all ranks, in the fastest evaluation.
+        unevaluated: the `StepResult` of the last step, where the run was stopped before the end of
+            the evaluation that follows it; else None.
         method_code: `code_digest` of the connection when the run began; empty where that was not
             recorded.
     """
@@ -70,6 +72,7 @@ class RunState:
     seconds: float = 0.0
     tokens_per_second: float = 0.0
     inference_speed: float = 0.0
+    unevaluated: dict[str, Any] | None = None
     method_code: str = ""
 
     @classmethod

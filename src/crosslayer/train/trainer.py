@@ -16,7 +16,8 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..data.sampler import evenly_spaced, evenly_spaced_steps
 from ..optim import zero_connection_updates
 from ..run_folders import DATA_DIGEST
 from ..spec import make
-from .evaluation import evaluate_examples, summarise_metrics
+from .evaluation import EvaluationStopped, evaluate_examples, summarise_metrics
 from .method_code import code_digest
 from .optimizers import build_optimizers, lr_schedule, set_learning_rates
 from .parallel import prepare_model
@@ -88,6 +89,9 @@ class Callback:
 
     def on_step(self, trainer: "Trainer", result: StepResult) -> None:
         """Called after every step, and after its evaluation if it had one."""
+
+    def on_interruption(self, trainer: "Trainer") -> None:
+        """Called instead of `on_step` where the run stops before the end of an evaluation."""
 
 
 class Trainer:
@@ -197,11 +201,19 @@ class Trainer:
             self.state.curve.append([self.state.step, self.evaluate()])  # before training
 
         with self._signals:
-            while self.state.step < self.settings.optimization.steps:
-                result = self.step()
+            while self.state.unevaluated or self.state.step < self.settings.optimization.steps:
+                result = self._repeat_result() if self.state.unevaluated else self.step()
 
                 if result.step in self._eval_steps:
-                    result.evaluation = self.evaluate()
+                    try:
+                        result.evaluation = self.evaluate(self._is_asked_to_stop)
+                    except EvaluationStopped:
+                        # The step is complete, but its evaluation is not: it is made on resuming.
+                        self.state.unevaluated = asdict(result)
+                        for callback in callbacks:
+                            callback.on_interruption(self)
+                        raise RunStopped(result.step, self.latest_checkpoint) from None
+                    self.state.unevaluated = None
                     self.state.curve.append([result.step, result.evaluation])
 
                 for callback in callbacks:
@@ -210,6 +222,14 @@ class Trainer:
                 # The step is complete and, if a callback saves checkpoints, saved.
                 if self.stop_requested:
                     raise RunStopped(result.step, self.latest_checkpoint)
+
+    def _repeat_result(self) -> StepResult:
+        """The result of the last step before the run was stopped, whose evaluation is missing."""
+        # What a callback may look at is as after that step.
+        self._batches = self.training_batches(self.state.step - 1)
+        for _ in range(self.settings.engine.accumulate):
+            self.last_batch = next(self._batches)
+        return StepResult(**self.state.unevaluated or {})
 
     def measure_costs(self) -> None:
         """Measure the activations and the FLOPs of the model's forward pass."""
@@ -321,13 +341,19 @@ class Trainer:
             problem = f"{count} of {window} steps were skipped and {problem}"
             raise RunDiverged(self.arm.name, step, loss, problem, self.latest_checkpoint)
 
-    def evaluate(self) -> dict[str, dict[str, float]]:
+    def evaluate(
+        self, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, dict[str, float]]:
         """Metrics of each validation set: means over examples, whatever the number of ranks.
 
         With `ema` they are those of the averaged weights.
 
+        Args:
+            should_stop: asked before each batch; the same answer on every rank.
+
         Raises:
             RunDiverged: the loss of a validation set is non-finite.
+            EvaluationStopped: `should_stop` said so.
         """
         # as many at once as a training step has in memory
         batch = -(-self.settings.data.batch // self.settings.engine.accumulate)
@@ -336,7 +362,13 @@ class Trainer:
             start = time.perf_counter()
             for name, dataset in self.examples.valid.items():
                 evaluation[name] = evaluate_examples(
-                    self.fabric, self.module, self.task, dataset, self._eval_indices[name], batch
+                    self.fabric,
+                    self.module,
+                    self.task,
+                    dataset,
+                    self._eval_indices[name],
+                    batch,
+                    should_stop,
                 )
             speed = sum(map(len, self._eval_indices.values())) / (time.perf_counter() - start)
             # Keep the fastest: the first may compile, and other work may delay the others.
@@ -419,6 +451,12 @@ class Trainer:
                 self.fabric.backward(micro_loss)
             loss += micro_loss.detach()
         return loss
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop."""
+        stop = torch.tensor(float(self._signals.ask_to_stop), device=self.fabric.device)
+        share: Any = self.fabric.all_reduce(stop)
+        return share.item() > 0
 
     def _all_reduce_loss_and_stop(self, loss: Tensor) -> tuple[float, bool]:
         """The mean loss of all ranks, and whether any of them was asked to stop."""
