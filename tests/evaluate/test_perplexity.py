@@ -102,10 +102,10 @@ def test_rolling_windows_score_every_token_once(length, stride):
     windows = rolling_windows(tokens, CONTEXT, stride)
     assert [token for window in windows for token in window.target] == tokens[1:]
     for window in windows:
-        start, end = window.context[0], window.target[-1] + 1
-        assert window.context + window.target == tokens[start:end]
-        assert len(window.context) + len(window.target) <= CONTEXT + 1
-        assert len(window.context) >= min(CONTEXT - stride + 1, window.target[0])
+        start, end = window.seen[0], window.target[-1] + 1
+        assert window.seen + window.target == tokens[start:end]
+        assert len(window.seen) + len(window.target) <= CONTEXT + 1
+        assert len(window.seen) >= min(CONTEXT - stride + 1, window.target[0])
 
 
 SPANS = [
@@ -195,8 +195,8 @@ def test_split_windows_score_every_target_token_once(seen, scored):
     for window in windows:
         end = window.target[-1] + 1
         length = min(CONTEXT + 1, end)
-        assert window.context + window.target == tokens[end - length : end]
-        assert window.context
+        assert window.seen + window.target == tokens[end - length : end]
+        assert window.seen
 
 
 @pytest.mark.parametrize("keys", [("context", "target"), ("inputs", "targets")])

@@ -29,7 +29,7 @@ from crosslayer.hf import connect
 from crosslayer.inspect import (
     compare_depths,
     find_alarms,
-    find_patterns,
+    find_map_findings,
     measure_cosines,
     measure_scales,
     observe_model,
@@ -302,7 +302,7 @@ def test_known_wirings(spec, reads):
 
 
 def test_findings_of_known_wirings():
-    plain = find_patterns(unfold_connections(OwnModel("prenorm"), EMBEDDING))
+    plain = find_map_findings(unfold_connections(OwnModel("prenorm"), EMBEDDING))
     assert plain.lambda_score == 1
     assert plain.embedding_in_readout == 1
     assert plain.parallel_pairs == plain.wasted == plain.opposite_signs == []
@@ -313,7 +313,7 @@ def test_findings_of_known_wirings():
         "hyper(streams=2, dynamic=False, matrix=["
         "[[0, 0, 1], [1, 1, 0], [0, 0, 1]], [[0, 1, -1], [1, 1, 0], [0, 1, 1]]])"
     )
-    found = find_patterns(unfold_connections(OwnModel(parallel), EMBEDDING))
+    found = find_map_findings(unfold_connections(OwnModel(parallel), EMBEDDING))
     assert found.parallel_pairs == [(f"{layer}.attn", f"{layer}.mlp") for layer in range(4)]
     assert "0.mlp (streams 0, 1)" in found.opposite_signs
 
@@ -321,7 +321,7 @@ def test_findings_of_known_wirings():
     model = OwnModel("hyper(streams=1, dynamic=False)")
     with torch.no_grad():
         find_connections(model)[2].static_beta.zero_()
-    assert find_patterns(unfold_connections(model, EMBEDDING)).wasted == ["1.attn"]
+    assert find_map_findings(unfold_connections(model, EMBEDDING)).wasted == ["1.attn"]
 
 
 def test_own_weights_of_denseformer():
@@ -438,7 +438,7 @@ def test_sub_layers_of_one_kind_in_a_layer(spec):
     unfolded = unfold_connections(model, batches)
     assert unfolded.sources[1:] == labels and unfolded.error < 1e-4
     assert compare_depths(model, batches).labels[:6] == labels
-    find_patterns(unfolded)
+    find_map_findings(unfolded)
 
 
 def test_norms_of_a_wider_dtype_than_their_model():

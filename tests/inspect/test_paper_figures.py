@@ -10,7 +10,7 @@ from torch import nn
 from crosslayer.connection import find_connections
 from crosslayer.inspect import (
     compare_depths,
-    find_patterns,
+    find_map_findings,
     measure_cosines,
     measure_scales,
     summarise_mixing,
@@ -80,7 +80,7 @@ def test_the_parallel_block_is_a_jagged_triangle():
         expected[k, k] = 0
     assert torch.equal(unfolded.mean[:8], expected[:8])
     assert torch.equal(unfolded.mean[8], torch.full((9,), 2.0).double())  # the sum of two streams
-    assert find_patterns(unfolded).attention_reach == 1
+    assert find_map_findings(unfolded).attention_reach == 1
 
 
 def test_post_norm_decays():
@@ -98,7 +98,7 @@ def test_attentions_that_are_forgotten():
     attention = [[0, 0, 1], [1, 1, 0], [0, 0, 0]]
     mlp = [[0, 1, 0], [1, 1, 0], [1, 0, 0]]
     spec = f"hyper(streams=2, dynamic=False, matrix=[{attention}, {mlp}])"
-    assert find_patterns(unfold_connections(OwnModel(spec), EMBEDDING)).attention_reach < 0.1
+    assert find_map_findings(unfold_connections(OwnModel(spec), EMBEDDING)).attention_reach < 0.1
 
 
 def test_one_token_is_a_token_of_the_mean():

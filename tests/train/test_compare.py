@@ -430,7 +430,7 @@ def test_notes_name_diverged_runs_of_the_seeds_that_are_compared(tiny, tmp_path)
         (["--floor=0.3"], "floor has no option on the command line; set it in a recipe file"),
         (["--steps=many"], "--steps must be a whole number, got 'many'"),
         (["--steps=0"], "steps must be a whole number of at least 1, got 0"),
-        (["--seeds=0"], "seeds must be at least 1, got 0"),
+        (["--seeds=0"], "seeds must be a whole number of at least 1, got 0"),
         (["--dim=17"], "dim must be a multiple of twice the heads, got dim 17 and 2 heads"),
         (["--family=albert"], "unknown family 'albert'"),
         (["--family=roberta"], "roberta counts positions from a padding token"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .console import (
     ProgressBars,
     hold_folder,
-    is_first_rank,
+    is_rank_zero,
     make_console,
     make_table,
     print_table,
@@ -76,7 +76,7 @@ def compare_and_report(
     from ..train.compare import prepare_comparison
 
     comparison = prepare_comparison(recipe, seeds, Path(out) if out else None, search_rates)
-    if not comparison.missing_runs() and is_first_rank():
+    if not comparison.missing_runs() and is_rank_zero():
         make_console().print("All runs had ended already; nothing is trained.")
         if comparison.results.diverged:
             make_console().print(
@@ -102,7 +102,7 @@ def _run_and_report(comparison: "Comparison") -> int:
     if not stopped:
         shutdown_distributed()
     code = 130 if stopped else int(bool(comparison.without_memory))
-    if not is_first_rank():
+    if not is_rank_zero():
         return code
 
     rows = table_cells(comparison)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..train.run_state import StepResult
 
 
-def is_first_rank() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process prints: the only one, or rank 0 of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -25,7 +25,7 @@ def hold_folder(folder: Path) -> AbstractContextManager[None]:
     Raises:
         ValueError: another process holds it.
     """
-    return lock_folder(folder) if is_first_rank() else nullcontext()
+    return lock_folder(folder) if is_rank_zero() else nullcontext()
 
 
 def make_console(**options: Any) -> Any:
@@ -76,7 +76,7 @@ class ProgressBars:
             TextColumn("{task.fields[speed]:,.0f} " + f"{unit}/s"),
             TextColumn("{task.fields[usage]}"),
             TimeRemainingColumn(),
-            disable=not is_first_rank(),
+            disable=not is_rank_zero(),
         )
         self._bars: dict[str, Any] = {}
 

@@ -2,14 +2,14 @@
 
 import argparse
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import torch
 
 from ..methods import available
-from ..validation import parse_dtype
+from ..validation import did_you_mean, parse_dtype
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
@@ -130,20 +130,27 @@ def recipe_from_options(options: Any, arms: Sequence[str]) -> "Recipe":
             if word in arms_by_name:  # a name may have spaces and commas
                 chosen.append(arms_by_name[word])
             else:
-                for spec in parse_specs("--arms", [word]):
-                    chosen.append(arms_by_name.get(spec) or _arm_beside(arms_by_name, spec))
+                chosen += [find_arm(recipe, spec) for spec in parse_specs("--arms", [word])]
         recipe.arms = _unique_arms(chosen)
     return recipe
 
 
-def _arm_beside(arms: Collection[str], spec: str) -> "Arm":
-    """An arm that a recipe does not have; an error names those that it has."""
+def find_arm(recipe: "Recipe", name: str) -> "Arm":
+    """The recipe's arm of this name, or an arm of this connection.
+
+    Raises:
+        ValueError: there is no such arm and no such connection. The message names the arms.
+    """
     from ..train.recipe import Arm
 
+    arms = {arm.name: arm for arm in recipe.arms}
+    if name in arms:
+        return arms[name]
     try:
-        return Arm.from_row(spec)
+        return Arm.from_row(name)
     except ValueError as error:
-        raise ValueError(f"{error}; arms of the recipe: {', '.join(arms)}") from None
+        hint = did_you_mean(name, arms)
+        raise ValueError(f"{error}; the recipe's arms are {', '.join(arms)}{hint}") from None
 
 
 def _unique_arms(arms: Iterable["Arm"]) -> list["Arm"]:

@@ -14,9 +14,9 @@ from ..run_folders import (
     is_model_folder,
     is_run_folder,
 )
-from ..validation import check_seed, did_you_mean
-from .console import ProgressBars, hold_folder, is_first_rank, make_console, silence_libraries
-from .options import add_recipe, add_settings, make_parser, recipe_from_options
+from ..validation import check_seed
+from .console import ProgressBars, hold_folder, is_rank_zero, make_console, silence_libraries
+from .options import add_recipe, add_settings, find_arm, make_parser, recipe_from_options
 
 if TYPE_CHECKING:
     from ..train.recipe import Arm, Recipe
@@ -101,7 +101,7 @@ def _train_in_folder(
             trainer = train_arm(settings, arm, seed, examples, recipe.task, folder, show_step)
         result = trainer.result()
     except RunStopped as stop:
-        if is_first_rank():
+        if is_rank_zero():
             console.print(f"{stop}. The same command resumes.", soft_wrap=True)
         return 130
     except RunDiverged as error:
@@ -114,7 +114,7 @@ def _train_in_folder(
             note = f"{folder}: the run had ended already; nothing was trained."
             console.print(note, soft_wrap=True)
         optimization, data = trainer.settings.optimization, trainer.settings.data
-        notes = _result_notes(result, examples.passes(optimization.steps, data.batch))
+        notes = _result_notes(result, examples.epochs(optimization.steps, data.batch))
         for note in [
             *notes,
             f"{arm.name}: {_losses_text(result)}. Model: {folder / TRAINED_MODEL_FOLDER}",
@@ -178,18 +178,9 @@ def choose_arm(recipe: "Recipe", name: str | None) -> "Arm":
     Raises:
         ValueError: there is no such arm and no such connection, or no name for one of several arms.
     """
-    from ..train.recipe import Arm
-
-    arms = {arm.name: arm for arm in recipe.arms}
-    if name in arms:
-        return arms[name]
-    listed = ", ".join(arms)
-    if name is None:
-        if len(arms) > 1:
-            raise ValueError(f"choose one of the recipe's arms with --arm: {listed}")
-        return recipe.arms[0]
-    try:
-        return Arm.from_row(name)
-    except ValueError as error:
-        hint = did_you_mean(name, arms)
-        raise ValueError(f"{error}; the recipe's arms are {listed}{hint}") from None
+    if name is not None:
+        return find_arm(recipe, name)
+    if len(recipe.arms) > 1:
+        listed = ", ".join(arm.name for arm in recipe.arms)
+        raise ValueError(f"choose one of the recipe's arms with --arm: {listed}")
+    return recipe.arms[0]

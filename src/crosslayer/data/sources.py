@@ -172,7 +172,8 @@ def name_sets(source: str, valid: dict[str, str] | None) -> dict[str, str]:
         if name in (TRAIN_SET, ALL_SETS) or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
                 f"{name!r} cannot name a validation set: "
-                f"expected letters, digits, - and _, and not {TRAIN_SET} or {ALL_SETS}"
+                "expected letters, digits, _, - and ., with none of the last two first, and not "
+                f"{TRAIN_SET} or {ALL_SETS}"
             )
     return {TRAIN_SET: source} | (valid or {})
 

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 
 class ScoredWindow(NamedTuple):
-    """Tokens of one forward pass. Only the target's tokens are scored."""
+    """Tokens of one forward pass.
 
-    context: list[int]
+    Attributes:
+        seen: tokens before the target.
+        target: the tokens that are scored.
+    """
+
+    seen: list[int]
     target: list[int]
 
 
@@ -44,10 +49,10 @@ def split_window(window: ScoredWindow, context: int) -> list[ScoredWindow]:
     """Windows that fit in `context` and score every target token once, each with all the context
     that fits.
     """
-    tokens = window.context + window.target
+    tokens = window.seen + window.target
     piece = context if len(window.target) <= context else context // 2
     windows = []
-    for start in range(len(window.context), len(tokens), piece):
+    for start in range(len(window.seen), len(tokens), piece):
         end = min(start + piece, len(tokens))
         windows.append(ScoredWindow(tokens[max(0, end - context - 1) : start], tokens[start:end]))
     return windows
@@ -77,14 +82,14 @@ def log_likelihoods(
     check_positive(batch_size=batch_size)
     check_causal(model)
     # Longest first: windows of a batch are of similar length, and a lack of memory shows at once.
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].context + windows[i].target))
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].seen + windows[i].target))
     scores = [0.0] * len(windows)
     starts = range(0, len(order), batch_size)
     with evaluation_mode(model):
         for start in tqdm(starts, "perplexity", unit="batch", disable=None):  # only on a terminal
             batch = order[start : start + batch_size]
             # The last token is predicted, never seen. Padding on the right changes nothing before.
-            inputs = [torch.tensor((windows[i].context + windows[i].target)[:-1]) for i in batch]
+            inputs = [torch.tensor((windows[i].seen + windows[i].target)[:-1]) for i in batch]
             padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(model.device)
             logits = model(padded, use_cache=False).logits
             log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)

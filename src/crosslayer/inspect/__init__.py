@@ -3,7 +3,7 @@
     batches = [{"input_ids": ids, "attention_mask": mask}]
     unfolded = crosslayer.inspect.unfold_connections(model, batches)
     unfolded.mean                                # c_kj of every input k and source j
-    crosslayer.inspect.find_patterns(unfolded)   # what the papers saw in it, as numbers
+    crosslayer.inspect.find_map_findings(unfolded)   # what the papers saw in it, as numbers
 
 A function is one analysis. Several analyses share one pass through `observe_model`.
 """
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .findings import MapFindings, find_patterns
+from .findings import MapFindings, find_map_findings
 from .mixing_summary import MixingAnalysis, SiteMixing
 from .observation import Analysis, ModelInputs, observe_model
 from .scales import ScaleAnalysis, SiteScales, find_alarms
@@ -31,7 +31,7 @@ __all__ = [
     "MapFindings",
     "compare_depths",
     "find_alarms",
-    "find_patterns",
+    "find_map_findings",
     "measure_cosines",
     "measure_scales",
     "observe_model",

@@ -94,7 +94,7 @@ def ablate_blocks(model: nn.Module, batches: Sequence[ModelInputs]) -> BlockAbla
         batches: with `input_ids`, and an `attention_mask` where some are padded.
     """
     removals = block_removals(model)
-    loss, losses = losses_without(model, batches, [removed for _, removed in removals])
+    loss, losses = losses_without(model, batches, [removal for _, removal in removals])
     perplexity = exp_or_inf(loss)
     increases = [exp_or_inf(without) - perplexity for without in losses]
     return BlockAblation(perplexity, [label for label, _ in removals], increases)
@@ -116,7 +116,7 @@ def ablate_ways(model: nn.Module, batches: Sequence[ModelInputs]) -> SublayerAbl
 def _ablate_parts(
     model: nn.Module, batches: Sequence[ModelInputs], removals: Sequence[tuple[str, Removal]]
 ) -> SublayerAblation:
-    loss, losses = losses_without(model, batches, [removed for _, removed in removals])
+    loss, losses = losses_without(model, batches, [removal for _, removal in removals])
     labels = [label for label, _ in removals]
     return SublayerAblation(loss, labels, [without - loss for without in losses])
 
@@ -138,8 +138,8 @@ def losses_without(
     losses = []
     with connected_for_analysis(model), evaluation_mode(model):
         whole = mean_token_loss(model, batches)
-        for removed in removals:
-            with removed():
+        for removal in removals:
+            with removal():
                 losses.append(mean_token_loss(model, batches))
     return whole, losses
 

@@ -55,7 +55,7 @@ class MapFindings:
     opposite_signs: list[str]
 
 
-def find_patterns(unfolded: UnfoldedMap) -> MapFindings:
+def find_map_findings(unfolded: UnfoldedMap) -> MapFindings:
     """The findings of a map. See `MapFindings`."""
     weights = unfolded.mean.abs()
     counts = _sources_before_inputs(unfolded)

@@ -21,7 +21,7 @@ from .ablation import (
     way_removals,
 )
 from .attention import HeadActivations, measure_head_activations
-from .findings import find_patterns
+from .findings import find_map_findings
 from .group_weights import compare_groups
 from .lens import measure_block_gradients, measure_site_losses
 from .mixing_summary import MixingAnalysis, find_mix_pattern
@@ -160,7 +160,7 @@ SINGLE = {
     ),
 }
 DERIVED = {
-    "findings": DerivedAnalysis(("unfolded",), find_patterns),
+    "findings": DerivedAnalysis(("unfolded",), find_map_findings),
     "alarms": DerivedAnalysis(("scales", "mixing"), find_alarms),
 }
 ANALYSES = (*OBSERVED, *SINGLE)

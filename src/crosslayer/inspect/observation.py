@@ -21,6 +21,7 @@ from ..hf import connect
 from ..hf.attach import find_backbone
 from ..hf.disconnect import remove_connections
 from ..hf.families import own_connection
+from ..method_checks import first_tensor
 from ..mixing import MixingWeights
 from ..validation import format_shape
 
@@ -263,7 +264,7 @@ def visited_sites(
 
 def _flatten_tokens(connection: Connection[Any], state: Any, arguments: ModelInputs) -> SiteVisit:
     """The state at the tokens that the attention mask includes."""
-    first = tree_leaves(state)[0]  # a state begins with tensors of every token
+    first = first_tensor(state)  # of every token
     lead = first.shape[:2]
     device = first.device
     chosen = torch.ones(lead, dtype=torch.bool, device=device)

@@ -97,13 +97,13 @@ class CosineAnalysis:
         layers = [str(layer) for layer in range(1, len(self._depths) - 1)]
         depths = [moments.mean for moments in self._depths]
         return CosineSimilarity(
-            labels,
-            torch.stack([_quantiles(self._adjacent[label]) for label in labels]),
-            torch.stack([_quantiles(self._embedding[label]) for label in labels]),
-            layers,
-            {way: _stack_layers(values, layers) for way, values in self._blocks.items()},
-            ["X_0", *[f"Y_{number}" for number in range(1, len(depths))]],
-            torch.stack(depths),
+            labels=labels,
+            adjacent=torch.stack([_quantiles(self._adjacent[label]) for label in labels]),
+            embedding=torch.stack([_quantiles(self._embedding[label]) for label in labels]),
+            block_labels=layers,
+            blocks={way: _stack_layers(values, layers) for way, values in self._blocks.items()},
+            depth_labels=["X_0", *[f"Y_{number}" for number in range(1, len(depths))]],
+            depths=torch.stack(depths),
         )
 
 
@@ -201,7 +201,12 @@ class DistanceAnalysis:
             if _mean_distance(distances) < STATIC_DISTANCE
         ]
         return DepthDistances(
-            labels, self._angular.mean, streams, static, _linear_cka(tokens), self._opens_layer
+            labels=labels,
+            angular=self._angular.mean,
+            streams=streams,
+            static_streams=static,
+            cka=_linear_cka(tokens),
+            opens_layer=self._opens_layer,
         )
 
 

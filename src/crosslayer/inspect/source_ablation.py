@@ -28,12 +28,12 @@ class MixWeight(NamedTuple):
     Attributes:
         mix: label of the mix, like "3.attn", "3.q" or "readout".
         source: label of what the weight is of, like "X_0" or "stream 1".
-        removed: a context in which the weight is zero.
+        removal: makes a context in which the weight is zero.
     """
 
     mix: str
     source: str
-    removed: Removal
+    removal: Removal
 
 
 @dataclass
@@ -74,7 +74,7 @@ def ablate_sources(
     names = dict.fromkeys(weight.source for weight in weights)
     sources = sorted(names, key=lambda name: int(name.replace("_", " ").split()[-1]))
     increase = torch.full((len(mixes), len(sources)), torch.nan, dtype=torch.float64)
-    loss, losses = losses_without(model, batches, [weight.removed for weight in weights])
+    loss, losses = losses_without(model, batches, [weight.removal for weight in weights])
     for weight, without in zip(weights, losses, strict=True):
         increase[mixes.index(weight.mix), sources.index(weight.source)] = without - loss
     return SourceAblation(loss, mixes, sources, increase)
@@ -112,8 +112,8 @@ def _weights_of_site(connection: Connection[Any], site: SiteMixing) -> Iterator[
     elif isinstance(connection, Mudd):
         for way, mix in enumerate(_way_labels(connection)):
             for place, source in enumerate(sources):
-                removed = partial(_without_aggregation, connection, way, place)
-                yield MixWeight(mix, source, removed)
+                removal = partial(_without_aggregation, connection, way, place)
+                yield MixWeight(mix, source, removal)
     else:
         for part, source in enumerate(site.parts):
             yield MixWeight(site.label, source, partial(_without_part, connection, part))

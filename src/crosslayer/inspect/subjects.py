@@ -50,7 +50,11 @@ def text_subject(
     share = max(1, sequences // len(sources))
     groups: dict[str, list[ModelInputs]] = {}
     for name, documents in sources.items():
-        groups[name] = make_text_batches(tokenizer, documents, share, context, batch_size)
+        try:
+            groups[name] = make_text_batches(tokenizer, documents, share, context, batch_size)
+        except ValueError as error:
+            of_group = f", group {name}" if name else ""
+            raise ValueError(f"{data}{of_group}: {error}") from None
     batches = list(chain.from_iterable(groups.values()))
     named = groups if len(groups) > 1 else {}
     return InspectionSubject(model, batches, find_sink_ids(tokenizer), groups=named)

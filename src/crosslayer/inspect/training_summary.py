@@ -151,10 +151,11 @@ def compared_set(groups: Sequence[RunGroup]) -> str | None:
     """
     runs = [run for group in groups for run in group.runs]
     runs = [run for run in runs if not run.status] or runs
-    for name in [name for name in runs[0].curve.valid if name][:1]:
-        if min(len(run.curve.valid.get(name, [])) for run in runs) >= FEWEST_POINTS:
-            return name
-    return None
+    name = next(filter(None, runs[0].curve.valid), None)
+    if name is None:
+        return None
+    points = min(len(run.curve.valid.get(name, [])) for run in runs)
+    return name if points >= FEWEST_POINTS else None
 
 
 def loss_name(valid_name: str | None) -> str:

@@ -26,6 +26,7 @@ from ..run_folders import (
     run_folder_name,
 )
 from ..spec import make
+from ..validation import check_positive
 from .checkpoint import list_checkpoints, remove_checkpoint
 from .comparison_results import (
     ComparisonResults,
@@ -192,8 +193,7 @@ def prepare_comparison(
         ValueError: an arm, an option, the data or the folder cannot be used. Nothing has been
             written.
     """
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    check_positive(seeds=seeds)
     if search_rates:
         recipe = _rates_in_options(recipe)
     for arm in recipe.arms:

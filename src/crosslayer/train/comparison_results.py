@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..errors import error_with_class
 from ..files import LOCK_FILE, UNFINISHED_SUFFIX, check_no_file, read_json
 from ..ops import dispatch
 from ..run_folders import COMPARISON_RESULTS_FILE, RUNS_FOLDER
@@ -121,7 +122,8 @@ def read_comparison_results(file: Path) -> ComparisonResults:
     try:
         return ComparisonResults.from_json(content)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file}: not a comparison's results (damaged?)") from error
+        reason = error_with_class(error)
+        raise ValueError(f"{file}: not a comparison's results (damaged?): {reason}") from error
 
 
 def load_matching_results(folder: Path, current: ComparisonResults) -> ComparisonResults | None:

@@ -177,10 +177,10 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
     rates: set[float] = set()
     shown = []  # losses
     for number, arm in enumerate(recipe.arms):
+        look = _arm_look(number)
         points = {}
         for factor, of_seeds in comparison.losses_by_rate(arm).items():
             lr = recipe.settings(comparison.arm_at(arm, factor)).optimization.lr
-            look = _arm_look(number)
             for seed, loss in of_seeds.items():
                 if seed == 0 and math.isfinite(loss):
                     points[lr] = loss
@@ -188,8 +188,7 @@ def plot_rates(axes: Any, comparison: Comparison) -> None:
                     axes.plot(lr, loss, marker="x", markersize=4, color=look["color"])
                     shown.append(loss)
         if points:
-            style = {"label": arm.name, "markersize": 5, **_arm_look(number)}
-            axes.plot(*zip(*points.items(), strict=True), **style)
+            axes.plot(list(points), list(points.values()), label=arm.name, markersize=5, **look)
             rates |= points.keys()
             shown += sorted(points.values())[: 1 + len(points) // 2]
     axes.set_xscale("log", base=2)
@@ -215,8 +214,10 @@ def _has_many_arms(comparison: Comparison) -> bool:
 
 
 def _add_legend(axes: Any, comparison: Comparison) -> None:
-    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-    axes.legend(fontsize=9, **beside if _has_many_arms(comparison) else {})
+    if _has_many_arms(comparison):
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    else:
+        axes.legend(fontsize=9)
 
 
 def _speed_unit(comparison: Comparison) -> str:

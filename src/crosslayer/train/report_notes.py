@@ -132,7 +132,7 @@ def _passes_text(comparison: Comparison, arm: Arm) -> str:
     if arm.name not in comparison.examples:
         return ""
     _, data, optimization, _ = comparison.recipe.settings(arm)
-    passes = comparison.examples[arm.name].passes(optimization.steps, data.batch)
+    passes = comparison.examples[arm.name].epochs(optimization.steps, data.batch)
     return f"; each run saw them {passes:.1f} times" if passes > 1 else ""
 
 

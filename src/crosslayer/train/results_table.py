@@ -97,8 +97,9 @@ def _has_same_batch(recipe: Recipe, arm: Arm, baseline: Arm) -> bool:
 
     An arm may divide its batch by `accumulate`, to save memory.
     """
-    sizes = {(data.batch, data.context) for _, data, *_ in map(recipe.settings, (arm, baseline))}
-    return len(sizes) == 1
+    own = recipe.settings(arm).data
+    other = recipe.settings(baseline).data
+    return (own.batch, own.context) == (other.batch, other.context)
 
 
 def differing_execution(comparison: Comparison, arm: Arm, baseline: Arm | None) -> list[str]:

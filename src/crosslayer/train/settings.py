@@ -164,11 +164,19 @@ class OptimizationSettings:
 
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
-        check_non_negative(clip=self.clip, warmup=self.warmup, floor=self.floor, delay=self.delay)
-        check_non_negative(lr=self.lr, muon_lr=self.muon_lr, weight_decay=self.weight_decay)
-        check_non_negative(eps=self.eps, momentum=self.momentum)
-        check_non_negative(connection_lr_scale=self.connection_lr_scale)
-        check_non_negative(embedding_lr_scale=self.embedding_lr_scale)
+        check_non_negative(
+            lr=self.lr,
+            muon_lr=self.muon_lr,
+            connection_lr_scale=self.connection_lr_scale,
+            embedding_lr_scale=self.embedding_lr_scale,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            eps=self.eps,
+            clip=self.clip,
+            warmup=self.warmup,
+            floor=self.floor,
+            delay=self.delay,
+        )
         if self.warmup > 1 and self.warmup != int(self.warmup):
             raise ValueError(
                 f"warmup must be a share of the steps below 1, or a whole number of steps, got "

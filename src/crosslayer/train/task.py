@@ -74,8 +74,8 @@ class Examples:
                         f"{did_you_mean(name, self.valid)}; they are {', '.join(self.valid)}"
                     )
 
-    def passes(self, steps: int, batch: int) -> float:
-        """How often `steps` steps of `batch` examples see the training set: epochs."""
+    def epochs(self, steps: int, batch: int) -> float:
+        """How often `steps` steps of `batch` examples see the training set."""
         return steps * batch / len(self.train)
 
 
@@ -130,7 +130,8 @@ def load_texts(data: DataSettings, model_config: dict[str, Any]) -> Examples:
     """
     from ..data.corpus import load_corpus
 
-    for name in data.task_options:
+    if data.task_options:
+        name = min(data.task_options)
         raise ValueError(f"language modelling has no option {name!r} in task_options")
     valid = {name: expand_place(source) for name, source in data.valid.items()}
     tokenizer = expand_place(data.tokenizer)

@@ -299,7 +299,7 @@ class Trainer:
             memory=peak_memory(),
             seconds=self.state.seconds,
             seconds_left=seconds * (optimization.steps - step),
-            epoch=self.examples.passes(step, self.settings.data.batch),
+            epoch=self.examples.epochs(step, self.settings.data.batch),
         )
 
     def _record_duration(self, duration: float) -> float:
@@ -309,7 +309,10 @@ class Trainer:
         others. A resumed run has the speed of its checkpoint until then.
         """
         is_first = len(self._first_durations) < WARM_UP_STEPS
-        (self._first_durations if is_first else self._durations).append(duration)
+        if is_first:
+            self._first_durations.append(duration)
+        else:
+            self._durations.append(duration)
         seconds = statistics.median(self._durations or self._first_durations)
         if self._durations or self.state.step < len(self._first_durations):
             micro_batches = self.fabric.world_size * self.settings.engine.accumulate
