@@ -4,7 +4,8 @@ Papers: Multi-Gate Residuals (arXiv 2605.23259, Figures 2, 5-7, 10-13), mHC (arX
 the composite gain of residual matrices).
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -68,14 +69,43 @@ class SiteScales:
     gate: GateStatistics | None = None
 
 
+@dataclass
+class _SiteRecord:
+    """What has been seen at one site.
+
+    Attributes:
+        writer, opens_layer: as in `SiteScales`.
+        moments: of the values of each name.
+        three_largest: magnitudes of each name.
+        largest: magnitude in each part, of each name.
+    """
+
+    writer: str
+    opens_layer: bool
+    moments: defaultdict[str, RunningMoments] = field(
+        default_factory=lambda: defaultdict(RunningMoments)
+    )
+    three_largest: dict[str, Tensor] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+
+    def add_magnitudes(self, name: str, values: Tensor) -> None:
+        """Keep the three largest of what was seen so far and of these values."""
+        found = values.abs().flatten().topk(3).values.cpu()
+        before = self.three_largest.get(name, torch.zeros_like(found))
+        self.three_largest[name] = torch.cat([before, found]).topk(3).values
+
+    def add_parts(self, name: str, parts: Tensor) -> None:
+        """Keep the largest of each part, of [N parts D] values."""
+        found = parts.abs().amax((0, -1)).cpu()
+        before = self.largest.get(name, torch.zeros_like(found))
+        self.largest[name] = torch.maximum(before, found)
+
+
 class ScaleAnalysis:
     """Sizes of outputs, streams and gates. `result` gives a `SiteScales` a site."""
 
     def __init__(self) -> None:
-        self._moments: dict[str, dict[str, RunningMoments]] = {}
-        self._largest: dict[str, dict[str, Tensor]] = {}
-        self._writers: dict[str, str] = {}
-        self._opens_layer: dict[str, bool] = {}
+        self._records: dict[str, _SiteRecord] = {}
         self._gates = GateRecorder()
         self._writer = "embedding"
         self._before = torch.zeros(0)
@@ -104,21 +134,17 @@ class ScaleAnalysis:
             "change": _relative_change(parts, self._before),
             "product": self._carry_product(visit),
         }
-        moments = self._moments.setdefault(label, {name: RunningMoments() for name in values})
+        new_record = _SiteRecord(self._writer, connection.opens_layer)
+        record = self._records.setdefault(label, new_record)
         for name, value in values.items():
             if value is not None:
-                moments[name].add(value)
+                record.moments[name].add(value)
+        record.add_magnitudes("output", y)
+        record.add_magnitudes("hidden", hidden)
+        record.add_parts("stream", parts)
+        record.add_parts("written", visit.written)
         self._before = parts
-        largest = {
-            "output": y.abs().flatten().topk(3).values,
-            "hidden": hidden.abs().flatten().topk(3).values,
-            "stream": parts.abs().amax((0, -1)),
-            "written": visit.written.abs().amax((0, -1)),
-        }
-        self._add_largest(label, largest)
         self._gates.add_gates(visit, label, self._writer)
-        self._writers[label] = self._writer
-        self._opens_layer[label] = connection.opens_layer
         self._writer = label
 
     def _carry_product(self, visit: SiteVisit) -> Tensor | None:
@@ -133,38 +159,27 @@ class ScaleAnalysis:
             self._product = carry @ self._product
         return self._product
 
-    def _add_largest(self, label: str, values: dict[str, Tensor]) -> None:
-        """The largest of what was seen so far and of new values, by name."""
-        kept = self._largest.setdefault(label, {})
-        for name, value in values.items():
-            value = value.cpu()
-            before = kept.get(name, torch.zeros_like(value))
-            if name in ("output", "hidden"):  # the three largest of all
-                kept[name] = torch.cat([before, value]).topk(3).values
-            else:  # the largest of each part
-                kept[name] = torch.maximum(before, value)
-
     def result(self) -> list[SiteScales]:
         """One `SiteScales` a site, in the order of depth."""
         sites = []
         gates = self._gates.result()
-        for label, moments in self._moments.items():
-            largest = self._largest[label]
+        for label, record in self._records.items():
+            moments = record.moments
             product = moments["product"].mean.abs()
             has_product = moments["product"].count > 0
             sites.append(
                 SiteScales(
                     label=label,
-                    writer=self._writers[label],
-                    opens_layer=self._opens_layer[label],
+                    writer=record.writer,
+                    opens_layer=record.opens_layer,
                     has_streams=self._has_streams,
                     output_rms=moments["output"].mean.sqrt().item(),
-                    output_largest=largest["output"].tolist(),
+                    output_largest=record.three_largest["output"].tolist(),
                     hidden_rms=moments["hidden"].mean.item(),
-                    hidden_largest=largest["hidden"].tolist(),
-                    written_largest=largest["written"],
+                    hidden_largest=record.three_largest["hidden"].tolist(),
+                    written_largest=record.largest["written"],
                     stream_rms=moments["stream"].mean.sqrt(),
-                    stream_largest=largest["stream"],
+                    stream_largest=record.largest["stream"],
                     stream_cosine=moments["cosine"].mean,
                     stream_change=moments["change"].mean if moments["change"].count else None,
                     forward_gain=product.sum(-1).max().item() if has_product else None,
