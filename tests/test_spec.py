@@ -13,6 +13,7 @@ import crosslayer
 from crosslayer import ConnectionSpec, make
 from crosslayer.connection import Connection, plan_layers
 from crosslayer.connections._dense import DepthAverages
+from crosslayer.recompute import enable_recompute
 from crosslayer.spec import split_specs
 from tests.hf.backbones import llama
 
@@ -119,7 +120,10 @@ def test_former_names():
         ("mudd(period='lst')", r"^mudd: period must be .* or one of 'last', got 'lst' \(did you"),
         ("mudd(window=[[1]])", r"^mudd: window must be a whole number or None, got \[\[1\]\]$"),
         ("hyper(beta=1e999)", "^hyper: beta must be a finite number, got inf$"),
-        ("prenorm(stream_dtype=32)", "^prenorm: stream_dtype must be a string or None, got 32$"),
+        (
+            "prenorm(stream_dtype=32)",
+            "^prenorm: stream_dtype must be one of 'float32', .* or None, got 32$",
+        ),
         ("os.system", "^cannot read the connection"),
         ("", "^cannot read the connection"),
     ],
@@ -175,7 +179,7 @@ def test_bad_keywords():
         ("mhc_lite(streams=6)", "streams must be at most 5"),
         (
             "mudd(stream_dtype='int8')",
-            "stream_dtype must be one of float32, bfloat16, float16, got 'int8'",
+            "^mudd: stream_dtype must be one of 'float32', .* or None, got 'int8'$",
         ),
         ("mgr(gate='soft')", "gate must be one of 'competitive', 'independent', got 'soft'"),
         (
@@ -296,6 +300,16 @@ def write_twice(spec: str) -> None:
 def test_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["prenorm", "hyper", "highway"])
+def test_read_takes_a_state_of_its_method(name):
+    with pytest.raises(TypeError, match=f"^{name} takes a state, a .*, got a NoneType"):
+        build(name).read(None)
+    sites = [build("hyper", index).half() for index in range(7)]  # their op applies the norms
+    enable_recompute(sites, "streams")
+    with pytest.raises(TypeError, match=r"^hyper takes a state, a Streams, got a Stream; start"):
+        sites[0].read(build("prenorm").init(torch.zeros(2, 3, 8).half()))
 
 
 def test_connect_and_make_name_their_argument_spec():

@@ -255,10 +255,14 @@ class Connection(Float32Parameters, Generic[StateT]):
         if not torch.compiler.is_compiling():
             check_given_state(self, state)
         with autocast_disabled(state):
-            mixed = self.mix_inputs(state)
-            if not torch.compiler.is_compiling():
-                check_mixed(self, state, mixed)
-            return self.norm_mixed(*mixed)
+            return self.mix_and_norm(state)
+
+    def mix_and_norm(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
+        """`read` of a state that has been checked, without autocast."""
+        mixed = self.mix_inputs(state)
+        if not torch.compiler.is_compiling():
+            check_mixed(self, state, mixed)
+        return self.norm_mixed(*mixed)
 
     def norm_mixed(
         self, inputs: tuple[Tensor, ...], state: StateT

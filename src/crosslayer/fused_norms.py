@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .class_swap import original_class
-from .connection import Connection, StateT, autocast_disabled
+from .connection import Connection, StateT
 from .method_checks import first_tensor
 from .norms import NormSpec
 from .ops.dispatch import uses_kernel
@@ -27,8 +27,8 @@ FUSABLE_NORMS: dict[Any, tuple[str, bool]] = {
 class FusedNormConnection(Connection[StateT], Generic[StateT]):
     """A connection whose last op can apply the ports' norms in its kernel.
 
-    A subclass implements `fused_read`. `mix_inputs` follows from it, and `read` chooses between the
-    two.
+    A subclass implements `fused_read`. `mix_inputs` follows from it, and `mix_and_norm` chooses
+    between the two.
     """
 
     # Whether it reads a sum of its streams. In float16 the sum may overflow, so it is normed before
@@ -46,14 +46,11 @@ class FusedNormConnection(Connection[StateT], Generic[StateT]):
     def mix_inputs(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         return self.fused_read(state, ())
 
-    def read(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
+    def mix_and_norm(self, state: StateT) -> tuple[tuple[Tensor, ...], StateT]:
         first = first_tensor(state)
         fuses = uses_kernel(first) or (self.sums_streams and first.dtype == torch.float16)
         norms = self.fused_norm_specs() if fuses else ()
-        if not norms:
-            return super().read(state)
-        with autocast_disabled(state):
-            return self.fused_read(state, norms)
+        return self.fused_read(state, norms) if norms else super().mix_and_norm(state)
 
     def fused_norm_specs(self) -> tuple[NormSpec, ...]:
         """The norms of all ports; empty where one cannot be fused, so that all run as modules."""

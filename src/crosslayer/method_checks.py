@@ -54,9 +54,10 @@ def check_class_attributes(cls: Any) -> None:
 def check_state_class(cls: Any) -> None:
     """Check and keep the state that a class names, as in `class Hyper(Connection[Streams])`.
 
-    A subclass that names none may have another state.
+    A subclass that names none but has an `initial_state` of its own may have another state.
     """
-    cls.state_class = None
+    if "initial_state" in vars(cls):
+        cls.state_class = None
     for base in vars(cls).get("__orig_bases__", ()):
         for state in get_args(base):
             # an abstract class, whose methods name the state, or a name in quotes

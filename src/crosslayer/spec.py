@@ -10,7 +10,7 @@ import inspect
 import reprlib
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import nn
@@ -18,9 +18,17 @@ from torch import nn
 from .connection import Connection, NormFactory, Site, format_spec, norm_dtype
 from .method_checks import check_contents, check_options
 from .methods import current_name, find_method
-from .validation import check_option_type, check_positive, did_you_mean, dtype_name, parse_dtype
+from .validation import (
+    DTYPES,
+    check_option_type,
+    check_positive,
+    did_you_mean,
+    dtype_name,
+    parse_dtype,
+)
 
 COMMON_OPTIONS: dict[str, Any] = {"stream_dtype": None}  # options that every connection has
+_STREAM_DTYPE: Any = Literal[*DTYPES] | None
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ def make(spec: str | ConnectionSpec, **options: Any) -> ConnectionSpec:
     check_options(name, own_options, {*COMMON_OPTIONS, "options"})
     known = own_options | COMMON_OPTIONS
     try:
-        annotations = get_type_hints(method.__init__) | {"stream_dtype": str | None}
+        annotations = get_type_hints(method.__init__) | {"stream_dtype": _STREAM_DTYPE}
     except NameError as error:
         raise TypeError(f"{name}: an annotation of its options is not known ({error})") from error
     for key in spec_options:

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import crosslayer
+from crosslayer.connections._dense import DepthAverages
 from crosslayer.methods import find_method
 from crosslayer.testing.laws import is_own
 from crosslayer.testing.tiny_model import perturb_weights
@@ -471,6 +472,16 @@ def test_mudd_dilation_and_period(case, ways, dilation, period, expand_last):
 def test_mudd_window_rounding_and_generator(case, ways, window, normed, round64, gelu, eps):
     options = MuddOptions(ways, window=window, normed=normed, round64=round64, gelu=gelu, eps=eps)
     check(options.spec, mudd(options), case)
+
+
+def test_a_window_leaves_blocks_out_and_adds_none():
+    """Of what the dilation leaves, the embedding stays; a window of all blocks changes nothing."""
+    for dilation, window in itertools.product((1, 2, 3), (None, 1, 2, 3, 100)):
+        averages = DepthAverages(dilation, 1, window)
+        for site in crosslayer.plan(6):
+            if site.opens_layer and site.layer > 0:
+                expected = averaged(site.layer, dilation, 1, window, 6)
+                assert averages.averaged_blocks(site) == tuple(expected)
 
 
 def test_the_hidden_width_of_mudd():

@@ -128,8 +128,11 @@ def test_the_mhc_of_the_package_has_no_counterpart():
 
 def test_specs_that_the_package_has_not():
     ours = hyper_connections.load_connections(tensors_of_hyper_connections(), ["hc."])
-    for spec in ("hyper", "hyper(dynamic=False)", "frac", "mhc"):
-        with pytest.raises(ValueError, match=r"the package has only \"hyper\(stats='rmsnorm'\)\""):
+    other_eps = "hyper(stats='rmsnorm', eps=1e-6)"
+    for spec in ("hyper", "hyper(dynamic=False)", other_eps, "frac", "mhc"):
+        with pytest.raises(
+            ValueError, match=r"the package has only \"hyper\(stats='rmsnorm', eps="
+        ):
             hyper_connections.save_connections(ours._replace(spec=spec), ["hc."])
     with pytest.raises(ValueError, match="expected a prefix for each of 1 sub-layers, got 2"):
         hyper_connections.save_connections(ours, ["a.", "b."])

@@ -486,6 +486,12 @@ class TestDisconnect:
     def test_models_that_cannot_be_disconnected(self):
         with pytest.raises(ValueError, match="is not connected"):
             crosslayer.disconnect(llama())
+        stack = crosslayer.Stack("prenorm", [torch.nn.Linear(8, 8)] * 4, dim=8)
+        with pytest.raises(ValueError, match="this Stack is not connected"):
+            crosslayer.disconnect(stack)
+        wrapped = torch.nn.DataParallel(crosslayer.connect(llama(), "prenorm"))
+        with pytest.raises(ValueError, match="disconnect before DataParallel wraps the model"):
+            crosslayer.disconnect(wrapped)
         with pytest.raises(ValueError, match="MLP widths differ between layers"):
             crosslayer.disconnect(crosslayer.connect(llama(), "prenorm", reallocate=True))
         with torch.device("meta"):

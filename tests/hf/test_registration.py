@@ -11,6 +11,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    ColPaliConfig,
+    ColPaliForRetrieval,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -54,6 +56,21 @@ class TestSavedConfig:
         config.save_pretrained(folder / "again")
         again = AutoConfig.from_pretrained(folder / "again").to_dict()
         assert again == {**config.to_dict(), "_name_or_path": again["_name_or_path"]}
+
+    def test_it_names_the_connection_of_a_part_of_a_part(self, tmp_path):
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        text = {"model_type": "gemma", "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+        vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 1, "image_size": 28}
+        whole = {"model_type": "paligemma", "projection_dim": 16, "image_token_index": 63}
+        whole["text_config"] = {**sizes, **text, "num_key_value_heads": 1}
+        whole["vision_config"] = {**sizes, **vision, "patch_size": 14, "projection_dim": 16}
+        model = ColPaliForRetrieval(ColPaliConfig(vlm_config=whole, embedding_dim=8))
+        crosslayer.connect(model.vlm.language_model, "mudd")
+        model.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["model_type"] == "crosslayer-colpali"
+        loaded = crosslayer.from_pretrained(tmp_path)
+        assert is_connected(loaded.vlm.language_model)
 
     def test_a_host_class_called_by_name_reads_it(self, folder):
         loaded = LlamaForCausalLM.from_pretrained(folder)

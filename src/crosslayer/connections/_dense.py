@@ -31,7 +31,7 @@ class DepthAverages:
     Args:
         dilation: k; after block i only blocks j ≡ i mod k are averaged.
         period: p; there is an average where p divides i, or after the last block alone for "last".
-        window: only the last `window` blocks and the embedding are averaged; None for all blocks.
+        window: of these, only the last `window` blocks and the embedding; None for all of these.
 
     Raises:
         ValueError: the dilation or the period is not positive.
@@ -66,9 +66,7 @@ class DepthAverages:
             return ()
         blocks = list(range(i % self.dilation, i + 1, self.dilation))
         if self.window is not None:
-            blocks = [j for j in blocks if j > i - self.window]
-            if blocks[0] != 0:
-                blocks = [0, *blocks]
+            blocks = [j for j in blocks if j == 0 or j > i - self.window]
         return tuple(blocks)
 
 

@@ -111,13 +111,17 @@ def save_connections(
     """The inverse of `load_connections`, bitwise but for γ (see above).
 
     Raises:
-        ValueError: the spec is not `hyper(stats='rmsnorm')` or not dynamic, or the number of
-            prefixes is not that of the sub-layers.
+        ValueError: the spec is not `hyper(stats='rmsnorm', eps=1e-24)` or not dynamic, or the
+            number of prefixes is not that of the sub-layers.
     """
     spec = make(parameters.spec)
     options = all_options(spec)
-    if spec.name != "hyper" or options["stats"] != "rmsnorm" or not options["dynamic"]:
-        raise ValueError(f"the package has only \"hyper(stats='rmsnorm')\", got {str(spec)!r}")
+    is_of_package = spec.name == "hyper" and options["dynamic"]
+    is_of_package = is_of_package and options["stats"] == "rmsnorm" and options["eps"] == NORM_EPS
+    if not is_of_package:
+        raise ValueError(
+            f"the package has only \"hyper(stats='rmsnorm', eps={NORM_EPS})\", got {str(spec)!r}"
+        )
     check_prefixes(prefixes, sublayers=len(parameters.sites) - 1)
     with torch.no_grad():
         rows = reverse_rows(rows_of_modules(ROWS, prefixes))

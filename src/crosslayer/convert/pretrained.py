@@ -70,7 +70,7 @@ def open_model(
     config, _ = read_config(folder)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{folder}: {config.model_type!r} is no type of language models")
-    if not names_connection(read_json(folder / CONFIG_FILE, dict), folder):
+    if not names_connection(read_json(folder / CONFIG_FILE, dict)):
         return load_complete(AutoModelForCausalLM, folder, config=config, dtype=dtype)
     model: PreTrainedModel = from_pretrained(folder, dtype=dtype)
     if not model.can_generate():
@@ -98,7 +98,7 @@ def open_image_model(source: str | Path, dtype: torch.dtype | str = "auto") -> P
         ValueError: there is no complete model at `source`.
     """
     folder = find_folder(source)
-    if names_connection(read_json(folder / CONFIG_FILE, dict), folder):
+    if names_connection(read_json(folder / CONFIG_FILE, dict)):
         return from_pretrained(folder, dtype=dtype)
     config, _ = read_config(folder)
     return load_complete(AutoModelForImageClassification, folder, config=config, dtype=dtype)

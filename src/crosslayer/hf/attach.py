@@ -183,6 +183,26 @@ def check_not_dispatched(*modules: nn.Module) -> None:
             )
 
 
+def check_not_wrapped(model: nn.Module, function: str) -> None:
+    """Raise a ValueError for a model in what distributes the parameters that it has had so far.
+
+    Args:
+        model: that `connect` or `disconnect` was given.
+        function: which of them.
+    """
+    wrappers: tuple[type, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        wrappers += (FSDPModule, FullyShardedDataParallel)
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            raise ValueError(
+                f"{function} before {type(module).__name__} wraps the model: it knows the "
+                "parameters of the connections as they were when it did so"
+            )
+
+
 def is_diffusers_model(model: Any) -> bool:
     """Whether a model is one of diffusers, whose config is kept by `register_to_config`."""
     return hasattr(model, "register_to_config")

@@ -18,6 +18,7 @@ from ..stack import Stack
 from .adapters import register_with_imported_peft
 from .attach import (
     attach_connections,
+    check_not_wrapped,
     final_norm,
     find_backbone,
     is_connected,
@@ -71,7 +72,7 @@ def connect(
             f"connect takes a model, got a {type(model).__name__}; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
-    _check_not_wrapped(model)
+    check_not_wrapped(model, "connect")
     if any(isinstance(module, Stack) for module in model.modules()):
         raise ValueError("the model has a crosslayer.Stack; give the connection to the Stack")
     spec = make(spec)
@@ -108,21 +109,6 @@ def connect(
                 warnings.warn(message, stacklevel=2)
         scale_output_weights(backbone, wiring)  # Last, because an error does not restore weights.
     return model
-
-
-def _check_not_wrapped(model: nn.Module) -> None:
-    """Raise a ValueError for a model in what distributes the parameters that it has had so far."""
-    wrappers: tuple[type, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        wrappers += (FSDPModule, FullyShardedDataParallel)
-    for module in model.modules():
-        if isinstance(module, wrappers):
-            raise ValueError(
-                f"connect before {type(module).__name__} wraps the model: it would not know the "
-                "parameters of the connections"
-            )
 
 
 def _check_norms(backbone: nn.Module, wiring: ModelWiring, spec: ConnectionSpec) -> None:

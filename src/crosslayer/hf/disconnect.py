@@ -7,10 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from ..class_swap import restore_class
-from ..connection import Connection, find_connections
-from ..fused_norms import FusedNormConnection
+from ..connection import Connection, autocast_disabled, find_connections
 from ..norms import add_write
-from .attach import check_not_dispatched, find_backbone, is_connected, set_config_keys
+from .attach import (
+    check_not_dispatched,
+    check_not_wrapped,
+    find_backbone,
+    is_connected,
+    set_config_keys,
+)
 from .host_norms import OwnedNorm
 from .qkv import (
     FusedProjection,
@@ -50,8 +55,15 @@ def disconnect(model: Model, tolerance: float = 0.0) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"disconnect takes a model, got a {type(model).__name__}")
-    if not find_connections(model):
+    check_not_wrapped(model, "disconnect")
+    connected = [path for path, module in model.named_modules() if is_connected(module)]
+    if not connected:
         raise ValueError(f"disconnect: this {type(model).__name__} is not connected")
+    if len(connected) > 1:
+        raise ValueError(
+            f"{len(connected)} parts of the model are connected: {', '.join(connected)}; "
+            "disconnect each of them"
+        )
     backbone, wiring = find_backbone(model)
     _check_plain_model_exists(model, backbone)
     layers = wiring.find_layers(backbone)
@@ -97,21 +109,13 @@ def remove_connections(model: nn.Module) -> None:
 
 
 def _check_plain_model_exists(model: nn.Module, backbone: Any) -> None:
-    """Raise a ValueError unless exactly one part is connected, and a plain config describes it."""
-    if not is_connected(backbone):
-        raise ValueError("the model is not connected")
+    """Raise a ValueError unless a plain config describes the model without its connections."""
     for path, module in model.named_modules():
         if isinstance(module, Connection) and "modules_to_save" in path.split("."):
             raise ValueError(
                 f"an adapter of PEFT trains a copy of the connection, {path}; merge the adapter "
                 "(merge_and_unload) or take it away (unload) first"
             )
-    connected = [path for path, module in model.named_modules() if is_connected(module)]
-    if len(connected) > 1:
-        raise ValueError(
-            f"{len(connected)} parts of the model are connected: {', '.join(connected)}; "
-            "disconnect each of them"
-        )
     config = getattr(backbone, "config", None)
     for key, property_name in _OWN_CONFIG_KEYS.items():
         if getattr(config, key, None):
@@ -134,11 +138,9 @@ def _max_input_difference(
     state = connections[0].init(h)
     differences = []
     for connection in connections:
-        if isinstance(connection, FusedNormConnection):
-            # Without kernels: a fused norm would round differently.
-            inputs, state = Connection.read(connection, state)
-        else:
-            inputs, state = connection(state)
+        # Not `read`: a norm that is fused into the op before it would round differently.
+        with autocast_disabled(state):
+            inputs, state = Connection.mix_and_norm(connection, state)
         # A readout with two norms has one input.
         expected = []
         for x, norm in zip(inputs, connection.norms, strict=False):

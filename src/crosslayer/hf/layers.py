@@ -86,6 +86,8 @@ class ConnectedLayer:
         kwargs = join_arguments(names, args, kwargs)
         if not self.takes_any_keyword and (unknown := kwargs.keys() - {*names, RECORDER}):
             raise TypeError(f"{type(self).__name__} has no argument {min(unknown)!r}")
+        if names[0] not in kwargs:
+            raise TypeError(f"{type(self).__name__} needs {names[0]!r}")
         hidden_states = kwargs.pop(names[0])
         number = self.connections[0].site.layer
         for name, value in self.wiring.unread_values:

@@ -28,6 +28,7 @@ from .families import FAMILIES
 from .registration import (
     MODEL_TYPE_PREFIX,
     SavedConfig,
+    check_connection_keys,
     host_config_dict,
     names_connection,
     register_with_diffusers,
@@ -81,7 +82,8 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
     place = {name: options.pop(name) for name in _PLACE_OPTIONS if name in options}
     folder = find_folder(path, _hub_files(options.get("variant")), **place)
     config_dict = read_json(folder / CONFIG_FILE, dict)
-    if not names_connection(config_dict, folder):
+    check_connection_keys(config_dict, folder)
+    if not names_connection(config_dict):
         raise ValueError(
             f"{folder} names no connection; load the plain model with transformers and call connect"
         )
@@ -149,7 +151,7 @@ def read_config(folder: Path, **options: Any) -> tuple[PreTrainedConfig, dict[st
         ValueError: the model type is unknown, or transformers refuses a value.
     """
     config_dict = read_json(folder / CONFIG_FILE, dict)
-    names_connection(config_dict, folder)
+    check_connection_keys(config_dict, folder)
     _config_class(config_dict, folder)
     if config_dict["model_type"] not in CONFIG_MAPPING:  # a family of the user's own, connected
         AutoConfig.register(config_dict["model_type"], SavedConfig)

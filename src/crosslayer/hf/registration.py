@@ -18,7 +18,7 @@ are in `adapters`.
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from .adapters import refuse_to_drop_connections, register_with_imported_peft
 from .attach import attach_connections, find_backbone
 from .host_quirks import apply_host_quirks
 from .qkv import plain_fused_projections
-from .saving import refuse_what_cannot_be_loaded
+from .saving import nested_configs, refuse_what_cannot_be_loaded
 from .sharding import keep_parameters_apart
 
 MODEL_TYPE_PREFIX = "crosslayer-"
@@ -54,7 +54,7 @@ class SavedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        names_connection(config_dict, "config.json")
+        check_connection_keys(config_dict, "config.json")
         host_dict = host_config_dict(config_dict)
         return CONFIG_MAPPING[host_dict["model_type"]].from_dict(host_dict, **options)
 
@@ -147,8 +147,13 @@ def host_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
     return host_dict
 
 
-def names_connection(config_dict: dict[str, Any], source: str | Path) -> bool:
-    """Whether a config, or that of a part of its model, names a connection.
+def names_connection(config_dict: dict[str, Any]) -> bool:
+    """Whether a config, or that of a part of its model, names a connection."""
+    return any("crosslayer" in part for part in _nested_dicts(config_dict))
+
+
+def check_connection_keys(config_dict: dict[str, Any], source: str | Path) -> None:
+    """Check how a config names the connections of its model and of its parts.
 
     Args:
         config_dict: of config.json.
@@ -157,7 +162,7 @@ def names_connection(config_dict: dict[str, Any], source: str | Path) -> bool:
     Raises:
         ValueError: the config is a connected model's, but does not name the connection.
     """
-    parts = [config_dict, *(part for part in config_dict.values() if isinstance(part, dict))]
+    parts = list(_nested_dicts(config_dict))
     specs = [part["crosslayer"] for part in parts if "crosslayer" in part]
     is_marked = str(config_dict.get("model_type")).startswith(MODEL_TYPE_PREFIX)
     is_marked |= any(str(key).startswith("crosslayer_") for part in parts for key in part)
@@ -172,7 +177,14 @@ def names_connection(config_dict: dict[str, Any], source: str | Path) -> bool:
                 f"{source}: 'crosslayer' must name a connection, like \"mudd(dilation=2)\", "
                 f"got {spec!r}"
             )
-    return bool(specs)
+
+
+def _nested_dicts(config_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A config and those within it, as they are in config.json."""
+    yield config_dict
+    for value in config_dict.values():
+        if isinstance(value, dict):
+            yield from _nested_dicts(value)
 
 
 def _connect_before_post_init(post_init: Callable[..., None]) -> Callable[..., None]:
@@ -206,7 +218,8 @@ def _quantise_fused_projections(preprocess_model: Callable[..., Any]) -> Callabl
 def _restore_model_type(config: Any) -> None:
     """Undo `mark_config` in a config that a host class called by name has read."""
     if str(vars(config).get("model_type")).startswith(MODEL_TYPE_PREFIX):
-        names_connection({**config.to_dict(), "model_type": config.model_type}, "config.json")
+        keys = {**config.to_dict(), "model_type": config.model_type}
+        check_connection_keys(keys, "config.json")
         of_host = config.model_type.removeprefix(MODEL_TYPE_PREFIX)
         del config.model_type
         if config.model_type != of_host:  # a class that reads configs of several types
@@ -219,8 +232,7 @@ def _mark_after_writing(to_json_file: Callable[..., None]) -> Callable[..., None
     def marking_to_json_file(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
         to_json_file(self, json_file_path, *args, **kwargs)
         # Where only a part of the model is connected, the part's config within this one says so.
-        configs = [self, *vars(self).values()]
-        if any(getattr(config, "crosslayer", None) for config in configs):
+        if any(getattr(config, "crosslayer", None) for config in nested_configs(self)):
             mark_config(Path(json_file_path))
 
     return marking_to_json_file

@@ -74,16 +74,16 @@ def _is_named(part: Any, saved: PreTrainedConfig) -> bool:
     # Some hosts give a part a copy of what is saved.
     return any(
         type(config) is type(part.config) and getattr(config, "crosslayer", None) == spec
-        for config in _nested_configs(saved)
+        for config in nested_configs(saved)
     )
 
 
-def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """A config and those within it."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
-            yield from _nested_configs(value)
+            yield from nested_configs(value)
 
 
 def _check_layers(path: str, part: Any) -> None:
