@@ -17,9 +17,9 @@ from crosslayer.ops import dispatch
 from crosslayer.recompute import (
     TracedState,
     _SaveTensors,
-    checkpoint_layers_log2,
     enable_recompute,
     recompute_inputs,
+    saved_layers_log2,
 )
 from crosslayer.testing.tiny_model import (
     equal_tensors,
@@ -456,10 +456,10 @@ def test_inversion_wants_float32_streams():
 
 
 def test_states_are_saved_at_distances_that_double():
-    assert checkpoint_layers_log2(24) == {0, 9, 17, 21, 23}
-    assert checkpoint_layers_log2(6) == {0, 3, 5}
-    assert checkpoint_layers_log2(2) == {0, 1}
-    assert checkpoint_layers_log2(1) == {0}
+    assert saved_layers_log2(24) == {0, 9, 17, 21, 23}
+    assert saved_layers_log2(6) == {0, 3, 5}
+    assert saved_layers_log2(2) == {0, 1}
+    assert saved_layers_log2(1) == {0}
 
 
 def test_hooks_on_saved_tensors_see_less():

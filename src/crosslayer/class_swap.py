@@ -10,60 +10,60 @@ from typing import Any
 
 def swap_class(module: Any, mixin: type) -> None:
     """Make `module` an instance of a class with the bases (mixin, its own class)."""
-    host: Any = type(module)
-    if not issubclass(host, mixin):
-        module.__class__ = swapped_class(mixin, host)
+    original: Any = type(module)
+    if not issubclass(original, mixin):
+        module.__class__ = swapped_class(mixin, original)
 
 
 def restore_class(module: Any) -> None:
     """Undo the last `swap_class`."""
-    module.__class__ = type(module).host
+    module.__class__ = type(module).original
 
 
 def original_class(module: Any) -> type:
     """The class of `module` before `swap_class`, or its class where it was never swapped."""
-    return vars(type(module)).get("host", type(module))
+    return vars(type(module)).get("original", type(module))
 
 
 @functools.cache
-def swapped_class(mixin: type, host: Any) -> Any:
-    """The class with the bases (mixin, host), of the host's name."""
+def swapped_class(mixin: type, original: Any) -> Any:
+    """The class with the bases (mixin, original), of the name of `original`."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         # The class exists at run time only, so copies and pickles rebuild it from its two bases.
-        return (_rebuild, (mixin, host), *super(cls, self).__reduce_ex__(protocol)[2:])
+        return (_rebuild, (mixin, original), *super(cls, self).__reduce_ex__(protocol)[2:])
 
     members = {
-        "__module__": host.__module__,
-        "__qualname__": host.__qualname__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
         "__reduce_ex__": reduce,
-        "host": host,
+        "original": original,
     }
-    cls: Any = type(host.__name__, (mixin, host), members)
+    cls: Any = type(original.__name__, (mixin, original), members)
     try:
-        host.__new__(host).__class__ = cls
-    except TypeError:  # A host whose first base is no module, as optimum-quanto's are.
-        cls = _subclass_before(mixin, host, members)
+        original.__new__(original).__class__ = cls
+    except TypeError:  # A class whose first base is no module, as optimum-quanto's are.
+        cls = _subclass_before(mixin, original, members)
     return cls
 
 
-def _subclass_before(mixin: type, host: Any, members: dict[str, Any]) -> Any:
-    """A subclass of `host` alone, in whose method resolution order `mixin` comes before it.
+def _subclass_before(mixin: type, original: Any, members: dict[str, Any]) -> Any:
+    """A subclass of `original` alone, in whose method resolution order `mixin` comes before it.
 
-    Instances of `host` can become its instances whatever the bases of `host` are: Python compares
-    the memory layouts of the first bases.
+    Instances of `original` can become its instances whatever its bases are: Python compares the
+    memory layouts of the first bases.
     """
 
-    class MixinFirst(type(host)):  # type: ignore[misc]
+    class MixinFirst(type(original)):  # type: ignore[misc]
         def mro(cls) -> list[type]:
             own, *others = super().mro()
             if mixin in others:  # a subclass of the new class
                 return [own, *others]
             return [own, *(base for base in mixin.__mro__ if base is not object), *others]
 
-    return MixinFirst(host.__name__, (host,), members)
+    return MixinFirst(original.__name__, (original,), members)
 
 
-def _rebuild(mixin: type, host: Any) -> Any:
-    cls = swapped_class(mixin, host)
+def _rebuild(mixin: type, original: Any) -> Any:
+    cls = swapped_class(mixin, original)
     return cls.__new__(cls)

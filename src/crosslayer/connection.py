@@ -184,7 +184,8 @@ class Connection(Float32Parameters, Generic[StateT]):
     parts_are_streams: ClassVar[bool] = False
     part_label: ClassVar[str] = "part {}"
     gate_field: ClassVar[str] = ""
-    state_class: ClassVar[type | None] = None  # that the class names; None where it names none
+    # The state in `class Hyper(Connection[Streams])`; None for an abstract class.
+    state_class: ClassVar[type | None] = None
     weight_decay_params: ClassVar[frozenset[str]] = frozenset()
     test_variants: ClassVar[tuple[str, ...]] = ()
 

@@ -200,7 +200,7 @@ class _RecomputedRead:
             return connection.write(state, y)
 
 
-class _ReplayFromCheckpoint(_RecomputedRead):
+class _ReplayFromSaved(_RecomputedRead):
     """Recovers its state from the nearest earlier site that saved one, by replaying writes.
 
     Keeps y. The replay passes the sites in between. Each of them caches its state for its own
@@ -233,7 +233,7 @@ class _ReplayFromCheckpoint(_RecomputedRead):
 
     def recover_state(self) -> State:
         # Walk back to a site whose state is there, then forward again.
-        path: list[_ReplayFromCheckpoint] = [self]
+        path: list[_ReplayFromSaved] = [self]
         while not path[-1].keeps_state and path[-1].cached_state is None:
             path.append(path[-1].previous)  # type: ignore[arg-type]
         start = path.pop()
@@ -340,7 +340,7 @@ def map_pending_write(change: Callable[[Tensor], Tensor], state: State) -> State
 
 
 RECOMPUTE_MODES: dict[str, type[_RecomputedRead]] = {
-    "streams": _ReplayFromCheckpoint,
+    "streams": _ReplayFromSaved,
     "inversion": _InvertFromNext,
 }
 
@@ -357,7 +357,7 @@ def enable_recompute(
         recompute: "streams" replays the writes from a few saved states; "inversion" undoes the
             writes, starting at the readout.
         kept: for "streams", the numbers of the layers before which a state is saved; the readout
-            counts as a layer. By default those of `checkpoint_layers_log2`.
+            counts as a layer. By default those of `saved_layers_log2`.
 
     Raises:
         ValueError: the method of a site does not support `recompute`, the last site is not the
@@ -374,7 +374,7 @@ def enable_recompute(
         recomputed_read.check_supported(connection)
     layers = sites[-1].site.layer
     if kept is None:
-        kept = checkpoint_layers_log2(layers)
+        kept = saved_layers_log2(layers)
     elif recompute != "streams":
         raise ValueError(f'kept is for recompute="streams", and {recompute!r} keeps no states')
     elif not set(kept) <= set(range(layers + 1)):
@@ -385,7 +385,7 @@ def enable_recompute(
         vars(connection).update(recomputed_read=recomputed_read, keeps_state=keeps_state)
 
 
-def checkpoint_layers_log2(layers: int) -> set[int]:
+def saved_layers_log2(layers: int) -> set[int]:
     """The layers before which a state is saved: 1, 2, 4, … layers apart, from the last on.
 
     Saving a state of n·D a token every s of S sites, and caching s states while the backward pass

@@ -127,7 +127,7 @@ BROKEN = {
         lambda f: shards(f, drop=1),
         "lacks the shard model-00002-of-00003.safetensors, of 3 in",
     ),
-    "a-shard-other": (overlapping, "'norm.weight' is in both"),
+    "a-shard-other": (overlapping, "'norm.weight' is in model-00001-of-00003.safetensors, too"),
     "missing": (
         edited(layers__2__ffn_norm__weight=None),
         "a tensor is missing: 'layers.2.ffn_norm.weight'",

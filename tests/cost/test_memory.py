@@ -96,7 +96,7 @@ def test_planted_bug_a_stored_state_is_counted(monkeypatch):
     """A state that each site keeps in its closure, where no hook looks, shows in the memory."""
     correct = peak_memory("hyper", "streams")
 
-    class KeepsItsState(recompute._ReplayFromCheckpoint):
+    class KeepsItsState(recompute._ReplayFromSaved):
         def __init__(self, *read):
             super().__init__(*read)
             self.leaked = read[-1].state

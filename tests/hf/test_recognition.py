@@ -158,17 +158,6 @@ def test_a_wrong_row_is_refused(monkeypatch):
     assert torch.equal(read_logits(crosslayer.connect(model, "mudd"), ids()), expected)
 
 
-def test_a_fused_projection_needs_its_order(monkeypatch):
-    row = Family(
-        Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
-        Sublayer("mlp", "post_attention_layernorm", ("resid_mlp_dropout",)),
-        ("qkv_proj",),
-    )
-    monkeypatch.setitem(FAMILIES, "phi3", row)
-    with pytest.raises(ValueError, match=r"it needs fused=, the order of its outputs"):
-        crosslayer.connect(build("phi3"), "mudd")
-
-
 def test_a_backbone_that_changes_the_stream_between_layers_is_refused():
     class Doubling(transformers.LlamaModel):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from .rows import (
     DROP_FIRST_AXIS,
     ConnectionParameters,
     TensorRow,
-    check_names,
     convert_tensors,
     count_layers,
     expand_rows,
@@ -64,7 +63,6 @@ def load_connections(
     rows = _pool_rows(layers, prefix)
     names = {row.source for row in rows}
     of_pools = {name: tensor for name, tensor in tensors.items() if name in names}
-    check_names(names, of_pools)
     sites = split_sites(convert_tensors(rows, of_pools), 2 * layers + 1)
     unused = {}
     for row in expand_rows(POOL, pool=ATTENTION_POOL.format(l=0)):

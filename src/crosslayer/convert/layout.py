@@ -139,8 +139,8 @@ def _check_shape(config: Mapping[str, Any]) -> None:
         )
     if config["n_layer"] < 2:
         raise ValueError(
-            "config.json: n_layer must be at least 2, because the MLPs' widths grow from the first "
-            "layer to the last"
+            f"config.json: n_layer must be at least 2, got {config['n_layer']}, because the MLPs' "
+            "widths grow from the first layer to the last"
         )
     if config["dim"] % config["n_head"]:
         raise ValueError(

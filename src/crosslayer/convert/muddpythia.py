@@ -51,7 +51,7 @@ THREE_NORMS = (  # of q, k and v
     TensorRow("attention_norms.2.{p}", "connections.0.norms.2.{p}"),
 )
 
-# The defaults of this layout's own options that have no other value here.
+# Options that this layout alone has, with the one value of each that can be represented here.
 OWN_FIXED: ConfigDict = {"use_linear_bias": True, "window_size": None, "window_type": None}
 
 

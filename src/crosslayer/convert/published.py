@@ -144,7 +144,7 @@ def is_published(folder: Path) -> bool:
     """Whether a folder's config.json has a published layout rather than transformers'."""
     config = read_json(folder / CONFIG_FILE, dict)
     if "model_type" in config:
-        return config["model_type"] in list(LAYOUTS)
+        return config["model_type"] in list(LAYOUTS)  # which compares values that cannot be hashed
     return "n_layer" in config
 
 

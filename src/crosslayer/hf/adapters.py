@@ -29,7 +29,7 @@ def register_with_imported_peft() -> None:
 
 
 def refuse_to_drop_connections(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise a ValueError where a checkpoint of adapters would lack trained connections."""
+    """Wrap `save` so that it raises a ValueError where trained connections would be lost."""
 
     @functools.wraps(save)
     def refusing_save(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def refuse_to_drop_connections(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_other_connections(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise a ValueError where an adapter was trained with connections that its host lacks."""
+    """Wrap `load` so that it refuses an adapter of connections that its host lacks."""
 
     @functools.wraps(load)
     def refusing_load(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -79,7 +79,7 @@ def second_streams(layer: nn.Module) -> dict[str, Any]:
     return {p.name: LayerArgument(p.name) for p in parameters if _is_second_stream(p)}
 
 
-def read_arguments(
+def arguments_as_read(
     layer: nn.Module, unread_values: Sequence[tuple[str, UnreadValue]]
 ) -> dict[str, Any]:
     """All arguments that a layer was read with, by the values that it was not read with."""
@@ -111,10 +111,10 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
     Without those of *args and **kwargs.
     """
-    return named_parameters(_forward_parameters(module))
+    return parameter_names(forward_parameters(module))
 
 
-def named_parameters(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, ...]:
+def parameter_names(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, ...]:
     """The names of a method's parameters after self, without those of *args and **kwargs."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return tuple(p.name for p in list(parameters.values())[1:] if p.kind not in variable)
@@ -122,16 +122,17 @@ def named_parameters(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, 
 
 def takes_any_keyword(module: nn.Module) -> bool:
     """Whether a module's forward has **kwargs."""
-    parameters = _forward_parameters(module).values()
+    parameters = forward_parameters(module).values()
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def argument_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     """The parameters of a module's forward after self and the hidden state, by name."""
-    return dict(list(_forward_parameters(module).items())[2:])
+    return dict(list(forward_parameters(module).items())[2:])
 
 
-def _forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward by name, self among them."""
     host: Any = original_class(module)
     return inspect.signature(host.forward).parameters
 
@@ -141,10 +142,10 @@ def residual_argument(module: nn.Module) -> str:
     return RESIDUAL_ARGUMENTS.get(original_class(module).__name__, "")
 
 
-def opens_rest(layer: nn.Module) -> bool:
+def takes_from_rest(layer: nn.Module) -> bool:
     """Whether a layer's own code does anything with its **kwargs but pass all of them on."""
     host: Any = original_class(layer)
-    parameters = inspect.signature(host.forward).parameters.values()
+    parameters = forward_parameters(layer).values()
     names = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     definition = function_definition(host.forward) if names else None
     if definition is None:

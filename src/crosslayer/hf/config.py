@@ -119,7 +119,7 @@ def _count_mlp_matrices(config: PreTrainedConfig, width: int) -> Fraction:
     except ValueError as error:
         reason = str(error).split(". ")[0]
         raise ValueError(f"unknown family {family!r}: {reason}") from None
-    for layer, layer_wiring in zip(wiring.find_layers(backbone), wiring.of_layers, strict=True):
+    for layer, layer_wiring in wiring.wired_layers(backbone):
         for sublayer in layer_wiring.sublayers:
             if sublayer.port == "mlp" and sublayer.up_projections:
                 mlp = layer.get_submodule(sublayer.module)

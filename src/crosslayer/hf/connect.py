@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from .attach import (
     set_config_keys,
 )
 from .families import ModelWiring
+from .host_norms import find_attribute
 from .initial_outputs import KeptScales, find_kept_scales, looks_pretrained, reason_for_change
 from .mlp_widths import growing_widths, mlp_hidden_width
 from .projections import has_projection_names
@@ -193,7 +193,7 @@ def _describe_skipped_layers(backbone: Any) -> Iterator[str]:
 
 def _joint_attention(backbone: Any, wiring: ModelWiring) -> str:
     """The class of an attention with projections of q, k and v that `connect` cannot separate."""
-    for layer, layer_wiring in zip(wiring.find_layers(backbone), wiring.of_layers, strict=True):
+    for layer, layer_wiring in wiring.wired_layers(backbone):
         for sublayer in layer_wiring.sublayers:
             attention = layer.get_submodule(sublayer.module)
             if sublayer.port == "mixer" and has_projection_names(attention):
@@ -262,7 +262,7 @@ def scale_output_weights(backbone: Any, wiring: ModelWiring) -> None:
                 continue
             for sublayer in sublayers:
                 path = f"{sublayer.module}.{sublayer.output_projection}"
-                projection = attrgetter(path)(layer)
+                projection = find_attribute(layer, path)
                 weight = getattr(projection, "weight", projection)
                 weights[id(weight)] = (weight, connection.output_scale)
     for weight, scale in weights.values():  # once all are found

@@ -11,11 +11,11 @@ from ..connection import Connection
 from ..partitioned import gathered_parameters
 from ..recompute import map_pending_write
 from .adapters import register_with_imported_peft
-from .arguments import join_arguments, named_parameters
+from .arguments import join_arguments, parameter_names
 from .families import ModelWiring
 from .hidden_states import (
-    HiddenState,
     HiddenStateRecorder,
+    TravellingState,
     replace_captured,
     replace_recorded,
 )
@@ -44,17 +44,17 @@ class ConnectedModel:
 
     def __init_subclass__(cls) -> None:
         """Give the class of a connected host the signature of its host, which trainers read."""
-        if "host" not in vars(cls):  # FSDP2 makes a subclass of it.
+        if "original" not in vars(cls):  # FSDP2 makes a subclass of it.
             return
         forward: Any = ConnectedModel.forward
         copied: Any = FunctionType(
             forward.__code__, forward.__globals__, "forward", None, forward.__closure__
         )
-        signature = copied.__signature__ = inspect.signature(vars(cls)["host"].forward)
+        signature = copied.__signature__ = inspect.signature(vars(cls)["original"].forward)
         cls.forward = copied  # type: ignore[method-assign]
         parameters = signature.parameters
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-        cls.argument_names = () if takes_any else named_parameters(parameters)
+        cls.argument_names = () if takes_any else parameter_names(parameters)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = getattr(self, "config", None)
@@ -149,7 +149,7 @@ class ConnectedModel:
     def _deepstack_process(self, hidden: Any, *args: Any) -> Any:
         """What Qwen3-VL adds to the stream after a layer joins that layer's last write."""
         add_to_stream = super()._deepstack_process  # type: ignore[misc]
-        if not isinstance(hidden, HiddenState):
+        if not isinstance(hidden, TravellingState):
             return add_to_stream(hidden, *args)
         state = map_pending_write(lambda y: add_to_stream(y, *args), hidden.state)
         return hidden._replace(state=state)

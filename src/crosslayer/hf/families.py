@@ -38,7 +38,7 @@ class ExtraOutput(NamedTuple):
     """What a sub-layer returns besides its tensor: the layer returns it, or hands it on."""
 
     module: str  # the sub-layer's
-    place: int  # in what it returns
+    position: int  # in what it returns
     and_later: bool = False  # those after it too, however many there are
 
 
@@ -179,11 +179,7 @@ class LayerWiring(NamedTuple):
     @property
     def opened_modules(self) -> set[str]:
         """The paths of modules whose modules a connected layer calls, so not they themselves."""
-        paths = set()
-        for sublayer in self.sublayers:
-            names = sublayer.module.split(".")
-            paths |= {".".join(names[:end]) for end in range(1, len(names))}
-        return paths
+        return {outer for sublayer in self.sublayers for outer in paths_around(sublayer.module)}
 
     @property
     def sublayers(self) -> list[Sublayer]:
@@ -204,6 +200,10 @@ class ModelWiring(NamedTuple):
     def sublayers(self) -> list[Sublayer]:
         return [sublayer for layer in self.of_layers for sublayer in layer.sublayers]
 
+    def wired_layers(self, backbone: nn.Module) -> list[tuple[Any, LayerWiring]]:
+        """The layers with their wirings, in the order of depth."""
+        return list(zip(self.find_layers(backbone), self.of_layers, strict=True))
+
     def find_layers(self, backbone: nn.Module) -> list[Any]:
         """The layers in the order of depth. An `nn.Sequential` may end with the final norm."""
         return list_layers(backbone.get_submodule(self.layers))[: len(self.of_layers)]
@@ -222,6 +222,12 @@ class ModelWiring(NamedTuple):
     def is_post_norm(self) -> bool:
         """Whether the stream is normed after every sub-layer. The last layer reads out."""
         return bool(self.of_layers[-1].last_norm)
+
+
+def paths_around(path: str) -> set[str]:
+    """The paths of the modules around a module, without the outermost, whose path is empty."""
+    names = path.split(".")
+    return {".".join(names[:count]) for count in range(1, len(names))}
 
 
 def list_layers(layers: Any) -> list[Any]:
@@ -256,24 +262,17 @@ class Family(NamedTuple):
 
     attn: Sublayer
     mlp: Sublayer
-    qkv: tuple[str, ...]  # projections within the attention: of q, k and v, or one of all three
+    qkv: tuple[str, str, str]  # projections within the attention
     layers: str = "layers"  # within the backbone: the list of layers ...
     final: str | None = "norm"  # ... and the final norm, if there is one beside it
-    parallel: str | None = None  # the config's switch for attention and MLP in parallel
-    # The order of the outputs where one projection is q, k and v, given the config.
-    fused: Callable[[Any], FusedQKV] | None = None
     width: str = "config.hidden_size"  # of the stream, from the backbone
     condition: Condition | None = None  # where layers are conditioned on more than their input
 
     def wire(self, backbone: Any) -> ModelWiring:
         """The wiring of a backbone of this family, whose layers are all of one kind."""
-        config = getattr(backbone, "config", None)
-        fused = None if self.fused is None else self.fused(config)
-        attn = self.attn._replace(port="attn", qkv=self.qkv, fused=fused)
+        attn = self.attn._replace(port="attn", qkv=self.qkv)
         mlp = self.mlp._replace(port="mlp", arguments=())
-        is_parallel = self.parallel is not None and getattr(config, self.parallel)
-        sites = ((attn, mlp),) if is_parallel else ((attn,), (mlp,))
-        layer = LayerWiring(sites, condition=self.condition)
+        layer = LayerWiring(((attn,), (mlp,)), condition=self.condition)
         of_layers = (layer,) * len(list_layers(backbone.get_submodule(self.layers)))
         return ModelWiring(self.layers, self.final, attrgetter(self.width)(backbone), of_layers)
 

@@ -1,7 +1,8 @@
 """What travels between connected layers, and the hidden states that a user asks for.
 
-A `HiddenState` holds a connection's state where the host has its stream. transformers records what
-its layers get or return, so a connected backbone puts what it reads from the states in that place.
+A `TravellingState` holds a connection's state where the host has its stream. transformers records
+what its layers get or return, so a connected backbone puts what it reads from the states in that
+place.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _ALL = slice(None)
 
 
-class HiddenState(NamedTuple):
+class TravellingState(NamedTuple):
     """What travels as the host's hidden states between layers."""
 
     state: Any
@@ -101,7 +102,7 @@ def find_token_slice(index: Any) -> slice | None:
     return None
 
 
-def check_order(hidden: HiddenState | Tensor, number: int) -> None:
+def check_order(hidden: TravellingState | Tensor, number: int) -> None:
     """Raise a ValueError where the host runs a layer in another order.
 
     Args:
@@ -113,7 +114,7 @@ def check_order(hidden: HiddenState | Tensor, number: int) -> None:
         StreamUseError: the host has taken the hidden state apart.
     """
     check_whole(hidden)
-    expected = hidden.next_layer if isinstance(hidden, HiddenState) else 0
+    expected = hidden.next_layer if isinstance(hidden, TravellingState) else 0
     if number != expected:
         raise ValueError(
             f"layer {number} runs in the place of layer {expected}, and a connection needs each "
@@ -124,7 +125,7 @@ def check_order(hidden: HiddenState | Tensor, number: int) -> None:
 
 def check_whole(hidden: Any) -> None:
     """Raise a StreamUseError for a hidden state that the host has taken apart."""
-    if isinstance(hidden, tuple) and not isinstance(hidden, HiddenState):
+    if isinstance(hidden, tuple) and not isinstance(hidden, TravellingState):
         raise StreamUseError(
             "an element of it",
             "; if it calls torch.utils.checkpoint, use_reentrant must be False; if it asks whether "
@@ -154,7 +155,7 @@ class HiddenStateRecorder:
     def __init__(self) -> None:
         self.layers = 0  # that have run
         self.hidden_states: list[Tensor] = []  # after each of these layers but the last
-        self.last: HiddenState | Tensor  # what the last layer returns
+        self.last: TravellingState | Tensor  # what the last layer returns
 
 
 def read_hidden_state(
@@ -181,9 +182,9 @@ def replace_recorded(
         ValueError: the host has recorded parts of states, and its layers got no recorder.
     """
     # Some hosts record what they pass from layer to layer, and may not pass on the recorder.
-    if recorder.layers > 0 and not isinstance(recorded[0], HiddenState):
+    if recorder.layers > 0 and not isinstance(recorded[0], TravellingState):
         return _take_from_recorder(backbone, recorded, outputs, recorder)
-    if len(recorded) > 2 and not any(isinstance(hidden, HiddenState) for hidden in recorded):
+    if len(recorded) > 2 and not any(isinstance(hidden, TravellingState) for hidden in recorded):
         raise ValueError(
             "output_hidden_states, which you or the model's head asks for: this version of "
             f"transformers passes no further arguments from {type(backbone).__name__} to its "
@@ -219,16 +220,16 @@ def _read_from_states(backbone: Any, recorded: Sequence[Any]) -> tuple[Any, ...]
     if backbone.wiring.final is not None:
         final = backbone.get_submodule(backbone.wiring.final)
         readers.append(partial(final, verb="hidden_state"))
-    if isinstance(recorded[0], HiddenState):  # The embedding is not recorded.
+    if isinstance(recorded[0], TravellingState):  # The embedding is not recorded.
         readers = readers[1:]
     hidden_states = list(recorded)
     for i, (reader, hidden) in enumerate(zip(readers, recorded, strict=False)):
-        if isinstance(hidden, HiddenState):
+        if isinstance(hidden, TravellingState):
             hidden_states[i] = reader(hidden)
     return tuple(hidden_states)
 
 
-def _read_before(layer: "ConnectedLayer", hidden: HiddenState) -> Tensor:
+def _read_before(layer: "ConnectedLayer", hidden: TravellingState) -> Tensor:
     return read_hidden_state(layer, hidden.state, hidden.dtype, hidden.stream_scale)
 
 
@@ -251,7 +252,7 @@ def _take_from_recorder(
             continue
         if i - first < len(recorder.hidden_states):
             hidden_states[i] = recorder.hidden_states[i - first]
-        elif isinstance(recorder.last, HiddenState):
+        elif isinstance(recorder.last, TravellingState):
             # after the last layer, where the host does not return the readout here
             final = backbone.get_submodule(backbone.wiring.final)
             hidden_states[i] = final(recorder.last, verb="hidden_state")

@@ -6,6 +6,7 @@ find it.
 
 import copy
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,7 @@ def find_attribute(owner: Any, path: str | None) -> Any:
 
     The owner itself where there is no path.
     """
-    for name in path.split(".") if path else ():
-        owner = getattr(owner, name)
-    return owner
+    return attrgetter(path)(owner) if path else owner
 
 
 class ModuleReference(tuple):

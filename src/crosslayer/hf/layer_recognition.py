@@ -18,9 +18,9 @@ from .arguments import (
     argument_parameters,
     constant_arguments,
     is_constant,
-    opens_rest,
     residual_argument,
     second_streams,
+    takes_from_rest,
 )
 from .families import (
     NO_RESIDUAL,
@@ -34,6 +34,7 @@ from .families import (
     ModuleCall,
     OutputStep,
     Sublayer,
+    paths_around,
 )
 from .function_calls import is_norm_function
 from .host_norms import find_attribute
@@ -87,15 +88,15 @@ def _modules_around_norms(layer: nn.Module, width: int) -> set[str]:
         if weight is None or not is_norm(path.split(".")[-1], module):
             continue
         if parameter_shape(weight) == (width,):
-            paths.update(paths_around(path))
-    return paths - {""}
+            paths |= paths_around(path)
+    return paths
 
 
 def _read_wiring(
     layer: nn.Module, width: int, opened: set[str], attends_encoder: bool
 ) -> LayerWiring:
     """`recognise_layer`, where the modules of some paths are opened."""
-    if opens_rest(layer):
+    if takes_from_rest(layer):
         raise ValueError(
             "its own code takes arguments out of its **kwargs; name them in its forward"
         )
@@ -415,9 +416,3 @@ def _describe(trace: LayerTrace, total: StreamSum) -> str:
         names[vector] if factor == 1 else f"{factor:.4g} · {names[vector]}"
         for vector, factor in total.items()
     )
-
-
-def paths_around(path: str) -> list[str]:
-    """The paths of the modules around a module, from the inside out."""
-    names = path.split(".")[:-1]
-    return [".".join(names[:count]) for count in range(len(names), -1, -1)]

@@ -34,7 +34,7 @@ from .families import (
     UnreadValue,
 )
 from .hidden_states import (
-    HiddenState,
+    TravellingState,
     check_order,
     check_whole,
     read_hidden_state,
@@ -109,7 +109,7 @@ class ConnectedLayer:
         if not isinstance(hidden, Tensor):
             state, dtype_like, stream_scale = hidden
             shape = hidden_states.shape
-            hidden = HiddenState(state, dtype_like, number + 1, shape, stream_scale)
+            hidden = TravellingState(state, dtype_like, number + 1, shape, stream_scale)
         if recorder is not None:
             recorder.layers += 1
             recorder.hidden_states += [] if before is None else [before]
@@ -177,8 +177,8 @@ class ConnectedLayer:
             outputs = returned[source.module]
             # A module may return its tensor alone where it has no more to tell.
             if isinstance(outputs, tuple | list):
-                stop = None if source.and_later else source.place + 1
-                yield from outputs[source.place : stop]
+                stop = None if source.and_later else source.position + 1
+                yield from outputs[source.position : stop]
 
     def _run_sublayer(
         self,
@@ -201,23 +201,27 @@ class ConnectedLayer:
             x = _modulate(x, modulation)
         if sublayer.input_scale != 1:
             x = _scale_inputs(x, sublayer.input_scale)
-        of_layer = kwargs
-        if sublayer.arguments is not None:
-            names = self.argument_names
-            selected = _select_arguments(sublayer.arguments, kwargs, names, x, returned)
-            kwargs = dict(sublayer.preset_arguments) | selected
-        if isinstance(x, QKVInputs) and not sublayer.qkv:  # `nn.MultiheadAttention` takes three
-            x, key, value = x
-            kwargs = kwargs | {"key": key, "value": value}
-        outputs = _call_as_host(find_attribute(self, sublayer.module), sublayer, x, kwargs)
-        y = outputs[0] if isinstance(outputs, tuple | list) else outputs
+        outputs = self._call_module(sublayer, x, kwargs, returned)
+        y = first_output(outputs)
         if y.dim() < x.ndim:  # A mixture of experts may return its tokens flat.
             y = y.view(x.shape)
         for step in sublayer.after:
-            y = self._apply_step(step, y, of_layer)
+            y = self._apply_step(step, y, kwargs)
         if sublayer.scale != 1:
             y = y * sublayer.scale
         return (y if modulation is None else modulation.gate * y), outputs
+
+    def _call_module(
+        self, call: Sublayer | ModuleCall, x: Any, kwargs: dict[str, Any], returned: dict[str, Any]
+    ) -> Any:
+        """What a module returns. kwargs: the layer's arguments. returned: as in `_run_sublayer`."""
+        if call.arguments is not None:
+            selected = _select_arguments(call.arguments, kwargs, self.argument_names, x, returned)
+            kwargs = dict(call.preset_arguments) | selected
+        if isinstance(x, QKVInputs) and isinstance(call, Sublayer) and not call.qkv:
+            x, key, value = x  # `nn.MultiheadAttention` takes three
+            kwargs = kwargs | {"key": key, "value": value}
+        return _call_as_host(find_attribute(self, call.module), call, x, kwargs)
 
     def _apply_step(self, step: OutputStep, y: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A step between a sub-layer's module and the stream. kwargs: the layer's arguments."""
@@ -228,15 +232,16 @@ class ConnectedLayer:
         if isinstance(step, ArgumentProduct):
             return y * kwargs[step.argument]
         if isinstance(step, ModuleCall):
-            selected = _select_arguments(step.arguments, kwargs, self.argument_names, y, {})
-            arguments = dict(step.preset_arguments) | selected
-            outputs = _call_as_host(find_attribute(self, step.module), step, y, arguments)
-            return outputs[0] if isinstance(outputs, tuple | list) else outputs
+            return first_output(self._call_module(step, y, kwargs, {}))
         module: Any = find_attribute(self, step)
         if isinstance(module, Tensor):
             return module * y
-        outputs = module(y)
-        return outputs[0] if isinstance(outputs, tuple | list) else outputs
+        return first_output(module(y))
+
+
+def first_output(outputs: Any) -> Any:
+    """What a module or a layer returns first, or alone."""
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs
 
 
 def _has_value(kwargs: dict[str, Any], name: str, value: UnreadValue) -> bool:
@@ -317,7 +322,7 @@ def _select_arguments(
     selected: dict[str, Any] = {}
     for name, source in sources:
         if isinstance(source, ExtraOutput):
-            selected[name] = returned[source.module][source.place]
+            selected[name] = returned[source.module][source.position]
         elif source == NO_RESIDUAL:
             selected[name] = torch.zeros((), dtype=x.dtype, device=x.device)
         elif source == SAME_INPUT:

@@ -50,9 +50,9 @@ class SplitInputAttention:
         """Wrap the host's forward. vLLM finds its attention in the source, but does not merge
         projections of q, k and v whose inputs differ.
         """
-        if "host" not in vars(cls):  # FSDP2 makes a subclass of it.
+        if "original" not in vars(cls):  # FSDP2 makes a subclass of it.
             return
-        host_forward: Any = vars(cls)["host"].forward
+        host_forward: Any = vars(cls)["original"].forward
 
         @wraps(host_forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

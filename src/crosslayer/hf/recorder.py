@@ -192,7 +192,7 @@ class _Recorder:
     def _single_product(self, number: int, name: str) -> int:
         """The vector that stands for a vector times a parameter of one number.
 
-        As a direction it is no new one.
+        The product is parallel to the vector, so zeros take its place in the basis.
         """
         if (number, name) not in self.single_products:
             call = TracedCall(name, {number: 1.0}, {}, is_one_number=True)
@@ -275,9 +275,9 @@ def _join_last_outputs(layer: nn.Module, others: Sequence[Any]) -> tuple[LayerEx
             raise ValueError(
                 "it returns more than its stream, outputs of its modules and arguments"
             )
-        output = other.output._replace(and_later=other.output.place == MOST_OUTPUTS - 1)
+        output = other.output._replace(and_later=other.output.position == MOST_OUTPUTS - 1)
         following = extras[-1] if extras else None
-        if following == output._replace(place=output.place + 1, and_later=True):
+        if following == output._replace(position=output.position + 1, and_later=True):
             extras.pop()
             output = output._replace(and_later=True)
         extras.append(output)

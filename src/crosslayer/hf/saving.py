@@ -19,7 +19,7 @@ from .attach import is_connected, ports_of_sites
 
 
 def refuse_what_cannot_be_loaded(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise a ValueError before a model is saved whose connections its folder could not express."""
+    """Wrap `save` so that it raises a ValueError for a model that its folder could not express."""
 
     @functools.wraps(save)
     def refusing_save(self: Any, *args: Any, **kwargs: Any) -> Any:

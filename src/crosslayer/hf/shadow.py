@@ -59,7 +59,7 @@ class OtherOutput:
         self.output = output
 
     def __repr__(self) -> str:
-        return f"{self.output.module}(…)[{self.output.place}]"
+        return f"{self.output.module}(…)[{self.output.position}]"
 
 
 class ChangedStreamError(ValueError):

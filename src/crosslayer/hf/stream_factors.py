@@ -25,10 +25,9 @@ def check_stream_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSpe
     factor = next((w.stream_factor for w in wiring.of_layers if w.stream_factor), "")
     if not factor:
         return
-    _check_size_of_factors(backbone, wiring, factor, spec)
+    _check_size_of_factors(backbone, wiring, spec)
     norms = {f"its final norm, {wiring.final},": final_norm(backbone, wiring)}
-    pairs = zip(wiring.find_layers(backbone), wiring.of_layers, strict=True)
-    for number, (layer, layer_wiring) in enumerate(pairs):
+    for number, (layer, layer_wiring) in enumerate(wiring.wired_layers(backbone)):
         for path in layer_wiring.input_norms:
             norms[f"the {path} of layer {number}"] = layer.get_submodule(path)
     for name, norm in norms.items():
@@ -40,9 +39,7 @@ def check_stream_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSpe
 
 
 @torch.no_grad()
-def _check_size_of_factors(
-    backbone: Any, wiring: ModelWiring, name: str, spec: ConnectionSpec
-) -> None:
+def _check_size_of_factors(backbone: Any, wiring: ModelWiring, spec: ConnectionSpec) -> None:
     """Raise a ValueError for factors that are not positive, because norms keep signs, or whose
     product leaves the range of the streams' dtype. Those on the meta device are not checked.
     """
@@ -51,11 +48,11 @@ def _check_size_of_factors(
         dtype = parse_dtype(spec.options["stream_dtype"], "stream_dtype")
     largest = math.sqrt(torch.finfo(dtype).max)  # the streams need the other half of the range
     product = 1.0
-    pairs = zip(wiring.find_layers(backbone), wiring.of_layers, strict=True)
-    for number, (layer, layer_wiring) in enumerate(pairs):
-        if not layer_wiring.stream_factor:
+    for number, (layer, layer_wiring) in enumerate(wiring.wired_layers(backbone)):
+        name = layer_wiring.stream_factor
+        if not name:
             continue
-        factor = find_attribute(layer, layer_wiring.stream_factor)
+        factor = find_attribute(layer, name)
         if factor.is_meta:
             continue
         value = factor.item()

@@ -151,9 +151,11 @@ def _same_extras(a: LayerTrace, b: LayerTrace, name: str, value: UnreadValue) ->
 
 
 def _same_arguments(
-    layer: nn.Module, a: LayerTrace, b: LayerTrace, given: Mapping[str, str]
+    layer: nn.Module, a: LayerTrace, b: LayerTrace, replaced: Mapping[str, str]
 ) -> bool:
-    """Whether the modules get the same arguments. given: what stands for values of a, as texts."""
+    """Whether the modules get the same arguments. replaced: what stands in b for values of a, as
+    texts.
+    """
 
     def describe(
         parameters: dict[str, inspect.Parameter], values: dict[str, Any], name: str
@@ -166,7 +168,7 @@ def _same_arguments(
         parameters = argument_parameters(layer.get_submodule(x.path)) if names else {}
         for name in names:
             expected = describe(parameters, x.arguments, name)
-            if given.get(expected, expected) != describe(parameters, y.arguments, name):
+            if replaced.get(expected, expected) != describe(parameters, y.arguments, name):
                 return False
     return True
 

@@ -7,7 +7,6 @@ the same. Then a shadow of the backbone runs, which must hand each layer's outpu
 and the last one's to the final norm, unchanged.
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
-from ..class_swap import original_class
 from ..spec import make
 from .arguments import (
     LayerArgument,
+    arguments_as_read,
     constant_arguments,
+    forward_parameters,
     name_arguments,
-    read_arguments,
     residual_argument,
     second_streams,
 )
@@ -34,11 +33,13 @@ from .families import (
     ModelWiring,
     Sublayer,
     own_connection,
+    paths_around,
 )
 from .function_calls import FunctionMode
-from .hidden_states import HiddenState, find_token_slice, scale_stream
+from .hidden_states import TravellingState, find_token_slice, scale_stream
 from .host_norms import find_attribute
-from .layer_recognition import paths_around, recognise_layer
+from .layer_recognition import recognise_layer
+from .layers import first_output
 from .recognition import layer_kind
 from .shadow import (
     ChangedStreamError,
@@ -69,7 +70,6 @@ def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
         if kind in verified or layer_wiring.condition is not None:
             continue
         verified.add(kind)
-        _check_projections(layer_wiring)
         try:
             with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
                 difference = _layer_difference(layer, layer_wiring, wiring.dim)
@@ -86,16 +86,6 @@ def verify_wiring(backbone: Any, wiring: ModelWiring) -> None:
             )
     if not next(backbone.parameters()).is_meta:
         _check_backbone(backbone, wiring)
-
-
-def _check_projections(wiring: LayerWiring) -> None:
-    for sublayer in wiring.sublayers:
-        if sublayer.port == "attn" and len(sublayer.qkv) in (1, 2) and sublayer.fused is None:
-            raise ValueError(
-                f"the row names {sublayer.qkv} as projections of q, k and v; where one projection "
-                "is all three, it needs fused=, the order of its outputs: qkv_concatenated or "
-                "qkv_per_head of crosslayer.hf.families"
-            )
 
 
 class _Functions:
@@ -130,13 +120,11 @@ class _Functions:
 
 def _layer_difference(layer: nn.Module, wiring: LayerWiring, width: int) -> float:
     """The largest relative difference of output and gradient; infinite for other arguments."""
-    arguments = read_arguments(layer, wiring.unread_values)
+    arguments = arguments_as_read(layer, wiring.unread_values)
     opened = {outer for path in wiring.modules for outer in paths_around(path)}
     lengths: dict[str, int] = {}
-    host, expected = run_layer_shadow(layer, lambda: _Functions(width), arguments, lengths, opened)
-    if isinstance(expected, tuple | list):
-        expected = expected[0]
-    expected = expected.as_subclass(Tensor)
+    host, returned = run_layer_shadow(layer, lambda: _Functions(width), arguments, lengths, opened)
+    expected = first_output(returned).as_subclass(Tensor)
     functions = _Functions(width)
     shadow = make_shadow(layer, functions, lengths, opened=opened)
     actual = _run_connected(shadow, wiring, functions, arguments)
@@ -171,7 +159,7 @@ def _run_connected(
     attach_connections(backbone, model_wiring, make(own_connection(wiring)), None)
     with FunctionMode(functions):
         outputs = backbone.layers[0](functions.stream, **arguments)
-    hidden = outputs if isinstance(outputs, HiddenState) else outputs[0]
+    hidden = outputs if isinstance(outputs, TravellingState) else outputs[0]
     hidden_state = backbone.norm.connection.hidden_state(hidden.state)
     hidden_state = scale_stream(hidden_state, hidden.stream_scale)
     if wiring.last_norm:
@@ -183,7 +171,7 @@ def _relative_difference(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual - expected).norm() / expected.norm()
 
 
-# What a host may ask of a `HiddenState`.
+# What a host may ask of a `TravellingState`.
 _READABLE = [getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape")]
 
 
@@ -308,8 +296,7 @@ def _restored_buffers(backbone: nn.Module, layers: str) -> Iterator[None]:
 def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
     """What a backbone's forward takes first: token ids, an image, its patches or hidden states."""
     dtype = next(backbone.parameters()).dtype
-    host: Any = original_class(backbone)
-    _, first, *others = inspect.signature(host.forward).parameters
+    _, first, *others = forward_parameters(backbone)
     config: Any = getattr(backbone, "config", None)
     channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
     if others[:1] == ["grid_thw"]:
@@ -327,8 +314,7 @@ def _make_inputs(backbone: Any, width: int) -> list[Tensor]:
 
 def _make_image_features(backbone: Any, width: int) -> dict[str, Any]:
     """The arguments of a language model's forward that join the stream before a layer."""
-    host: Any = original_class(backbone)
-    if "deepstack_features" not in inspect.signature(host.forward).parameters:
+    if "deepstack_features" not in forward_parameters(backbone):
         return {}
     return {  # before the second layer, as Granite 4 Vision has it
         "deepstack_features": {1: torch.zeros(_TOKENS, width)},
@@ -361,7 +347,7 @@ def _format_sublayer(sublayer: Sublayer) -> str:
 
 def _describe_actual(layer: nn.Module, assumed: LayerWiring, width: int) -> str:
     """What the layer's own code does, as a row or as the reason why there is none."""
-    arguments = read_arguments(layer, assumed.unread_values)
+    arguments = arguments_as_read(layer, assumed.unread_values)
     attends_encoder = not arguments.keys().isdisjoint(second_streams(layer))
     try:
         wiring = recognise_layer(layer, width, attends_encoder)

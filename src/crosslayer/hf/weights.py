@@ -64,7 +64,7 @@ class FolderWeights:
             indexed = set(read_json(index, dict).get("weight_map", {}))
             differing = sorted(indexed.symmetric_difference(self._file_of))
             if differing:
-                raise ValueError(f"{index.name} and the files disagree about {differing[0]!r}")
+                raise ValueError(f"{index} and the files disagree about {differing[0]!r}")
 
     def read(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU."""
@@ -77,10 +77,11 @@ class FolderWeights:
 
     def _add_tensor(self, name: str, path: Path, header: Any) -> None:
         if name in self._file_of:
-            raise ValueError(f"{name!r} is in both {self._file_of[name].name} and {path.name}")
+            raise ValueError(f"{path}: {name!r} is in {self._file_of[name].name}, too")
         dtype = header.get_dtype()
         if dtype not in _FLOAT_DTYPES:
-            raise ValueError(f"{name!r} is {dtype}, expected one of {', '.join(_FLOAT_DTYPES)}")
+            known = ", ".join(_FLOAT_DTYPES)
+            raise ValueError(f"{path}: {name!r} is {dtype}, expected one of {known}")
         self._file_of[name] = path
         self.shapes[name] = tuple(header.get_shape())
 
@@ -120,7 +121,7 @@ def _weight_files(folder: Path, variant: str | None = None) -> list[Path]:
     for suffix in _PICKLE_SUFFIXES:
         for path in sorted(folder.glob(f"*.{suffix}")):
             raise ValueError(
-                f"{path.name} is a pickle, which can run code and is never loaded; "
+                f"{path} is a pickle, which can run code and is never loaded; "
                 "convert it where you trust it: safetensors.torch.save_file("
                 f'torch.load(path, weights_only=True), "{WEIGHTS_FILE}")'
             )
